@@ -1,0 +1,31 @@
+"""vlfit runs Qwen3-VL on the GPU a person already owns.
+
+``import vlfit`` is cheap: it loads no torch and no model. The names below are the public API and are
+imported when first used; a test pins the list.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vlfit._version import __version__
+
+if TYPE_CHECKING:
+    from vlfit.client import VLM, Client
+    from vlfit.engine.answer import Answer
+    from vlfit.errors import VlfitError
+
+__all__ = ["VLM", "Answer", "Client", "VlfitError", "__version__"]
+
+_HOMES = {
+    "VLM": "vlfit.client",
+    "Client": "vlfit.client",
+    "Answer": "vlfit.engine.answer",
+    "VlfitError": "vlfit.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'vlfit' has no attribute {name!r}")

@@ -1,0 +1,81 @@
+"""What every backend offers the floors above: a conversation in, a stream of chunks out.
+
+``native`` (our engine), ``remote`` (any OpenAI endpoint) and later ``vllm`` and ``transformers`` fill this in.
+Tasks, the Python API and the command line speak to ``Backend`` alone; the server speaks to ``LocalBackend``,
+which splits the work so that nothing blocks its event loop.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol, runtime_checkable
+
+from vlfit.engine.answer import Answer, Chunk, ImageSeen
+from vlfit.engine.conversation import Conversation
+from vlfit.engine.sampling import SamplingParams
+
+Listener = Callable[[Chunk | Exception], None]
+
+
+class Stream(Protocol):
+    """One running completion: iterate for chunks; closing it early frees what it holds.
+
+    ``images`` is known once the first chunk has come. ``answer()`` reads on to the end and gives the whole.
+    """
+
+    @property
+    def images(self) -> tuple[ImageSeen, ...]: ...
+    def __iter__(self) -> Iterator[Chunk]: ...
+    def answer(self) -> Answer: ...
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Raises the errors of ``vlfit.errors``, most of them before anything runs."""
+
+    @property
+    def model(self) -> str:
+        """The name by which answers and ``/v1/models`` call the checkpoint."""
+        ...
+
+    def stream(self, conversation: Conversation, sampling: SamplingParams) -> Stream: ...
+    def default_sampling(self) -> SamplingParams:
+        """The checkpoint's own generation settings (``generation_config.json``)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """A priced request: tokens counted and pictures decoded, nothing on the device yet."""
+
+    @property
+    def images(self) -> tuple[ImageSeen, ...]: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def image_tokens(self) -> int: ...
+
+
+class Ticket(Protocol):
+    """A request inside the engine. ``cancel`` may be called from any thread, at any time, more than once."""
+
+    def cancel(self) -> None: ...
+
+
+class LocalBackend(Backend, Protocol):
+    """A backend in this process."""
+
+    def prepare(self, conversation: Conversation, sampling: SamplingParams) -> Prepared:
+        """Decode pictures, render the template, count tokens, check against the plan (CPU work, blocking).
+
+        Raises ``PictureError``, ``InvalidRequest`` or ``DoesNotFit``.
+        """
+        ...
+
+    def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
+        """Queue the request. ``listener`` is called from the engine's thread with each chunk in order.
+
+        The last call brings a chunk with a ``finish_reason``, or the exception that ended the request.
+        One prepared request may be started several times (``n`` choices).
+        """
+        ...

@@ -1,0 +1,60 @@
+"""What a person says to the model, before it becomes tokens and pixels. No torch, no HTTP.
+
+A conversation is a tuple of messages; a message is a role and parts; a part is text, a picture or a clip.
+Pictures are the bytes of a file as it was found: ``engine/images.py`` decodes them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vlfit.errors import InvalidRequest
+
+Role = Literal["system", "user", "assistant"]
+ROLES: tuple[Role, ...] = ("system", "user", "assistant")
+Detail = Literal["auto", "low", "high"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """A picture: the encoded bytes (JPEG, PNG, WebP, ...) and what to call it in errors."""
+
+    data: bytes
+    label: str = "picture"
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPart:
+    """A clip: its frames as encoded pictures, ``fps`` of them to a second."""
+
+    frames: tuple[bytes, ...]
+    fps: float = 2.0
+    label: str = "video"
+
+
+Part = TextPart | ImagePart | VideoPart
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise InvalidRequest(
+                f"unknown role {self.role!r}", f"use one of: {', '.join(ROLES)}", param="messages"
+            )
+
+
+Conversation = tuple[Message, ...]
+
+
+def ask(text: str, *pictures: ImagePart | VideoPart, system: str = "") -> Conversation:
+    """One user turn: the pictures in order, then the text; ``system`` goes before it when given."""
+    user = Message("user", (*pictures, TextPart(text)))
+    return (Message("system", (TextPart(system),)), user) if system else (user,)

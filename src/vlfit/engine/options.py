@@ -1,0 +1,42 @@
+"""What the engine is told when it is built. No torch: the floors above fill this in cheaply."""
+
+from dataclasses import dataclass
+
+from vlfit.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Fixed for the life of an engine.
+
+    ``device``: ``auto`` (the first CUDA device, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``.
+    ``dtype``: ``auto`` (float32 on a CPU, the checkpoint's own on a GPU), ``float32``, ``bfloat16``, ``float16``.
+    ``context``: most tokens (prompt and completion) of one sequence; None: the checkpoint's limit, at most 8192.
+    ``sequences``: how many run at once at full context.
+    ``chunk``: most tokens of one forward pass; longer prompts are prefilled in chunks of it.
+    ``block_size``: tokens in one KV block.
+    ``image_tokens``: most tokens of one picture; larger ones are scaled down and the answer says so.
+    ``max_tokens``: completion length when a request names none.
+    ``image_cache_bytes``: how much the cache of encoded pictures may hold.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    context: int | None = None
+    sequences: int = 4
+    chunk: int = 1024
+    block_size: int = 16
+    image_tokens: int | None = None
+    max_tokens: int = 1024
+    image_cache_bytes: int = 64 * 1024**2
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "chunk", "block_size", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", f"{name} must be at least 1")
+        if self.context is not None and self.context < 16:
+            raise UsageError(f"context is {self.context} tokens", "context must be at least 16")
+        if self.image_tokens is not None and self.image_tokens < 4:
+            raise UsageError(f"image_tokens is {self.image_tokens}", "image_tokens must be at least 4")
+        if self.image_cache_bytes < 0:
+            raise UsageError("image_cache_bytes is negative", "use 0 to turn the cache off")

@@ -1,0 +1,60 @@
+"""How the next token is chosen and when to stop: one frozen record of wishes. No torch.
+
+The names and ranges are OpenAI's and vLLM's. ``engine/sampler.py`` carries them out.
+"""
+
+from dataclasses import dataclass
+
+from vlfit.errors import InvalidRequest
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Wishes for one completion. Raises ``InvalidRequest`` (with ``param``) for a value out of range.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+    ``max_tokens`` None means: as many as the context has room for, at most the engine's default.
+    ``top_logprobs`` None gives no logprobs, 0 gives the chosen token's alone, k adds the k likeliest.
+    ``loop_guard`` stops a completion that repeats itself (finish reason ``loop``); off by default.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int | None = None
+    loop_guard: bool = False
+
+    def __post_init__(self) -> None:
+        self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
+        self._check("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2")
+        self._check("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        self._check("top_k", self.top_k >= 0, "0 (off) or more")
+        self._check("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1")
+        self._check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2")
+        self._check("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2")
+        self._check("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "above 0 and at most 10")
+        self._check("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 strings, none empty")
+        self._check(
+            "top_logprobs",
+            self.top_logprobs is None or 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
+            f"between 0 and {MAX_TOP_LOGPROBS}",
+        )
+
+    def _check(self, name: str, good: bool, rule: str) -> None:
+        if not good:
+            raise InvalidRequest(f"{name} is {getattr(self, name)!r}", f"{name} must be {rule}", param=name)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0

@@ -1,0 +1,156 @@
+"""Every error a person can meet, as one tree.
+
+Knows: what each failure is called, its exit code on the command line and its status over HTTP.
+Does not know: how it is printed (cli) or sent (server).
+
+VlfitError
+├── UsageError                     exit 2, HTTP 400: what was asked for makes no sense
+│   └── InvalidRequest                 one field of a request is wrong; ``param`` names it
+├── DoesNotFit                     exit 3, HTTP 400: it makes sense, but is larger than the plan
+├── CheckpointError                the files of a model are not what they should be
+│   ├── NotACheckpoint                 the folder is missing or holds no config.json
+│   ├── UnknownArchitecture            a model that vlfit does not run
+│   ├── UnknownWeightsFormat           a quantization that vlfit does not read
+│   ├── MissingFile                    a shard, a tokenizer or a template is not there
+│   ├── BrokenShard                    a safetensors file is truncated or unreadable
+│   ├── MissingTensor                  the shards lack a tensor that the config calls for
+│   └── WrongShape                     a tensor is there with another shape than the config says
+├── HubError                       talking to the model hub failed
+│   ├── HubModelNotFound               HTTP 404: no such model, or it is private
+│   ├── HubAccessDenied                the model is gated or the token is wrong
+│   ├── HubUnreachable                 no network, or the hub does not answer
+│   └── NotDownloaded                  offline, and the model is not in the cache
+├── PictureError                   HTTP 400: a picture cannot be used
+│   ├── NotAPicture                    the bytes are no picture, or broken off
+│   ├── PictureTooLarge                more pixels, or a longer side ratio, than is decoded
+│   ├── PictureNotFound                no such file, or the URL does not answer with a picture
+│   └── PrivateAddress                 a URL points into a private network (servers refuse it)
+├── UnknownModel                   HTTP 404: the server runs another model
+├── DeviceError                    the GPU is missing, broken or full
+├── ServerUnreachable              no vlfit server answers at the URL
+├── RemoteError                    a server answered with an error
+└── EngineStopped                  HTTP 503: the engine is shutting down
+"""
+
+from typing import ClassVar
+
+
+class VlfitError(Exception):
+    """The root of all errors that vlfit raises on purpose.
+
+    ``message`` says what happened, with numbers. ``hint`` says what to do about it.
+    ``param`` names the field of a request that is at fault, if one is.
+    """
+
+    exit_code: ClassVar[int] = 1
+    http_status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, hint: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.param = param
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class UsageError(VlfitError):
+    exit_code = 2
+    http_status = 400
+    code = "invalid_request"
+
+
+class InvalidRequest(UsageError):
+    """One field of a request is wrong."""
+
+
+class DoesNotFit(VlfitError):
+    exit_code = 3
+    http_status = 400
+    code = "context_length_exceeded"
+
+
+class CheckpointError(VlfitError):
+    code = "checkpoint_error"
+
+
+class NotACheckpoint(CheckpointError): ...
+
+
+class UnknownArchitecture(CheckpointError): ...
+
+
+class UnknownWeightsFormat(CheckpointError): ...
+
+
+class MissingFile(CheckpointError): ...
+
+
+class BrokenShard(CheckpointError): ...
+
+
+class MissingTensor(CheckpointError): ...
+
+
+class WrongShape(CheckpointError): ...
+
+
+class HubError(VlfitError):
+    http_status = 502
+    code = "hub_error"
+
+
+class HubModelNotFound(HubError):
+    http_status = 404
+
+
+class HubAccessDenied(HubError): ...
+
+
+class HubUnreachable(HubError): ...
+
+
+class NotDownloaded(HubError): ...
+
+
+class PictureError(VlfitError):
+    http_status = 400
+    code = "invalid_image"
+
+
+class NotAPicture(PictureError): ...
+
+
+class PictureTooLarge(PictureError): ...
+
+
+class PictureNotFound(PictureError): ...
+
+
+class PrivateAddress(PictureError): ...
+
+
+class UnknownModel(VlfitError):
+    http_status = 404
+    code = "model_not_found"
+
+
+class DeviceError(VlfitError):
+    code = "device_error"
+
+
+class ServerUnreachable(VlfitError):
+    http_status = 502
+    code = "server_unreachable"
+
+
+class RemoteError(VlfitError):
+    http_status = 502
+    code = "remote_error"
+
+
+class EngineStopped(VlfitError):
+    http_status = 503
+    code = "engine_stopped"
