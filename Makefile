@@ -1,0 +1,51 @@
+# Everything a person or CI runs. Each target does its own set-up; the second time that is instant.
+#   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
+#   make test        format, lint, types and tests: what CI runs
+#   make lint types  parts of it            make venv       only the set-up for development
+#   make docs        writes docs/cli.md     make bench      native engine against transformers, on this CPU
+#   make eval-mini   how good mini is on held-out scenes
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: demo test lint types tests venv docs bench eval-mini clean
+
+RUN := .venv/.installed-run
+DEV := .venv/.installed-dev
+PYTHON_IN_VENV := .venv/bin/python
+# Two workers on small machines; each keeps torch to one thread, so that they do not fight over the cores.
+WORKERS ?= 2
+
+demo: $(RUN)
+	@$(PYTHON_IN_VENV) examples/demo.py
+
+test: lint types tests
+
+lint: $(DEV)
+	@.venv/bin/ruff format --check --quiet . && .venv/bin/ruff check --quiet . && echo "ruff: clean"
+
+types: $(DEV)
+	@.venv/bin/mypy
+
+tests: $(DEV)
+	@OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n $(WORKERS)
+
+venv: $(DEV)
+
+docs: $(DEV)
+	@$(PYTHON_IN_VENV) -m vlfit.cli.docs > docs/cli.md
+
+bench: $(DEV)
+	@$(PYTHON_IN_VENV) benchmarks/engine.py
+
+eval-mini: $(DEV)
+	@$(PYTHON_IN_VENV) -m training.mini.evaluate
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache benchmarks/cache
+
+$(RUN): pyproject.toml constraints.txt scripts/set-up
+	@scripts/set-up run
+
+$(DEV): pyproject.toml constraints.txt scripts/set-up
+	@scripts/set-up dev
