@@ -1,0 +1,294 @@
+"""``config.json`` of a Qwen3-VL checkpoint as frozen records.
+
+Knows: both forms of the file (``rope_scaling`` + ``rope_theta``, the official one; ``rope_parameters``, which
+transformers 5 writes), the defaults that transformers fills in, and what vlfit does not run.
+Does not know: tensors, tokens or pictures.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlfit.checkpoint.fields import Fields
+from vlfit.errors import NotACheckpoint, UnknownArchitecture, UnknownWeightsFormat
+
+MODEL_TYPE = "qwen3_vl"
+ARCHITECTURE = "Qwen3VLForConditionalGeneration"
+_WHAT_RUNS = "vlfit runs Qwen3-VL (2B, 4B, 8B; dense). Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
+_WHAT_IS_READ = (
+    "vlfit reads bf16, fp16 and fp32 weights, and FP8 as the official Qwen3-VL FP8 checkpoints have it "
+    "(e4m3, 128x128 blocks, dynamic activations). Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The vision tower. ``deepstack_visual_indexes``: the blocks whose output also goes to text layers."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    spatial_merge_size: int
+    temporal_patch_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]
+    hidden_act: str
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """The language model. ``head_dim`` need not be ``hidden_size / num_attention_heads``."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    attention_bias: bool
+    hidden_act: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """Weights in 8-bit floats with one scale per block of ``block_rows`` x ``block_columns``.
+
+    ``not_converted`` are the names (or patterns) of modules that keep 16-bit weights.
+    """
+
+    block_rows: int
+    block_columns: int
+    not_converted: tuple[str, ...]
+
+    def converts(self, module: str) -> bool:
+        """Whether the linear layer ``module`` (``model.language_model.layers.0.mlp.up_proj``) is in FP8.
+
+        The rule is transformers': an entry exempts a module when it is the module's name or an ancestor's,
+        a pattern that matches up to a dot, or the end of the name. The LM head is never converted.
+        """
+        return module != "lm_head" and not any(_exempts(entry, module) for entry in self.not_converted)
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of ``weight_scale_inv`` beside a weight of ``rows`` x ``columns``; last blocks may be partial."""
+        return math.ceil(rows / self.block_rows), math.ceil(columns / self.block_columns)
+
+
+def _exempts(entry: str, module: str) -> bool:
+    if module.endswith(entry):
+        return True
+    try:
+        return re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module) is not None
+    except re.error:
+        return module.startswith(f"{entry}.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything in ``config.json`` that decides tensors and computation."""
+
+    text: TextConfig
+    vision: VisionConfig
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    tie_word_embeddings: bool
+    fp8: Fp8Format | None
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelConfig":
+        """Read ``folder/config.json``.
+
+        Raises ``NotACheckpoint`` when there is none, ``UnknownArchitecture`` and ``UnknownWeightsFormat`` for
+        models that vlfit does not run, and ``CheckpointError`` naming a field that is missing or wrong.
+        """
+        if not (folder / "config.json").is_file():
+            what = "holds no config.json" if folder.is_dir() else "is not a folder"
+            raise NotACheckpoint(
+                f"{folder} {what}",
+                "Give the folder of a Qwen3-VL checkpoint, a name like Qwen/Qwen3-VL-2B-Instruct-FP8, or mini.",
+            )
+        fields = Fields.read(folder / "config.json")
+        _check_architecture(fields)
+        text_fields = fields.section("text_config")
+        text = _read_text(text_fields)
+        vision = _read_vision(fields.section("vision_config"), text)
+        # Both places may say it. The reference goes by the top level; checkpoints that say it in text_config
+        # alone are older than the field's move, and mean the same.
+        tied = fields if fields.has("tie_word_embeddings") else text_fields
+        return cls(
+            text=text,
+            vision=vision,
+            image_token_id=_token(fields, "image_token_id", 151655, text),
+            video_token_id=_token(fields, "video_token_id", 151656, text),
+            vision_start_token_id=_token(fields, "vision_start_token_id", 151652, text),
+            vision_end_token_id=_token(fields, "vision_end_token_id", 151653, text),
+            tie_word_embeddings=tied.flag("tie_word_embeddings", False),
+            fp8=_read_fp8(fields),
+        )
+
+
+def _check_architecture(fields: Fields) -> None:
+    model_type = fields.text("model_type", "none")
+    if model_type != MODEL_TYPE:
+        raise UnknownArchitecture(
+            f"config.json: model_type is {model_type!r}, not {MODEL_TYPE!r}", _WHAT_RUNS
+        )
+    architectures = fields.texts("architectures", (ARCHITECTURE,))
+    if ARCHITECTURE not in architectures:
+        raise UnknownArchitecture(
+            f"config.json: architectures is {list(architectures)}, without {ARCHITECTURE}", _WHAT_RUNS
+        )
+    for part in ("text_config", "vision_config"):
+        if not fields.has(part):
+            raise fields.wrong(part, "is missing", "an object")
+
+
+def _read_text(fields: Fields) -> TextConfig:
+    rope = _read_rope(fields)
+    heads = fields.integer("num_attention_heads", 32)
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.wrong(
+            "num_key_value_heads", f"is {kv_heads}", f"a divisor of num_attention_heads ({heads})"
+        )
+    head_dim = fields.integer("head_dim", 128)
+    if head_dim % 2:
+        raise fields.wrong("head_dim", f"is {head_dim}", "an even number, for rotary positions")
+    return TextConfig(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_hidden_layers=fields.integer("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=fields.integer("max_position_embeddings", 128000),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
+        rope_theta=rope[0],
+        mrope_section=rope[1],
+        attention_bias=fields.flag("attention_bias", False),
+        hidden_act=_activation(fields, "silu"),
+    )
+
+
+def _read_rope(fields: Fields) -> tuple[float, tuple[int, int, int]]:
+    """Theta and the M-RoPE sections, from ``rope_parameters`` or from ``rope_scaling`` and ``rope_theta``."""
+    rope = fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    # "mrope" is what older writers called the default type with sections.
+    if kind not in ("default", "mrope"):
+        raise UnknownArchitecture(
+            f"config.json: {rope.prefix}rope_type is {kind!r}", 'vlfit runs the rope_type "default" only.'
+        )
+    if not rope.flag("mrope_interleaved", True):
+        raise UnknownArchitecture(
+            f"config.json: {rope.prefix}mrope_interleaved is false",
+            "Qwen3-VL interleaves its position sections; a checkpoint that does not is another architecture.",
+        )
+    theta = (rope if rope.has("rope_theta") else fields).number("rope_theta", 500000.0, above=0)
+    sections = rope.integers("mrope_section", (24, 20, 20))
+    if len(sections) != 3:
+        raise rope.wrong("mrope_section", f"is {list(sections)}", "three integers (time, height, width)")
+    return theta, (sections[0], sections[1], sections[2])
+
+
+def _read_vision(fields: Fields, text: TextConfig) -> VisionConfig:
+    vision = VisionConfig(
+        depth=fields.integer("depth"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=fields.integer("num_heads", 16),
+        in_channels=fields.integer("in_channels", 3),
+        patch_size=fields.integer("patch_size", 16),
+        spatial_merge_size=fields.integer("spatial_merge_size", 2),
+        temporal_patch_size=fields.integer("temporal_patch_size", 2),
+        out_hidden_size=fields.integer("out_hidden_size"),
+        num_position_embeddings=fields.integer("num_position_embeddings", 2304),
+        deepstack_visual_indexes=fields.integers("deepstack_visual_indexes", (8, 16, 24)),
+        hidden_act=_activation(fields, "gelu_pytorch_tanh"),
+    )
+    if vision.hidden_size % vision.num_heads or vision.head_dim % 4:
+        # Rotary positions split a head into height and width halves of cos/sin pairs.
+        wanted = f"{vision.num_heads} (num_heads) times a multiple of 4"
+        raise fields.wrong("hidden_size", f"is {vision.hidden_size}", wanted)
+    if vision.out_hidden_size != text.hidden_size:
+        wanted = f"text_config.hidden_size ({text.hidden_size})"
+        raise fields.wrong("out_hidden_size", f"is {vision.out_hidden_size}", wanted)
+    side = math.isqrt(vision.num_position_embeddings)
+    if side * side != vision.num_position_embeddings:
+        raise fields.wrong(
+            "num_position_embeddings", f"is {vision.num_position_embeddings}", "a square number"
+        )
+    levels = vision.deepstack_visual_indexes
+    if any(level >= vision.depth for level in levels) or list(levels) != sorted(set(levels)):
+        wanted = f"rising block numbers below depth ({vision.depth})"
+        raise fields.wrong("deepstack_visual_indexes", f"is {list(levels)}", wanted)
+    if len(levels) > text.num_hidden_layers:
+        wanted = f"at most one per text layer ({text.num_hidden_layers})"
+        raise fields.wrong("deepstack_visual_indexes", f"names {len(levels)} levels", wanted)
+    return vision
+
+
+def _activation(fields: Fields, only: str) -> str:
+    name = fields.text("hidden_act", only)
+    if name != only:
+        raise UnknownArchitecture(
+            f"config.json: {fields.prefix}hidden_act is {name!r}",
+            f"vlfit runs {only!r} there, as all Qwen3-VL.",
+        )
+    return name
+
+
+def _token(fields: Fields, name: str, default: int, text: TextConfig) -> int:
+    token = fields.integer(name, default, least=0)
+    if token >= text.vocab_size:
+        raise fields.wrong(name, f"is {token}", f"a token below text_config.vocab_size ({text.vocab_size})")
+    return token
+
+
+def _read_fp8(fields: Fields) -> Fp8Format | None:
+    if not fields.has("quantization_config"):
+        return None
+    section = fields.section("quantization_config")
+    expected: dict[str, tuple[Any, ...]] = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", "float8_e4m3fn"),
+        "activation_scheme": ("dynamic",),
+        "scale_fmt": ("float",),
+    }
+    if not section.has("quant_method"):
+        raise UnknownWeightsFormat("config.json: quantization_config names no quant_method", _WHAT_IS_READ)
+    for name, known in expected.items():
+        if section.has(name) and section.values[name] not in known:
+            found = section.values[name]
+            raise UnknownWeightsFormat(f"config.json: quantization_config.{name} is {found!r}", _WHAT_IS_READ)
+    if section.has("modules_to_convert"):
+        raise UnknownWeightsFormat(
+            "config.json: quantization_config.modules_to_convert asks for more than linear layers",
+            _WHAT_IS_READ,
+        )
+    if "weight_block_size" in section.values and not section.has("weight_block_size"):
+        raise UnknownWeightsFormat(
+            "config.json: quantization_config.weight_block_size is null (one scale per tensor)", _WHAT_IS_READ
+        )
+    block = section.integers("weight_block_size", (128, 128), least=1)
+    if len(block) != 2:
+        raise section.wrong("weight_block_size", f"is {list(block)}", "two integers (rows, columns)")
+    exempt = section.texts("modules_to_not_convert", section.texts("ignored_layers", ()))
+    return Fp8Format(block[0], block[1], exempt)
