@@ -1,0 +1,55 @@
+"""One typed table of everything that can be set from the outside, for the command line and the server.
+
+Knows: the names, types and defaults, and that each can come from the environment as ``VLFIT_`` and its name in
+capitals (``VLFIT_SERVER``, ``VLFIT_CONTEXT``). Does not know: what any of them does. The Python API takes its own
+arguments and never looks here, so that a script behaves alike on every machine.
+
+Import it inside functions: pydantic-settings costs a fifth of a second, which ``vlfit --help`` should not pay.
+"""
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from vlfit.errors import UsageError
+
+
+class Settings(BaseSettings):
+    """What a person set: options of the command line first, then the environment, then these defaults.
+
+    ``context``, ``image_tokens`` and ``max_tokens`` count tokens. None leaves the choice to the engine.
+    """
+
+    # An empty variable means "not set": `VLFIT_SERVER= vlfit ...` is how a shell switches a setting off.
+    model_config = SettingsConfigDict(env_prefix="VLFIT_", env_ignore_empty=True, extra="forbid", frozen=True)
+
+    model: str = Field("auto", min_length=1, description="auto, mini, a folder or a hub id")
+    server: str | None = Field(None, description="URL of a running server, used instead of loading here")
+    api_key: SecretStr | None = Field(None, description="key that the server asks for, or is asked for")
+
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:1")
+    dtype: str = Field("auto", description="auto, or a name such as bfloat16")
+    context: int | None = Field(None, ge=1, description="most tokens of one request, prompt and answer")
+    sequences: int = Field(4, ge=1, description="requests that run at once at full context")
+    image_tokens: int | None = Field(None, ge=1, description="most tokens of one picture")
+    max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
+
+    host: str = Field("127.0.0.1", description="address that the server listens on")
+    port: int = Field(8000, ge=0, le=65535, description="port that the server listens on; 0 takes a free one")
+    allow_private_urls: bool = Field(False, description="let requests name pictures in the private network")
+    allow_origin: str | None = Field(None, description="web origin that may call the server from a browser")
+
+    debug: bool = Field(False, description="show tracebacks")
+
+
+def read_settings(**given: object) -> Settings:
+    """The settings, with what was ``given`` on the command line on top; a given None counts as not given.
+
+    Raises ``UsageError`` naming the option and the variable of every value that makes no sense.
+    """
+    try:
+        return Settings.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        faults = [(str(fault["loc"][0]), fault["input"], fault["msg"]) for fault in error.errors()]
+        message = "; ".join(f"{name} is {value!r}: {why}" for name, value, why in faults)
+        ways = ", ".join(f"--{name.replace('_', '-')} or VLFIT_{name.upper()}" for name, _, _ in faults)
+        raise UsageError(message, f"set it with {ways}", param=faults[0][0]) from None
