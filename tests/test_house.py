@@ -1,0 +1,169 @@
+"""The house keeps its word: what the documents, the Makefile and pyproject.toml say is what is there."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import vlfit
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "vlfit"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+CODE_FOLDERS = ("src", "tests", "examples", "benchmarks", "training")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LONGEST_MODULE = 400
+
+
+def python_files(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_every_module_opens_by_saying_what_it_is() -> None:
+    silent = [
+        shown(path)
+        for path in python_files(*CODE_FOLDERS)
+        if (text := path.read_text("utf-8")).strip() and not ast.get_docstring(ast.parse(text))
+    ]
+    assert [path for path in silent if not path.endswith("_version.py")] == []
+
+
+def test_modules_stay_short() -> None:
+    lengths = {shown(path): len(path.read_text("utf-8").splitlines()) for path in python_files("src")}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_MODULE} == {}
+
+
+def test_nothing_is_left_for_later_in_the_code() -> None:
+    marks = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+    left = [
+        f"{shown(path)}:{number}"
+        for path in python_files(*CODE_FOLDERS)
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert left == []
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    heading = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert heading is not None
+    assert heading.group(1) == vlfit.__version__
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert files("vlfit").joinpath("py.typed").is_file()
+
+
+def test_the_licence_is_the_one_that_is_declared() -> None:
+    text = (ROOT / "LICENSE").read_text("utf-8")
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+# --- documents ---------------------------------------------------------------------------------------------
+
+
+def fenced_blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_every_make_target_in_the_documents_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    named = {
+        (shown(path), target)
+        for path in DOCUMENTS
+        for target in re.findall(
+            r"(?:^|`)(?:\w+=\S+ )*make ([a-z][a-z-]+)", path.read_text("utf-8"), re.MULTILINE
+        )
+    }
+    assert ("README.md", "demo") in named
+    assert {(path, target) for path, target in named if target not in targets} == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=shown)
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text("utf-8"))
+    links += re.findall(r'src="([^"]+)"', path.read_text("utf-8"))
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+def test_the_structure_page_names_every_module_and_no_other() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text("utf-8")
+    named = set(re.findall(r"^\| `((?:\w+/)*\w+\.py)` \| ", page, re.MULTILINE))
+    there = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if path.name != "__init__.py" or len(path.read_text("utf-8").strip()) > 0
+    }
+    assert named - there == set(), "named in docs/structure.md, but not there"
+    assert there - named == set(), "there, but not named in docs/structure.md"
+
+
+# --- packages ----------------------------------------------------------------------------------------------
+
+
+def plain_name(requirement: str) -> str:
+    """``Hugging_Face.hub>=1`` and ``hugging-face-hub`` are the same project."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\s<>=!~\[;]", requirement.strip())[0]).lower()
+
+
+DECLARED = {plain_name(requirement) for requirement in PROJECT["dependencies"]}
+EXTRAS = {
+    extra: {plain_name(requirement) for requirement in requirements}
+    for extra, requirements in PROJECT["optional-dependencies"].items()
+}
+
+
+def foreign_imports(path: Path) -> set[str]:
+    """Top-level names of imported packages that are neither ours nor Python's own."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names - sys.stdlib_module_names - {"vlfit", *CODE_FOLDERS}
+
+
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    [
+        ("src", DECLARED),
+        ("examples", DECLARED),
+        ("tests", DECLARED | EXTRAS["dev"]),
+        ("benchmarks", DECLARED | EXTRAS["dev"]),
+        ("training", DECLARED | EXTRAS["dev"] | EXTRAS.get("training", set())),
+    ],
+)
+def test_every_imported_package_is_declared(folder: str, allowed: set[str]) -> None:
+    homes = packages_distributions()
+    # triton comes with torch on CUDA; a script in benchmarks/ can import its neighbours by their bare names.
+    own = {"triton", *(path.stem for path in python_files(folder))}
+    undeclared = {
+        f"{shown(path)} imports {name}"
+        for path in python_files(folder)
+        for name in foreign_imports(path) - own
+        if not {plain_name(home) for home in homes.get(name, [name])} & allowed
+    }
+    assert undeclared == set()
+
+
+def test_every_declared_package_has_a_tested_version() -> None:
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pinned = {plain_name(line) for line in lines if "==" in line}
+    wanted = DECLARED | EXTRAS["dev"] | EXTRAS["transformers"]
+    assert wanted - pinned == set()
