@@ -1,6 +1,6 @@
 """What every backend offers the floors above: a conversation in, a stream of chunks out.
 
-``native`` (our engine), ``remote`` (any OpenAI endpoint) and later ``vllm`` and ``transformers`` fill this in.
+``native`` (our engine), ``remote`` (any OpenAI endpoint), later ``vllm`` and ``transformers`` fill this in.
 Tasks, the Python API and the command line speak to ``Backend`` alone; the server speaks to ``LocalBackend``,
 which splits the work so that nothing blocks its event loop.
 """

@@ -10,8 +10,8 @@ class EngineOptions:
     """Fixed for the life of an engine.
 
     ``device``: ``auto`` (the first CUDA device, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``.
-    ``dtype``: ``auto`` (float32 on a CPU, the checkpoint's own on a GPU), ``float32``, ``bfloat16``, ``float16``.
-    ``context``: most tokens (prompt and completion) of one sequence; None: the checkpoint's limit, at most 8192.
+    ``dtype``: ``auto`` (float32 on a CPU, the checkpoint's own on a GPU), or a name such as ``bfloat16``.
+    ``context``: most tokens of one sequence, prompt and completion; None: the checkpoint's, at most 8192.
     ``sequences``: how many run at once at full context.
     ``chunk``: most tokens of one forward pass; longer prompts are prefilled in chunks of it.
     ``block_size``: tokens in one KV block.

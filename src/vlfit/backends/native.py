@@ -1,0 +1,174 @@
+"""Our engine as a backend: conversations in, chunks out. Preparing runs in the caller's thread, the model in
+the engine's own.
+"""
+
+import atexit
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from vlfit.backends.base import Listener, Prepared, Ticket
+from vlfit.checkpoint.source import Checkpoint, open_checkpoint
+from vlfit.engine.answer import Answer, Chunk, ImageSeen, TokenLogprob
+from vlfit.engine.conversation import Conversation
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlfit.engine.loop import EngineLoop
+    from vlfit.engine.sequence import PricedPrompt, Sequence
+
+Progress = Callable[[str, float], None]
+
+
+class NativeBackend:
+    """Build with ``load``. Close it (or use it in a ``with`` block) to give the memory back."""
+
+    def __init__(self, checkpoint: Checkpoint, loop: "EngineLoop") -> None:
+        self.checkpoint = checkpoint
+        self._loop = loop
+        atexit.register(self.close)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | Checkpoint,
+        options: EngineOptions | None = None,
+        progress: Progress | None = None,
+    ) -> "NativeBackend":
+        """Open a checkpoint (``mini``, a folder, a hub id) and load it.
+
+        Raises ``CheckpointError``, ``HubError`` or ``DeviceError``. ``progress`` is told what is being done
+        and the share of it that is done.
+        """
+        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+        # torch takes a second or more to import: not before the checkpoint has shown that it is sound.
+        from vlfit.engine.engine import Engine
+        from vlfit.engine.loop import EngineLoop
+
+        return cls(checkpoint, EngineLoop(Engine(checkpoint, options or EngineOptions(), progress)))
+
+    @property
+    def model(self) -> str:
+        return self.checkpoint.name
+
+    @property
+    def context(self) -> int:
+        """Most tokens of one request, prompt and completion."""
+        return self._loop.engine.context
+
+    @property
+    def device(self) -> str:
+        return str(self._loop.engine.device)
+
+    def default_sampling(self) -> SamplingParams:
+        return self._loop.engine.generation.sampling()
+
+    def prepare(self, conversation: Conversation, sampling: SamplingParams) -> "NativePrepared":
+        engine = self._loop.engine
+        prompt = engine.prompts.build(
+            conversation, max_image_tokens=engine.options.image_tokens, context=engine.context
+        )
+        priced = engine.price(prompt)
+        engine.max_tokens(priced.tokens, sampling)
+        return NativePrepared(priced, tuple(image.seen for image in prompt.images))
+
+    def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
+        if not isinstance(prepared, NativePrepared):
+            raise UsageError(
+                "the request was prepared by another backend", "prepare and start on the same one"
+            )
+        sequence = self._loop.engine.sequence(prepared.priced, sampling, listener)
+        self._loop.submit(sequence)
+        return NativeTicket(self._loop, sequence)
+
+    def stream(self, conversation: Conversation, sampling: SamplingParams) -> "NativeStream":
+        return NativeStream(self, self.prepare(conversation, sampling), sampling)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class NativePrepared:
+    priced: "PricedPrompt"
+    images: tuple[ImageSeen, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.priced.tokens
+
+    @property
+    def image_tokens(self) -> int:
+        return len(self.priced.placeholders)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTicket:
+    loop: "EngineLoop"
+    sequence: "Sequence"
+
+    def cancel(self) -> None:
+        self.loop.cancel(self.sequence)
+
+
+class NativeStream:
+    """One running completion, read by one thread."""
+
+    def __init__(self, backend: NativeBackend, prepared: NativePrepared, sampling: SamplingParams) -> None:
+        self.images = prepared.images
+        self._model = backend.model
+        self._arrivals: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
+        self._done = False
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._last: Chunk | None = None
+        self._ticket = backend.start(prepared, sampling, self._arrivals.put)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while not self._done:
+            arrival = self._arrivals.get()
+            if isinstance(arrival, Exception):
+                self._done = True
+                raise arrival
+            self._text.append(arrival.text)
+            self._logprobs.extend(arrival.logprobs)
+            if arrival.finish_reason is not None:
+                self._done = True
+                self._last = arrival
+            yield arrival
+
+    def answer(self) -> Answer:
+        """Read on to the end and give the whole completion, with what was read before."""
+        for _ in self:
+            pass
+        last = self._last
+        if last is None or last.finish_reason is None or last.usage is None:
+            raise UsageError("the stream was closed before its end", "read it to the end to get an answer")
+        return Answer(
+            "".join(self._text),
+            last.finish_reason,
+            last.usage,
+            self._model,
+            self.images,
+            last.timings,
+            tuple(self._logprobs),
+        )
+
+    def close(self) -> None:
+        if not self._done:
+            self._done = True
+            self._ticket.cancel()

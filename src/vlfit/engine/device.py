@@ -1,0 +1,40 @@
+"""Which device and which dtype an engine runs on. GPU or error: what was asked for is never swapped."""
+
+import torch
+
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine.loader import TORCH_DTYPES
+from vlfit.errors import DeviceError, UsageError
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(wish: str) -> torch.device:
+    """``auto`` is the first CUDA device, or the CPU where there is none. Raises ``DeviceError``."""
+    if wish == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wish)
+    except RuntimeError:
+        raise UsageError(f"unknown device {wish!r}", "use auto, cpu, cuda, cuda:1, ...") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise DeviceError(
+                f"{wish} was asked for; this torch ({torch.__version__}) sees {count} CUDA device(s)",
+                "install a CUDA build of torch and a driver, or use --device cpu",
+            )
+    elif device.type != "cpu":
+        raise UsageError(f"vlfit does not run on {wish!r}", "use auto, cpu or cuda")
+    return device
+
+
+def choose_dtype(wish: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """``auto`` is float32 on a CPU and the dtype of the checkpoint's embedding on a GPU."""
+    if wish != "auto":
+        if wish not in COMPUTE_DTYPES:
+            raise UsageError(f"unknown dtype {wish!r}", f"use auto, {', '.join(COMPUTE_DTYPES)}")
+        return COMPUTE_DTYPES[wish]
+    if device.type == "cpu":
+        return torch.float32
+    return TORCH_DTYPES[checkpoint.tensors["model.language_model.embed_tokens.weight"].dtype]

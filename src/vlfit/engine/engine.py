@@ -1,0 +1,190 @@
+"""The engine: one checkpoint on one device, answering many requests at once, one forward pass at a time.
+
+Its constructor reads like the ledger, top to bottom: weights, then the KV pool. Knows nothing of threads
+(``loop.py`` drives it), of HTTP, or of what the words are for.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from vlfit.checkpoint.sidecar import GenerationDefaults, ImageProcessing
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine.answer import Chunk, Timings, Usage
+from vlfit.engine.completion import Completion
+from vlfit.engine.detokenizer import Detokenizer
+from vlfit.engine.device import choose_device, choose_dtype
+from vlfit.engine.image_cache import ImageCache
+from vlfit.engine.kv_cache import BlockPool, KVCache, slots_of
+from vlfit.engine.loader import Loader
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.prompt import Prompt, PromptBuilder
+from vlfit.engine.qwen3_vl.rope import mrope_positions
+from vlfit.engine.qwen3_vl.text import TextModel
+from vlfit.engine.qwen3_vl.vision import VisionTower
+from vlfit.engine.runner import Runner
+from vlfit.engine.sampler import Draw, Sampled, sample
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.scheduler import Scheduler
+from vlfit.engine.sequence import Listener, PricedPrompt, Sequence
+from vlfit.errors import DeviceError, DoesNotFit
+
+DEFAULT_CONTEXT = 8192
+
+Progress = Callable[[str, float], None]  # what is being done, share done
+
+
+class Engine:
+    def __init__(
+        self, checkpoint: Checkpoint, options: EngineOptions, progress: Progress | None = None
+    ) -> None:
+        config = checkpoint.config
+        self.checkpoint = checkpoint
+        self.options = options
+        self.device = choose_device(options.device)
+        self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
+        self.context = min(options.context or DEFAULT_CONTEXT, config.text.max_position_embeddings)
+        self.prompts = PromptBuilder(checkpoint.folder, config)
+        self.generation = GenerationDefaults.read(checkpoint.folder)
+
+        def report(read: int, total: int) -> None:
+            if progress:
+                progress("loading weights", read / total)
+
+        with torch.inference_mode(), Loader(checkpoint, self.device, self.dtype, report) as loader:
+            text = TextModel(config, loader)
+            vision = VisionTower(config.vision, loader)
+        block_size = options.block_size
+        blocks = options.sequences * -(-self.context // block_size)
+        cache = KVCache(config.text, blocks, block_size, self.dtype, self.device)
+        self.runner = Runner(
+            text,
+            vision,
+            ImageProcessing.read(checkpoint.folder),
+            cache,
+            ImageCache(options.image_cache_bytes),
+            self.device,
+        )
+        self.pool = BlockPool(blocks, block_size)
+        self.scheduler = Scheduler(self.pool, options.sequences, options.chunk)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def price(self, prompt: Prompt) -> PricedPrompt:
+        """Positions and placeholders of ``prompt``. Raises ``DoesNotFit`` if no token could follow it."""
+        if len(prompt.token_ids) >= self.context:
+            raise DoesNotFit(
+                f"the prompt is {len(prompt.token_ids)} tokens ({prompt.image_tokens} of them pictures); "
+                f"the context holds {self.context}, with at least one for the answer",
+                "send fewer or smaller pictures or less text, or start with a larger --context",
+            )
+        config = self.checkpoint.config
+        token_ids = np.array(prompt.token_ids, dtype=np.int64)
+        is_visual = np.isin(token_ids, (config.image_token_id, config.video_token_id))
+        grids = [image.grid for image in prompt.images]
+        positions, next_position = mrope_positions(is_visual, grids, config.vision.spatial_merge_size)
+        return PricedPrompt(token_ids, np.flatnonzero(is_visual), positions, next_position, prompt.images)
+
+    def max_tokens(self, prompt_tokens: int, sampling: SamplingParams) -> int:
+        """How long the completion may become. Raises ``DoesNotFit`` if more was asked for than there is."""
+        room = self.context - prompt_tokens
+        if sampling.max_tokens is None:
+            return min(room, self.options.max_tokens)
+        if sampling.max_tokens > room:
+            raise DoesNotFit(
+                f"max_tokens {sampling.max_tokens} and a prompt of {prompt_tokens} tokens are more than the "
+                f"context of {self.context}",
+                f"ask for at most {room} tokens, or start with a larger --context",
+                param="max_tokens",
+            )
+        return sampling.max_tokens
+
+    def sequence(self, prompt: PricedPrompt, sampling: SamplingParams, listener: Listener) -> Sequence:
+        """A request ready to be added. Touches no shared state, so any thread may call it."""
+        max_tokens = self.max_tokens(prompt.tokens, sampling)
+        eos = frozenset(self.generation.eos_token_ids)
+        completion = Completion(Detokenizer(self.prompts.tokenizer), sampling, eos, max_tokens)
+        generator = None
+        if not sampling.greedy:
+            generator = torch.Generator()
+            if sampling.seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(sampling.seed)
+        return Sequence(prompt, sampling, max_tokens, completion, listener, generator=generator)
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+
+    def step(self) -> None:
+        """One forward pass for whoever can run. A failure ends the requests in it, not the engine."""
+        self._drop_cancelled()
+        for sequence in self.scheduler.admit():
+            sequence.admitted = time.perf_counter()
+            sequence.slots = slots_of(sequence.blocks, self.pool.block_size).to(self.device)
+        batch = self.scheduler.next_batch()
+        if not batch:
+            return
+        # Who gets a token must be known before the account of cached tokens moves on.
+        speaking = [work.sequence for work in batch if work.finishes_prompt]
+        try:
+            with torch.inference_mode():
+                logits = self.runner.run(batch)
+                sampled = sample(logits, [_draw(s) for s in speaking], self.prompts.token_text)
+        except torch.OutOfMemoryError as error:
+            hint = "send smaller pictures, or start with a smaller --context or --sequences"
+            self._fail(
+                [work.sequence for work in batch], DeviceError(f"the GPU is out of memory: {error}", hint)
+            )
+            return
+        except Exception as error:
+            self._fail([work.sequence for work in batch], error)
+            return
+        for work in batch:
+            work.sequence.cached += work.length
+        for sequence, token in zip(speaking, sampled, strict=True):
+            self._deliver(sequence, token)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request with ``error``: the engine is going away."""
+        self._fail([*self.scheduler.running, *self.scheduler.waiting], error)
+
+    def _deliver(self, sequence: Sequence, sampled: Sampled) -> None:
+        now = time.perf_counter()
+        sequence.first_token = sequence.first_token or now
+        sequence.generated.append(sampled.token_id)
+        chunk = sequence.completion.add(sampled.token_id, sampled.logprobs)
+        if chunk.finish_reason is None:
+            sequence.listener(chunk)
+        else:
+            self._finish(sequence, chunk, now)
+
+    def _finish(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
+        self.scheduler.remove(sequence)
+        prompt = sequence.prompt
+        usage = Usage(prompt.tokens, len(prompt.placeholders), len(sequence.generated))
+        timings = Timings(
+            queued_s=(sequence.admitted or now) - sequence.arrived,
+            first_token_s=(sequence.first_token or now) - sequence.arrived,
+            total_s=now - sequence.arrived,
+            completion_tokens=len(sequence.generated),
+        )
+        sequence.listener(Chunk(chunk.text, chunk.logprobs, chunk.finish_reason, usage, timings))
+
+    def _drop_cancelled(self) -> None:
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            if sequence.cancelled:
+                self._finish(sequence, Chunk("", finish_reason="cancelled"), time.perf_counter())
+
+    def _fail(self, sequences: list[Sequence], error: Exception) -> None:
+        for sequence in sequences:
+            self.scheduler.remove(sequence)
+            sequence.listener(error)
+
+
+def _draw(sequence: Sequence) -> Draw:
+    return Draw(sequence.sampling, sequence.prompt.token_ids.tolist(), sequence.generated, sequence.generator)

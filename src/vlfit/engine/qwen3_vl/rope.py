@@ -1,0 +1,89 @@
+"""Rotary positions: where each token stands (text in one dimension, pictures in three) and the tables of it.
+
+Sources: Qwen3-VL's reference in transformers (``get_rope_index``, ``Qwen3VLTextRotaryEmbedding``,
+``Qwen3VLVisionRotaryEmbedding``).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vlfit.checkpoint.config import TextConfig, VisionConfig
+
+VISION_THETA = 10000.0
+
+
+def mrope_positions(
+    is_visual: npt.NDArray[np.bool_], grids: Sequence[tuple[int, int, int]], merge: int
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Positions [3, tokens] (time, row, column) of a prompt, and the position of the first token after it.
+
+    ``is_visual`` [tokens] marks placeholders; ``grids`` are the (time, rows, columns) in patches of the
+    pictures and clips in the order of their placeholders. Text counts on in all three dimensions. A picture
+    keeps one time, spreads its rows and columns from there, and moves the count by its longer side. Every
+    time step of a clip stands between its own markers and counts as a picture.
+    """
+    frames = [(rows // merge, columns // merge) for time, rows, columns in grids for _ in range(time)]
+    positions = np.empty((3, len(is_visual)), dtype=np.int64)
+    at, count = 0, 0
+    for rows, columns in frames:
+        start = at + int(np.argmax(is_visual[at:]))
+        positions[:, at:start] = np.arange(count, count + start - at)
+        count += start - at
+        end = start + rows * columns
+        positions[0, start:end] = count
+        positions[1, start:end] = count + np.repeat(np.arange(rows), columns)
+        positions[2, start:end] = count + np.tile(np.arange(columns), rows)
+        count += max(rows, columns)
+        at = end
+    positions[:, at:] = np.arange(count, count + len(is_visual) - at)
+    return positions, count + len(is_visual) - at
+
+
+class TextRope:
+    """Interleaved M-RoPE: the rotary frequencies are dealt out to time, row and column in turn."""
+
+    def __init__(self, config: TextConfig, device: torch.device) -> None:
+        half = config.head_dim // 2
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
+        axis = torch.zeros(half, dtype=torch.long)
+        for dimension in (1, 2):
+            axis[dimension : config.mrope_section[dimension] * 3 : 3] = dimension
+        self.axis = axis.to(device)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [tokens, 1, head_dim] for ``positions`` [3, tokens]."""
+        angles = positions.float()[self.axis].T * self.inverse_frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def vision_tables(
+    config: VisionConfig, rows: int, columns: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [rows * columns, 1, head_dim] in float32, for one frame's patches in merge order."""
+    quarter = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
+    inverse_frequencies = 1.0 / VISION_THETA**quarter
+    row, column = merge_order(rows, columns, config.spatial_merge_size)
+    angles = torch.cat(
+        (row[:, None].float() * inverse_frequencies, column[:, None].float() * inverse_frequencies), -1
+    )
+    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def merge_order(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
+    """Row and column [rows * columns] of each patch, each merge x merge block together."""
+    raster = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
+    order = raster.permute(0, 2, 1, 3).reshape(-1)
+    return order // columns, order % columns
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """``x`` [tokens, heads, head_dim] turned by its position; halves are paired, as in the reference."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat((-second, first), dim=-1) * sines

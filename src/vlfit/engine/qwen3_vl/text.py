@@ -1,0 +1,112 @@
+"""The text model of Qwen3-VL: rows in (embedded tokens, or a picture's features), logits out.
+
+Reads top to bottom: embedding, decoder layers (grouped-query attention with normalized queries and keys over
+the paged cache, gated feed-forward), deepstack added after the first layers, final norm, head.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlfit.checkpoint.config import ModelConfig, TextConfig
+from vlfit.engine.kv_cache import KVCache
+from vlfit.engine.layers.attention import AttentionPlan, paged_attention
+from vlfit.engine.layers.linear import DenseLinear, Linear
+from vlfit.engine.layers.norm import rms_norm
+from vlfit.engine.loader import Loader
+from vlfit.engine.qwen3_vl.rope import TextRope, rotate
+
+PREFIX = "model.language_model"
+
+
+@dataclass(frozen=True, slots=True)
+class VisualRows:
+    """Where picture features stand in a batch: ``index`` [n] rows; ``rows`` [n, hidden] replace their
+    embeddings; ``deepstack[level]`` [n, hidden] is added after layer ``level``.
+    """
+
+    index: Tensor
+    rows: Tensor
+    deepstack: tuple[Tensor, ...]
+
+
+class TextModel:
+    def __init__(self, config: ModelConfig, loader: Loader) -> None:
+        text = config.text
+        self.eps = text.rms_norm_eps
+        self.layers = [DecoderLayer(text, loader, index) for index in range(text.num_hidden_layers)]
+        self.norm = loader.tensor(f"{PREFIX}.norm.weight")
+        self.embedding = loader.tensor(f"{PREFIX}.embed_tokens.weight")
+        self.head: Linear = (
+            DenseLinear(self.embedding) if config.tie_word_embeddings else loader.linear("lm_head")
+        )
+        self.rope = TextRope(text, loader.device)
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        visual: VisualRows | None,
+        cache: KVCache,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Hidden states [rows, hidden], normed, of ``token_ids`` [rows] at ``positions`` [3, rows].
+
+        Writes the rows' keys and values into ``cache`` as ``plan`` says.
+        """
+        hidden = F.embedding(token_ids, self.embedding)
+        if visual is not None:
+            hidden[visual.index] = visual.rows
+        cosines, sines = self.rope.tables(positions, hidden.dtype)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, cosines, sines, cache, plan)
+            if visual is not None and index < len(visual.deepstack):
+                hidden[visual.index] += visual.deepstack[index]
+        return rms_norm(hidden, self.norm, self.eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [rows, hidden] to float32 logits [rows, vocabulary]."""
+        return self.head(hidden).float()
+
+
+class DecoderLayer:
+    def __init__(self, config: TextConfig, loader: Loader, index: int) -> None:
+        name = f"{PREFIX}.layers.{index}"
+        self.index = index
+        self.eps = config.rms_norm_eps
+        self.head_dim = config.head_dim
+        self.query_width = config.num_attention_heads * config.head_dim
+        self.key_width = config.num_key_value_heads * config.head_dim
+        attention = f"{name}.self_attn"
+        self.input_norm = loader.tensor(f"{name}.input_layernorm.weight")
+        self.qkv = loader.linear(
+            f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj", bias=config.attention_bias
+        )
+        self.query_norm = loader.tensor(f"{attention}.q_norm.weight")
+        self.key_norm = loader.tensor(f"{attention}.k_norm.weight")
+        self.output = loader.linear(f"{attention}.o_proj", bias=config.attention_bias)
+        self.post_attention_norm = loader.tensor(f"{name}.post_attention_layernorm.weight")
+        self.gate_up = loader.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
+        self.down = loader.linear(f"{name}.mlp.down_proj")
+
+    def __call__(
+        self, hidden: Tensor, cosines: Tensor, sines: Tensor, cache: KVCache, plan: AttentionPlan
+    ) -> Tensor:
+        hidden = hidden + self._attention(
+            rms_norm(hidden, self.input_norm, self.eps), cosines, sines, cache, plan
+        )
+        gate, up = self.gate_up(rms_norm(hidden, self.post_attention_norm, self.eps)).chunk(2, dim=-1)
+        return hidden + self.down(F.silu(gate) * up)
+
+    def _attention(
+        self, x: Tensor, cosines: Tensor, sines: Tensor, cache: KVCache, plan: AttentionPlan
+    ) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in self.qkv(x).split((self.query_width, self.key_width, self.key_width), dim=-1)
+        )  # [rows, heads, head_dim]
+        query = rotate(rms_norm(query, self.query_norm, self.eps), cosines, sines)
+        key = rotate(rms_norm(key, self.key_norm, self.eps), cosines, sines)
+        cache.write(self.index, plan.write_slots, key, value)
+        return self.output(paged_attention(query, self.index, cache, plan))
