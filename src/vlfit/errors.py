@@ -5,7 +5,8 @@ Does not know: how it is printed (cli) or sent (server).
 
 VlfitError
 ├── UsageError                     exit 2, HTTP 400: what was asked for makes no sense
-│   └── InvalidRequest                 one field of a request is wrong; ``param`` names it
+│   ├── InvalidRequest                 one field of a request is wrong; ``param`` names it
+│   └── RequestTooLarge                HTTP 413: the body of a request is larger than the server takes
 ├── DoesNotFit                     exit 3, HTTP 400: it makes sense, but is larger than the plan
 ├── CheckpointError                the files of a model are not what they should be
 │   ├── NotACheckpoint                 the folder is missing or holds no config.json
@@ -26,9 +27,12 @@ VlfitError
 │   ├── PictureNotFound                no such file, or the URL does not answer with a picture
 │   └── PrivateAddress                 a URL points into a private network (servers refuse it)
 ├── UnknownModel                   HTTP 404: the server runs another model
+├── WrongApiKey                    HTTP 401: the server wants an API key, and this is not it
+├── CannotListen                   the address to serve on is taken, or is not ours
 ├── DeviceError                    the GPU is missing, broken or full
 ├── ServerUnreachable              no vlfit server answers at the URL
 ├── RemoteError                    a server answered with an error
+├── UnreadableAnswer               the model answered in another form than the task asked for
 └── EngineStopped                  HTTP 503: the engine is shutting down
 """
 
@@ -64,6 +68,11 @@ class UsageError(VlfitError):
 
 class InvalidRequest(UsageError):
     """One field of a request is wrong."""
+
+
+class RequestTooLarge(UsageError):
+    http_status = 413
+    code = "request_too_large"
 
 
 class DoesNotFit(VlfitError):
@@ -137,6 +146,15 @@ class UnknownModel(VlfitError):
     code = "model_not_found"
 
 
+class WrongApiKey(VlfitError):
+    http_status = 401
+    code = "invalid_api_key"
+
+
+class CannotListen(VlfitError):
+    code = "cannot_listen"
+
+
 class DeviceError(VlfitError):
     code = "device_error"
 
@@ -149,6 +167,17 @@ class ServerUnreachable(VlfitError):
 class RemoteError(VlfitError):
     http_status = 502
     code = "remote_error"
+
+
+class UnreadableAnswer(VlfitError):
+    """The model answered in another form than the task asked for; ``answer`` is what it said, whole."""
+
+    http_status = 502
+    code = "unreadable_answer"
+
+    def __init__(self, message: str, hint: str = "", *, answer: str) -> None:
+        super().__init__(message, hint)
+        self.answer = answer
 
 
 class EngineStopped(VlfitError):
