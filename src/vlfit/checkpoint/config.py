@@ -84,7 +84,7 @@ class Fp8Format:
         return module != "lm_head" and not any(_exempts(entry, module) for entry in self.not_converted)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of ``weight_scale_inv`` beside a weight of ``rows`` x ``columns``; last blocks may be partial."""
+        """Shape of ``weight_scale_inv`` of a ``rows`` x ``columns`` weight; last blocks may be partial."""
         return math.ceil(rows / self.block_rows), math.ceil(columns / self.block_columns)
 
 
@@ -121,7 +121,7 @@ class ModelConfig:
             what = "holds no config.json" if folder.is_dir() else "is not a folder"
             raise NotACheckpoint(
                 f"{folder} {what}",
-                "Give the folder of a Qwen3-VL checkpoint, a name like Qwen/Qwen3-VL-2B-Instruct-FP8, or mini.",
+                "Give a Qwen3-VL folder, a name like Qwen/Qwen3-VL-2B-Instruct-FP8, or mini.",
             )
         fields = Fields.read(folder / "config.json")
         _check_architecture(fields)

@@ -1,0 +1,161 @@
+"""Safetensors headers: which tensors a checkpoint holds, and where in its files.
+
+Knows: the file format (8 bytes of length, a JSON header, then the bytes), one file or several with an index.
+Does not know: which tensors a model needs (``tensors.py`` does). Nothing here reads past a header.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from vlfit.checkpoint.fields import Fields
+from vlfit.errors import BrokenShard, MissingFile
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# The format's own limit; a larger claim means that these are not the first bytes of a safetensors file.
+_LONGEST_HEADER = 100_000_000
+_DTYPE_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+_FETCH_AGAIN = "Delete this file and fetch it again (vlfit pull NAME resumes what is left of a download)."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor in a file. ``start`` and ``end`` are byte offsets in the file, header included.
+
+    ``dtype`` is the word of the safetensors format: ``BF16``, ``F16``, ``F32``, ``F8_E4M3``, ...
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the checkpoint in ``folder`` by name, from one file or from the shards of an index.
+
+    Raises ``MissingFile`` for a shard that is not there, and ``BrokenShard`` for a file whose header makes no
+    sense or whose size is not what its header says.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for path in shard_files(folder):
+        tensors.update(_read_header(path))
+    return tensors
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint, in order. Raises ``MissingFile``."""
+    if (folder / INDEX_FILE).is_file():
+        return _indexed_files(folder)
+    if not (folder / SINGLE_FILE).is_file():
+        raise MissingFile(
+            f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there",
+            "Fetch the whole checkpoint: vlfit pull NAME. Other formats (.bin, .gguf) are not read.",
+        )
+    return [folder / SINGLE_FILE]
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    index = Fields.read(folder / INDEX_FILE)
+    homes = index.section("weight_map").values
+    names = sorted({str(name) for name in homes.values()})
+    if not names:
+        raise index.wrong("weight_map", "is empty", "the shard of every tensor")
+    for name in names:
+        # The index comes from outside: a name must not lead out of the folder.
+        if Path(name).name != name:
+            raise index.wrong("weight_map", f"names the file {name!r}", "file names without a folder")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise MissingFile(
+            f"{len(missing)} of {len(names)} shards are missing in {folder}: {', '.join(missing[:5])}",
+            "Fetch the rest: vlfit pull NAME goes on where a download was cut off.",
+        )
+    return [folder / name for name in names]
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                claim = f"its header claims {length} bytes" if size >= 8 else "too short for a header"
+                raise BrokenShard(f"{path} has {size} bytes; {claim}", _FETCH_AGAIN)
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise BrokenShard(
+            f"{path} cannot be read: {error}", "Check the disk and the file's rights."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise BrokenShard(f"{path} has a header that is no JSON: {error}", _FETCH_AGAIN) from None
+    if not isinstance(header, dict):
+        raise BrokenShard(f"{path} has a header that is no JSON object", _FETCH_AGAIN)
+    infos = [
+        _entry(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
+    ]
+    _check_layout(path, infos, 8 + length, size)
+    return iter([(info.name, info) for info in infos])
+
+
+def _entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    """One line of a header, checked: known dtype, whole numbers, and as many bytes as the shape asks for."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), _counts(fields, "shape"), _counts(fields, "data_offsets")
+    if dtype not in _DTYPE_BITS or shape is None or offsets is None or len(offsets) != 2:
+        raise BrokenShard(
+            f"{path} has a header that makes no sense for {name}: {str(entry)[:200]}", _FETCH_AGAIN
+        )
+    begin, end = offsets
+    expected = prod(shape) * _DTYPE_BITS[dtype] // 8
+    if end - begin != expected:
+        raise BrokenShard(
+            f"{path}: {name} ({dtype} {list(shape)}) takes {expected} bytes; its header says {end - begin}",
+            _FETCH_AGAIN,
+        )
+    return TensorInfo(name, dtype, shape, path, data_start + begin, data_start + end)
+
+
+def _counts(fields: dict[str, Any], name: str) -> tuple[int, ...] | None:
+    value = fields.get(name)
+    good = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return tuple(value) if good and value is not None else None
+
+
+def _check_layout(path: Path, infos: list[TensorInfo], data_start: int, size: int) -> None:
+    """The tensors must fill the file from the header to its end, with no gap and no overlap."""
+    ordered = sorted(infos, key=lambda info: (info.start, info.end))
+    end = max((info.end for info in ordered), default=data_start)
+    if size != end:
+        what = "truncated" if size < end else "longer than its header says"
+        raise BrokenShard(f"{path} is {what}: {end} bytes expected, {size} bytes found", _FETCH_AGAIN)
+    if ordered and ordered[0].start != data_start:
+        raise BrokenShard(f"{path} leaves a gap after its header", _FETCH_AGAIN)
+    for before, after in pairwise(ordered):
+        if before.end != after.start:
+            what = "overlap" if before.end > after.start else "leave a gap between them"
+            raise BrokenShard(f"{path}: {before.name} and {after.name} {what}", _FETCH_AGAIN)
