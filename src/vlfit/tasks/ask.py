@@ -17,10 +17,10 @@ def stream_ask(
 ) -> Stream:
     """``ask`` while it is being answered."""
     if not question.strip():
-        raise InvalidRequest("the question is empty", "ask something, such as: what is this?", param="question")
-    return backend.stream(
-        conversation.ask(question, *pictures, system=system), sampling or SamplingParams()
-    )
+        raise InvalidRequest(
+            "the question is empty", "ask something, such as: what is this?", param="question"
+        )
+    return backend.stream(conversation.ask(question, *pictures, system=system), sampling or SamplingParams())
 
 
 def ask(
