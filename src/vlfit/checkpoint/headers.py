@@ -69,33 +69,34 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 
 def shard_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint, in order. Raises ``MissingFile``."""
-    if (folder / INDEX_FILE).is_file():
-        return _indexed_files(folder)
-    if not (folder / SINGLE_FILE).is_file():
+    names = shard_names(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing == [SINGLE_FILE]:
         raise MissingFile(
             f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there",
             "Fetch the whole checkpoint: vlfit pull NAME. Other formats (.bin, .gguf) are not read.",
         )
-    return [folder / SINGLE_FILE]
-
-
-def _indexed_files(folder: Path) -> list[Path]:
-    index = Fields.read(folder / INDEX_FILE)
-    homes = index.section("weight_map").values
-    names = sorted({str(name) for name in homes.values()})
-    if not names:
-        raise index.wrong("weight_map", "is empty", "the shard of every tensor")
-    for name in names:
-        # The index comes from outside: a name must not lead out of the folder.
-        if Path(name).name != name:
-            raise index.wrong("weight_map", f"names the file {name!r}", "file names without a folder")
-    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise MissingFile(
             f"{len(missing)} of {len(names)} shards are missing in {folder}: {', '.join(missing[:5])}",
             "Fetch the rest: vlfit pull NAME goes on where a download was cut off.",
         )
     return [folder / name for name in names]
+
+
+def shard_names(folder: Path) -> list[str]:
+    """Names of the files that should be there, by the index if there is one. They need not be there."""
+    if not (folder / INDEX_FILE).is_file():
+        return [SINGLE_FILE]
+    index = Fields.read(folder / INDEX_FILE)
+    names = sorted({str(name) for name in index.section("weight_map").values.values()})
+    if not names:
+        raise index.wrong("weight_map", "is empty", "the shard of every tensor")
+    for name in names:
+        # The index comes from outside: a name must not lead out of the folder.
+        if Path(name).name != name or name == "..":
+            raise index.wrong("weight_map", f"names the file {name!r}", "file names without a folder")
+    return names
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:

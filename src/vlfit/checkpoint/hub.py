@@ -1,0 +1,215 @@
+"""Checkpoints on the model hub: fetched once, resumed when cut off, found again with no network.
+
+Knows: names of models, which files of a repository are needed, and what each failure of the hub means.
+Does not know: HTTP, tokens or caches: huggingface_hub does that work and obeys ``HF_HOME``, ``HF_ENDPOINT``,
+``HF_TOKEN`` and ``HF_HUB_OFFLINE``. It is imported only when a hub name is used.
+"""
+
+import errno
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.headers import INDEX_FILE, shard_names
+from vlfit.checkpoint.progress import Progress, StderrProgress
+from vlfit.errors import (
+    HubAccessDenied,
+    HubError,
+    HubModelNotFound,
+    HubUnreachable,
+    MissingFile,
+    NotDownloaded,
+    UsageError,
+    VlfitError,
+)
+
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "LICENSE",
+    INDEX_FILE,
+)
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_GO_ON = "Run the command again: it goes on where it stopped."
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether ``text`` has the form ``org/name`` or ``org/name@revision``."""
+    return _NAME.fullmatch(text) is not None and ".." not in text
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """``org/name@revision`` as its two parts. Raises ``UsageError`` for another form."""
+    if not is_hub_name(name):
+        raise UsageError(f"{name!r} is not the name of a model on the hub", "Names look like org/name.")
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
+def cached_folder(name: str) -> Path | None:
+    """The folder of ``name`` in the cache when every file that it needs is there. Uses no network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    repository, revision = split_name(name)
+    try:
+        # Only to resolve the revision: which files have to be there is decided below, by the checkpoint.
+        folder = Path(
+            snapshot_download(
+                repository, revision=revision, local_files_only=True, allow_patterns=["config.json"]
+            )
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if is_complete(folder) else None
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether ``folder`` holds config, tokenizer and every shard. Their contents are not looked at."""
+    if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+        return False
+    try:
+        return all((folder / name).is_file() for name in shard_names(folder))
+    except VlfitError:
+        return False
+
+
+def fetch(name: str, progress: Progress | None = None) -> Path:
+    """The folder of ``name``: from the cache when complete there, else by ``download``."""
+    return cached_folder(name) or download(name, progress)
+
+
+def download(name: str, progress: Progress | None = None) -> Path:
+    """Download what is missing of ``name`` and return its folder in the cache. Asks the hub for the newest.
+
+    The small files come first: weights of a model that vlfit does not run are never fetched. ``progress`` is
+    called with bytes done and bytes in all; without it, both are printed on stderr. Raises ``HubError`` or
+    one of its kinds, and ``CheckpointError`` when the repository is no Qwen3-VL.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    repository, revision = split_name(name)
+    if constants.HF_HUB_OFFLINE:
+        cached = cached_folder(name)
+        if cached is None:
+            raise _offline(name)
+        return cached
+    line = StderrProgress(name)
+    if progress is None:
+        print(f"{name}: downloading from {constants.ENDPOINT}", file=sys.stderr, flush=True)
+    try:
+        small = Path(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=list(SMALL_FILES), tqdm_class=_bar_class(None)
+            )
+        )
+        ModelConfig.read(small)
+        # The same commit for the weights, whatever is pushed meanwhile.
+        folder = Path(
+            snapshot_download(
+                repository,
+                revision=small.name,
+                allow_patterns=shard_names(small),
+                tqdm_class=_bar_class(progress or line),
+            )
+        )
+    except VlfitError:
+        raise
+    except Exception as error:
+        raise translate(error, name) from error
+    finally:
+        line.close()
+    missing = [shard for shard in shard_names(folder) if not (folder / shard).is_file()]
+    if missing:
+        raise MissingFile(
+            f"{name} has no {missing[0]} on the hub",
+            "The repository holds no safetensors weights, or not all.",
+        )
+    return folder
+
+
+def _bar_class(progress: Progress | None) -> type[Any]:
+    """A progress bar that draws nothing: it tells ``progress`` of the bytes that huggingface_hub counts."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            # Of its bars one counts files and one raw network bytes; the third counts bytes of our files.
+            self._counts = options.get("unit") == "B" and options.get("desc") != "Downloading bytes"
+            super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if progress is not None and self._counts:
+                progress(int(self.n), int(self.total or 0))
+
+    return Bar
+
+
+def translate(error: Exception, name: str) -> HubError:
+    """What ``error``, raised by huggingface_hub while fetching ``name``, means to a person."""
+    from huggingface_hub import constants, errors
+
+    repository, revision = split_name(name)
+    # "Not in the cache" only says why the last resort failed; the reason is what it was raised from.
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return _offline(name)
+    if isinstance(error, errors.GatedRepoError):
+        return HubAccessDenied(
+            f"{repository} is gated: its makers want their terms accepted first",
+            f"Accept them at {constants.ENDPOINT}/{repository}, then set HF_TOKEN to your account's token.",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return HubModelNotFound(
+            f"{constants.ENDPOINT} has no model {repository}, or it is private",
+            "Check the spelling (org/name); for a private model set HF_TOKEN.",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return HubModelNotFound(
+            f"{repository} has no revision {revision}", "Leave @revision out for the newest."
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return _refused(error, name)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return HubError(
+            f"the disk is full: {constants.HF_HUB_CACHE} has no room for {name}",
+            "Free some space (vlfit models rm NAME), or set HF_HOME to a larger disk. " + _GO_ON,
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EDQUOT):
+        return HubError(
+            f"cannot write to {constants.HF_HUB_CACHE}: {error.strerror}",
+            "Set HF_HOME to a folder that you may write to.",
+        )
+    return HubUnreachable(
+        f"the download of {name} from {constants.ENDPOINT} failed: {type(error).__name__}: {error}",
+        "Check the network. " + _GO_ON,
+    )
+
+
+def _refused(error: Any, name: str) -> HubError:
+    status = getattr(error.response, "status_code", 0)
+    if status in (401, 403):
+        return HubAccessDenied(
+            f"the hub refused access to {name} (HTTP {status})",
+            "The token is wrong or may not read this model: set HF_TOKEN to a valid one, or unset it.",
+        )
+    return HubUnreachable(f"the hub answered HTTP {status} for {name}", "Try again later. " + _GO_ON)
+
+
+def _offline(name: str) -> NotDownloaded:
+    return NotDownloaded(
+        f"{name} is not complete in the local cache, and HF_HUB_OFFLINE forbids downloading it",
+        f"Unset HF_HUB_OFFLINE and run vlfit pull {name}, or use --model mini.",
+    )
