@@ -36,7 +36,7 @@ docs: $(DEV)
 	@$(PYTHON_IN_VENV) -m vlfit.cli.docs > docs/cli.md
 
 bench: $(DEV)
-	@$(PYTHON_IN_VENV) benchmarks/engine.py
+	@$(PYTHON_IN_VENV) -m benchmarks.engine
 
 eval-mini: $(DEV)
 	@$(PYTHON_IN_VENV) -m training.mini.evaluate

@@ -1,0 +1,69 @@
+"""What the numbers of a benchmark depend on: the commit, the machine, the speed of its memory."""
+
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import ROOT
+
+
+def machine_facts(threads: int, *, gpu: bool) -> dict[str, Any]:
+    """Where the numbers come from, how fast the memory is, and what starting costs. Seconds and GB/s."""
+    help_program = "import sys; sys.argv = ['vlfit', '--help']; from vlfit.cli.main import main; main()"
+    facts: dict[str, Any] = {
+        "commit": commit(),
+        "processor": processor(),
+        "threads": threads,
+        "cpu_copy_gb_per_s": copy_bandwidth("cpu", threads),
+        "python_s": seconds_of("pass"),
+        "import_vlfit_s": seconds_of("import vlfit"),
+        "vlfit_help_s": seconds_of(help_program),
+    }
+    if gpu:
+        facts["card"] = card()
+        facts["gpu_copy_gb_per_s"] = copy_bandwidth("cuda", threads)
+    return facts
+
+
+def copy_bandwidth(device: str, threads: int) -> float:
+    return float(output_of(sys.executable, "-m", "benchmarks.bandwidth", device, str(threads)))
+
+
+def seconds_of(program: str) -> float:
+    """Median wall time of a fresh interpreter that runs ``program``; one run before it warms the files up."""
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        output_of(sys.executable, "-c", program)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def commit() -> str:
+    """The commit checked out, with ``+changes`` when the tree differs from it; ``unknown`` without git."""
+    try:
+        changed = output_of("git", "status", "--porcelain")
+        return output_of("git", "rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    for entry in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+        if entry.startswith("model name"):
+            return entry.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def card() -> str:
+    """Name and driver of the cards."""
+    return output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()

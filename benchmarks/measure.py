@@ -1,0 +1,118 @@
+"""What both engines are asked, and how the answer is written down. Knows clocks and /proc; no engine.
+
+A worker (``native_worker``, ``transformers_worker``) is one process with one engine in it, so that import
+time and memory are that engine's own. It reads a ``Job`` from its first argument and prints a ``Run``, both
+as JSON.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One checkpoint, one picture and question; ``rounds`` times over, after one that warms up."""
+
+    folder: str
+    picture: str
+    question: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    tokens: int = 64
+    rounds: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds of one request: picture and text to tensors; to the first token; the tokens after the first."""
+
+    preprocess_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one worker saw. Bytes for memory; ``gpu_bytes`` is the process's peak in torch's allocator."""
+
+    engine: str
+    import_s: float
+    load_s: float
+    rounds: list[Round]
+    token_ids: list[int]
+    prompt_tokens: int
+    image_tokens: int
+    rss_loaded: int
+    rss_peak: int
+    gpu_bytes: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def median_s(self, phase: str) -> float:
+        """Median seconds of ``preprocess``, ``prefill`` or ``decode``."""
+        return float(statistics.median(getattr(each, f"{phase}_s") for each in self.rounds))
+
+
+def read_job() -> Job:
+    """The job that the parent gave this worker."""
+    return Job(**json.loads(sys.argv[1]))
+
+
+def print_run(run: Run) -> None:
+    print(json.dumps(asdict(run)))
+
+
+def run_worker(module: str, job: Job) -> Run:
+    """Run one worker to its end. Raises ``RuntimeError`` with what it wrote if it fails."""
+    threads = str(job.threads)
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", module, json.dumps(asdict(job))],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} failed with exit code {done.returncode}:\n{done.stderr}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer["rounds"] = [Round(**each) for each in answer["rounds"]]
+    return Run(**answer)
+
+
+def memory_of_this_process(line: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (the peak) in bytes, from /proc/self/status."""
+    for entry in Path("/proc/self/status").read_text("ascii").splitlines():
+        if entry.startswith(line + ":"):
+            return int(entry.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {line}")
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    """Versions of the installed ones among ``packages``."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,90 @@
+"""One process that answers with vlfit's native engine, in the settings a person gets, except that the cache
+of encoded pictures is off: every round must look at the picture again.
+"""
+
+import queue
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.measure import (
+    Job,
+    Round,
+    Run,
+    memory_of_this_process,
+    print_run,
+    read_job,
+    versions_of,
+)
+
+if TYPE_CHECKING:
+    from vlfit.backends.native import NativeBackend
+
+
+def main() -> None:
+    job = read_job()
+    started = time.perf_counter()
+    import torch
+
+    import vlfit.engine.engine  # noqa: F401  (NativeBackend imports it late; here it counts as import time)
+    from vlfit.backends.native import NativeBackend
+    from vlfit.engine.options import EngineOptions
+
+    imported = time.perf_counter()
+    torch.set_num_threads(job.threads)
+    options = EngineOptions(device=job.device, dtype=job.dtype, image_cache_bytes=0)
+    backend = NativeBackend.load(job.folder, options)
+    if job.device != "cpu":
+        torch.cuda.synchronize()
+    loaded = time.perf_counter()
+    rss_loaded = memory_of_this_process("VmRSS")
+    with backend:
+        # The first round warms up, and is the one that is asked for its token ids.
+        _, token_ids, prompt_tokens, image_tokens = answer(backend, job, with_ids=True)
+        rounds = [answer(backend, job, with_ids=False)[0] for _ in range(job.rounds)]
+    print_run(
+        Run(
+            engine="native",
+            import_s=imported - started,
+            load_s=loaded - imported,
+            rounds=rounds,
+            token_ids=token_ids,
+            prompt_tokens=prompt_tokens,
+            image_tokens=image_tokens,
+            rss_loaded=rss_loaded,
+            rss_peak=memory_of_this_process("VmHWM"),
+            gpu_bytes=torch.cuda.max_memory_allocated() if job.device != "cpu" else 0,
+            versions=versions_of("torch", "tokenizers", "pillow"),
+        )
+    )
+
+
+def answer(backend: "NativeBackend", job: Job, *, with_ids: bool) -> tuple[Round, list[int], int, int]:
+    """One request: its times, its token ids if asked for, and the tokens of prompt and picture."""
+    from vlfit.engine.answer import Chunk
+    from vlfit.engine.conversation import ImagePart, ask
+    from vlfit.engine.sampling import SamplingParams
+
+    arrivals: queue.SimpleQueue[tuple[float, Chunk | Exception]] = queue.SimpleQueue()
+    sampling = SamplingParams(max_tokens=job.tokens, ignore_eos=True, top_logprobs=0 if with_ids else None)
+
+    start = time.perf_counter()
+    conversation = ask(job.question, ImagePart(Path(job.picture).read_bytes()))
+    prepared = backend.prepare(conversation, sampling)
+    prepared_at = time.perf_counter()
+    backend.start(prepared, sampling, lambda chunk: arrivals.put((time.perf_counter(), chunk)))
+
+    times: list[float] = []
+    token_ids: list[int] = []
+    while len(times) < job.tokens:
+        arrived, chunk = arrivals.get()
+        if isinstance(chunk, Exception):
+            raise chunk
+        times.append(arrived)
+        token_ids.extend(token.token_id for token in chunk.logprobs)
+    found = Round(prepared_at - start, times[0] - prepared_at, times[-1] - times[0])
+    return found, token_ids, prepared.prompt_tokens, prepared.image_tokens
+
+
+if __name__ == "__main__":
+    main()
