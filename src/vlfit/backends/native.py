@@ -4,6 +4,7 @@ the engine's own.
 
 import atexit
 import queue
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,23 +67,33 @@ class NativeBackend:
         return str(self._loop.engine.device)
 
     def default_sampling(self) -> SamplingParams:
-        return self._loop.engine.generation.sampling()
+        defaults = self._loop.engine.generation
+        if not defaults.do_sample:
+            return SamplingParams(repetition_penalty=defaults.repetition_penalty)
+        return SamplingParams(
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+        )
 
     def prepare(self, conversation: Conversation, sampling: SamplingParams) -> "NativePrepared":
+        asked = time.perf_counter()
         engine = self._loop.engine
         prompt = engine.prompts.build(
             conversation, max_image_tokens=engine.options.image_tokens, context=engine.context
         )
         priced = engine.price(prompt)
         engine.max_tokens(priced.tokens, sampling)
-        return NativePrepared(priced, tuple(image.seen for image in prompt.images))
+        return NativePrepared(priced, tuple(image.seen for image in prompt.images), asked)
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
         if not isinstance(prepared, NativePrepared):
             raise UsageError(
                 "the request was prepared by another backend", "prepare and start on the same one"
             )
-        sequence = self._loop.engine.sequence(prepared.priced, sampling, listener)
+        sequence = self._loop.engine.sequence(prepared.priced, sampling, listener, prepared.asked)
         self._loop.submit(sequence)
         return NativeTicket(self._loop, sequence)
 
@@ -106,6 +117,7 @@ class NativeBackend:
 class NativePrepared:
     priced: "PricedPrompt"
     images: tuple[ImageSeen, ...]
+    asked: float
 
     @property
     def prompt_tokens(self) -> int:

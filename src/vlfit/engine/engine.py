@@ -4,6 +4,7 @@ Its constructor reads like the ledger, top to bottom: weights, then the KV pool.
 (``loop.py`` drives it), of HTTP, or of what the words are for.
 """
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -32,6 +33,8 @@ from vlfit.engine.sequence import Listener, PricedPrompt, Sequence
 from vlfit.errors import DeviceError, DoesNotFit
 
 DEFAULT_CONTEXT = 8192
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]  # what is being done, share done
 
@@ -103,8 +106,14 @@ class Engine:
             )
         return sampling.max_tokens
 
-    def sequence(self, prompt: PricedPrompt, sampling: SamplingParams, listener: Listener) -> Sequence:
-        """A request ready to be added. Touches no shared state, so any thread may call it."""
+    def sequence(
+        self, prompt: PricedPrompt, sampling: SamplingParams, listener: Listener, asked: float | None = None
+    ) -> Sequence:
+        """A request ready to be added. Touches no shared state, so any thread may call it.
+
+        ``asked``: when its preparation began (``time.perf_counter``), for the time to the first token.
+        """
+        asked = time.perf_counter() if asked is None else asked
         max_tokens = self.max_tokens(prompt.tokens, sampling)
         eos = frozenset(self.generation.eos_token_ids)
         completion = Completion(Detokenizer(self.prompts.tokenizer), sampling, eos, max_tokens)
@@ -115,7 +124,7 @@ class Engine:
                 generator.seed()
             else:
                 generator.manual_seed(sampling.seed)
-        return Sequence(prompt, sampling, max_tokens, completion, listener, generator=generator)
+        return Sequence(prompt, sampling, max_tokens, completion, listener, asked, generator=generator)
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -159,7 +168,7 @@ class Engine:
         sequence.generated.append(sampled.token_id)
         chunk = sequence.completion.add(sampled.token_id, sampled.logprobs)
         if chunk.finish_reason is None:
-            sequence.listener(chunk)
+            self._tell(sequence, chunk)
         else:
             self._finish(sequence, chunk, now)
 
@@ -169,11 +178,11 @@ class Engine:
         usage = Usage(prompt.tokens, len(prompt.placeholders), len(sequence.generated))
         timings = Timings(
             queued_s=(sequence.admitted or now) - sequence.arrived,
-            first_token_s=(sequence.first_token or now) - sequence.arrived,
-            total_s=now - sequence.arrived,
+            first_token_s=(sequence.first_token or now) - sequence.asked,
+            total_s=now - sequence.asked,
             completion_tokens=len(sequence.generated),
         )
-        sequence.listener(Chunk(chunk.text, chunk.logprobs, chunk.finish_reason, usage, timings))
+        self._tell(sequence, Chunk(chunk.text, chunk.logprobs, chunk.finish_reason, usage, timings))
 
     def _drop_cancelled(self) -> None:
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
@@ -183,7 +192,15 @@ class Engine:
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         for sequence in sequences:
             self.scheduler.remove(sequence)
-            sequence.listener(error)
+            self._tell(sequence, error)
+
+    def _tell(self, sequence: Sequence, arrival: Chunk | Exception) -> None:
+        """A listener that fails has gone away: its request ends, the others go on."""
+        try:
+            sequence.listener(arrival)
+        except Exception:
+            logger.exception("a listener failed; its request is dropped")
+            self.scheduler.remove(sequence)
 
 
 def _draw(sequence: Sequence) -> Draw:

@@ -47,6 +47,7 @@ class Loader:
         self.dtype = dtype
         self._progress = progress
         self._read = 0
+        self._total = checkpoint.weight_bytes
         self._maps: dict[Path, mmap.mmap] = {}
 
     def __enter__(self) -> Self:
@@ -153,7 +154,7 @@ class Loader:
             mapped.madvise(mmap.MADV_DONTNEED, first, info.end - first)
         self._read += count
         if self._progress:
-            self._progress(self._read, self.checkpoint.weight_bytes)
+            self._progress(self._read, self._total)
 
     def _mapped(self, file: Path) -> mmap.mmap:
         if file not in self._maps:

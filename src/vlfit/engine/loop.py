@@ -1,11 +1,14 @@
 """The thread that drives an engine: takes requests from any thread and steps while there is work."""
 
+import logging
 import threading
 from collections import deque
 
 from vlfit.engine.engine import Engine
 from vlfit.engine.sequence import Sequence
 from vlfit.errors import EngineStopped
+
+logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
@@ -54,4 +57,10 @@ class EngineLoop:
             if closing:
                 self.engine.fail_all(EngineStopped("the engine has stopped", "start it again"))
                 return
-            self.engine.step()
+            try:
+                self.engine.step()
+            except Exception as error:
+                # The engine ends failing requests itself; what gets here is a fault of ours. Nobody may wait
+                # for an answer that will not come.
+                logger.exception("the engine failed in a step")
+                self.engine.fail_all(error)

@@ -48,6 +48,7 @@ class Sequence:
     max_tokens: int
     completion: Completion
     listener: Listener
+    asked: float  # when its preparation began, on the clock of time.perf_counter
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     first_token: float | None = None

@@ -1,0 +1,186 @@
+"""The native backend as its callers use it: threads, streams, hang-ups, failures."""
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pictures import scenery
+from tests.tiny import TINY, build_tiny
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.answer import Chunk
+from vlfit.engine.conversation import ImagePart, ask
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import DeviceError, DoesNotFit, EngineStopped, InvalidRequest, NotACheckpoint, UsageError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(next(iter(TINY)), tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> Iterator[NativeBackend]:
+    with NativeBackend.load(folder, EngineOptions(device="cpu", context=512, sequences=2)) as loaded:
+        yield loaded
+
+
+def free_blocks(backend: NativeBackend) -> int:
+    return backend._loop.engine.pool.free
+
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+def test_an_answer_says_what_was_seen_and_what_it_cost(backend: NativeBackend) -> None:
+    conversation = ask("what is this?", ImagePart(scenery(300, 200, 1)))
+    stream = backend.stream(conversation, SamplingParams(max_tokens=12, ignore_eos=True))
+    chunks = list(stream)
+    answer = stream.answer()
+    assert answer.text == "".join(chunk.text for chunk in chunks)
+    assert answer.finish_reason == "length"
+    assert answer.usage.completion_tokens == 12
+    (seen,) = answer.images
+    assert (seen.width, seen.height) == (300, 200)
+    assert seen.tokens == answer.usage.image_tokens == seen.seen_width * seen.seen_height // 1024
+    assert answer.timings is not None
+    assert 0 <= answer.timings.queued_s <= answer.timings.first_token_s <= answer.timings.total_s
+    assert answer.model == backend.model
+
+
+def test_requests_beyond_the_sequences_wait_and_all_are_answered(backend: NativeBackend) -> None:
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    streams = [backend.stream(ask("the quick brown fox"), sampling) for _ in range(5)]
+    answers = [stream.answer().text for stream in streams]
+    assert len(set(answers)) == 1
+    assert free_blocks(backend) == backend._loop.engine.pool.blocks
+
+
+def test_closing_a_stream_frees_its_blocks(backend: NativeBackend) -> None:
+    stream = backend.stream(ask("the quick brown fox"), LONG)
+    next(iter(stream))
+    assert free_blocks(backend) < backend._loop.engine.pool.blocks
+    stream.close()
+    # What comes after has been admitted by a step that dropped the closed one first.
+    backend.stream(ask("hello"), SamplingParams(max_tokens=1)).answer()
+    assert free_blocks(backend) == backend._loop.engine.pool.blocks
+    with pytest.raises(UsageError):
+        stream.answer()
+
+
+def test_a_ticket_may_be_cancelled_twice_and_the_listener_hears_the_end(backend: NativeBackend) -> None:
+    heard: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
+    ticket = backend.start(backend.prepare(ask("hello"), LONG), LONG, heard.put)
+    heard.get(timeout=20)
+    ticket.cancel()
+    ticket.cancel()
+    arrival = heard.get(timeout=20)
+    while isinstance(arrival, Chunk) and arrival.finish_reason is None:
+        arrival = heard.get(timeout=20)
+    assert isinstance(arrival, Chunk)
+    assert arrival.finish_reason == "cancelled"
+    ticket.cancel()
+
+
+def test_too_much_is_refused_before_it_runs(backend: NativeBackend) -> None:
+    with pytest.raises(DoesNotFit, match="512"):
+        backend.prepare(ask("the quick brown fox " * 400), SamplingParams())
+    with pytest.raises(DoesNotFit, match="max_tokens 600") as caught:
+        backend.prepare(ask("hello"), SamplingParams(max_tokens=600))
+    assert caught.value.param == "max_tokens"
+
+
+def test_a_failure_in_the_model_ends_that_request_and_not_the_engine(
+    backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            backend._loop.engine.runner, "encode", lambda image: (_ for _ in ()).throw(ValueError("boom"))
+        )
+        with pytest.raises(ValueError, match="boom"):
+            backend.stream(ask("hello", ImagePart(scenery(64, 64, 3))), SamplingParams()).answer()
+    assert backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text == before
+    assert free_blocks(backend) == backend._loop.engine.pool.blocks
+
+
+def test_a_listener_that_fails_ends_its_own_request(
+    backend: NativeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    def listener(arrival: Chunk | Exception) -> None:
+        raise RuntimeError("the other side is gone")
+
+    backend.start(backend.prepare(ask("hello"), LONG), LONG, listener)
+    assert backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text
+    assert free_blocks(backend) == backend._loop.engine.pool.blocks
+    assert "listener failed" in caplog.text
+
+
+def test_the_same_picture_is_encoded_once(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = backend._loop.engine
+    calls = []
+    vision = engine.runner.vision
+    monkeypatch.setattr(
+        engine.runner, "vision", lambda patches, grid: calls.append(grid) or vision(patches, grid)
+    )
+    part = ImagePart(scenery(200, 130, 77))
+    first = backend.stream(ask("one", part), SamplingParams(max_tokens=3)).answer()
+    again = backend.stream(ask("one", part), SamplingParams(max_tokens=3)).answer()
+    assert first.text == again.text
+    assert len(calls) == 1
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> None:
+    backend = NativeBackend.load(folder, EngineOptions(device="cpu", context=512))
+    stream = backend.stream(ask("hello"), LONG)
+    next(iter(stream))
+    backend.close()
+    backend.close()
+    with pytest.raises(EngineStopped):
+        stream.answer()
+    with pytest.raises(EngineStopped):
+        backend.stream(ask("hello"), SamplingParams())
+
+
+def test_logprobs_come_one_for_each_token(backend: NativeBackend) -> None:
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True, top_logprobs=2)
+    answer = backend.stream(ask("hello"), sampling).answer()
+    assert len(answer.logprobs) == 4
+    for entry in answer.logprobs:
+        assert entry.logprob == pytest.approx(entry.top[0].logprob)  # greedy: the likeliest
+        assert entry.logprob <= 0
+
+
+def test_a_seed_repeats_itself_and_another_differs(backend: NativeBackend) -> None:
+    def say(seed: int) -> str:
+        sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=seed, ignore_eos=True)
+        return backend.stream(ask("hello"), sampling).answer().text
+
+    assert say(1) == say(1)
+    assert len({say(seed) for seed in range(4)}) > 1
+
+
+def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint):
+        NativeBackend.load(tmp_path)
+    with pytest.raises(UsageError, match="quantum"):
+        NativeBackend.load(folder, EngineOptions(device="quantum"))
+    with pytest.raises(DeviceError, match="cuda:7"):
+        NativeBackend.load(folder, EngineOptions(device="cuda:7"))
+    with pytest.raises(UsageError, match="float8"):
+        NativeBackend.load(folder, EngineOptions(device="cpu", dtype="float8"))
+
+
+def test_progress_ends_at_the_whole(folder: Path) -> None:
+    shares: list[float] = []
+    options = EngineOptions(device="cpu", context=64)
+    NativeBackend.load(folder, options, lambda what, share: shares.append(share)).close()
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1.0)
+
+
+def test_an_empty_conversation_is_refused(backend: NativeBackend) -> None:
+    with pytest.raises(InvalidRequest):
+        backend.prepare((), SamplingParams())

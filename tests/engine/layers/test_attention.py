@@ -1,0 +1,50 @@
+"""Paged attention against plain attention over each sequence's own tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.engine.shapes import TEXT
+from vlfit.engine.kv_cache import KVCache, slots_of
+from vlfit.engine.layers.attention import AttentionPlan, DecodeGroup, PrefillChunk, paged_attention
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM = TEXT.num_attention_heads, TEXT.num_key_value_heads, TEXT.head_dim
+
+
+def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The newest ``len(query)`` tokens over all tokens of one sequence, causal: [new, heads * head_dim]."""
+    repeats = HEADS // KV_HEADS
+    keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    mask = torch.ones(len(query), len(keys), dtype=torch.bool).tril(len(keys) - len(query))
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), attn_mask=mask
+    )
+    return mixed.transpose(0, 1).flatten(1)
+
+
+def test_a_mixed_batch_is_each_sequence_alone() -> None:
+    torch.manual_seed(0)
+    cache = KVCache(TEXT, blocks=12, block_size=4, dtype=torch.float32, device=CPU)
+    cache.keys.fill_(torch.nan)  # whatever is read without having been written shows
+    cache.values.fill_(torch.nan)
+    tables = {"short": [7], "long": [3, 9, 1], "fresh": [0, 5], "later": [8, 2, 10]}
+    lengths = {"short": 3, "long": 11, "fresh": 6, "later": 9}
+    new = {"short": 1, "long": 1, "fresh": 6, "later": 4}
+    slots = {name: slots_of(table, 4)[: lengths[name]] for name, table in tables.items()}
+    keys = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
+    values = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
+    queries = {name: torch.randn(new[name], HEADS, HEAD_DIM) for name in tables}
+    for name in tables:
+        cache.write(1, slots[name], keys[name], values[name])
+    short_padded = torch.cat([slots["short"], slots["short"][-1:].expand(8)])
+    decode_mask = torch.arange(11) < torch.tensor([[3], [11]])
+    later_mask = torch.arange(9) <= torch.arange(5, 9)[:, None]
+    plan = AttentionPlan(
+        torch.empty(0, dtype=torch.long),
+        DecodeGroup(torch.stack([short_padded, slots["long"]]), decode_mask),
+        (PrefillChunk(2, 6, slots["fresh"], None), PrefillChunk(8, 4, slots["later"], later_mask)),
+    )
+    mixed = paged_attention(torch.cat(list(queries.values())), 1, cache, plan)
+    expected = torch.cat([dense(queries[name], keys[name], values[name]) for name in tables])
+    torch.testing.assert_close(mixed, expected)

@@ -1,0 +1,36 @@
+"""Block tables, slots, and what is written is read back from where the table says."""
+
+import torch
+
+from tests.engine.shapes import TEXT
+from vlfit.engine.kv_cache import BlockPool, KVCache, slots_of
+
+
+def test_blocks_are_rounded_up_and_never_handed_out_twice() -> None:
+    pool = BlockPool(blocks=6, block_size=16)
+    assert [pool.blocks_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    first, second = pool.take(2), pool.take(4)
+    assert sorted(first + second) == list(range(6))
+    assert pool.free == 0
+    pool.give_back(first)
+    assert sorted(pool.take(2)) == sorted(first)
+
+
+def test_slots_follow_the_block_table() -> None:
+    assert slots_of([3, 0], 4).tolist() == [12, 13, 14, 15, 0, 1, 2, 3]
+
+
+def test_what_is_written_is_read_back() -> None:
+    cache = KVCache(TEXT, blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    slots = slots_of([2, 1], 4)
+    keys = torch.randn(8, TEXT.num_key_value_heads, TEXT.head_dim)
+    cache.write(1, slots, keys, -keys)
+    read_keys, read_values = cache.read(1, slots.view(2, 4))
+    assert torch.equal(read_keys.flatten(0, 1), keys)
+    assert torch.equal(read_values.flatten(0, 1), -keys)
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    cache = KVCache(TEXT, blocks=4, block_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    per_token = 2 * TEXT.num_hidden_layers * TEXT.num_key_value_heads * TEXT.head_dim * 2
+    assert cache.nbytes == 16 * per_token

@@ -1,0 +1,183 @@
+"""The reference is law: the engine against transformers, in float32 on the CPU, on checkpoints that differ
+where real ones do (see ``tests/tiny.py``).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from tests.pictures import scenery
+from tests.tiny import TINY, build_tiny, tiny_reference
+from vlfit.checkpoint.sidecar import ImageProcessing
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
+from vlfit.engine.engine import Engine
+from vlfit.engine.images import patchify, prepare_image, prepare_video
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.prompt import Prompt
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.sequence import Sequence
+
+NEW_TOKENS = 64
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("tiny")
+
+    @cache
+    def build(name: str) -> Path:
+        return build_tiny(name, root / name)
+
+    return build
+
+
+@pytest.fixture(scope="module", params=TINY)
+def pair(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Iterator[tuple[Engine, Any]]:
+    """The engine and the reference on the same files."""
+    folder = folder_of(request.param)
+    options = EngineOptions(device="cpu", context=1024, chunk=128)
+    reference = tiny_reference(folder)
+    reference.generation_config = GenerationConfig()  # the checkpoint's own would stop at its end token
+    yield Engine(open_checkpoint(folder), options), reference
+
+
+def picture(width: int, height: int, seed: int) -> ImagePart:
+    return ImagePart(scenery(width, height, seed))
+
+
+CONVERSATIONS: dict[str, Conversation] = {
+    "text": ask("the quick brown fox"),
+    "picture": ask("what is in this image?", picture(90, 70, 1)),
+    "three pictures between text": (
+        Message(
+            "user",
+            (
+                TextPart("first "),
+                picture(64, 96, 2),
+                TextPart(" then "),
+                picture(128, 64, 3),
+                picture(70, 70, 4),
+                TextPart(" which one is red?"),
+            ),
+        ),
+    ),
+    "frames as a clip": ask(
+        "what happens?", VideoPart(tuple(scenery(64, 64, seed) for seed in range(5)), fps=2.0)
+    ),
+    "system and turns": (
+        Message("system", (TextPart("You describe pictures."),)),
+        Message("user", (picture(64, 64, 5), TextPart("hello world"))),
+        Message("assistant", (TextPart("a red square"),)),
+        Message("user", (TextPart("and the fox?"),)),
+    ),
+}
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def reference_inputs(engine: Engine, prompt: Prompt) -> dict[str, Tensor]:
+    """What transformers wants for the same prompt: ids, token types, patches and grids."""
+    config = engine.checkpoint.config
+    ids = torch.tensor([prompt.token_ids])
+    images, videos = ids == config.image_token_id, ids == config.video_token_id
+    inputs = {"input_ids": ids, "mm_token_type_ids": images.int() + 2 * videos.int()}
+    processing = ImageProcessing.read(engine.checkpoint.folder)
+    for suffix, grid_name, is_video in (("", "image", False), ("_videos", "video", True)):
+        parts = [image for image in prompt.images if image.is_video == is_video]
+        if parts:
+            patches = [patchify(torch.from_numpy(part.pixels), processing) for part in parts]
+            inputs[f"pixel_values{suffix}"] = torch.cat(patches)
+            inputs[f"{grid_name}_grid_thw"] = torch.tensor([part.grid for part in parts])
+    return inputs
+
+
+def run(engine: Engine, *conversations: Conversation, tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """Greedy tokens of each conversation, all in the engine at once."""
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    sequences: list[Sequence] = []
+    for conversation in conversations:
+        prompt = engine.prompts.build(conversation, max_image_tokens=None, context=engine.context)
+        sequences.append(engine.sequence(engine.price(prompt), sampling, _raise))
+        engine.add(sequences[-1])
+    while engine.busy:
+        engine.step()
+    return [sequence.generated for sequence in sequences]
+
+
+def _raise(arrival: object) -> None:
+    if isinstance(arrival, Exception):
+        raise arrival
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_greedy_tokens_equal_the_reference(pair: tuple[Engine, Any], name: str) -> None:
+    engine, reference = pair
+    prompt = engine.prompts.build(CONVERSATIONS[name], max_image_tokens=None, context=engine.context)
+    with torch.inference_mode():
+        expected = reference.generate(
+            **reference_inputs(engine, prompt),
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0),
+        )[0, len(prompt.token_ids) :].tolist()
+    assert run(engine, CONVERSATIONS[name]) == [expected]
+    assert len(expected) == NEW_TOKENS
+    assert len(set(expected)) > 5, "the reference says the same few tokens over and over: a weak test"
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_logits_equal_the_reference(pair: tuple[Engine, Any], name: str) -> None:
+    engine, reference = pair
+    prompt = engine.prompts.build(CONVERSATIONS[name], max_image_tokens=None, context=engine.context)
+    with torch.inference_mode():
+        expected = reference(**reference_inputs(engine, prompt)).logits[0, -1]
+    seen: list[Tensor] = []
+    text = engine.runner.text
+    original = text.logits
+    text.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+    try:
+        run(engine, CONVERSATIONS[name], tokens=1)
+    finally:
+        text.logits = original  # type: ignore[method-assign]
+    assert relative(seen[-1][0], expected) < TOLERANCE
+
+
+def test_vision_features_and_every_deepstack_level_equal_the_reference(pair: tuple[Engine, Any]) -> None:
+    engine, reference = pair
+    folder = engine.checkpoint.folder
+    processing = ImageProcessing.read(folder)
+    still = prepare_image(picture(100, 60, 6), processing, None)
+    clip = prepare_video(
+        VideoPart(tuple(scenery(64, 96, seed) for seed in range(4))), ImageProcessing.read_video(folder), None
+    )
+    for image in (still, clip):
+        patches = patchify(torch.from_numpy(image.pixels), processing)
+        with torch.inference_mode():
+            expected = reference.model.visual(patches, grid_thw=torch.tensor([image.grid]))
+            ours = engine.runner.encode(image)
+        assert relative(ours.rows, expected.pooler_output) < TOLERANCE
+        assert len(ours.deepstack) == len(expected.deepstack_features)
+        for level, theirs in zip(ours.deepstack, expected.deepstack_features, strict=True):
+            assert relative(level, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("chunk", "block_size"), [(7, 16), (64, 4), (1024, 16)], ids=["chunk 7", "block 4", "one chunk"]
+)
+def test_tokens_depend_neither_on_company_nor_on_chunks_nor_on_blocks(
+    folder_of: Callable[[str], Path], chunk: int, block_size: int
+) -> None:
+    checkpoint = open_checkpoint(folder_of(next(iter(TINY))))
+    conversations = list(CONVERSATIONS.values())
+    plain = Engine(checkpoint, EngineOptions(device="cpu", context=1024, chunk=128))
+    alone = [run(plain, conversation)[0] for conversation in conversations]
+    options = EngineOptions(device="cpu", context=1024, chunk=chunk, block_size=block_size, sequences=5)
+    assert run(Engine(checkpoint, options), *conversations) == alone

@@ -1,0 +1,101 @@
+"""Each sampling wish does what transformers' processor of that name does."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from vlfit.engine.sampler import Draw, sample
+from vlfit.engine.sampling import SamplingParams
+
+VOCABULARY = 50
+
+
+def logits(seed: int = 0) -> Tensor:
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def draw_many(row: Tensor, sampling: SamplingParams, count: int = 3000) -> Tensor:
+    """How often each token comes out of ``count`` draws."""
+    generator = torch.Generator().manual_seed(7)
+    draws = [Draw(sampling, [], [], generator)] * count
+    tokens = [s.token_id for s in sample(row.expand(count, -1), draws, str)]
+    return torch.bincount(torch.tensor(tokens), minlength=VOCABULARY) / count
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reference"),
+    [
+        (SamplingParams(temperature=1.0, top_k=5), TopKLogitsWarper(5)),
+        (SamplingParams(temperature=1.0, top_p=0.7), TopPLogitsWarper(0.7)),
+        (SamplingParams(temperature=1.0, min_p=0.1), MinPLogitsWarper(0.1)),
+    ],
+    ids=["top_k", "top_p", "min_p"],
+)
+def test_truncation_keeps_the_reference_set(sampling: SamplingParams, reference: LogitsProcessor) -> None:
+    row = logits()
+    expected = torch.softmax(reference(torch.zeros(1, 1, dtype=torch.long), row[None])[0], -1)
+    seen = draw_many(row, sampling)
+    assert not seen[expected == 0].any()
+    assert (seen - expected).abs().max() < 0.03
+
+
+def test_temperature_sharpens() -> None:
+    row = logits()
+    seen = draw_many(row, SamplingParams(temperature=0.5))
+    assert (seen - torch.softmax(row / 0.5, -1)).abs().max() < 0.03
+
+
+def test_repetition_penalty_is_the_reference() -> None:
+    row = logits(1)
+    prompt, generated = [3, 4, 4], [9]
+    expected = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([prompt + generated]), row[None].clone())
+    sampling = SamplingParams(repetition_penalty=1.8)
+    assert sample(row[None], [Draw(sampling, prompt, generated, None)], str)[0].token_id == expected.argmax()
+    assert torch.equal(row, logits(1)), "the model's own logits were changed"
+
+
+def test_presence_and_frequency_count_the_completion_alone() -> None:
+    row = torch.zeros(VOCABULARY)
+    row[5], row[6] = 3.0, 2.0
+    greedy = SamplingParams(presence_penalty=0.5, frequency_penalty=0.4)
+    assert sample(row[None], [Draw(greedy, [5, 5, 5], [], None)], str)[0].token_id == 5
+    assert sample(row[None], [Draw(greedy, [], [5], None)], str)[0].token_id == 5  # 3 - 0.9 = 2.1
+    assert sample(row[None], [Draw(greedy, [], [5, 5], None)], str)[0].token_id == 6  # 3 - 1.3 = 1.7
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    rows = torch.stack([logits(seed) for seed in range(3)])
+
+    def fresh() -> Draw:
+        return Draw(sampling, [], [], torch.Generator().manual_seed(3))
+
+    alone = sample(rows[1:2], [fresh()], str)[0].token_id
+    together = sample(rows, [fresh(), fresh(), fresh()], str)[1].token_id
+    assert alone == together
+
+
+def test_logprobs_are_the_models_own() -> None:
+    row = logits(2)
+    sampling = SamplingParams(temperature=1.5, top_k=1, top_logprobs=3)
+    sampled = sample(row[None], [Draw(sampling, [], [], None)], lambda token: f"<{token}>")[0]
+    expected = torch.log_softmax(row, -1)
+    (entry,) = sampled.logprobs
+    assert entry.token == f"<{sampled.token_id}>"
+    assert math.isclose(entry.logprob, float(expected[sampled.token_id]), abs_tol=1e-6)
+    assert [top.token_id for top in entry.top] == expected.topk(3).indices.tolist()
+
+
+def test_logprobs_may_be_the_chosen_tokens_alone() -> None:
+    sampled = sample(logits()[None], [Draw(SamplingParams(top_logprobs=0), [], [], None)], str)[0]
+    assert len(sampled.logprobs) == 1
+    assert sampled.logprobs[0].top == ()
