@@ -4,6 +4,7 @@ Random weights say nothing true, but cost what real ones cost. Tokenizer, templa
 mini's.
 """
 
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -45,7 +46,11 @@ SHAPES = {
 def write_random_checkpoint(name: str, mini: Path) -> Path:
     """The folder of a random checkpoint in bf16; written at the first call, the same bytes every time."""
     folder = CACHE / name
-    if (folder / "done").exists():
+    borrowed = [mini / file for file in BORROWED if (mini / file).exists()]
+    # A new mini may bring a new tokenizer: then the old folder is stale.
+    state = hashlib.sha256(b"".join(file.read_bytes() for file in borrowed)).hexdigest()
+    done = folder / "done"
+    if done.exists() and done.read_text("ascii") == state:
         return folder
     import torch
     from transformers import Qwen3VLForConditionalGeneration
@@ -59,10 +64,9 @@ def write_random_checkpoint(name: str, mini: Path) -> Path:
     finally:
         torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
-    for file in BORROWED:
-        if (mini / file).exists():
-            shutil.copy(mini / file, folder / file)
-    (folder / "done").touch()
+    for file in borrowed:
+        shutil.copy(file, folder / file.name)
+    done.write_text(state, "ascii")
     return folder
 
 
