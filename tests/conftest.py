@@ -1,0 +1,27 @@
+"""What all tests share: one thread, no network, no progress bars, and tiny checkpoints built once."""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch or huggingface_hub: both read their environment only then.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a checkpoint of ``tests/tiny.py`` by name, built when first asked for. Not to be changed."""
+    root = tmp_path_factory.mktemp("tiny-checkpoints")
+
+    @cache
+    def build(name: str) -> Path:
+        from tests.tiny import build_tiny
+
+        return build_tiny(name, root / name)
+
+    return build
