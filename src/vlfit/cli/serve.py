@@ -1,0 +1,253 @@
+"""``vlfit serve``: a model behind OpenAI's API, until Ctrl-C.
+
+Knows: the order of starting and stopping, and what a person is told about it. Does not know: routes
+(``server``) or how a model runs (``backends/native.py``).
+"""
+
+import logging
+import os
+import sys
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlfit.cli.printing import Printer
+from vlfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlfit.backends.native import NativeBackend
+    from vlfit.server.settings import ServerSettings
+    from vlfit.settings import Settings
+
+CLOSING_SECONDS = 0.7  # what is left of the three seconds of Ctrl-C when all requests are over
+
+Text = str | None
+Count = int | None
+
+
+def serve(
+    model_argument: Annotated[
+        Text,
+        typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False),
+    ] = None,
+    model: Annotated[
+        Text,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME",
+            help="auto (the best one here, else mini), mini, a folder, or a hub id.  [env VLFIT_MODEL]",
+        ),
+    ] = None,
+    host: Annotated[
+        Text,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Where to listen; 0.0.0.0 lets other computers in.  [default: 127.0.0.1; env VLFIT_HOST]",
+        ),
+    ] = None,
+    port: Annotated[
+        Count, typer.Option(metavar="N", help="0 takes any free one.  [default: 8000; env VLFIT_PORT]")
+    ] = None,
+    device: Annotated[
+        Text,
+        typer.Option(
+            metavar="NAME", help="auto (GPU if there is one), cpu, cuda, cuda:1.  [env VLFIT_DEVICE]"
+        ),
+    ] = None,
+    dtype: Annotated[
+        Text, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.  [env VLFIT_DTYPE]")
+    ] = None,
+    context: Annotated[
+        Count,
+        typer.Option(metavar="N", help="Most tokens of prompt and answer together.  [env VLFIT_CONTEXT]"),
+    ] = None,
+    sequences: Annotated[
+        Count,
+        typer.Option(
+            metavar="N",
+            help="Requests that run at once at full context; more wait.  [default: 4; env VLFIT_SEQUENCES]",
+        ),
+    ] = None,
+    image_tokens: Annotated[
+        Count,
+        typer.Option(
+            metavar="N",
+            help="Most tokens of one picture (1024x1024 pixels are 1024); larger ones are scaled down."
+            "  [env VLFIT_IMAGE_TOKENS]",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        Count,
+        typer.Option(
+            metavar="N", help="Most tokens of an answer whose request names no limit.  [env VLFIT_MAX_TOKENS]"
+        ),
+    ] = None,
+    api_key: Annotated[
+        Text,
+        typer.Option(
+            metavar="KEY",
+            help="Ask clients for this key. Other users of this computer can read it off the command line;"
+            " the variable keeps it to yourself.  [env VLFIT_API_KEY]",
+        ),
+    ] = None,
+    allow_private_urls: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-private-urls",
+            help="Fetch pictures from loopback and private networks too.  [env VLFIT_ALLOW_PRIVATE_URLS]",
+            show_default=False,
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        Text,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Let scripts of this web page (https://example.org, or *) call the server."
+            "  [env VLFIT_ALLOW_ORIGIN]",
+        ),
+    ] = None,
+    json_line: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="When ready, print one line of JSON on stdout: url, model, context, device."
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Nothing on stderr but warnings and errors.")
+    ] = False,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/models, /health.
+
+    Any OpenAI client can speak to it. The first Ctrl-C lets running answers finish for a moment and stops in
+    under three seconds; the second stops at once.
+
+    \b
+    Examples:
+      vlfit serve
+      vlfit serve mini --port 8001
+      vlfit serve Qwen/Qwen3-VL-2B-Instruct-FP8 --context 4096
+      VLFIT_API_KEY=secret vlfit serve --host 0.0.0.0
+      curl http://127.0.0.1:8000/v1/models
+    """
+    from vlfit.server.listen import address_of, bind, serve_until_stopped
+    from vlfit.settings import read_settings
+
+    if model_argument and model and model_argument != model:
+        raise UsageError(f"two models: {model_argument} and --model {model}", "name one")
+    settings = read_settings(
+        model=model or model_argument,
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        context=context,
+        sequences=sequences,
+        image_tokens=image_tokens,
+        max_tokens=max_tokens,
+        api_key=api_key,
+        allow_private_urls=allow_private_urls,
+        allow_origin=allow_origin,
+    )
+    printer = Printer(json=json_line, stream=False, quiet=quiet)
+    _log_to_stderr(quiet)
+    with bind(settings.host, settings.port) as listener:
+        backend = _load(settings, printer)
+        try:
+            from vlfit.server.app import create_app
+
+            server_settings = _server_settings(settings, backend)
+            url = address_of(listener)
+
+            def announce() -> None:
+                _announce(url, backend, printer, json_line)
+
+            app = create_app(backend, server_settings)
+            _warn_if_open(settings)
+            serve_until_stopped(app, listener, server_settings.drain_seconds, announce)
+        finally:
+            _close(backend)
+    printer.note("stopped")
+
+
+def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
+    from vlfit.backends.native import NativeBackend
+    from vlfit.cli.session import _loading
+    from vlfit.client import choose_model
+    from vlfit.engine.options import EngineOptions
+
+    name = settings.model
+    if name == "auto":
+        choice = choose_model()
+        name = choice.model
+        printer.note(choice.reason)
+    options = EngineOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        context=settings.context,
+        sequences=settings.sequences,
+        image_tokens=settings.image_tokens,
+    )
+    if settings.max_tokens is not None:
+        options = replace(options, max_tokens=settings.max_tokens)
+    with _loading(name, printer) as progress:
+        return NativeBackend.load(name, options, progress)
+
+
+def _server_settings(settings: "Settings", backend: "NativeBackend") -> "ServerSettings":
+    from vlfit.server.settings import ServerSettings
+
+    return ServerSettings(
+        aliases=(settings.model,),
+        context=backend.context,
+        api_key=settings.api_key.get_secret_value() if settings.api_key else "",
+        allow_private_urls=settings.allow_private_urls,
+        allow_origins=(settings.allow_origin,) if settings.allow_origin else (),
+    )
+
+
+def _announce(url: str, backend: "NativeBackend", printer: Printer, json_line: bool) -> None:
+    printer.note(
+        f"ready: {backend.model} on {backend.device}, context {backend.context} tokens, at {url}/v1\n"
+        f"try:   curl {url}/v1/chat/completions "
+        """-d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
+    )
+    if json_line:
+        facts = {"url": url, "model": backend.model, "context": backend.context, "device": backend.device}
+        printer.data(facts)
+
+
+def _warn_if_open(settings: "Settings") -> None:
+    from vlfit.server.settings import is_loopback
+
+    if settings.api_key is None and not is_loopback(settings.host):
+        logging.getLogger("vlfit.server").warning(
+            "warning: anyone who can reach %s may use this server: it asks for no key (set VLFIT_API_KEY)",
+            settings.host,
+        )
+
+
+def _log_to_stderr(quiet: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    for name, level in (
+        ("vlfit", logging.WARNING if quiet else logging.INFO),
+        ("uvicorn", logging.WARNING),
+    ):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False
+
+
+def _close(backend: "NativeBackend") -> None:
+    """Give the memory back. A forward pass under way cannot be stopped: then the process ends under it."""
+    closing = threading.Thread(target=backend.close, daemon=True)
+    closing.start()
+    closing.join(CLOSING_SECONDS)
+    if closing.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

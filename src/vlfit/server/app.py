@@ -1,0 +1,83 @@
+"""The server's routes, put together around one backend.
+
+Knows: which path leads where. Does not know: how to listen (``listen``) or to load a model (the command
+line).
+"""
+
+import time
+from dataclasses import asdict
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from vlfit._version import __version__
+from vlfit.backends.base import LocalBackend
+from vlfit.server.chat import ChatEndpoint, check_model
+from vlfit.server.closing import Closing
+from vlfit.server.door import Door
+from vlfit.server.failures import JSONReply, routing_reply
+from vlfit.server.settings import ServerSettings
+
+
+def create_app(backend: LocalBackend, settings: ServerSettings | None = None) -> FastAPI:
+    """The HTTP API over ``backend``. ``app.state.closing`` ends it: see ``Closing``.
+
+    The generated API pages are left out: they load scripts from another site, and the API is OpenAI's.
+    """
+    settings = settings or ServerSettings()
+    closing = Closing(settings.drain_seconds)
+    app = FastAPI(
+        title="vlfit",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.state.closing = closing
+    card = _model_card(backend, settings)
+
+    async def health() -> Response:
+        if closing.draining:
+            return JSONReply({"status": "stopping", "model": backend.model}, 503)
+        return JSONReply({"status": "ok", "model": backend.model})
+
+    async def models() -> Response:
+        return JSONReply({"object": "list", "data": [card]})
+
+    async def model(name: str) -> Response:
+        check_model(name, backend, settings)
+        return JSONReply(card)
+
+    app.add_api_route("/health", health, methods=["GET", "HEAD"])
+    app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
+    chat = ChatEndpoint(backend, settings, closing)
+    app.router.routes.append(Route("/v1/chat/completions", chat, methods=["POST"]))
+    app.add_exception_handler(HTTPException, routing_reply)
+    app.add_middleware(Door, api_key=settings.api_key)
+    if settings.allow_origins:
+        # Outside the door: a browser's preflight request carries no key.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _model_card(backend: LocalBackend, settings: ServerSettings) -> dict[str, object]:
+    """The model as ``/v1/models`` shows it. ``vlfit.default_sampling`` lets our own client know what is
+    left open.
+    """
+    card: dict[str, object] = {
+        "id": backend.model,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "vlfit",
+        "vlfit": {"version": __version__, "default_sampling": asdict(backend.default_sampling())},
+    }
+    if settings.context is not None:
+        card["max_model_len"] = settings.context  # vLLM's name for it
+    return card

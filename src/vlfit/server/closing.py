@@ -1,0 +1,74 @@
+"""How a request ends before its answer is whole: the client hangs up, or the server stops.
+
+Knows: which of the two came first. Does not know: what the work is; it is simply cancelled, and frees in
+its own ``finally`` what it held.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from vlfit.errors import EngineStopped
+
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+class Closing:
+    """The end of one server's life: it runs, then drains (finishes what runs, takes nothing new), then
+    cuts.
+    """
+
+    def __init__(self, drain_seconds: float) -> None:
+        self._drain_seconds = drain_seconds
+        self._cut = asyncio.Event()
+        self.draining = False
+
+    def begin(self) -> None:
+        """Start draining; what still runs after ``drain_seconds`` is cut. Call it on the event loop."""
+        if not self.draining:
+            self.draining = True
+            asyncio.get_running_loop().call_later(self._drain_seconds, self._cut.set)
+
+    def check(self) -> None:
+        """Raises ``EngineStopped`` if no new request is taken any more."""
+        if self.draining:
+            raise EngineStopped("the server is stopping", "try again when it is back")
+
+    async def watch(self, work: Coroutine[Any, Any, Result], receive: Receive | None = None) -> Result:
+        """The result of ``work``, unless the client or the server goes first; then ``work`` is cancelled
+        at once.
+
+        ``receive`` is the connection, its request read to the end; without it only the server is watched.
+        Raises ``ClientGone``, ``EngineStopped``, or what ``work`` raises.
+        """
+        task = asyncio.create_task(work)
+        cut = asyncio.create_task(self._cut.wait())
+        watched: set[asyncio.Task[Any]] = {task, cut}
+        if receive is not None:
+            gone = asyncio.create_task(_hang_up(receive))
+            watched.add(gone)
+        try:
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if cut.done():
+                raise EngineStopped(
+                    "the server stopped before the answer was done", "try again when it is back"
+                )
+            raise ClientGone
+        finally:
+            for each in watched:
+                each.cancel()
+            await asyncio.gather(*watched, return_exceptions=True)
+
+
+async def _hang_up(receive: Receive) -> None:
+    """Returns when the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,124 @@
+"""From the messages of a request to a conversation with its pictures fetched.
+
+Knows: roles, parts, which URLs a server may open. Does not know: how pictures are fetched
+(``tasks/pictures.py``) or decoded (the engine), and nothing of HTTP.
+"""
+
+import asyncio
+from collections.abc import Iterator
+
+from vlfit.engine.conversation import Conversation, ImagePart, Message, Part, Role, TextPart, VideoPart
+from vlfit.errors import InvalidRequest, NotAPicture, PictureError
+from vlfit.server.schemas import ChatMessage, ChatRequest, ContentPart, ImageContent, TextContent
+from vlfit.server.settings import ServerSettings
+from vlfit.server.threads import in_thread
+
+# OpenAI renamed "system"; clients send either.
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
+
+async def build_conversation(request: ChatRequest, settings: ServerSettings) -> Conversation:
+    """The conversation, its pictures fetched side by side.
+
+    Raises ``InvalidRequest`` for roles and parts that make no sense, ``PictureError`` for a URL that gives no
+    picture; the error of the picture that comes first in the request, whichever failed first.
+    """
+    if not request.messages:
+        raise InvalidRequest("messages is empty", "send at least one message", param="messages")
+    roles = [_role(index, message) for index, message in enumerate(request.messages)]
+    places = list(_picture_urls(request))
+    if len(places) > settings.picture_limit:
+        raise InvalidRequest(
+            f"the request holds {len(places)} pictures and frames, and this server takes "
+            f"{settings.picture_limit}",
+            "send fewer pictures at once",
+            param="messages",
+        )
+    for where, url in places:
+        _check_url(where, url)
+    pictures = iter(await _fetch_all(places, settings.allow_private_urls))
+    return tuple(
+        Message(role, _parts(message, pictures))
+        for role, message in zip(roles, request.messages, strict=True)
+    )
+
+
+def _role(index: int, message: ChatMessage) -> Role:
+    where = f"messages[{index}]"
+    extra = message.model_extra or {}
+    if message.role in ("tool", "function") or extra.get("tool_calls") or extra.get("function_call"):
+        raise InvalidRequest(f"{where} belongs to a tool call", "vlfit does not support tools", param=where)
+    if message.role not in _ROLES:
+        raise InvalidRequest(
+            f"{where}.role is {message.role[:40]!r}",
+            f"use one of: {', '.join(_ROLES)}",
+            param=f"{where}.role",
+        )
+    return _ROLES[message.role]
+
+
+def _picture_urls(request: ChatRequest) -> Iterator[tuple[str, str]]:
+    """Every picture of the request in order: its place, for errors, and its URL."""
+    for index, message in enumerate(request.messages):
+        if isinstance(message.content, str):
+            continue
+        for position, part in enumerate(message.content):
+            where = f"messages[{index}].content[{position}]"
+            if isinstance(part, ImageContent):
+                yield f"{where}.image_url.url", part.image_url.url
+            elif not isinstance(part, TextContent):
+                for frame, url in enumerate(part.frames):
+                    yield f"{where}.frames[{frame}]", url
+
+
+def _check_url(where: str, url: str) -> None:
+    """A server opens no files: a path or ``file:`` URL would hand out what lies on its disk."""
+    if not url.lower().startswith(("data:", "http://", "https://")):
+        raise NotAPicture(
+            f"{where} is {url[:60]!r}, which is no data:, http: or https: URL",
+            "send the picture itself as data:image/jpeg;base64,... or give an https: address",
+            param=where,
+        )
+
+
+async def _fetch_all(places: list[tuple[str, str]], allow_private: bool) -> list[ImagePart]:
+    async def fetch(where: str, url: str) -> ImagePart:
+        try:
+            return await in_thread(_fetch, url, allow_private)
+        except PictureError as error:
+            error.param = error.param or where
+            raise
+
+    results = await asyncio.gather(*(fetch(*place) for place in places), return_exceptions=True)
+    pictures: list[ImagePart] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        pictures.append(result)
+    return pictures
+
+
+def _fetch(url: str, allow_private: bool) -> ImagePart:
+    # Imported here: Pillow and httpx are wanted only once the first picture comes.
+    from vlfit.tasks.pictures import load_picture
+
+    return load_picture(url, allow_private=allow_private)
+
+
+def _parts(message: ChatMessage, pictures: Iterator[ImagePart]) -> tuple[Part, ...]:
+    if isinstance(message.content, str):
+        return (TextPart(message.content),)
+    return tuple(_part(part, pictures) for part in message.content)
+
+
+def _part(part: ContentPart, pictures: Iterator[ImagePart]) -> Part:
+    if isinstance(part, TextContent):
+        return TextPart(part.text)
+    if isinstance(part, ImageContent):
+        return next(pictures)
+    return VideoPart(tuple(next(pictures).data for _ in part.frames), part.fps)

@@ -1,0 +1,96 @@
+"""The door of the server: who may come in, an id and one log line for each request, and no naked failure.
+
+Knows: the API key, headers, seconds. Does not know: what a request asks for.
+"""
+
+import hmac
+import logging
+import time
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlfit.errors import VlfitError, WrongApiKey
+from vlfit.server.closing import ClientGone
+from vlfit.server.failures import error_reply
+
+log = logging.getLogger("vlfit.server")
+
+HUNG_UP = 499  # nginx's number for a client that closed the connection; seen in the log only
+
+
+class Door:
+    """ASGI middleware around everything. Puts ``request_id`` and ``note`` into the request's state.
+
+    Whoever answers may set ``note`` to a few words for the log line (tokens, what went wrong).
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str = "") -> None:
+        self._app = app
+        self._api_key = api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        state = scope.setdefault("state", {})
+        state["request_id"] = uuid4().hex
+        state["note"] = ""
+        status = 0
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+            await send(message)
+
+        try:
+            self._check_key(scope)
+            await self._app(scope, receive, send_and_note)
+        except (ClientGone, ClientDisconnect):
+            status = HUNG_UP
+        except Exception as error:
+            self._explain(error, state)
+            if (
+                status
+            ):  # too late for another answer; breaking off tells the client that this one is not whole
+                raise
+            await error_reply(error)(scope, receive, send_and_note)
+        finally:
+            self._log(scope, status, time.perf_counter() - started)
+
+    def _check_key(self, scope: Scope) -> None:
+        if not self._api_key or not scope["path"].startswith("/v1"):
+            return
+        given = Headers(scope=scope).get("authorization", "")
+        expected = f"Bearer {self._api_key}"
+        # Constant time: how long the comparison takes must not tell how much of a guess was right.
+        if not hmac.compare_digest(given.encode(), expected.encode()):
+            raise WrongApiKey(
+                "the API key is wrong" if given else "this server asks for an API key",
+                "send the header Authorization: Bearer KEY",
+            )
+
+    def _explain(self, error: Exception, state: dict[str, str]) -> None:
+        if isinstance(error, VlfitError):
+            state["note"] = error.message[:200]
+        else:
+            log.exception("%s failed by a mistake of ours", state["request_id"], exc_info=error)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        level = logging.DEBUG if scope["path"] == "/health" else logging.INFO
+        state = scope["state"]
+        log.log(
+            level,
+            "%s %s %r %d %.2f s %s",
+            state["request_id"][:12],
+            scope["method"],
+            scope["path"][:200],
+            status,
+            seconds,
+            " ".join(state["note"].split()),
+        )

@@ -1,0 +1,73 @@
+"""Every failure in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}`` and a status.
+
+Knows: what a client may read of an error. Does not know: how errors come about.
+"""
+
+import json
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from vlfit.errors import VlfitError
+
+ROUTES = "/health, /v1/models, /v1/models/{id}, /v1/chat/completions"
+
+
+def encode(value: Any) -> bytes:
+    """``value`` as JSON in UTF-8. A lone surrogate, which no UTF-8 can hold, becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class JSONReply(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode(content)
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """What a client is told. Nothing of an error that was not raised on purpose: its text may say too
+    much.
+    """
+    if isinstance(error, VlfitError):
+        hint = f"{error.message.rstrip('.')}. {error.hint}" if error.hint else error.message
+        return _body(error.http_status, hint, error.code, error.param)
+    return _body(
+        500, "the server made a mistake; its log says more under this request's id", "internal_error"
+    )
+
+
+def error_status(error: Exception) -> int:
+    return error.http_status if isinstance(error, VlfitError) else 500
+
+
+def error_reply(error: Exception) -> JSONReply:
+    status = error_status(error)
+    headers = {
+        401: {"WWW-Authenticate": "Bearer"},
+        413: {"Connection": "close"},  # the rest of the body is not waited for
+    }
+    return JSONReply(error_body(error), status, headers.get(status))
+
+
+async def routing_reply(request: Request, error: Exception) -> Response:
+    """404 and 405, which the router raises by itself."""
+    if not isinstance(error, HTTPException):
+        raise error
+    place = f"{request.method} {request.url.path[:200]}"
+    messages = {
+        404: (f"there is nothing at {place}. This server has {ROUTES}", "not_found"),
+        405: (
+            f"{place} is not allowed. Use {(error.headers or {}).get('allow', 'another method')}",
+            "method_not_allowed",
+        ),
+    }
+    message, code = messages.get(error.status_code, (str(error.detail), "http_error"))
+    return JSONReply(_body(error.status_code, message, code), error.status_code, error.headers)
+
+
+def _body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,198 @@
+"""Answers in OpenAI's shape, whole or as server-sent events.
+
+Knows: chunks of each choice and how OpenAI writes them. Does not know: where chunks come from, how bytes
+are sent.
+
+Beside OpenAI's fields every response (and the first and last event of a stream) carries an object
+``vlfit``: what the model saw of each picture, how long it took, why each choice really ended, and which
+fields were ignored.
+"""
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vlfit.engine.answer import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
+from vlfit.server.failures import encode
+
+DONE = b"data: [DONE]\n\n"
+PING = b": still working\n\n"
+# OpenAI has no name for a completion that was stopped because it repeated itself; ``vlfit`` says so.
+_OPENAI_FINISH = {"stop": "stop", "length": "length", "loop": "stop"}
+# JSON has no minus infinity; OpenAI sends this number for tokens that cannot be.
+_LEAST_LOGPROB = -9999.0
+
+
+def event(value: Any) -> bytes:
+    """``value`` as one server-sent event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+@dataclass(slots=True)
+class Choice:
+    """What has come of one choice so far."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    completion_tokens: int = 0
+    timings: Timings | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.text.append(chunk.text)
+        self.logprobs.extend(chunk.logprobs)
+        self.finish_reason = chunk.finish_reason
+        self.timings = chunk.timings
+        if chunk.usage is not None:
+            self.completion_tokens = chunk.usage.completion_tokens
+
+
+class Reply:
+    """One response under way: its id, its choices, and how to write them down."""
+
+    def __init__(
+        self,
+        reply_id: str,
+        model: str,
+        choices: int,
+        *,
+        prompt_tokens: int,
+        image_tokens: int,
+        images: tuple[ImageSeen, ...],
+        ignored: tuple[str, ...],
+        with_logprobs: bool,
+        with_usage: bool,
+    ) -> None:
+        self.choices = [Choice() for _ in range(choices)]
+        self._head = {"id": reply_id, "created": int(time.time()), "model": model}
+        self._prompt_tokens = prompt_tokens
+        self._image_tokens = image_tokens
+        self._images = images
+        self._ignored = ignored
+        self._with_logprobs = with_logprobs
+        self._with_usage = with_usage
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason for choice in self.choices)
+
+    def whole(self) -> dict[str, Any]:
+        """The response of a request without ``stream``."""
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                    "logprobs": self._logprobs(choice.logprobs),
+                    "finish_reason": _OPENAI_FINISH[choice.finish_reason or "stop"],
+                }
+                for index, choice in enumerate(self.choices)
+            ],
+            "usage": self._usage(),
+            "vlfit": self._extras(),
+        }
+
+    def opening(self) -> bytes:
+        """The first events: the role of each choice, and already what the model sees of each picture."""
+        extras = {"vlfit": {"images": [asdict(image) for image in self._images]}}
+        return b"".join(
+            event(
+                {**self._chunk(index, {"role": "assistant", "content": ""}), **(extras if index == 0 else {})}
+            )
+            for index in range(len(self.choices))
+        )
+
+    def step(self, index: int, chunk: Chunk) -> bytes:
+        """The events for the next chunk of choice ``index``; the closing ones too if it is the last of
+        all.
+        """
+        self.choices[index].add(chunk)
+        if not (chunk.text or chunk.logprobs or chunk.finish_reason):
+            return b""
+        delta = {"content": chunk.text} if chunk.text or chunk.logprobs else {}
+        reason = _OPENAI_FINISH[chunk.finish_reason] if chunk.finish_reason else None
+        body = self._chunk(index, delta, self._logprobs(list(chunk.logprobs)), reason)
+        if not self.finished:
+            return event(body)
+        if not self._with_usage:
+            return event({**body, "vlfit": self._extras()}) + DONE
+        usage = {**self._chunk_head(), "choices": [], "usage": self._usage(), "vlfit": self._extras()}
+        return event(body) + event(usage) + DONE
+
+    def note(self) -> str:
+        """A few words for the log."""
+        usage = self._total()
+        images = f" ({usage.image_tokens} of them image)" if usage.image_tokens else ""
+        return f"{usage.prompt_tokens}{images} + {usage.completion_tokens} tokens"
+
+    def _chunk_head(self) -> dict[str, Any]:
+        # With include_usage every chunk but the last says "usage": null, as at OpenAI.
+        return {
+            **self._head,
+            "object": "chat.completion.chunk",
+            **({"usage": None} if self._with_usage else {}),
+        }
+
+    def _chunk(
+        self, index: int, delta: dict[str, str], logprobs: Any = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._chunk_head(), "choices": [choice]}
+
+    def _logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        content = [
+            {**_token(each), "top_logprobs": [_token(other) for other in each.top]} for each in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _total(self) -> Usage:
+        """The prompt is counted once, however many choices were made of it."""
+        completion = sum(choice.completion_tokens for choice in self.choices)
+        return Usage(self._prompt_tokens, self._image_tokens, completion)
+
+    def _usage(self) -> dict[str, Any]:
+        total = self._total()
+        return {
+            "prompt_tokens": total.prompt_tokens,
+            "completion_tokens": total.completion_tokens,
+            "total_tokens": total.total_tokens,
+            "prompt_tokens_details": {"image_tokens": total.image_tokens},
+        }
+
+    def _extras(self) -> dict[str, Any]:
+        return {
+            "images": [asdict(image) for image in self._images],
+            "timings": _merge([choice.timings for choice in self.choices if choice.timings is not None]),
+            "finish_reasons": [choice.finish_reason for choice in self.choices],
+            "ignored": list(self._ignored),
+        }
+
+
+def _token(logprob: TokenLogprob) -> dict[str, Any]:
+    """A token that is a part of a character has no text of its own, so its bytes are not told."""
+    whole = "\ufffd" not in logprob.token
+    return {
+        "token": logprob.token,
+        "token_id": logprob.token_id,
+        "logprob": max(logprob.logprob, _LEAST_LOGPROB),
+        "bytes": list(logprob.token.encode("utf-8", "replace")) if whole else None,
+    }
+
+
+def _merge(timings: list[Timings]) -> dict[str, float] | None:
+    """The timings of all choices as one: from the first that began to the last that ended."""
+    if not timings:
+        return None
+    first = min(each.first_token_s for each in timings)
+    total = max(each.total_s for each in timings)
+    decoded = sum(max(each.completion_tokens - 1, 0) for each in timings)
+    return {
+        "queued_s": round(min(each.queued_s for each in timings), 6),
+        "first_token_s": round(first, 6),
+        "total_s": round(total, 6),
+        "decode_tokens_per_s": round(decoded / (total - first), 3) if total > first else 0.0,
+    }

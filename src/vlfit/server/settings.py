@@ -1,0 +1,51 @@
+"""What a server is told when it is built: limits, keys, names. Knows nothing of HTTP or of models."""
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from vlfit.errors import UsageError
+from vlfit.units import MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Fixed for the life of a server.
+
+    ``aliases``: other names that a request may call the model by (what was typed on the command line).
+    ``context``: tokens of one sequence, told to clients in ``/v1/models``; None leaves it out.
+    ``api_key``: what clients must send as ``Authorization: Bearer``; empty: nothing is asked.
+    ``allow_private_urls``: fetch pictures from loopback and private networks too. Off, because whoever can
+    reach the server could otherwise look around behind its firewall.
+    ``allow_origins``: web pages (``https://example.org``, or ``*``) whose scripts may call the server.
+    ``body_limit``: bytes of one request; larger ones get 413.
+    ``picture_limit``: pictures and frames of one request.
+    ``drain_seconds``: how long running requests may go on after Ctrl-C before they are cut.
+    ``ping_seconds``: a silent stream sends a comment this often, so that proxies do not hang up.
+    """
+
+    aliases: tuple[str, ...] = ()
+    context: int | None = None
+    api_key: str = ""
+    allow_private_urls: bool = False
+    allow_origins: tuple[str, ...] = ()
+    body_limit: int = 64 * MIB
+    picture_limit: int = 256
+    drain_seconds: float = 1.5
+    ping_seconds: float = 15.0
+
+    def __post_init__(self) -> None:
+        for name in ("body_limit", "picture_limit"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", f"{name} must be at least 1")
+        if self.drain_seconds < 0 or self.ping_seconds <= 0:
+            raise UsageError("drain_seconds or ping_seconds is negative", "use seconds above 0")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this computer can reach a server on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,51 @@
+"""Blocking work beside the event loop, in threads that never hold up the end of the process.
+
+The usual thread pool waits at exit for whatever its threads still do; a picture that comes slowly from far
+away would keep Ctrl-C waiting. These threads are daemons. Knows nothing of requests.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+THREADS_AT_ONCE = 16
+_permits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def in_thread(function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    """``function(*args, **kwargs)`` in a thread of its own, at most ``THREADS_AT_ONCE`` of them at a time.
+
+    When the caller is cancelled the thread runs to its end, keeps its permit so long, and its result is
+    dropped.
+    """
+    loop = asyncio.get_running_loop()
+    permit = _permits.setdefault(loop, asyncio.Semaphore(THREADS_AT_ONCE))
+    future: asyncio.Future[Result] = loop.create_future()
+    await permit.acquire()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        permit.release()
+        if future.done():  # the caller was cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="vlfit-server-work", daemon=True).start()
+    return await future
