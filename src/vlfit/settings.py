@@ -1,8 +1,8 @@
 """One typed table of everything that can be set from the outside, for the command line and the server.
 
 Knows: the names, types and defaults, and that each can come from the environment as ``VLFIT_`` and its name
-in capitals (``VLFIT_SERVER``, ``VLFIT_CONTEXT``). Does not know: what any of them does. The Python API takes its
-own arguments and never looks here, so that a script behaves alike on every machine.
+in capitals (``VLFIT_SERVER``, ``VLFIT_CONTEXT``). Does not know: what any of them does. The Python API takes
+its own arguments and never looks here, so that a script behaves alike on every machine.
 
 Import it inside functions: pydantic-settings costs a fifth of a second, which ``vlfit --help`` need not pay.
 """

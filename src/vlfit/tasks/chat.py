@@ -12,8 +12,8 @@ from vlfit.errors import InvalidRequest
 class Chat:
     """Turns with one model. Samples as the checkpoint's own settings say, unless ``sampling`` is given.
 
-    A turn is remembered once its answer is whole, or was closed early with some words said. One that failed is
-    not remembered, so that the next can still work.
+    A turn is remembered once its answer is whole, or was closed early with some words said. One that failed
+    is not remembered, so that the next can still work.
     """
 
     def __init__(self, backend: Backend, *, system: str = "", sampling: SamplingParams | None = None) -> None:

@@ -1,0 +1,116 @@
+"""``vlfit``: the commands, and what becomes of what they raise.
+
+Knows exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not fit, 130 interrupted. Imports nothing slow, so
+that ``vlfit --help`` answers at once: each command imports what it needs when it runs.
+"""
+
+import os
+import sys
+import traceback
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from vlfit._version import __version__
+from vlfit.cli.ask import ask
+from vlfit.cli.caption import caption
+from vlfit.cli.chat import chat
+from vlfit.cli.models import models_app
+from vlfit.cli.printing import print_error
+from vlfit.cli.pull import pull
+from vlfit.cli.scene import scene
+from vlfit.cli.serve import serve
+from vlfit.errors import VlfitError
+
+INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
+
+app = typer.Typer(
+    name="vlfit",
+    # Plain help: it reads the same in a terminal, in a pipe and in docs/cli.md.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vlfit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def vlfit(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.  [env VLFIT_DEBUG]")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run Qwen3-VL on the GPU you already own: words about pictures.
+
+    Words go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not
+    fit in memory, 130 interrupted.
+
+    \b
+    Examples:
+      vlfit caption photo.jpg
+      vlfit ask photo.jpg "What colour is the car?"
+      vlfit scene photo.jpg --json
+      vlfit chat photo.jpg
+      vlfit serve
+    """
+    if debug:
+        # The environment is where `main` looks, and where a server started from here would.
+        os.environ["VLFIT_DEBUG"] = "1"
+
+
+app.command()(caption)
+app.command()(ask)
+app.command()(scene)
+app.command()(chat)
+app.command()(serve)
+app.command()(pull)
+app.add_typer(models_app, name="models")
+
+
+def main() -> None:
+    """Run ``vlfit`` and end the process. Whatever is raised ends in a message and a hint, not a traceback."""
+    _let_streams_take_any_letter()
+    try:
+        try:
+            app(prog_name="vlfit")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our words has read enough (`| head`). The interpreter flushes once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except VlfitError as error:
+        _print_traceback_if_debugging()
+        print_error(error)
+        sys.exit(error.exit_code)
+    except Exception as error:
+        _print_traceback_if_debugging()
+        hint = "this is a fault of vlfit: `vlfit --debug ...` shows where it happened"
+        print_error(VlfitError(f"{type(error).__name__}: {error}", hint))
+        sys.exit(1)
+
+
+def _print_traceback_if_debugging() -> None:
+    if os.environ.get("VLFIT_DEBUG", "").lower() in ("1", "true", "yes", "on"):
+        traceback.print_exc()
+
+
+def _let_streams_take_any_letter() -> None:
+    """File names and words can hold letters that the terminal's encoding lacks: show them, do not fail."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a test or a host program may have put something else there
+            stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
+
+
+if __name__ == "__main__":
+    main()

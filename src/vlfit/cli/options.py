@@ -1,0 +1,127 @@
+"""The options that caption, ask, scene and chat have in common, written down once.
+
+Knows their names, types and help. Does not know what they do: ``session.py`` carries them out.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """What was typed. None: not typed, so the environment or a default decides (``vlfit.settings``)."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME",
+            help="auto (the best one here, else mini), mini, a folder, or a hub id.  [env VLFIT_MODEL]",
+        ),
+    ] = None
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            metavar="URL",
+            help="Ask a running server instead of loading a model here; its key goes into VLFIT_API_KEY."
+            "  [env VLFIT_SERVER]",
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="auto (GPU if there is one), cpu, cuda, cuda:1.  [env VLFIT_DEVICE]",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16.  [env VLFIT_DTYPE]"
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context", metavar="N", help="Most tokens of prompt and answer together.  [env VLFIT_CONTEXT]"
+        ),
+    ] = None
+    image_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--image-tokens",
+            metavar="N",
+            help="Most tokens of one picture (1024x1024 pixels are 1024); larger ones are scaled down."
+            "  [env VLFIT_IMAGE_TOKENS]",
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.  [env VLFIT_MAX_TOKENS]"),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", metavar="T", help="0 always takes the likeliest word; up to 2 is ever freer."
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p", metavar="P", help="Choose among the likeliest words that make up this share."
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", help="Makes sampled words repeatable."),
+    ] = None
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print each answer as one line of JSON, with sizes seen, tokens and times."
+        ),
+    ] = False
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Print words as they come.  [default: on a terminal]",
+            show_default=False,
+        ),
+    ] = None
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Nothing on stderr but errors."),
+    ] = False
+
+
+def takes_common_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give ``command`` the common options: typer sees each, ``command`` gets one record, ``options``."""
+    own = list(inspect.signature(command).parameters.values())
+    shared = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+        )
+        for field in fields(CommonOptions)
+    ]
+
+    @wraps(command)
+    def with_options(**typed: Any) -> None:
+        common = {field.name: typed.pop(field.name) for field in fields(CommonOptions)}
+        command(**typed, options=CommonOptions(**common))
+
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own
+        if parameter.name != "options"
+    ]
+    with_options.__dict__["__signature__"] = inspect.Signature([*parameters, *shared])
+    return with_options

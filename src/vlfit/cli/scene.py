@@ -1,0 +1,86 @@
+"""``vlfit scene``: what is in a picture, and where."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vlfit.cli.options import CommonOptions, takes_common_options
+
+if TYPE_CHECKING:
+    from vlfit.cli.printing import Printer
+    from vlfit.tasks.scene import Scene, SceneObject
+
+
+@takes_common_options
+def scene(
+    pictures: Annotated[
+        list[str],
+        typer.Argument(metavar="PICTURE...", help="Files, globs, URLs, or - for standard input."),
+    ],
+    *,
+    options: CommonOptions,
+) -> None:
+    """Take a picture apart: a summary, its objects with boxes, the words on it.
+
+    Boxes are left, top, right, bottom in pixels of the original picture. Beside them stand the model's own
+    numbers, in thousandths of width and height. What had to be mended or dropped of its answer is said on
+    stderr, and under "warnings" in JSON.
+
+    \b
+    Examples:
+      vlfit scene photo.jpg
+      vlfit scene photo.jpg --json | jq '.objects[].label'
+    """
+    from vlfit.cli.pictures import for_each_picture, named_pictures
+    from vlfit.cli.session import Session
+
+    with Session(options) as session:
+        names = named_pictures(pictures)
+
+        def work(name: str) -> None:
+            from vlfit.tasks.pictures import load_picture
+
+            found = session.model.scene(load_picture(name), **session.sampling)
+            if options.json:
+                session.printer.data(_facts(name, found))
+            else:
+                session.printer.line(_words(found, f"{name}: " if len(names) > 1 else ""))
+            _remarks(session.printer, found)
+
+        for_each_picture(names, work)
+
+
+def _words(scene: "Scene", prefix: str) -> str:
+    lines = [prefix + (scene.summary or "(no summary)")]
+    if scene.objects:
+        width = max(len(thing.label) for thing in scene.objects)
+        lines += ["", "objects", *(_object_line(thing, width) for thing in scene.objects)]
+    if scene.text:
+        lines += ["", "text", *(f"  {word}" for word in scene.text)]
+    return "\n".join(lines)
+
+
+def _object_line(thing: "SceneObject", width: int) -> str:
+    pixels = ", ".join(map(str, thing.box))
+    thousandths = ", ".join(f"{edge:g}" for edge in thing.box_1000)
+    return f"  {thing.label:{width}}  ({pixels}) pixels  [{thousandths}] of 1000"
+
+
+def _facts(name: str, scene: "Scene") -> dict[str, Any]:
+    from vlfit.cli.printing import answer_facts
+
+    return {
+        "picture": name,
+        "summary": scene.summary,
+        "objects": [asdict(thing) for thing in scene.objects],
+        "words": list(scene.text),
+        "warnings": list(scene.warnings),
+        **answer_facts(scene.answer),
+    }
+
+
+def _remarks(printer: "Printer", scene: "Scene") -> None:
+    for warning in scene.warnings:
+        printer.note(f"  {warning}")
+    printer.costs(scene.answer)

@@ -1,0 +1,127 @@
+"""From options to a model that answers: settings read, `auto` decided and said, loading shown on stderr.
+
+The model is opened when it is first needed, so that a missing file is reported before gigabytes are loaded.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
+
+from vlfit.cli.options import CommonOptions
+from vlfit.cli.printing import Printer
+from vlfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vlfit.client import VisionModel
+    from vlfit.tasks.sampling_options import SamplingOptions
+
+Progress = Callable[[str, float], None]
+
+
+class Session:
+    """One run of a command. Raises ``UsageError`` at once for options that make no sense together."""
+
+    def __init__(self, options: CommonOptions) -> None:
+        from vlfit.settings import read_settings
+
+        self.printer = Printer(json=options.json, stream=options.stream, quiet=options.quiet)
+        self._typed = options
+        self._settings = read_settings(
+            model=options.model,
+            server=options.server,
+            device=options.device,
+            dtype=options.dtype,
+            context=options.context,
+            image_tokens=options.image_tokens,
+        )
+        self.sampling = self._read_sampling()
+        if self._settings.server is not None:
+            self._refuse_engine_options()
+
+    @cached_property
+    def model(self) -> "VisionModel":
+        """The model, opened now. Raises what ``VLM`` and ``Client`` raise."""
+        from vlfit.client import VLM, Client, choose_model
+
+        settings = self._settings
+        name = settings.model
+        if settings.server is not None:
+            key = settings.api_key.get_secret_value() if settings.api_key else None
+            return Client(settings.server, key, model=None if name == "auto" else name)
+        if name == "auto":
+            choice = choose_model()
+            name = choice.model
+            self.printer.note(choice.reason)
+        with _loading(name, self.printer) as progress:
+            return VLM(
+                name,
+                device=settings.device,
+                dtype=settings.dtype,
+                context=settings.context,
+                sequences=1,  # a command asks one thing at a time: memory for more would lie idle
+                image_tokens=settings.image_tokens,
+                progress=progress,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if "model" in self.__dict__:
+            self.model.close()
+
+    def _read_sampling(self) -> "SamplingOptions":
+        """What was typed about sampling, checked before anything is loaded."""
+        from vlfit.engine.sampling import SamplingParams
+        from vlfit.tasks.sampling_options import with_options
+
+        sampling: SamplingOptions = {}
+        # The environment may limit the length of answers; what was typed goes before it, and is checked below
+        # with the same words as in Python and over HTTP.
+        max_tokens = self._settings.max_tokens if self._typed.max_tokens is None else self._typed.max_tokens
+        if max_tokens is not None:
+            sampling["max_tokens"] = max_tokens
+        if self._typed.temperature is not None:
+            sampling["temperature"] = self._typed.temperature
+        if self._typed.top_p is not None:
+            sampling["top_p"] = self._typed.top_p
+        if self._typed.seed is not None:
+            sampling["seed"] = self._typed.seed
+        with_options(SamplingParams(), sampling)
+        return sampling
+
+    def _refuse_engine_options(self) -> None:
+        """A server's engine is what it is: an option that cannot act must not be accepted in silence."""
+        names = ("device", "dtype", "context", "image_tokens")
+        typed = [f"--{name.replace('_', '-')}" for name in names if getattr(self._typed, name) is not None]
+        if typed:
+            raise UsageError(
+                f"{', '.join(typed)} cannot change the server at {self._settings.server}",
+                "give it to `vlfit serve`; or load the model here, without --server and VLFIT_SERVER",
+            )
+
+
+def _loading(name: str, printer: Printer) -> "AbstractContextManager[Progress]":
+    return _loading_bar(name) if printer.lively else _loading_line(name, printer)
+
+
+@contextmanager
+def _loading_bar(name: str) -> "Iterator[Progress]":
+    """A bar on stderr while a model loads, gone afterwards."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"loading {name}", total=1.0)
+        yield lambda what, share: bar.update(task, description=f"{name}: {what}", completed=share)
+
+
+@contextmanager
+def _loading_line(name: str, printer: Printer) -> "Iterator[Progress]":
+    """One line for log files, where a moving bar would be noise."""
+    printer.note(f"loading {name}")
+    yield lambda what, share: None

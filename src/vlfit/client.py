@@ -1,0 +1,256 @@
+"""The Python API: ``VLM`` runs a model in this process, ``Client`` speaks to a server; both do the same.
+
+Knows how to turn what people have (paths, URLs, bytes, PIL images) into requests, not how a model runs.
+Cheap to import: torch comes when a ``VLM`` is built, and never for a ``Client``.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeAlias, Unpack
+
+from vlfit.backends.base import Backend, Stream
+from vlfit.engine.answer import Answer, ImageSeen
+from vlfit.engine.conversation import Conversation, ImagePart, VideoPart
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.tasks.ask import stream_ask
+from vlfit.tasks.caption import CaptionDetail, stream_caption
+from vlfit.tasks.chat import Chat
+from vlfit.tasks.sampling_options import SamplingOptions, with_options
+from vlfit.tasks.scene import Scene, scene
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from vlfit.plan.choose import Choice
+
+Picture: TypeAlias = "str | Path | bytes | Image | ImagePart | VideoPart"
+"""A path, an ``https:`` or ``data:`` URL, ``-`` for standard input, encoded bytes, or a PIL image."""
+
+Progress = Callable[[str, float], None]
+
+logger = logging.getLogger("vlfit")
+
+
+class WordStream:
+    """An answer while it is being said: iterate for pieces of text, whole characters each.
+
+    Leaving the loop early, or ``close``, ends the request and frees what it holds.
+
+        with vlm.stream("What is this?", "photo.jpg") as words:
+            for piece in words:
+                print(piece, end="", flush=True)
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    @property
+    def images(self) -> tuple[ImageSeen, ...]:
+        """What the model saw of each picture; known once the first piece has come."""
+        return self._stream.images
+
+    def __iter__(self) -> Iterator[str]:
+        finished = False
+        try:
+            for chunk in self._stream:
+                finished = chunk.finish_reason is not None
+                if chunk.text:
+                    yield chunk.text
+        finally:
+            if not finished:
+                self._stream.close()
+
+    def answer(self) -> Answer:
+        """Read on to the end, and give all of it with its cost, what was read before included."""
+        return self._stream.answer()
+
+    def close(self) -> None:
+        """End the request now."""
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ChatSession:
+    """A conversation that goes on; ``VisionModel.chat`` starts one.
+
+    chat = vlm.chat()
+    chat.ask("What is this?", "photo.jpg")
+    chat.ask("And what colour is it?")
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+
+    @property
+    def history(self) -> Conversation:
+        """Every message so far."""
+        return self._chat.history
+
+    def ask(self, text: str, *pictures: Picture) -> Answer:
+        """Say ``text`` about ``pictures`` and all that went before."""
+        return self._chat.ask(text, *map(_load, pictures))
+
+    def stream(self, text: str, *pictures: Picture) -> WordStream:
+        """``ask`` while it is being answered. A stream closed early leaves what was said in the history."""
+        return WordStream(self._chat.stream(text, *map(_load, pictures)))
+
+    def reset(self) -> None:
+        """Forget everything said so far, except the system message."""
+        self._chat.reset()
+
+
+class VisionModel:
+    """What ``VLM`` and ``Client`` have in common. Raises ``vlfit.VlfitError``s: see ``vlfit.errors``."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @property
+    def model(self) -> str:
+        """The name of the model that answers."""
+        return self._backend.model
+
+    def caption(
+        self, picture: Picture, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
+    ) -> Answer:
+        """Say what ``picture`` shows, in one sentence, or in as many as it takes with ``detail="long"``.
+
+        print(vlm.caption("photo.jpg").text)
+        """
+        return self.stream_caption(picture, detail, **options).answer()
+
+    def stream_caption(
+        self, picture: Picture, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
+    ) -> WordStream:
+        """``caption`` while it is being said."""
+        sampling = with_options(SamplingParams(), options)
+        return WordStream(stream_caption(self._backend, _load_picture(picture), detail, sampling))
+
+    def ask(
+        self, question: str, *pictures: Picture, system: str = "", **options: Unpack[SamplingOptions]
+    ) -> Answer:
+        """Answer ``question`` about ``pictures``, or about none.
+
+        print(vlm.ask("Which of the two is larger?", "one.jpg", "two.jpg").text)
+        """
+        return self.stream(question, *pictures, system=system, **options).answer()
+
+    def stream(
+        self, question: str, *pictures: Picture, system: str = "", **options: Unpack[SamplingOptions]
+    ) -> WordStream:
+        """``ask`` while it is being answered."""
+        sampling = with_options(SamplingParams(), options)
+        parts = tuple(map(_load, pictures))
+        return WordStream(stream_ask(self._backend, question, *parts, system=system, sampling=sampling))
+
+    def scene(self, picture: Picture, **options: Unpack[SamplingOptions]) -> Scene:
+        """Take ``picture`` apart: a summary, objects with boxes in its own pixels, the words on it.
+
+        for thing in vlm.scene("photo.jpg").objects:
+            print(thing.label, thing.box)
+
+        Raises ``UnreadableAnswer`` when the model does not answer in the form that was asked for.
+        """
+        sampling = with_options(SamplingParams(), options)
+        return scene(self._backend, _load_picture(picture), sampling)
+
+    def chat(self, *, system: str = "", **options: Unpack[SamplingOptions]) -> ChatSession:
+        """Start a conversation with memory; sampled by the checkpoint's own settings, ``options`` on top."""
+        sampling = with_options(self._backend.default_sampling(), options)
+        return ChatSession(Chat(self._backend, system=system, sampling=sampling))
+
+    def close(self) -> None:
+        """Give back what is held: memory, or the connection. A ``with`` block does it by itself."""
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class VLM(VisionModel):
+    """A model in this process, loaded when it is built.
+
+        from vlfit import VLM
+
+        with VLM("mini") as vlm:
+            print(vlm.caption("photo.jpg").text)
+
+    ``model``: ``auto`` (the best checkpoint that is already here for this machine, else mini), ``mini``
+    (small, ships with vlfit), a folder, or a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``. The rest is
+    described at ``vlfit.engine.options.EngineOptions``. ``progress`` is told what is being done and the share
+    of it that is done.
+
+    Raises ``CheckpointError``, ``HubError``, ``DeviceError``, ``DoesNotFit`` or ``UsageError``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "auto",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        context: int | None = None,
+        sequences: int = 4,
+        image_tokens: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        options = EngineOptions(
+            device=device, dtype=dtype, context=context, sequences=sequences, image_tokens=image_tokens
+        )
+        if model == "auto":
+            choice = choose_model()
+            # Falling back to the small model is worth hearing without having set up logging.
+            logger.log(logging.WARNING if choice.model == "mini" else logging.INFO, choice.reason)
+            model = choice.model
+        from vlfit.backends.native import NativeBackend
+
+        super().__init__(NativeBackend.load(model, options, progress))
+
+
+class Client(VisionModel):
+    """A model behind a URL: ``vlfit serve``, or any server that speaks OpenAI's API.
+
+        from vlfit import Client
+
+        with Client("http://127.0.0.1:8000") as client:
+            print(client.caption("photo.jpg").text)
+
+    Pictures are read here and sent along, so paths are paths of this computer. ``model`` is needed only for
+    servers with several. Raises ``ServerUnreachable`` or ``RemoteError``.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, *, model: str | None = None) -> None:
+        from vlfit.backends.remote import RemoteBackend
+
+        super().__init__(RemoteBackend(url, api_key=api_key, model=model))
+
+
+def choose_model() -> "Choice":
+    """What ``auto`` means on this machine now, with the reason in one sentence. Downloads nothing."""
+    from vlfit.checkpoint.source import local_models
+    from vlfit.machine.survey import survey
+    from vlfit.plan.choose import choose_checkpoint
+
+    return choose_checkpoint(survey(), local_models())
+
+
+def _load(picture: Picture) -> ImagePart | VideoPart:
+    return picture if isinstance(picture, VideoPart) else _load_picture(picture)
+
+
+def _load_picture(picture: Picture) -> ImagePart:
+    if isinstance(picture, ImagePart):
+        return picture
+    from vlfit.tasks.pictures import load_picture
+
+    return load_picture(picture)

@@ -1,0 +1,44 @@
+"""Settings: what comes from where, and what is refused."""
+
+import pytest
+
+from vlfit.errors import UsageError
+from vlfit.settings import Settings, read_settings
+
+
+@pytest.fixture(autouse=True)
+def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"VLFIT_{name.upper()}", raising=False)
+
+
+def test_defaults_then_environment_then_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings().model == "auto"
+    monkeypatch.setenv("VLFIT_MODEL", "mini")
+    monkeypatch.setenv("VLFIT_CONTEXT", "2048")
+    assert read_settings(model=None).model == "mini"
+    assert read_settings(model="other").model == "other"
+    assert read_settings().context == 2048
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_SERVER", "")
+    assert read_settings().server is None
+
+
+def test_a_bad_value_names_the_variable_and_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_PORT", "eighty")
+    with pytest.raises(UsageError) as caught:
+        read_settings(image_tokens=0)
+    assert caught.value.exit_code == 2
+    assert "'eighty'" in caught.value.message
+    assert "VLFIT_PORT" in caught.value.hint
+    assert "--image-tokens" in caught.value.hint
+
+
+def test_the_key_is_not_shown_when_settings_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_API_KEY", "opensesame")
+    settings = read_settings()
+    assert settings.api_key is not None
+    assert settings.api_key.get_secret_value() == "opensesame"
+    assert "opensesame" not in repr(settings)
