@@ -1,0 +1,96 @@
+"""Renders a checkpoint's chat template as transformers does. No torch.
+
+Knows: Jinja, its sandbox, and what templates expect to find in it. Does not know: tokens or pictures.
+A template is code of whoever made the checkpoint, so it runs in Jinja's sandbox and sees plain values only.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vlfit.errors import CheckpointError, InvalidRequest
+
+TemplateMessage = dict[str, str | list[dict[str, str]]]
+
+
+class ChatTemplate:
+    """A compiled template. Raises ``CheckpointError`` for one that Jinja does not understand.
+
+    ``special_tokens`` (``eos_token`` and the like) are what the template may write by name.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template has an error in line {error.lineno}: {error.message}",
+                "Fetch the checkpoint's chat_template.json (or .jinja) again.",
+            ) from error
+
+    def render(self, messages: list[TemplateMessage]) -> str:
+        """The prompt, up to where the model is to speak. ``InvalidRequest`` if the template refuses."""
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"the checkpoint's chat template refuses these messages: {error}",
+                "Most templates want an optional system message first, then user and assistant in turn.",
+                param="messages",
+            ) from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML; a prompt wants JSON as it is."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class _Generation(Extension):
+    """``{% generation %} ... {% endgeneration %}`` marks what training learns; for a prompt it is its
+    content.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  (how Jinja's base class has it)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,0 +1,96 @@
+"""Says in words what some bytes are that were meant to be a picture. No torch, no Pillow.
+
+Knows: the first bytes of the things that people send by mistake. Does not know: how to decode anything.
+"""
+
+_PICTURES = (
+    (b"\xff\xd8\xff", "a JPEG"),
+    (b"\x89PNG\r\n\x1a\n", "a PNG"),
+    (b"GIF87a", "a GIF"),
+    (b"GIF89a", "a GIF"),
+    (b"BM", "a BMP"),
+    (b"II*\x00", "a TIFF"),
+    (b"MM\x00*", "a TIFF"),
+)
+_OTHERS = (
+    (b"%PDF", "a PDF document"),
+    (b"%!PS", "a PostScript document"),
+    (b"PK\x03\x04", "a ZIP archive or an office document"),
+    (b"\x1f\x8b", "gzip-compressed data"),
+    (b"Rar!", "a RAR archive"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"\x1aE\xdf\xa3", "a Matroska or WebM video"),
+    (b"ID3", "an MP3 recording"),
+    (b"OggS", "an Ogg recording"),
+    (b"\x7fELF", "a program"),
+    (b"8BPS", "a Photoshop document"),
+)
+_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
+
+HINT = "Give a JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF file."
+_HINTS = {
+    "a HEIC photo": "Convert it to JPEG first (on an iPhone: Settings, Camera, Formats, Most Compatible).",
+    "an SVG drawing": "Export it as PNG first.",
+    "a PDF document": "Export the page as PNG first (pdftoppm -png does it).",
+    "a web page (HTML)": "Open the page in a browser and copy the address of the picture itself.",
+    "a video": "Extract frames first (ffmpeg does it) and send them as a clip.",
+}
+
+
+def hint_for(kind: str) -> str:
+    """What to do about bytes that are ``kind``, as ``kind_of`` names it."""
+    return _HINTS.get(kind, HINT)
+
+
+def kind_of(data: bytes) -> str:
+    """What ``data`` is, with its article: ``a web page (HTML)``, ``a PDF document``, ``a JPEG``, ``text``."""
+    if not data:
+        return "empty"
+    for signature, kind in (*_PICTURES, *_OTHERS):
+        if data.startswith(signature):
+            return kind
+    return _kind_of_container(data) or _kind_of_text(data) or "of no kind that vlfit knows"
+
+
+def is_surely_no_picture(kind: str) -> bool:
+    """Whether ``kind`` (from ``kind_of``) rules out that a decoder could read it."""
+    return kind in ("empty", "a web page (HTML)", "an SVG drawing", "XML", "JSON", "text", "a video") or any(
+        kind == other for _, other in _OTHERS
+    )
+
+
+def _kind_of_container(data: bytes) -> str | None:
+    if data[:4] == b"RIFF":
+        return {b"WEBP": "a WebP", b"WAVE": "a WAV recording"}.get(data[8:12], "a video")
+    if data[4:8] == b"ftyp":
+        brand = data[8:12]
+        if brand in (b"avif", b"avis"):
+            return "an AVIF"
+        return "a HEIC photo" if brand in _HEIF_BRANDS else "a video"
+    return None
+
+
+def _kind_of_text(data: bytes) -> str | None:
+    head = data[:1024].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if head.startswith((b"<!doctype html", b"<html", b"<head", b"<body", b"<script")):
+        return "a web page (HTML)"
+    if head.startswith((b"<svg", b"<?xml", b"<!--", b"<!doctype svg")):
+        if b"<svg" in head or b"doctype svg" in head:
+            return "an SVG drawing"
+        return "a web page (HTML)" if b"<html" in head else "XML"
+    if head.startswith((b"{", b"[")):
+        return "JSON"
+    # Netpbm pictures start with printable bytes too, and may hold nothing else.
+    if len(head) > 2 and head[:1] == b"p" and head[1:2] in b"123456f" and head[2:3].isspace():
+        return None
+    printable = all(byte >= 32 or byte in b"\t\n\r\f" for byte in head)
+    return "text" if head and printable and b"\x7f" not in head and _is_utf8(head) else None
+
+
+def _is_utf8(head: bytes) -> bool:
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        # A character may be cut by the end of the sample.
+        return error.start >= len(head) - 3 and error.reason == "unexpected end of data"
+    return True

@@ -1,0 +1,275 @@
+"""From a picture or a clip of a conversation to the pixels and patches that the vision tower takes.
+
+Knows: the reference's sizes (multiples of patch x merge, between the checkpoint's least and most pixels), the
+plan's cap, the order of patches, and what to tell the caller was done. Does not know: file formats
+(``engine/picture_files.py``), nor tokens beyond their number.
+
+Resampling is the reference's (``Qwen2VLImageProcessorPil``: Pillow, bicubic, on 8-bit RGB), bit for bit.
+Frames of a clip go the same way; there the reference uses torchvision, whose antialiased bicubic rounds a
+little otherwise.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vlfit.checkpoint.sidecar import ImageProcessing
+from vlfit.engine.answer import ImageSeen
+from vlfit.engine.conversation import ImagePart, VideoPart
+from vlfit.engine.picture_files import MAX_ASPECT, check_size, decode
+from vlfit.errors import InvalidRequest, PictureTooLarge
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_FRAMES = 768  # the reference samples no more from any clip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """A picture or a clip, resized, ready for the vision tower.
+
+    ``pixels``: uint8 [frames, height, width, 3]. ``frames`` is 1 for a picture; for a clip a multiple of
+    the checkpoint's ``temporal_patch_size`` (the last frame is repeated). ``grid``: (time, height, width)
+    in patches. ``tokens``: placeholders in the prompt. ``key``: SHA-256 over shape and pixels, the same for
+    the same content. ``frame_seconds``: for a clip the time of each temporal patch; empty for a picture.
+    """
+
+    pixels: NDArray[np.uint8]
+    grid: tuple[int, int, int]
+    tokens: int
+    key: bytes
+    seen: ImageSeen
+    is_video: bool = False
+    frame_seconds: tuple[float, ...] = ()
+
+
+def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
+    """Decode and resize one picture to at most ``max_tokens`` tokens (None: what the checkpoint allows).
+
+    Raises ``NotAPicture`` or ``PictureTooLarge``.
+    """
+    decoded = decode(part.data, part.label)
+    size = _capped_size(decoded.image, processing, max_tokens, frames=None)
+    notes = [*decoded.notes, *_size_notes(decoded.image, size, processing, max_tokens, frames=None)]
+    pixels = _resized(decoded.image, size)[None]
+    return _prepared(pixels, decoded.image.size, processing, notes, frames=1)
+
+
+def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
+    """Decode and resize the frames of a clip to one size.
+
+    ``processing`` holds the checkpoint's limits for clips: its pixels count over all frames together.
+    ``max_tokens`` caps each temporal patch (a pair of frames) as it caps a picture. The reference's
+    ``cap_pixels_per_frame`` is left off, as it is by default in the transformers that is our reference.
+
+    Raises ``NotAPicture``, ``PictureTooLarge``, or ``InvalidRequest`` for no frames, more than
+    ``MAX_FRAMES``, frames of unequal size, or an ``fps`` that is not a positive number.
+    """
+    _check_clip(part)
+    first = decode(part.frames[0], f"{part.label} frame 1")
+    frames = len(part.frames)
+    size = _capped_size(first.image, processing, max_tokens, frames)
+    notes = [*first.notes, *_size_notes(first.image, size, processing, max_tokens, frames)]
+    repeats = -frames % processing.temporal_patch_size
+    pixels = np.empty((frames + repeats, *size, 3), dtype=np.uint8)
+    pixels[0] = _resized(first.image, size)
+    for index, data in enumerate(part.frames[1:], start=1):
+        image = decode(data, f"{part.label} frame {index + 1}").image
+        if image.size != first.image.size:
+            raise InvalidRequest(
+                f"{part.label}: frame {index + 1} is {image.width}x{image.height}, "
+                f"the first is {first.image.width}x{first.image.height}",
+                "All frames of a clip must have one size; send others as separate pictures.",
+                param="messages",
+            )
+        pixels[index] = _resized(image, size)
+    if repeats:
+        pixels[frames:] = pixels[frames - 1]
+        notes.append(f"last frame repeated {repeats} time{'s' if repeats > 1 else ''}")
+    seconds = _frame_seconds(frames, part.fps, processing.temporal_patch_size)
+    return _prepared(pixels, first.image.size, processing, notes, frames, seconds)
+
+
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, label: str = "picture"
+) -> tuple[int, int]:
+    """The (height, width) at which the model sees a picture: multiples of ``factor`` near its shape.
+
+    The reference's formula (``smart_resize`` of Qwen2-VL), rounding included. Raises ``PictureTooLarge``
+    where the reference refuses: sides more than 1:200.
+    """
+    check_size(width, height, label)
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    return _into_limits(rows, columns, 1, (1, height, width), factor, min_pixels, max_pixels)
+
+
+def smart_resize_video(
+    frames: int,
+    height: int,
+    width: int,
+    temporal_factor: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    label: str = "video",
+) -> tuple[int, int]:
+    """The (height, width) of every frame; the pixel limits count over all frames (Qwen3-VL's video
+    processor).
+
+    A clip shorter than ``temporal_factor`` counts as if its last frame were repeated. Raises
+    ``PictureTooLarge``.
+    """
+    check_size(width, height, label)
+    frames = max(frames, temporal_factor)
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise PictureTooLarge(f"{label}: sides over 1:{MAX_ASPECT}", "Pad the short side.")
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    rounded_frames = round(frames / temporal_factor) * temporal_factor
+    return _into_limits(
+        rows, columns, rounded_frames, (frames, height, width), factor, min_pixels, max_pixels
+    )
+
+
+def patchify(pixels: "torch.Tensor", processing: ImageProcessing) -> "torch.Tensor":
+    """Normalised patches of one picture or clip, on the device where ``pixels`` are.
+
+    uint8 [frames, height, width, 3] to float32 [time*height*width patches, 3*temporal*patch*patch]. Patches
+    come in merge order: time, then rows and columns of ``merge x merge`` squares, then inside a square.
+    Values of a patch are ordered channel, time, row, column. A picture's one frame fills the whole temporal
+    patch.
+    """
+    import torch
+
+    frames, height, width, channels = pixels.shape
+    patch, merge = processing.patch_size, processing.merge_size
+    depth = min(frames, processing.temporal_patch_size)
+    rows, columns = height // (patch * merge), width // (patch * merge)
+    squares = pixels.view(frames // depth, depth, rows, merge, patch, columns, merge, patch, channels)
+    # Reordered while a value is one byte: the permutation moves a quarter of what it would in float32.
+    ordered = squares.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels, depth, patch, patch)
+    values = ordered.to(torch.float32).div_(1.0 / processing.rescale_factor)
+    mean, std = (
+        torch.tensor(numbers, dtype=torch.float32, device=pixels.device).view(1, channels, 1, 1, 1)
+        for numbers in (processing.mean, processing.std)
+    )
+    values.sub_(mean).div_(std)
+    repeated = values.expand(-1, -1, processing.temporal_patch_size, -1, -1) if frames == 1 else values
+    return repeated.reshape(values.shape[0], -1)
+
+
+def _into_limits(
+    rows: int,
+    columns: int,
+    rounded_frames: int,
+    original: tuple[int, int, int],
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+) -> tuple[int, int]:
+    """Scale the rounded size so that all frames together lie within the limits, as the reference does."""
+    frames, height, width = original
+    if rounded_frames * rows * columns > max_pixels:
+        shrink = math.sqrt((frames * height * width) / max_pixels)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rounded_frames * rows * columns < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
+        rows = math.ceil(height * grow / factor) * factor
+        columns = math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def _capped_size(
+    image: Image.Image, processing: ImageProcessing, max_tokens: int | None, frames: int | None
+) -> tuple[int, int]:
+    """The reference's size with the plan's cap as its most pixels; ``frames`` None means a picture."""
+    factor = processing.patch_size * processing.merge_size
+    most, least = processing.max_pixels, processing.min_pixels
+    if max_tokens is not None:
+        counted = 1 if frames is None else max(frames, processing.temporal_patch_size)
+        most = min(most, max_tokens * factor * factor * counted)
+        least = min(least, most)
+    if frames is None:
+        height, width = smart_resize(image.height, image.width, factor, least, most)
+    else:
+        temporal = processing.temporal_patch_size
+        height, width = smart_resize_video(frames, image.height, image.width, temporal, factor, least, most)
+    if max_tokens is None:
+        return height, width
+    # The formula never makes a side shorter than one factor and rounds small pictures up, so a long thin
+    # one can come out over the cap. The cap is memory that was planned: the long side gives way.
+    if height <= width:
+        return height, min(width, max(max_tokens * factor // height, 1) * factor)
+    return min(height, max(max_tokens * factor // width, 1) * factor), width
+
+
+def _size_notes(
+    image: Image.Image,
+    size: tuple[int, int],
+    processing: ImageProcessing,
+    max_tokens: int | None,
+    frames: int | None,
+) -> list[str]:
+    """What the plan's cap changed; the checkpoint's own limits are nobody's doing and need no note."""
+    uncapped = _capped_size(image, processing, None, frames)
+    if size == uncapped:
+        return []
+    per = "picture" if frames is None else "pair of frames"
+    return [
+        f"scaled down from {uncapped[1]}x{uncapped[0]} to {size[1]}x{size[0]}: "
+        f"the plan allows {max_tokens} tokens per {per}"
+    ]
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
+    height, width = size
+    resized = (
+        image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
+    )
+    # A copy, because torch takes only arrays that it may write to.
+    return np.array(resized, dtype=np.uint8)
+
+
+def _prepared(
+    pixels: NDArray[np.uint8],
+    original: tuple[int, int],
+    processing: ImageProcessing,
+    notes: list[str],
+    frames: int,
+    frame_seconds: tuple[float, ...] = (),
+) -> PreparedImage:
+    _, height, width, _ = pixels.shape
+    steps = max(len(frame_seconds), 1)
+    grid = (steps, height // processing.patch_size, width // processing.patch_size)
+    tokens = math.prod(grid) // processing.merge_size**2
+    digest = hashlib.sha256(repr(pixels.shape).encode())
+    digest.update(pixels.data)
+    seen = ImageSeen(original[0], original[1], width, height, tokens, frames, tuple(notes))
+    return PreparedImage(pixels, grid, tokens, digest.digest(), seen, bool(frame_seconds), frame_seconds)
+
+
+def _check_clip(part: VideoPart) -> None:
+    if not 0 < len(part.frames) <= MAX_FRAMES:
+        raise InvalidRequest(
+            f"{part.label} has {len(part.frames)} frames",
+            f"A clip has 1 to {MAX_FRAMES} frames; 2 to a second are usual.",
+            param="messages",
+        )
+    if not (math.isfinite(part.fps) and part.fps > 0):
+        raise InvalidRequest(f"{part.label}: fps is {part.fps}", "fps must be above 0", param="messages")
+
+
+def _frame_seconds(frames: int, fps: float, temporal: int) -> tuple[float, ...]:
+    """The time of each temporal patch: the mean of its first and last frame's, as the reference has it."""
+    indices = [*range(frames), *([frames - 1] * (-frames % temporal))]
+    starts = range(0, len(indices), temporal)
+    return tuple((indices[i] / fps + indices[i + temporal - 1] / fps) / 2 for i in starts)

@@ -1,0 +1,217 @@
+"""From the bytes of a picture file to upright RGB pixels, or an error that says what is wrong with the file.
+
+Knows: Pillow, EXIF orientation, transparency, colour modes and bit depths, and how large a picture may be.
+Does not know: what size the model wants (``engine/images.py``), nor where the bytes came from.
+
+Colour follows the reference (transformers' ``convert_to_rgb``): transparency is laid on white. Where the
+reference clips, we scale: 16-bit and floating-point greys keep their shades.
+"""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vlfit.engine.file_kinds import HINT, hint_for, is_surely_no_picture, kind_of
+from vlfit.errors import NotAPicture, PictureTooLarge
+
+# Pillow's own ceiling, above which it refuses to open a file: 512 MiB as 3 bytes a pixel, 683 MiB as it
+# decodes. The largest phone cameras make 108 and, rarely, 200 megapixels; the model sees 16.8 at most.
+MAX_PIXELS = 178_956_970
+MAX_ASPECT = 200
+
+# Formats that people have, whose decoders run in this process and state the size before they decode.
+# EPS starts Ghostscript, and ICO decodes pictures of sizes that its header does not tell: both stay out.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_EXIF_ORIENTATION = 0x0112
+
+# A picture of 178 megapixels takes about 2 GB on its way; several at once would take the machine down.
+_LARGE_PIXELS = 32_000_000
+_one_large_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """``image`` is upright and in mode RGB; ``notes`` say in words what was done to get there."""
+
+    image: Image.Image
+    notes: tuple[str, ...]
+
+
+def decode(data: bytes, label: str) -> Decoded:
+    """Decode the first picture of a file. ``label`` is what errors call it.
+
+    The header is judged before any pixel is decoded. Raises ``NotAPicture`` for bytes that are none or break
+    off, ``PictureTooLarge`` above ``MAX_PIXELS`` or a side ratio of ``MAX_ASPECT``.
+    """
+    with _pillow_quiet():
+        image = _open(data, label)
+        check_size(image.width, image.height, label)
+        large = image.width * image.height > _LARGE_PIXELS
+        with _one_large_at_a_time if large else nullcontext():
+            try:
+                notes = _frame_notes(image)
+                image.load()
+            except Exception as error:  # decoders raise whatever hostile bytes drive them to
+                raise _broken(label, data, error) from error
+            file_format = image.format
+            image = _upright(image, notes)
+            try:
+                return Decoded(_to_rgb(image, file_format, notes), tuple(notes))
+            except (ValueError, OSError) as error:
+                raise NotAPicture(
+                    f"{label}: colour mode {image.mode} cannot be turned into RGB", "Save it as RGB first."
+                ) from error
+
+
+def check_size(width: int, height: int, label: str) -> None:
+    """Refuse a picture of no pixels, of too many, or too long and thin for the model's patches."""
+    if width <= 0 or height <= 0:
+        raise NotAPicture(f"{label}: the picture is {width}x{height}, it has no pixels", HINT)
+    if width * height > MAX_PIXELS:
+        raise PictureTooLarge(
+            f"{label}: {width}x{height} is {width * height / 1e6:,.0f} megapixels; "
+            f"at most {MAX_PIXELS / 1e6:.0f} are decoded",
+            "Scale it down first; the model sees at most 16.8 megapixels.",
+        )
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        ratio = max(width, height) / min(width, height)
+        raise PictureTooLarge(
+            f"{label}: {width}x{height} has sides 1:{ratio:,.0f}; the model takes at most 1:{MAX_ASPECT}",
+            "Cut it into pieces, or pad the short side.",
+        )
+
+
+def _open(data: bytes, label: str) -> Image.Image:
+    """Read the header. Not ``Image.open``, which refuses large files without saying their size."""
+    Image.init()
+    failure: Exception | None = None
+    for name in FORMATS:
+        factory, accepts = Image.OPEN.get(name, (None, None))
+        if factory is None or accepts is None or accepts(data[:16]) is not True:
+            continue
+        try:
+            opened: Image.Image = factory(BytesIO(data), "")
+            return opened
+        except Exception as error:  # as above
+            failure = error
+    kind = kind_of(data)
+    if failure is None or is_surely_no_picture(kind):
+        what = "it is empty" if kind == "empty" else f"it is {kind}"
+        raise NotAPicture(f"{label} is not a picture that vlfit reads: {what}", hint_for(kind))
+    raise _broken(label, data, failure)
+
+
+def _broken(label: str, data: bytes, error: Exception) -> NotAPicture:
+    return NotAPicture(
+        f"{label} is {kind_of(data)} that breaks off or is damaged ({len(data):,} bytes: {error})",
+        "Copy or download it again.",
+    )
+
+
+def _frame_notes(image: Image.Image) -> list[str]:
+    if not getattr(image, "is_animated", False):
+        return []
+    if image.format in ("PNG", "WEBP", "AVIF", "MPO"):  # their headers tell; a GIF must be walked through
+        return [f"first of {getattr(image, 'n_frames', 1)} frames"]
+    return ["first of several pages" if image.format == "TIFF" else "first frame of an animation"]
+
+
+def _upright(image: Image.Image, notes: list[str]) -> Image.Image:
+    try:
+        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # a picture is worth showing even if its metadata is garbage
+        notes.append("EXIF unreadable, not rotated")
+        return image
+    turn = _TURNS.get(orientation)
+    if turn is None:
+        return image
+    notes.append(f"turned upright (EXIF orientation {orientation})")
+    turned = image.transpose(turn)
+    turned.info = image.info
+    return turned
+
+
+def _to_rgb(image: Image.Image, file_format: str | None, notes: list[str]) -> Image.Image:
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _to_8_bits(image, file_format, notes)
+    if image.mode not in ("RGB", "RGBA", "L", "LA", "P", "PA", "1"):
+        notes.append(f"converted from {image.mode}")
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    image = image.convert("RGBA")
+    if np.asarray(image.getchannel("A")).min() == 255:
+        return image.convert("RGB")
+    notes.append("transparency laid on white")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def _to_8_bits(image: Image.Image, file_format: str | None, notes: list[str]) -> Image.Image:
+    """Grey of more than 8 bits to 8: black stays black and white stays white, nothing is clipped."""
+    values: np.ndarray[Any, Any] = np.nan_to_num(np.asarray(image, dtype=np.float32), posinf=0.0, neginf=0.0)
+    low, high = float(values.min()), float(values.max())
+    depth = "floating-point" if image.mode == "F" else "16-bit" if high <= 65535 else "32-bit"
+    if image.mode.startswith("I;16"):
+        white = 65535.0
+    elif image.mode == "F":
+        white = 1.0 if high <= 1.0 else 255.0
+    else:
+        # A 32-bit TIFF says nowhere what white is; other files in this mode are 16-bit.
+        white = 255.0 if high <= 255.0 and file_format == "TIFF" else 65535.0
+    if low < 0.0 or high > white:
+        scaled = (values - low) * (255.0 / ((high - low) or 1.0))
+        notes.append(f"{depth} grey from {low:g} to {high:g} stretched to 8 bits")
+    else:
+        scaled = values * (255.0 / white)
+        notes.append(f"{depth} grey reduced to 8 bits")
+    grey = np.rint(scaled).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[values == transparent] = 255
+    return Image.fromarray(grey)
+
+
+_quiet_lock = threading.Lock()
+_quiet_depth = 0
+_quiet_filters: "warnings.catch_warnings[None] | None" = None
+
+
+@contextmanager
+def _pillow_quiet() -> Iterator[None]:
+    """Silence Pillow's warnings about odd files: what matters becomes an error or a note.
+
+    Warning filters belong to the process and are restored by whoever saved them, so threads that decode at
+    the same time share one saved state: the first in saves it, the last out restores it.
+    """
+    global _quiet_depth, _quiet_filters
+    with _quiet_lock:
+        if _quiet_depth == 0:
+            _quiet_filters = warnings.catch_warnings()
+            _quiet_filters.__enter__()
+            warnings.filterwarnings("ignore", module=r"PIL\b")
+        _quiet_depth += 1
+    try:
+        yield
+    finally:
+        with _quiet_lock:
+            _quiet_depth -= 1
+            if _quiet_depth == 0 and _quiet_filters is not None:
+                _quiet_filters.__exit__(None, None, None)
+                _quiet_filters = None
