@@ -27,7 +27,9 @@ def ask(
     *,
     options: CommonOptions,
 ) -> None:
-    """Answer a question about one picture, about several together, or about none.
+    """Answer a question about pictures.
+
+    About one picture, about several together, or about none.
 
     \b
     Examples:

@@ -11,7 +11,7 @@ from vlfit.cli.options import CommonOptions, takes_common_options
 def caption(
     pictures: Annotated[
         list[str],
-        typer.Argument(metavar="PICTURE...", help="Files, globs, URLs, or - for standard input."),
+        typer.Argument(metavar="PICTURE", help="Files, globs, URLs, or - for standard input."),
     ],
     long: Annotated[bool, typer.Option("--long", help="A paragraph instead of a sentence.")] = False,
     *,

@@ -28,7 +28,7 @@ def chat(
     pictures: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PICTURE...]", help="Pictures to begin with: files, globs, URLs.", show_default=False
+            metavar="PICTURE", help="Pictures to begin with: files, globs, URLs.", show_default=False
         ),
     ] = None,
     system: Annotated[

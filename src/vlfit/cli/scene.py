@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 def scene(
     pictures: Annotated[
         list[str],
-        typer.Argument(metavar="PICTURE...", help="Files, globs, URLs, or - for standard input."),
+        typer.Argument(metavar="PICTURE", help="Files, globs, URLs, or - for standard input."),
     ],
     *,
     options: CommonOptions,
 ) -> None:
-    """Take a picture apart: a summary, its objects with boxes, the words on it.
+    """List what is in a picture, and where.
 
-    Boxes are left, top, right, bottom in pixels of the original picture. Beside them stand the model's own
-    numbers, in thousandths of width and height. What had to be mended or dropped of its answer is said on
-    stderr, and under "warnings" in JSON.
+    Gives a summary, the objects with their boxes, and the words on it, for each picture. Boxes are
+    left, top, right, bottom in pixels of the original picture; beside them stand the model's own numbers, in
+    thousandths of width and height. What had to be mended or dropped of its answer is said on stderr, and
+    under "warnings" in JSON.
 
     \b
     Examples:

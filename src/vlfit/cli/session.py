@@ -3,22 +3,17 @@
 The model is opened when it is first needed, so that a missing file is reported before gigabytes are loaded.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
+from vlfit.cli.loading import loading as _loading
 from vlfit.cli.options import CommonOptions
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vlfit.client import VisionModel
     from vlfit.tasks.sampling_options import SamplingOptions
-
-Progress = Callable[[str, float], None]
 
 
 class Session:
@@ -102,26 +97,3 @@ class Session:
                 f"{', '.join(typed)} cannot change the server at {self._settings.server}",
                 "give it to `vlfit serve`; or load the model here, without --server and VLFIT_SERVER",
             )
-
-
-def _loading(name: str, printer: Printer) -> "AbstractContextManager[Progress]":
-    return _loading_bar(name) if printer.lively else _loading_line(name, printer)
-
-
-@contextmanager
-def _loading_bar(name: str) -> "Iterator[Progress]":
-    """A bar on stderr while a model loads, gone afterwards."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"loading {name}", total=1.0)
-        yield lambda what, share: bar.update(task, description=f"{name}: {what}", completed=share)
-
-
-@contextmanager
-def _loading_line(name: str, printer: Printer) -> "Iterator[Progress]":
-    """One line for log files, where a moving bar would be noise."""
-    printer.note(f"loading {name}")
-    yield lambda what, share: None
