@@ -17,7 +17,7 @@ PYTHON_IN_VENV := .venv/bin/python
 WORKERS ?= 2
 
 demo: $(RUN)
-	@$(PYTHON_IN_VENV) examples/demo.py
+	.venv/bin/vlfit caption --model mini examples/pictures/*
 
 test: lint types tests
 

@@ -143,7 +143,7 @@ def test_the_engine_knows_nothing_of_http() -> None:
     ("line", "wanted"),
     [
         ("import torch.nn as nn", "torch.nn"),
-        ("def f():\n    from vlfit.server import chat", "vlfit.server"),
+        ("def f():\n    from vlfit.server import a_name", "vlfit.server"),
         ("from ..errors import VlfitError", "vlfit.errors"),
         ("from vlfit import errors", "vlfit.errors"),
     ],
