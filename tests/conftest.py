@@ -15,7 +15,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a checkpoint of ``tests/tiny.py`` by name, built when first asked for. Not to be changed."""
+    """The folder of a checkpoint of ``tests/tiny.py`` by name, built when asked for. Not to be changed."""
     root = tmp_path_factory.mktemp("tiny-checkpoints")
 
     @cache

@@ -40,7 +40,7 @@ SMALL_FILES = (
     INDEX_FILE,
 )
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
-_GO_ON = "Run the command again: it goes on where it stopped."
+_GO_ON = "Run the command again: a download that was cut off goes on where it stopped."
 
 
 def is_hub_name(text: str) -> bool:

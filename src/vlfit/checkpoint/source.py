@@ -1,19 +1,20 @@
 """Where a checkpoint comes from: ``mini`` (bundled), a folder, or a name on the model hub.
 
 Knows: how a name is told from a folder, and that a checkpoint is opened only when its headers are sound.
-Does not know: how files are fetched (``hub.py`` does), or tensor values.
+Does not know: how files are fetched (``hub.py``) or kept (``cache.py``), or tensor values.
 """
 
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from vlfit.checkpoint import hub
+from vlfit.checkpoint import cache, hub
+from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.progress import Progress
 from vlfit.checkpoint.tensors import check_tensors
-from vlfit.errors import NotACheckpoint
+from vlfit.errors import NotACheckpoint, UsageError
 
 MINI = "mini"
 
@@ -34,13 +35,13 @@ class Checkpoint:
 
     @property
     def parameter_count(self) -> int:
-        """Number of weights, FP8 scales left out."""
-        return sum(info.count for name, info in self.tensors.items() if not name.endswith("_scale_inv"))
+        """Number of weights."""
+        return cache.count_parameters(self.tensors)
 
     @property
     def weights_format(self) -> str:
-        """``fp8``, or the type most of the weights are in: ``bf16``, ``fp16``, ``fp32``."""
-        return _weights_format(self.config, self.tensors)
+        """``fp8``, ``bf16``, ``fp16`` or ``fp32``: what most of the weights are stored in."""
+        return cache.weights_format(self.tensors)
 
 
 def open_checkpoint(model: str | Path, progress: Progress | None = None) -> Checkpoint:
@@ -90,12 +91,30 @@ def mini_folder() -> Path:
     return folder
 
 
-def _weights_format(config: ModelConfig, tensors: dict[str, TensorInfo]) -> str:
-    if config.fp8 is not None:
-        return "fp8"
-    bytes_by_type: dict[str, int] = {}
-    for info in tensors.values():
-        bytes_by_type[info.dtype] = bytes_by_type.get(info.dtype, 0) + info.bytes
-    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-    most = max(bytes_by_type, key=lambda dtype: bytes_by_type[dtype])
-    return names.get(most, most.lower())
+def local_models() -> list[LocalModel]:
+    """The checkpoints that can be used without a download: those of the hub's cache, then mini."""
+    models = cache.cached_models()
+    try:
+        mini = cache.describe(MINI, mini_folder())
+    except NotACheckpoint:
+        return models
+    return [*models, mini] if mini is not None else models
+
+
+def remove_model(name: str) -> int:
+    """Delete a checkpoint that was pulled; the bytes that this freed. Raises what ``removable`` raises."""
+    removable(name)
+    return cache.remove(name)
+
+
+def removable(name: str) -> Path:
+    """The folder that ``remove_model`` would delete.
+
+    Raises ``UsageError`` for what was not pulled (mini, a folder), ``NotDownloaded`` when it is not there.
+    """
+    if name == MINI or not hub.is_hub_name(name):
+        raise UsageError(
+            f"{name!r} was not pulled from the hub, so it is not removed",
+            "Only names that vlfit models lists as org/name are removed; mini is part of vlfit.",
+        )
+    return cache.find(name)

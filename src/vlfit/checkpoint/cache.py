@@ -1,0 +1,144 @@
+"""Qwen3-VL checkpoints in the local cache of the model hub: which are there, how large, how to remove one.
+
+Knows: the layout of huggingface_hub's cache (``models--org--name`` with blobs, snapshots and refs).
+Does not know: the network.
+"""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vlfit.checkpoint import hub
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.headers import TensorInfo, read_headers
+from vlfit.checkpoint.tensors import SCALE_SUFFIX
+from vlfit.errors import NotDownloaded, VlfitError
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A checkpoint that is on this disk, whole or in part.
+
+    ``name`` is what ``--model`` takes. ``bytes`` is disk space; ``weight_bytes`` and ``parameters`` are read
+    from the headers, and 0 while the checkpoint is not complete. ``format`` is ``bf16``, ``fp8``, ... or
+    ``unknown``.
+    """
+
+    name: str
+    folder: Path
+    bytes: int
+    format: str
+    complete: bool
+    weight_bytes: int = 0
+    parameters: int = 0
+
+
+def describe(name: str, folder: Path) -> LocalModel | None:
+    """What ``folder`` holds, or None when vlfit does not run it."""
+    try:
+        config = ModelConfig.read(folder)
+    except VlfitError:
+        return None
+    size = _size(folder)
+    unfinished = LocalModel(name, folder, size, "fp8" if config.fp8 else "unknown", complete=False)
+    if not hub.is_complete(folder):
+        return unfinished
+    try:
+        tensors = read_headers(folder)
+    except VlfitError:
+        return unfinished
+    weights = sum(info.bytes for info in tensors.values())
+    count = count_parameters(tensors)
+    return LocalModel(name, folder, size, weights_format(tensors), True, weights, count)
+
+
+def weights_format(tensors: dict[str, TensorInfo]) -> str:
+    """``fp8`` if any layer is in FP8, else what most bytes are in: ``bf16``, ``fp16`` or ``fp32``."""
+    sizes: dict[str, int] = {}
+    for info in tensors.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.bytes
+    most = "F8_E4M3" if "F8_E4M3" in sizes else max(sizes, key=lambda dtype: sizes[dtype], default="unknown")
+    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8"}
+    return names.get(most, most.lower())
+
+
+def count_parameters(tensors: dict[str, TensorInfo]) -> int:
+    """Number of weights; the scales of FP8 blocks are not weights."""
+    return sum(info.count for name, info in tensors.items() if not name.endswith(SCALE_SUFFIX))
+
+
+def cached_models() -> list[LocalModel]:
+    """Every Qwen3-VL checkpoint in the cache, by name. Older commits are named ``org/name@commit``."""
+    models: list[LocalModel] = []
+    for repository in sorted(cache_root().glob("models--*--*")):
+        name = repository.name.removeprefix("models--").replace("--", "/", 1)
+        blobs = repository / "blobs"
+        partial = sum(path.stat().st_size for path in blobs.glob("*.incomplete") if path.is_file())
+        for snapshot in sorted(path for path in repository.glob("snapshots/*") if path.is_dir()):
+            revision = _revisions(repository, snapshot.name)[0]
+            model = describe(name if revision == "main" else f"{name}@{revision}", snapshot)
+            if model is not None and not model.complete:
+                # A cut-off download keeps what it has in blobs that belong to no snapshot yet.
+                model = replace(model, bytes=model.bytes + partial)
+            if model is not None:
+                models.append(model)
+    return models
+
+
+def remove(name: str) -> int:
+    """Delete ``org/name`` (all of it) or ``org/name@revision`` from the cache; the bytes that this freed.
+
+    Raises ``NotDownloaded`` when it is not there.
+    """
+    folder = find(name)
+    if folder.parent.name == "snapshots":
+        from huggingface_hub import scan_cache_dir
+
+        # Files that other revisions share must stay, which huggingface_hub knows how to tell.
+        repository = folder.parent.parent
+        before = _size(repository)
+        scan_cache_dir().delete_revisions(folder.name).execute()
+        return before - (_size(repository) if repository.is_dir() else 0)
+    before = _size(folder)
+    shutil.rmtree(folder)
+    shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
+    return before
+
+
+def find(name: str) -> Path:
+    """What ``remove`` would delete: the folder of a repository, or of one snapshot of it.
+
+    Raises ``NotDownloaded`` when it is not there.
+    """
+    repository, revision = hub.split_name(name)
+    folder = cache_root() / f"models--{repository.replace('/', '--')}"
+    if revision:
+        snapshots = [path for path in folder.glob("snapshots/*") if path.is_dir()]
+        folder = next((path for path in snapshots if revision in _revisions(folder, path.name)), folder / "-")
+    if not folder.is_dir():
+        raise NotDownloaded(f"{name} is not in {cache_root()}", "vlfit models lists what is there.")
+    return folder
+
+
+def cache_root() -> Path:
+    """Where huggingface_hub keeps what it downloads (``HF_HUB_CACHE``, or ``hub`` in ``HF_HOME``)."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _revisions(repository: Path, commit: str) -> list[str]:
+    """What ``commit`` may be called, best name first: ``main``, other branches and tags, the commit."""
+    refs = repository / "refs"
+    names = [
+        path.relative_to(refs).as_posix()
+        for path in sorted(refs.rglob("*"))
+        if path.is_file() and path.read_text(encoding="utf-8").strip() == commit
+    ]
+    return [*sorted(names, key=lambda name: name != "main"), commit]
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files under ``folder``, each blob counted once however many links lead to it."""
+    files = {path.resolve() for path in folder.rglob("*") if path.is_file()}
+    return sum(path.stat().st_size for path in files)

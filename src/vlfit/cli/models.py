@@ -1,0 +1,66 @@
+"""``vlfit models``: the checkpoints on this computer, and ``vlfit models rm`` to make room."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from vlfit.checkpoint.cache import LocalModel
+
+models_app = typer.Typer(help="List the checkpoints on this computer, or remove one.")
+
+
+@models_app.callback(invoke_without_command=True)
+def models(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """List the checkpoints on this computer: name, size, weights format, folder."""
+    if context.invoked_subcommand is not None:
+        return
+    from vlfit.checkpoint.source import local_models
+
+    found = local_models()
+    if as_json:
+        facts = [{**asdict(model), "folder": str(model.folder)} for model in found]
+        typer.echo(json.dumps(facts, ensure_ascii=False))
+    else:
+        _print_table(found)
+
+
+def _print_table(found: "list[LocalModel]") -> None:
+    from vlfit.plan.choose import MINI, SUGGESTION
+    from vlfit.units import format_bytes
+
+    rows = [("NAME", "SIZE", "FORMAT", "WHERE")]
+    for model in found:
+        form = model.format if model.complete else f"{model.format}, incomplete"
+        rows.append((model.name, format_bytes(model.bytes), form, str(model.folder)))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        typer.echo("  ".join((*cells, row[3])))
+    for model in found:
+        if not model.complete and model.name != MINI:
+            typer.echo(f"vlfit pull {model.name} fetches what is missing", err=True)
+    if all(model.name == MINI for model in found):
+        typer.echo(f"a larger model: vlfit pull {SUGGESTION}", err=True)
+
+
+@models_app.command("rm")
+def remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name as `vlfit models` prints it.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a downloaded checkpoint from this computer. Asks first."""
+    from vlfit.checkpoint.source import removable, remove_model
+    from vlfit.units import format_bytes
+
+    folder = removable(name)
+    if not yes:
+        # The question is no output: it goes to stderr with everything else that is not data.
+        typer.confirm(f"Remove {name} ({folder})?", abort=True, err=True)
+    freed = remove_model(name)
+    typer.echo(f"removed {name}: {format_bytes(freed)} freed", err=True)
