@@ -1,0 +1,192 @@
+"""A server as a process: Ctrl-C, a second Ctrl-C, a port that is taken."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI, Stream
+from openai.types.chat import ChatCompletionChunk
+
+from vlfit.errors import CannotListen, UsageError
+from vlfit.server.listen import address_of, bind
+from vlfit.server.settings import ServerSettings, is_loopback
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+@contextmanager
+def server_process(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, once it is ready, and its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.server.serve_scripted", str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        word, used_port = process.stdout.readline().split()
+        assert word == "ready"
+        yield process, f"http://127.0.0.1:{used_port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def client_of(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+def started_stream(client: OpenAI, **options: Any) -> Iterator[ChatCompletionChunk]:
+    """A stream that has said its first word."""
+    stream: Stream[ChatCompletionChunk] = client.chat.completions.create(
+        model="scripted", messages=HELLO, stream=True, **options
+    )
+    while not next(stream).choices[0].delta.content:
+        pass
+    return stream
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_idle_server_stops_at_once(how: signal.Signals) -> None:
+    with server_process() as (process, url):
+        with httpx.Client() as client:  # a connection that is kept open, without a request on it
+            assert client.get(f"{url}/health").status_code == 200
+            begun = time.perf_counter()
+            process.send_signal(how)
+            output, errors = process.communicate(timeout=10)
+        assert time.perf_counter() - begun < 1.5
+        assert (process.returncode, output, errors) == (0, "stopped\n", "")
+
+
+def test_a_running_stream_is_drained_and_then_cut_with_an_error() -> None:
+    """An answer of a second still gets through whole; one of 50 seconds is cut, and hears why."""
+    with server_process() as (process, url), client_of(url) as client:
+        short = started_stream(client, max_tokens=15)
+        long = started_stream(client)
+        begun = time.perf_counter()
+        process.send_signal(signal.SIGINT)
+        assert [chunk.choices[0].finish_reason for chunk in short][-1] == "length"
+        with pytest.raises(openai.APIError, match="the server stopped before the answer was done"):
+            list(long)
+        output, errors = process.communicate(timeout=10)
+        assert time.perf_counter() - begun < 3.0
+        assert (process.returncode, output, errors) == (0, "stopped\n", "")
+
+
+def test_a_running_request_without_stream_gets_503() -> None:
+    with server_process() as (process, url):
+        signals = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"import os, time; time.sleep(0.5); os.kill({process.pid}, {signal.SIGINT})",
+            ]
+        )
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": HELLO}, timeout=20)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_stopped"
+        signals.wait()
+        assert process.wait(timeout=5) == 0
+
+
+def test_nothing_new_is_taken_while_draining() -> None:
+    with server_process() as (process, url), client_of(url) as client:
+        with httpx.Client() as kept:
+            kept.get(f"{url}/health")
+            started_stream(client)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.4)
+            with pytest.raises(httpx.TransportError):
+                kept.post(f"{url}/v1/chat/completions", json={"messages": HELLO})
+        assert process.wait(timeout=5) == 0
+
+
+def test_the_second_ctrl_c_stops_on_the_spot() -> None:
+    with server_process() as (process, url), client_of(url) as client:
+        stream = started_stream(client)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        begun = time.perf_counter()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=5) == 128 + signal.SIGINT
+        assert time.perf_counter() - begun < 0.5
+        with pytest.raises(openai.APIConnectionError):
+            list(stream)
+
+
+def test_a_client_that_does_not_read_cannot_hold_the_server_up() -> None:
+    with server_process() as (process, url):
+        port = int(url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as deaf:
+            body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "n": 16}'
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            deaf.sendall(head.encode() + body)
+            time.sleep(0.3)
+            begun = time.perf_counter()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=5) == 0
+            assert time.perf_counter() - begun < 3.0
+
+
+def test_a_port_in_use() -> None:
+    with server_process() as (_, url):
+        port = url.rpartition(":")[2]
+        second = subprocess.run(
+            [sys.executable, "-m", "tests.server.serve_scripted", port],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    assert second.returncode == 1
+    assert second.stdout == ""
+    assert f"cannot listen on 127.0.0.1 port {port}" in second.stderr
+    assert "--port" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def test_the_port_is_free_again_right_after_a_stop() -> None:
+    """Connections that the server closed linger for a minute; they must not keep the port."""
+    with server_process() as (process, url):
+        with client_of(url) as client:
+            started_stream(client)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=5) == 0
+        with server_process(int(url.rpartition(":")[2])) as (_, again):
+            assert httpx.get(f"{again}/health").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "198.51.100.1", "not a host"])
+def test_an_address_that_is_not_ours(host: str) -> None:
+    with pytest.raises(CannotListen, match="cannot listen"):
+        bind(host, 0)
+
+
+def test_the_address_that_is_told() -> None:
+    with bind("0.0.0.0", 0) as everywhere:
+        assert address_of(everywhere).startswith("http://127.0.0.1:")
+    if socket.has_ipv6:
+        try:
+            with bind("::1", 0) as six:
+                assert address_of(six).startswith("http://[::1]:")
+        except CannotListen:
+            pytest.skip("this computer has no IPv6")
+
+
+def test_what_is_loopback() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"))
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(UsageError, match="body_limit is 0"):
+        ServerSettings(body_limit=0)
