@@ -1,13 +1,12 @@
 """The native backend as its callers use it: threads, streams, hang-ups, failures."""
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.pictures import scenery
-from tests.tiny import TINY, build_tiny
+from tests.pictures import picture
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.answer import Chunk
 from vlfit.engine.conversation import ImagePart, ask
@@ -17,8 +16,8 @@ from vlfit.errors import DeviceError, DoesNotFit, EngineStopped, InvalidRequest,
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(next(iter(TINY)), tmp_path_factory.mktemp("native"))
+def folder(tiny: Callable[[str], Path]) -> Path:
+    return tiny("tied")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
 def test_an_answer_says_what_was_seen_and_what_it_cost(backend: NativeBackend) -> None:
-    conversation = ask("what is this?", ImagePart(scenery(300, 200, 1)))
+    conversation = ask("what is this?", ImagePart(picture(300, 200, seed=1)))
     stream = backend.stream(conversation, SamplingParams(max_tokens=12, ignore_eos=True))
     chunks = list(stream)
     answer = stream.answer()
@@ -101,7 +100,7 @@ def test_a_failure_in_the_model_ends_that_request_and_not_the_engine(
             backend._loop.engine.runner, "encode", lambda image: (_ for _ in ()).throw(ValueError("boom"))
         )
         with pytest.raises(ValueError, match="boom"):
-            backend.stream(ask("hello", ImagePart(scenery(64, 64, 3))), SamplingParams()).answer()
+            backend.stream(ask("hello", ImagePart(picture(64, 64, seed=3))), SamplingParams()).answer()
     assert backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text == before
     assert free_blocks(backend) == backend._loop.engine.pool.blocks
 
@@ -125,7 +124,7 @@ def test_the_same_picture_is_encoded_once(backend: NativeBackend, monkeypatch: p
     monkeypatch.setattr(
         engine.runner, "vision", lambda patches, grid: calls.append(grid) or vision(patches, grid)
     )
-    part = ImagePart(scenery(200, 130, 77))
+    part = ImagePart(picture(200, 130, seed=77))
     first = backend.stream(ask("one", part), SamplingParams(max_tokens=3)).answer()
     again = backend.stream(ask("one", part), SamplingParams(max_tokens=3)).answer()
     assert first.text == again.text

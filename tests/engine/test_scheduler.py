@@ -11,7 +11,7 @@ from vlfit.engine.sequence import PricedPrompt, Sequence
 def sequence(prompt_tokens: int, max_tokens: int = 8) -> Sequence:
     counter = np.arange(prompt_tokens)
     prompt = PricedPrompt(counter, counter[:0], np.stack([counter] * 3), prompt_tokens, ())
-    return Sequence(prompt, SamplingParams(), max_tokens, completion=None, listener=print)  # type: ignore[arg-type]
+    return Sequence(prompt, SamplingParams(), max_tokens, completion=None, listener=print, asked=0.0)  # type: ignore[arg-type]
 
 
 def scheduler(blocks: int = 16, sequences: int = 4, chunk: int = 32) -> Scheduler:
