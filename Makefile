@@ -1,9 +1,10 @@
 # Everything a person or CI runs. Each target does its own set-up; the second time that is instant.
 #   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
-#   make test        format, lint, types and tests: what CI runs
-#   make lint types  parts of it            make venv       only the set-up for development
-#   make docs        writes docs/cli.md     make bench      native engine against transformers, on this CPU
+#   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
+#   make docs        writes docs/cli.md and the list of modules in docs/structure.md from the code
+#   make bench       the native engine against transformers, on this CPU
 #   make eval-mini   how good mini is on held-out scenes
+#   make venv        only the set-up for development; make clean removes it again
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
@@ -33,7 +34,8 @@ tests: $(DEV)
 venv: $(DEV)
 
 docs: $(DEV)
-	@$(PYTHON_IN_VENV) -m vlfit.cli.docs > docs/cli.md
+	@$(PYTHON_IN_VENV) -m vlfit.cli.docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+	@$(PYTHON_IN_VENV) scripts/structure.py
 
 bench: $(DEV)
 	@$(PYTHON_IN_VENV) -m benchmarks.engine

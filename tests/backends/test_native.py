@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from tests.pictures import picture
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.answer import Chunk
 from vlfit.engine.conversation import ImagePart, ask
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.qwen3_vl.vision import VisionFeatures
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import DeviceError, DoesNotFit, EngineStopped, InvalidRequest, NotACheckpoint, UsageError
 
@@ -119,11 +121,14 @@ def test_a_listener_that_fails_ends_its_own_request(
 
 def test_the_same_picture_is_encoded_once(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = backend._loop.engine
-    calls = []
+    calls: list[tuple[int, int, int]] = []
     vision = engine.runner.vision
-    monkeypatch.setattr(
-        engine.runner, "vision", lambda patches, grid: calls.append(grid) or vision(patches, grid)
-    )
+
+    def counting(patches: Tensor, grid: tuple[int, int, int]) -> VisionFeatures:
+        calls.append(grid)
+        return vision(patches, grid)
+
+    monkeypatch.setattr(engine.runner, "vision", counting)
     part = ImagePart(picture(200, 130, seed=77))
     first = backend.stream(ask("one", part), SamplingParams(max_tokens=3)).answer()
     again = backend.stream(ask("one", part), SamplingParams(max_tokens=3)).answer()

@@ -14,12 +14,12 @@ from typing import Any
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import INDEX_FILE, shard_names
 from vlfit.checkpoint.progress import Progress, StderrProgress
+from vlfit.checkpoint.transfer import no_other_bars, transfer
 from vlfit.errors import (
     HubAccessDenied,
     HubError,
     HubModelNotFound,
     HubUnreachable,
-    MissingFile,
     NotDownloaded,
     UsageError,
     VlfitError,
@@ -108,52 +108,20 @@ def download(name: str, progress: Progress | None = None) -> Path:
     if progress is None:
         print(f"{name}: downloading from {constants.ENDPOINT}", file=sys.stderr, flush=True)
     try:
-        small = Path(
-            snapshot_download(
-                repository, revision=revision, allow_patterns=list(SMALL_FILES), tqdm_class=_bar_class(None)
-            )
-        )
-        ModelConfig.read(small)
-        # The same commit for the weights, whatever is pushed meanwhile.
-        folder = Path(
-            snapshot_download(
-                repository,
-                revision=small.name,
-                allow_patterns=shard_names(small),
-                tqdm_class=_bar_class(progress or line),
-            )
-        )
+        with no_other_bars():
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=list(SMALL_FILES)))
+            ModelConfig.read(folder)
+            shards = shard_names(folder)
+            # The same commit for the weights, whatever is pushed meanwhile.
+            transfer(repository, folder.name, shards, progress or line)
+            snapshot_download(repository, revision=folder.name, allow_patterns=shards)
     except VlfitError:
         raise
     except Exception as error:
         raise translate(error, name) from error
     finally:
         line.close()
-    missing = [shard for shard in shard_names(folder) if not (folder / shard).is_file()]
-    if missing:
-        raise MissingFile(
-            f"{name} has no {missing[0]} on the hub",
-            "The repository holds no safetensors weights, or not all.",
-        )
     return folder
-
-
-def _bar_class(progress: Progress | None) -> type[Any]:
-    """A progress bar that draws nothing: it tells ``progress`` of the bytes that huggingface_hub counts."""
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
-
-    class Bar(tqdm):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            # Of its bars one counts files and one raw network bytes; the third counts bytes of our files.
-            self._counts = options.get("unit") == "B" and options.get("desc") != "Downloading bytes"
-            super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
-
-        def update(self, n: float | None = 1) -> None:
-            self.n += n or 0
-            if progress is not None and self._counts:
-                progress(int(self.n), int(self.total or 0))
-
-    return Bar
 
 
 def translate(error: Exception, name: str) -> HubError:
@@ -179,6 +147,11 @@ def translate(error: Exception, name: str) -> HubError:
     if isinstance(error, errors.RevisionNotFoundError):
         return HubModelNotFound(
             f"{repository} has no revision {revision}", "Leave @revision out for the newest."
+        )
+    if isinstance(error, errors.EntryNotFoundError) and isinstance(error, errors.HfHubHTTPError):
+        return HubModelNotFound(
+            f"{repository} has no safetensors weights, or not all that its index names",
+            "vlfit reads safetensors only (no .bin, no .gguf): look for another upload of the model.",
         )
     if isinstance(error, errors.HfHubHTTPError):
         return _refused(error, name)

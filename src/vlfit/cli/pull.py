@@ -28,7 +28,7 @@ def pull(
     # Also checks every header: a checkpoint that is reported as here can be opened.
     checkpoint = read_checkpoint(model, hub.download(model))
     typer.echo(
-        f"{model} is here: {checkpoint.parameter_count / 1e9:.2f} billion parameters, "
+        f"{model} is here: {checkpoint.parameter_count / 1e6:,.0f} million parameters, "
         f"{format_bytes(checkpoint.weight_bytes)} of {checkpoint.weights_format} weights",
         err=True,
     )
