@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from scripts import structure
 
 import vlfit
-from scripts import structure
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
