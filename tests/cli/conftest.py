@@ -1,0 +1,92 @@
+"""Runs ``vlfit`` in this process, with a scripted model or a real tiny one behind it."""
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.scripted_backend import ScriptedBackend
+from vlfit import client
+from vlfit.backends.base import Backend
+from vlfit.cli.main import main
+from vlfit.settings import Settings
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run of ``vlfit`` ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Terminal(io.StringIO):
+    """Text that believes to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+Vlfit = Callable[..., Ended]
+
+
+@pytest.fixture(autouse=True)
+def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of whoever runs the tests reaches them, and none leaks from one to the next."""
+    for name in Settings.model_fields:
+        monkeypatch.setenv(f"VLFIT_{name.upper()}", "")
+
+
+@pytest.fixture
+def vlfit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vlfit:
+    """``vlfit("caption", "a.png", stdin=...)``: run the program as the shell would, in this process."""
+
+    def run(*arguments: object, stdin: bytes | str | io.StringIO = b"") -> Ended:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        file = io.TextIOWrapper(io.BytesIO(data)) if isinstance(data, bytes) else data
+        monkeypatch.setattr(sys, "argv", ["vlfit", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", file)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), out, err)
+
+    return run
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedBackend:
+    """What ``vlfit`` loads instead of a model; put its answers into ``answers``."""
+    backend = ScriptedBackend([])
+    monkeypatch.setattr(client, "VLM", lambda *_, **__: client.VisionModel(backend))
+    return backend
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny: Callable[[str], Path]) -> Iterator[client.VLM]:
+    """A real model with random weights, loaded once."""
+    import torch
+
+    torch.set_num_threads(1)
+    with client.VLM(tiny("tied"), device="cpu", context=1024, sequences=1) as model:
+        yield model
+
+
+@pytest.fixture
+def with_tiny_model(monkeypatch: pytest.MonkeyPatch, tiny_model: client.VLM) -> None:
+    """``vlfit`` gets the loaded model, and cannot close it for the tests after."""
+    monkeypatch.setattr(client, "VLM", lambda *_, **__: client.VisionModel(_Lent(tiny_model._backend)))
+
+
+class _Lent:
+    def __init__(self, backend: Backend) -> None:
+        self.model = backend.model
+        self.stream = backend.stream
+        self.default_sampling = backend.default_sampling
+
+    def close(self) -> None:
+        """The lender closes."""

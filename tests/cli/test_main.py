@@ -1,0 +1,189 @@
+"""Exit codes and what a person reads: wrong usage, bad input, faults, interruptions. No tracebacks."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import pictures
+from tests.cli.conftest import Ended, Vlfit
+from tests.scripted_backend import ScriptedBackend, png
+from vlfit import __version__, client
+from vlfit.errors import DeviceError
+
+
+def failed(ended: Ended, code: int) -> str:
+    """What an error says, once it is sure that it is told as errors should be."""
+    assert ended.code == code
+    assert ended.out == ""
+    assert "Traceback" not in ended.err
+    assert ended.err.strip()
+    return ended.err
+
+
+def test_version(vlfit: Vlfit) -> None:
+    assert vlfit("--version") == Ended(0, f"vlfit {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["caption"],
+        ["ask"],
+        ["caption", "a.png", "--nonsense"],
+        ["caption", "a.png", "--max-tokens", "many"],
+        ["caption", "a.png", "--max-tokens", "-5"],
+        ["caption", "a.png", "--max-tokens", "0"],
+        ["caption", "a.png", "--temperature", "-1"],
+        ["caption", "a.png", "--top-p", "0"],
+        ["caption", "a.png", "--context", "0"],
+        ["caption", "a.png", "--image-tokens", "-1"],
+        ["caption", "a.png", "--server", "http://127.0.0.1:9", "--device", "cpu"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_ends_with_2_before_anything_is_loaded(
+    arguments: list[str], vlfit: Vlfit, scripted: ScriptedBackend
+) -> None:
+    failed(vlfit(*arguments), 2)
+    assert scripted.asked == []
+
+
+def test_a_bad_variable_is_named(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_CONTEXT", "lots")
+    assert "VLFIT_CONTEXT" in failed(vlfit("caption", "a.png"), 2)
+
+
+BAD_PICTURES: dict[str, Callable[[], bytes]] = {
+    "not an image": lambda: b"just some text",
+    "empty": lambda: b"",
+    "HTML": lambda: b"<!doctype html><html><body>404</body></html>",
+    "truncated JPEG": lambda: pictures.picture(400, 300, "JPEG")[:2000],
+    "GIF of 4 gigapixels in 44 bytes": pictures.gif_claiming_4_gigapixels,
+    "20000x20000 PNG": lambda: pictures.png_claiming(20000, 20000),
+    "0x0 PNG": lambda: pictures.png_claiming(0, 0),
+    "1x20000 PNG": lambda: pictures.picture(1, 20000),
+}
+
+
+@pytest.mark.usefixtures("with_tiny_model")
+@pytest.mark.parametrize("kind", BAD_PICTURES)
+def test_a_bad_picture_ends_with_1_and_the_next_one_works(kind: str, vlfit: Vlfit, tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.png", tmp_path / "good.png"
+    bad.write_bytes(BAD_PICTURES[kind]())
+    good.write_bytes(png())
+    options = ("-m", "tiny", "--max-tokens", 3)
+    alone = failed(vlfit("caption", bad, *options), 1)
+    assert "error: " in alone
+    assert "hint: " in alone
+    both = vlfit("caption", bad, good, *options)
+    assert both.code == 1
+    assert both.out.startswith(f"{good}: ")
+    assert str(bad) in both.err
+
+
+@pytest.mark.usefixtures("with_tiny_model")
+@pytest.mark.parametrize("kind", ["CMYK", "16-bit", "animated WebP", "rotated by EXIF", "palette", "alpha"])
+def test_an_odd_but_sound_picture_works(kind: str, vlfit: Vlfit, tmp_path: Path) -> None:
+    import numpy as np
+
+    makers: dict[str, Callable[[], bytes]] = {
+        "CMYK": pictures.cmyk_jpeg,
+        "16-bit": lambda: pictures.deep_png(np.full((40, 60), 30000)),
+        "animated WebP": lambda: pictures.animation("WEBP"),
+        "rotated by EXIF": lambda: pictures.rotated_by_exif(6),
+        "palette": lambda: pictures.encoded(pictures.scene(60, 40).convert("P")),
+        "alpha": lambda: pictures.encoded(pictures.half_transparent()),
+    }
+    path = tmp_path / "odd"
+    path.write_bytes(makers[kind]())
+    ended = vlfit("caption", path, "-m", "tiny", "--max-tokens", 3, "--json")
+    assert ended.code == 0, ended.err
+    if kind == "rotated by EXIF":
+        assert '"width": 64, "height": 96' in ended.out
+
+
+def test_names_that_lead_to_no_picture(vlfit: Vlfit, scripted: ScriptedBackend, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{unused.getsockname()[1]}/a.png"
+        names = [tmp_path / "missing.png", tmp_path, dead, "data:image/png;base64,!!!", tmp_path / "*.jpg"]
+        for name in names:
+            said = failed(vlfit("caption", name, "-m", "mini"), 1)
+            assert "hint: " in said, name
+    assert scripted.asked == []
+
+
+def test_a_model_that_is_not_there(vlfit: Vlfit, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(png())
+    for model in (tmp_path / "nowhere", tmp_path, "no/such/model"):
+        assert "hint: " in failed(vlfit("caption", path, "-m", model), 1), model
+
+
+def test_a_server_that_is_not_there(vlfit: Vlfit, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(png())
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        assert "vlfit serve" in failed(vlfit("caption", path, "--server", url), 1)
+
+
+@pytest.mark.usefixtures("with_tiny_model")
+def test_what_does_not_fit_ends_with_3(vlfit: Vlfit) -> None:
+    said = failed(vlfit("ask", "word " * 5000, "-m", "tiny"), 3)
+    assert "1,024" in said  # tokens, the context that it does not fit
+
+
+def test_a_fault_of_ours_is_told_in_a_line_and_in_full_when_debugging(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("the wheel came off")
+
+    monkeypatch.setattr(client, "VLM", broken)
+    path = tmp_path / "a.png"
+    path.write_bytes(png())
+    said = failed(vlfit("caption", path, "-m", "mini"), 1)
+    assert "RuntimeError: the wheel came off" in said
+    assert "--debug" in said
+    in_full = vlfit("--debug", "caption", path, "-m", "mini")
+    assert in_full.code == 1
+    assert "Traceback" in in_full.err
+
+
+def test_debugging_keeps_the_exit_code(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLFIT_DEBUG", "1")
+    ended = vlfit("caption", "a.png", "--max-tokens", -5)
+    assert ended.code == 2
+    assert "Traceback" in ended.err
+    assert "error: max_tokens is -5" in ended.err
+
+
+def test_auto_says_what_it_chose(
+    vlfit: Vlfit, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("vlfit.checkpoint.source.local_models", list)  # whoever tests may have real ones
+    path = tmp_path / "a.png"
+    path.write_bytes(png())
+    scripted.answers = ["Red."]
+    ended = vlfit("caption", path)
+    assert ended.out == "Red.\n"
+    assert ended.err.splitlines()[0].startswith("using mini")
+    assert "vlfit pull" in ended.err.splitlines()[0]
+
+
+def test_an_error_while_loading_is_the_error_told(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_gpu(*_: object, **__: object) -> None:
+        raise DeviceError("no GPU is there", "use --device cpu")
+
+    monkeypatch.setattr(client, "VLM", no_gpu)
+    path = tmp_path / "a.png"
+    path.write_bytes(png())
+    said = failed(vlfit("caption", path, "-m", "mini", "--device", "cuda"), 1)
+    assert "error: no GPU is there\nhint:  use --device cpu" in said
