@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
     from vlfit.plan.choose import Choice
 
-Picture: TypeAlias = "str | Path | bytes | Image | ImagePart | VideoPart"
+Picture: TypeAlias = "str | Path | bytes | Image | ImagePart"
 """A path, an ``https:`` or ``data:`` URL, ``-`` for standard input, encoded bytes, or a PIL image."""
+
+PictureOrClip: TypeAlias = "Picture | VideoPart"
+"""A picture, or frames that follow each other."""
 
 Progress = Callable[[str, float], None]
 
@@ -93,11 +96,11 @@ class ChatSession:
         """Every message so far."""
         return self._chat.history
 
-    def ask(self, text: str, *pictures: Picture) -> Answer:
+    def ask(self, text: str, *pictures: PictureOrClip) -> Answer:
         """Say ``text`` about ``pictures`` and all that went before."""
         return self._chat.ask(text, *map(_load, pictures))
 
-    def stream(self, text: str, *pictures: Picture) -> WordStream:
+    def stream(self, text: str, *pictures: PictureOrClip) -> WordStream:
         """``ask`` while it is being answered. A stream closed early leaves what was said in the history."""
         return WordStream(self._chat.stream(text, *map(_load, pictures)))
 
@@ -134,7 +137,7 @@ class VisionModel:
         return WordStream(stream_caption(self._backend, _load_picture(picture), detail, sampling))
 
     def ask(
-        self, question: str, *pictures: Picture, system: str = "", **options: Unpack[SamplingOptions]
+        self, question: str, *pictures: PictureOrClip, system: str = "", **options: Unpack[SamplingOptions]
     ) -> Answer:
         """Answer ``question`` about ``pictures``, or about none.
 
@@ -143,7 +146,7 @@ class VisionModel:
         return self.stream(question, *pictures, system=system, **options).answer()
 
     def stream(
-        self, question: str, *pictures: Picture, system: str = "", **options: Unpack[SamplingOptions]
+        self, question: str, *pictures: PictureOrClip, system: str = "", **options: Unpack[SamplingOptions]
     ) -> WordStream:
         """``ask`` while it is being answered."""
         sampling = with_options(SamplingParams(), options)
@@ -244,7 +247,7 @@ def choose_model() -> "Choice":
     return choose_checkpoint(survey(), local_models())
 
 
-def _load(picture: Picture) -> ImagePart | VideoPart:
+def _load(picture: PictureOrClip) -> ImagePart | VideoPart:
     return picture if isinstance(picture, VideoPart) else _load_picture(picture)
 
 

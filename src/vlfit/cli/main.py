@@ -66,13 +66,28 @@ def vlfit(
         os.environ["VLFIT_DEBUG"] = "1"
 
 
+_PULL_EXAMPLES = """\b
+Examples:
+  vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8
+  HF_HOME=/data/hub vlfit pull Qwen/Qwen3-VL-4B-Instruct-FP8
+"""
+
+_MODELS_HELP = """List the checkpoints on this computer, or remove one.
+
+\b
+Examples:
+  vlfit models
+  vlfit models --json
+  vlfit models rm Qwen/Qwen3-VL-2B-Instruct-FP8
+"""
+
 app.command()(caption)
 app.command()(ask)
 app.command()(scene)
 app.command()(chat)
 app.command()(serve)
-app.command()(pull)
-app.add_typer(models_app, name="models")
+app.command(epilog=_PULL_EXAMPLES)(pull)
+app.add_typer(models_app, name="models", help=_MODELS_HELP)
 
 
 def main() -> None:
