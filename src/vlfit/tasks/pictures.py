@@ -1,0 +1,174 @@
+"""From what a person calls a picture (a path, a URL, ``-``, bytes, a Pillow image) to its bytes. No torch.
+
+Knows: where bytes come from, and globs that the shell left alone. Does not know: how pictures are decoded
+(``engine/picture_files.py``) or how URLs are fetched (``tasks/fetch.py``).
+"""
+
+import base64
+import binascii
+import glob
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+from urllib.parse import unquote_to_bytes
+
+from vlfit.engine.conversation import ImagePart
+from vlfit.engine.file_kinds import hint_for, is_surely_no_picture, kind_of
+from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
+from vlfit.tasks.fetch import fetch, label_of
+from vlfit.units import MIB
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Room for an uncompressed TIFF of a large camera; more is not a picture that somebody meant.
+MAX_FILE_BYTES = 512 * MIB
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+
+def load_picture(
+    source: "str | Path | bytes | Image.Image", *, allow_private: bool = True, timeout_s: float = 20.0
+) -> ImagePart:
+    """The bytes of a picture and what to call it in errors.
+
+    ``source``: a path, an ``http(s):`` or ``data:`` URL, ``-`` (standard input), encoded bytes, or a Pillow
+    image. ``allow_private=False`` is for servers: it refuses paths, standard input, and URLs that lead into a
+    private network. ``timeout_s`` bounds a download.
+
+    Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge``, ``PrivateAddress``, or ``UsageError``
+    for a source of another type. Only the first bytes are looked at: damage shows when it is decoded.
+    """
+    if isinstance(source, bytes):
+        return _checked(source, "picture")
+    if isinstance(source, Path):
+        source = str(source)
+    if not isinstance(source, str):
+        return _from_pillow(source)
+    scheme = source[:8].lower()
+    if scheme.startswith("data:"):
+        return _checked(_from_data_url(source), "data: URL")
+    if scheme.startswith(("http://", "https://")):
+        data = fetch(source, allow_private=allow_private, timeout_s=timeout_s)
+        return ImagePart(data, label_of(source))
+    if not allow_private:
+        raise PrivateAddress(
+            f"{_short(source)!r} is no http:, https: or data: URL, and files of the server are not read",
+            "Send the picture itself as data:image/jpeg;base64,... or give an https: address.",
+        )
+    if source == "-":
+        return _checked(_read(sys.stdin.buffer, "standard input"), "standard input")
+    if "://" in source[:16] or scheme.startswith("file:"):
+        raise PictureNotFound(
+            f"{_short(source)}: of URLs, vlfit reads http:, https: and data:",
+            "Give a file by its plain path.",
+        )
+    return _checked(_from_file(source), _short(source))
+
+
+def expand_pictures(patterns: list[str]) -> list[str]:
+    """File names, URLs and ``-`` as they are; globs (``'photos/**/*.jpg'``) as their files in order of name.
+
+    Raises ``PictureNotFound`` for a glob that matches no file. What exists by its literal name is no glob.
+    """
+    names: list[str] = []
+    for pattern in patterns:
+        # A URL may hold ? and *, which mean something else there.
+        is_url = "://" in pattern[:16] or pattern[:5].lower() == "data:"
+        if is_url or not glob.has_magic(pattern) or _exists(pattern):
+            names.append(pattern)
+            continue
+        expanded = str(Path(pattern).expanduser())
+        found = sorted(name for name in glob.glob(expanded, recursive=True) if not Path(name).is_dir())
+        if not found:
+            raise PictureNotFound(f"{pattern} matches no file", f"You are in {Path.cwd()}.")
+        names += found
+    return names
+
+
+def _from_file(name: str) -> bytes:
+    try:
+        path = Path(name).expanduser()
+        with path.open("rb") as file:
+            return _read(file, _short(name))
+    except FileNotFoundError:
+        what, hint = "no such file", f"You are in {Path.cwd()}."
+    except IsADirectoryError:
+        what, hint = "is a folder", f"Name the pictures in it, for example '{Path(name) / '*.jpg'}'."
+    except OSError as error:
+        what, hint = f"cannot be read: {error.strerror}", "Check its name and permissions."
+    except (ValueError, RuntimeError) as error:  # a NUL in the name; a home of nobody
+        what, hint = f"is no file name: {error}", "Check its name."
+    raise PictureNotFound(f"{_short(name)}: {what}", hint)
+
+
+def _read(file: BinaryIO, label: str) -> bytes:
+    data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise PictureTooLarge(
+            f"{label} is larger than {MAX_FILE_BYTES // MIB} MiB", "Scale the picture down first."
+        )
+    return data
+
+
+def _from_data_url(url: str) -> bytes:
+    header, comma, body = url.partition(",")
+    if not comma:
+        raise NotAPicture("the data: URL has no comma", "Write it as data:image/jpeg;base64,AAAA...")
+    data = unquote_to_bytes(body)
+    if not header.lower().rstrip().endswith(";base64"):
+        return data
+    packed = b"".join(data.split())
+    try:
+        # Many senders leave out the padding; it says nothing that the length does not.
+        return base64.b64decode(packed.rstrip(b"=") + b"=" * (-len(packed.rstrip(b"=")) % 4), validate=True)
+    except binascii.Error as error:
+        raise NotAPicture(
+            f"the data: URL is no valid base64: {error}", "Encode the bytes of the file: base64 -w0 photo.jpg"
+        ) from error
+
+
+def _from_pillow(image: object) -> ImagePart:
+    """A Pillow image as a lossless file; its EXIF goes along and turns it upright, as with any file."""
+    from PIL import Image
+
+    if not isinstance(image, Image.Image):
+        raise UsageError(
+            f"a picture cannot be of type {type(image).__name__}",
+            "Give a path, a URL, bytes, or a Pillow image (Image.fromarray makes one of a numpy array).",
+        )
+    if 0 in image.size:
+        raise NotAPicture(f"the Pillow image is {image.width}x{image.height}, it has no pixels")
+    buffer = BytesIO()
+    try:
+        exif = image.getexif()
+        if image.mode in _PNG_MODES:
+            image.save(buffer, "PNG", compress_level=1, exif=exif)
+        else:
+            # CMYK, floating point and the like, which PNG does not hold.
+            image.save(buffer, "TIFF", exif=exif)
+    except (OSError, ValueError, KeyError) as error:
+        raise NotAPicture(
+            f"the Pillow image (mode {image.mode}) cannot be saved: {error}",
+            "Convert it: image.convert('RGB')",
+        ) from error
+    return ImagePart(buffer.getvalue(), "Pillow image")
+
+
+def _checked(data: bytes, label: str) -> ImagePart:
+    kind = kind_of(data)
+    if is_surely_no_picture(kind):
+        what = "is empty" if kind == "empty" else f"is {kind}, not a picture"
+        raise NotAPicture(f"{label} {what}", hint_for(kind))
+    return ImagePart(data, label)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 120 else name[:117] + "..."

@@ -1,0 +1,412 @@
+"""Where pictures come from: files, standard input, URLs of every kind, Pillow; and what a server refuses."""
+
+import base64
+import contextlib
+import io
+import socket
+import socketserver
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.pictures import encoded, half_transparent, picture, scene
+from vlfit.engine.picture_files import decode
+from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
+from vlfit.tasks import fetch, pictures
+from vlfit.tasks.pictures import expand_pictures, load_picture
+
+PNG = picture(64, 48)
+
+
+class Site(BaseHTTPRequestHandler):
+    """A website of pictures and of everything that can go wrong."""
+
+    hosts: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.hosts.append(self.headers["Host"])
+        path, _, rest = self.path[1:].partition("?")
+        if path == "picture.png":
+            self.answer(200, PNG, "image/png")
+        elif path == "page":
+            self.answer(200, b"<!doctype html><html>hello</html>", "text/html")
+        elif path == "json":
+            self.answer(200, b'{"error": "no"}', "application/json")
+        elif path == "nothing":
+            self.answer(200, b"", "image/png")
+        elif path.isdigit():
+            self.answer(int(path), b"sorry", "text/plain")
+        elif path == "redirect":
+            self.answer(302, b"", "text/plain", {"Location": rest})
+        elif path == "loop":
+            self.answer(301, b"", "text/plain", {"Location": "/loop"})
+        elif path == "huge":
+            self.send_response(200)
+            self.send_header("Content-Length", str(10**12))
+            self.end_headers()
+        elif path == "endless":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(bytes(2**20))
+        elif path == "slow":
+            time.sleep(3)
+        elif path == "drip":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"\x89")
+                    time.sleep(0.1)
+        elif path == "gibberish":
+            self.wfile.write(b"this is not HTTP\r\n\r\n")
+
+    def answer(self, status: int, body: bytes, kind: str, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    server.daemon_threads = True
+    server.block_on_close = False
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_bytes_and_paths(tmp_path: Path) -> None:
+    file = tmp_path / "cat.png"
+    file.write_bytes(PNG)
+    assert load_picture(PNG).data == PNG
+    assert load_picture(file) == load_picture(str(file))
+    assert load_picture(file).data == PNG
+    assert load_picture(file).label == str(file)
+
+
+def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "cat.png").write_bytes(PNG)
+    assert load_picture("~/cat.png").data == PNG
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PNG)))
+    assert load_picture("-").data == PNG
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    with pytest.raises(NotAPicture, match="standard input is empty"):
+        load_picture("-")
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PictureNotFound, match=r"nothing\.jpg: no such file") as caught:
+        load_picture(tmp_path / "nothing.jpg")
+    assert "You are in" in caught.value.hint
+    with pytest.raises(PictureNotFound, match="is a folder") as caught:
+        load_picture(tmp_path)
+    assert "*.jpg" in caught.value.hint
+    with pytest.raises(PictureNotFound, match="is no file name"):
+        load_picture("a\0b")
+    with pytest.raises(PictureNotFound, match="cannot be read: File name too long"):
+        load_picture(base64.b64encode(PNG).decode().replace("/", "_"))
+    (tmp_path / "file").write_bytes(PNG)
+    with pytest.raises(PictureNotFound, match="Not a directory"):
+        load_picture(tmp_path / "file" / "cat.png")
+    with pytest.raises(PictureNotFound, match="of URLs, vlfit reads http:"):
+        load_picture("ftp://example.org/cat.png")
+    with pytest.raises(PictureNotFound, match="Give a file by its plain path"):
+        load_picture("file:///etc/passwd")
+
+
+def test_a_file_that_is_no_picture(tmp_path: Path) -> None:
+    file = tmp_path / "page.jpg"
+    file.write_bytes(b"<html>")
+    with pytest.raises(NotAPicture, match=r"page\.jpg is a web page \(HTML\), not a picture"):
+        load_picture(file)
+
+
+def test_a_file_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "MAX_FILE_BYTES", 2**20)
+    with pytest.raises(PictureTooLarge, match="/dev/zero is larger than 1 MiB"):
+        load_picture("/dev/zero")
+
+
+def test_data_urls() -> None:
+    packed = base64.b64encode(PNG).decode()
+    assert load_picture(f"data:image/png;base64,{packed}").data == PNG
+    assert load_picture(f"DATA:;Base64,{packed.rstrip('=')}").data == PNG
+    assert (
+        load_picture(f"data:image/png;base64,{packed[:40]}\n {packed[40:]}", allow_private=False).data == PNG
+    )
+    escaped = packed.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D")
+    assert load_picture(f"data:image/png;base64,{escaped}").data == PNG
+    assert load_picture("data:image/png,%89PNG%0D%0A%1A%0A").data == PNG[:8]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("data:image/png;base64", "has no comma"),
+        ("data:image/png;base64,!!!!", "no valid base64"),
+        ("data:image/png;base64,AAAAA", "no valid base64"),
+        ("data:image/png;base64,ÄÖÜ", "no valid base64"),
+        ("data:image/png;base64,", "data: URL is empty"),
+        ("data:text/html,<html>", "is a web page"),
+    ],
+)
+def test_broken_data_urls(url: str, message: str) -> None:
+    with pytest.raises(NotAPicture, match=message) as caught:
+        load_picture(url, allow_private=False)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "I;16", "F", "YCbCr", "I"])
+def test_pillow_images_lose_nothing(mode: str) -> None:
+    if mode == "I;16":
+        image = Image.fromarray(np.arange(64 * 48, dtype=np.uint16).reshape(48, 64) * 21)
+    elif mode in ("RGBA", "LA"):
+        image = half_transparent(mode)
+    else:
+        image = scene(64, 48).convert(mode)
+    part = load_picture(image)
+    assert part.label == "Pillow image"
+    assert decode(part.data, "p").image.size == (64, 48)
+    with Image.open(io.BytesIO(part.data)) as back:
+        assert np.array_equal(np.asarray(back), np.asarray(image))
+
+
+def test_a_pillow_image_keeps_its_exif_orientation() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    with Image.open(io.BytesIO(encoded(scene(64, 48), "JPEG", exif=exif))) as image:
+        assert decode(load_picture(image).data, "p").image.size == (48, 64)
+
+
+def test_sources_of_other_types() -> None:
+    with pytest.raises(UsageError, match=r"cannot be of type ndarray") as caught:
+        load_picture(np.zeros((4, 4, 3)))  # type: ignore[arg-type]
+    assert "Image.fromarray" in caught.value.hint
+    with pytest.raises(NotAPicture, match="0x5"):
+        load_picture(Image.new("RGB", (0, 5)))
+
+
+def test_a_url(site: str) -> None:
+    part = load_picture(f"{site}/picture.png?token=secret")
+    assert part.data == PNG
+    assert part.label == f"{site}/picture.png"
+
+
+def test_redirects(site: str) -> None:
+    assert load_picture(f"{site}/redirect?/redirect?{site}/picture.png").data == PNG
+    with pytest.raises(PictureNotFound, match="more than 5 redirects"):
+        load_picture(f"{site}/loop")
+    with pytest.raises(PictureNotFound, match="no http: or https: address"):
+        load_picture(f"{site}/redirect?file:///etc/passwd")
+    with pytest.raises(PictureNotFound, match="no http: or https: address"):
+        load_picture(f"{site}/redirect?ftp://example.org/x")
+
+
+@pytest.mark.parametrize("status", [204, 404, 403, 410, 500])
+def test_answers_that_say_no(site: str, status: int) -> None:
+    with pytest.raises(PictureNotFound, match=f"/{status} answers {status}") as caught:
+        load_picture(f"{site}/{status}")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("page", r"answers with a web page \(HTML\), not with a picture"),
+        ("json", "answers with JSON"),
+        ("nothing", "answers with nothing"),
+    ],
+)
+def test_answers_that_are_no_pictures(site: str, path: str, message: str) -> None:
+    with pytest.raises(NotAPicture, match=message):
+        load_picture(f"{site}/{path}")
+
+
+def test_answers_that_are_too_large(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PictureTooLarge, match="/huge is larger than 64 MiB"):
+        load_picture(f"{site}/huge")
+    monkeypatch.setattr(fetch, "MAX_BYTES", 3 * 2**20)
+    with pytest.raises(PictureTooLarge, match="/endless is larger than 3 MiB"):
+        load_picture(f"{site}/endless")
+
+
+@pytest.mark.parametrize("path", ["slow", "drip"])
+def test_answers_that_take_too_long(site: str, path: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(PictureNotFound, match=r"did not answer within 0\.5 s"):
+        load_picture(f"{site}/{path}", timeout_s=0.5)
+    assert time.perf_counter() - started < 2.5
+
+
+def test_hosts_that_do_not_answer(site: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(PictureNotFound, match="cannot be reached"):
+        load_picture(f"http://127.0.0.1:{port}/cat.png")
+    with pytest.raises(PictureNotFound, match="cannot be reached"):
+        load_picture(f"{site}/gibberish")
+    with pytest.raises(PictureNotFound, match="cannot be reached"):
+        load_picture(site.replace("http:", "https:") + "/picture.png")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http:///x", "https://[::1", "http://a b/", "http://x:99999/", "http://%"]
+)
+@pytest.mark.parametrize("allow_private", [True, False])
+def test_urls_that_make_no_sense(url: str, allow_private: bool) -> None:
+    with pytest.raises(PictureNotFound):
+        load_picture(url, allow_private=allow_private)
+
+
+PRIVATE_HOSTS = (
+    "127.0.0.1",
+    "127.1.2.3",
+    "0.0.0.0",
+    "10.1.2.3",
+    "172.16.0.1",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.100.100.200",
+    "168.63.129.16",
+    "224.0.0.1",
+    "255.255.255.255",
+    "2130706433",
+    "0x7f000001",
+    "127.1",
+    "localhost",
+    "[::1]",
+    "[::]",
+    "[::ffff:127.0.0.1]",
+    "[::ffff:10.0.0.1]",
+    "[::127.0.0.1]",
+    "[64:ff9b::7f00:1]",
+    "[64:ff9b:1::1]",
+    "[2002:7f00:1::]",
+    "[2001:0:7f00:1::]",
+    "[fe80::1]",
+    "[fd00:ec2::254]",
+    "[ff02::1]",
+)
+
+
+@pytest.mark.parametrize("host", PRIVATE_HOSTS)
+def test_a_server_does_not_go_into_private_networks(host: str) -> None:
+    with pytest.raises(PrivateAddress, match="which is not a public address"):
+        load_picture(f"http://{host}:9/latest/meta-data", allow_private=False)
+
+
+@pytest.mark.parametrize("host", ["0177.0.0.1", "localhost."])
+def test_forms_that_some_systems_read_lead_nowhere_either(host: str, site: str) -> None:
+    port = site.rpartition(":")[2]
+    with pytest.raises((PrivateAddress, PictureNotFound)):
+        load_picture(f"http://{host}:{port}/picture.png", allow_private=False)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "64:ff9b::808:808"])
+def test_public_addresses(address: str) -> None:
+    assert fetch.is_public(address)
+
+
+def test_a_server_does_not_follow_redirects_into_private_networks(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = site.rpartition(":")[2]
+    public_once = iter([True, False])
+    monkeypatch.setattr(fetch, "is_public", lambda address: next(public_once))
+    with pytest.raises(PrivateAddress, match=r"leads to 127\.0\.0\.1"):
+        load_picture(
+            f"http://127.0.0.1:{port}/redirect?http://localhost:{port}/picture.png", allow_private=False
+        )
+
+
+def test_one_private_address_among_several_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_resolve", lambda host, port: ["8.8.8.8", "192.168.0.1"])
+    with pytest.raises(PrivateAddress, match=r"192\.168\.0\.1"):
+        load_picture("http://example.test/x", allow_private=False)
+
+
+def test_a_server_connects_to_the_address_that_was_checked(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name resolves only for the check; the second address is tried when the first is dead."""
+    port = site.rpartition(":")[2]
+    monkeypatch.setattr(fetch, "_resolve", lambda host, port: ["127.0.0.2", "127.0.0.1"])
+    monkeypatch.setattr(fetch, "is_public", lambda address: True)
+    Site.hosts.clear()
+    assert load_picture(f"http://example.test:{port}/picture.png", allow_private=False).data == PNG
+    assert Site.hosts == [f"example.test:{port}"]
+
+
+def test_tls_names_the_host_and_not_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sni_callback = lambda _socket, name, _context: asked.append(name)
+
+    class Shaker(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            # No certificate here: it is enough to hear the name that the client asks for.
+            with contextlib.suppress(OSError):
+                context.wrap_socket(self.request, server_side=True)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Shaker) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setattr(fetch, "_resolve", lambda host, port: ["127.0.0.1"])
+        monkeypatch.setattr(fetch, "is_public", lambda address: True)
+        with pytest.raises(PictureNotFound, match="cannot be reached"):
+            load_picture(f"https://example.test:{server.server_address[1]}/x", allow_private=False)
+    assert asked == ["example.test"]
+
+
+@pytest.mark.parametrize(
+    "source", ["/etc/passwd", "cat.jpg", "-", "file:///etc/passwd", "ftp://example.org/x"]
+)
+def test_a_server_reads_no_files(source: str) -> None:
+    with pytest.raises(PrivateAddress, match="files of the server are not read"):
+        load_picture(source, allow_private=False)
+
+
+def test_errors_show_no_secrets() -> None:
+    label = fetch.label_of("https://user:word@example.org/a/b.png?token=secret#part")
+    assert label == "https://example.org/a/b.png"
+    assert len(fetch.label_of("https://example.org/" + "x" * 500)) == 120
+
+
+def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jpg", "a.jpg", "c.png", "odd[1].jpg", "deep/er/d.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(PNG)
+    (tmp_path / "folder.jpg").mkdir()
+    assert expand_pictures(["*.jpg"]) == ["a.jpg", "b.jpg", "odd[1].jpg"]
+    assert expand_pictures(["c.png", "?.jpg"]) == ["c.png", "a.jpg", "b.jpg"]
+    assert expand_pictures(["odd[1].jpg"]) == ["odd[1].jpg"]
+    assert expand_pictures(["**/*.jpg"])[:3] == ["a.jpg", "b.jpg", "deep/er/d.jpg"]
+    assert expand_pictures(["missing.jpg", "-"]) == ["missing.jpg", "-"]
+    assert expand_pictures(["http://example.org/x?y=*", "data:,*"]) == ["http://example.org/x?y=*", "data:,*"]
+    with pytest.raises(PictureNotFound, match=r"\*\.gif matches no file"):
+        expand_pictures(["*.gif"])
