@@ -46,22 +46,19 @@ def server(scripted: ScriptedBackend) -> Iterator[Running]:
 
 @pytest.fixture
 def remote(server: Running) -> Iterator[RemoteBackend]:
-    backend = RemoteBackend(server.url)
-    yield backend
-    backend.close()
+    with RemoteBackend(server.url) as backend:
+        yield backend
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
 def test_the_url_is_taken_with_or_without_v1(server: Running, ending: str) -> None:
-    backend = RemoteBackend(server.url + ending)
-    assert backend.model == "scripted"
-    backend.close()
+    with RemoteBackend(server.url + ending) as backend:
+        assert backend.model == "scripted"
 
 
 def test_the_scheme_may_be_left_out(server: Running) -> None:
-    backend = RemoteBackend(f"127.0.0.1:{server.port}")
-    assert backend.model == "scripted"
-    backend.close()
+    with RemoteBackend(f"127.0.0.1:{server.port}") as backend:
+        assert backend.model == "scripted"
 
 
 def test_a_whole_answer(remote: RemoteBackend) -> None:
@@ -189,10 +186,11 @@ def test_a_failure_in_mid_stream(remote: RemoteBackend, scripted: ScriptedBacken
 
 
 def test_another_model_than_the_server_runs(server: Running) -> None:
-    backend = RemoteBackend(server.url, model="gpt-4o")
-    with pytest.raises(UnknownModel, match="this server runs 'scripted'"):
+    with (
+        RemoteBackend(server.url, model="gpt-4o") as backend,
+        pytest.raises(UnknownModel, match="this server runs 'scripted'"),
+    ):
         backend.stream(ask("Hello"), GREEDY)
-    backend.close()
 
 
 def test_a_key(scripted: ScriptedBackend) -> None:
@@ -201,9 +199,8 @@ def test_a_key(scripted: ScriptedBackend) -> None:
             RemoteBackend(server.url)
         with pytest.raises(WrongApiKey, match="wrong"):
             RemoteBackend(server.url, api_key="guess")
-        backend = RemoteBackend(server.url, api_key="secret")
-        assert backend.stream(ask("Hello"), GREEDY).answer().text
-        backend.close()
+        with RemoteBackend(server.url, api_key="secret") as backend:
+            assert backend.stream(ask("Hello"), GREEDY).answer().text
 
 
 def test_no_server(server: Running) -> None:
@@ -272,8 +269,7 @@ def test_another_server_is_told_only_what_openai_knows() -> None:
         bodies.append(body)
         says(": a comment\n\n", WORD, END, USAGE, DONE)(handler, body)
 
-    with other_server(answer) as url:
-        backend = RemoteBackend(url)
+    with other_server(answer) as url, RemoteBackend(url) as backend:
         started = time.perf_counter()
         result = backend.stream(ask("Hello", ImagePart(png("red"))), SamplingParams(min_p=0.1)).answer()
         elapsed = time.perf_counter() - started
@@ -291,17 +287,15 @@ def test_another_server_is_told_only_what_openai_knows() -> None:
         assert url_sent.startswith("data:image/png;base64,")
         with pytest.raises(InvalidRequest, match="clip"):
             backend.stream(ask("Hello", VideoPart((png("red"),))), GREEDY)
-        backend.close()
 
 
 def test_a_server_without_a_list_of_models() -> None:
     with other_server(says(WORD, END, DONE), models=404) as url:
         with pytest.raises(RemoteError, match="404"):
             RemoteBackend(url)
-        backend = RemoteBackend(url, model="mine")
-        assert backend.stream(ask("Hello"), GREEDY).answer().model == "mine"
-        assert backend.default_sampling() == SamplingParams()
-        backend.close()
+        with RemoteBackend(url, model="mine") as backend:
+            assert backend.stream(ask("Hello"), GREEDY).answer().model == "mine"
+            assert backend.default_sampling() == SamplingParams()
 
 
 @pytest.mark.parametrize("models", [[], {"data": 5}, {"data": []}, {"models": []}])
@@ -325,8 +319,9 @@ def test_a_url_that_is_no_openai_api(models: object) -> None:
     ],
 )
 def test_what_goes_wrong_elsewhere(answering: Answering, kind: type[VlfitError], message: str) -> None:
-    with other_server(answering) as url:
-        backend = RemoteBackend(url)
-        with pytest.raises(kind, match=message):
-            backend.stream(ask("Hello"), GREEDY).answer()
-        backend.close()
+    with (
+        other_server(answering) as url,
+        RemoteBackend(url) as backend,
+        pytest.raises(kind, match=message),
+    ):
+        backend.stream(ask("Hello"), GREEDY).answer()

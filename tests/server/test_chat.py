@@ -220,9 +220,7 @@ def test_pictures_arrive_in_order(client: OpenAI, backend: ScriptedBackend) -> N
     pictures = [part.data for part in conversation[0].parts if isinstance(part, ImagePart)]
     assert pictures == [red, blue]
     assert completion.usage is not None
-    details = completion.usage.prompt_tokens_details
-    assert details is not None
-    assert (details.model_extra or {})["image_tokens"] == 160
+    assert completion.usage.model_dump()["prompt_tokens_details"]["image_tokens"] == 160
     seen = {"width": 640, "height": 480, "seen_width": 320, "seen_height": 256, "tokens": 80}
     assert extras(completion)["images"] == [{**seen, "frames": 1, "notes": []}] * 2
 

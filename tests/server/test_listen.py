@@ -68,9 +68,9 @@ def test_an_idle_server_stops_at_once(how: signal.Signals) -> None:
 
 
 def test_a_running_stream_is_drained_and_then_cut_with_an_error() -> None:
-    """An answer of a second still gets through whole; one of 50 seconds is cut, and hears why."""
+    """An answer of half a second still gets through whole; one of 50 seconds is cut, and hears why."""
     with server_process() as (process, url), client_of(url) as client:
-        short = started_stream(client, max_tokens=15)
+        short = started_stream(client, max_tokens=10)
         long = started_stream(client)
         begun = time.perf_counter()
         process.send_signal(signal.SIGINT)

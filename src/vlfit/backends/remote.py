@@ -9,7 +9,8 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from vlfit.backends import openai_wire
 from vlfit.engine.answer import Answer, Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
@@ -75,6 +76,14 @@ class RemoteBackend:
     def close(self) -> None:
         """Close all connections, which ends what still runs on them."""
         self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _models(self, *, optional: bool) -> list[dict[str, Any]]:
         """The cards of ``/v1/models``; a server without it is fine if the model's name is known."""

@@ -174,7 +174,7 @@ def serve(
 
 def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
     from vlfit.backends.native import NativeBackend
-    from vlfit.cli.session import _loading
+    from vlfit.cli.loading import loading
     from vlfit.client import choose_model
     from vlfit.engine.options import EngineOptions
 
@@ -192,7 +192,7 @@ def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
     )
     if settings.max_tokens is not None:
         options = replace(options, max_tokens=settings.max_tokens)
-    with _loading(name, printer) as progress:
+    with loading(name, printer) as progress:
         return NativeBackend.load(name, options, progress)
 
 

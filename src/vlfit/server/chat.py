@@ -24,9 +24,11 @@ from vlfit.server.failures import JSONReply, error_body
 from vlfit.server.replies import PING, Reply, event
 from vlfit.server.schemas import ChatRequest, parse_chat_request
 from vlfit.server.settings import ServerSettings
-from vlfit.server.threads import in_thread
+from vlfit.server.threads import Threads
 from vlfit.units import format_bytes
 
+PREPARED_AT_ONCE = 8
+FETCHED_AT_ONCE = 64
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -44,6 +46,9 @@ class ChatEndpoint:
         self._backend = backend
         self._settings = settings
         self._closing = closing
+        # Apart, so that waiting for slow web servers never keeps requests from being prepared.
+        self._work = Threads(PREPARED_AT_ONCE)
+        self._fetches = Threads(FETCHED_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._closing.check()
@@ -66,12 +71,12 @@ class ChatEndpoint:
                 raise
 
     async def _answer(self, body: bytes, request: Request, streaming: "_Streaming") -> None:
-        wishes = await in_thread(parse_chat_request, body)
+        wishes = await self._work.run(parse_chat_request, body)
         wishes.refuse_unsupported()
         check_model(wishes.model, self._backend, self._settings)
         sampling = sampling_of(wishes, self._backend.default_sampling())
-        conversation = await build_conversation(wishes, self._settings)
-        prepared = await in_thread(self._backend.prepare, conversation, sampling)
+        conversation = await build_conversation(wishes, self._settings, self._fetches)
+        prepared = await self._work.run(self._backend.prepare, conversation, sampling)
         reply = self._reply(wishes, prepared, request.state.request_id)
         with Choices(self._backend, prepared, sampling, len(reply.choices)) as choices:
             if wishes.stream:

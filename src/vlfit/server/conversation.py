@@ -6,12 +6,15 @@ Knows: roles, parts, which URLs a server may open. Does not know: how pictures a
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 from vlfit.engine.conversation import Conversation, ImagePart, Message, Part, Role, TextPart, VideoPart
 from vlfit.errors import InvalidRequest, NotAPicture, PictureError
 from vlfit.server.schemas import ChatMessage, ChatRequest, ContentPart, ImageContent, TextContent
 from vlfit.server.settings import ServerSettings
-from vlfit.server.threads import in_thread
+from vlfit.server.threads import Threads
+
+FETCHES_OF_ONE_REQUEST = 8  # so that one request with many slow pictures does not hold up the others
 
 # OpenAI renamed "system"; clients send either.
 _ROLES: dict[str, Role] = {
@@ -22,8 +25,10 @@ _ROLES: dict[str, Role] = {
 }
 
 
-async def build_conversation(request: ChatRequest, settings: ServerSettings) -> Conversation:
-    """The conversation, its pictures fetched side by side.
+async def build_conversation(
+    request: ChatRequest, settings: ServerSettings, fetches: Threads
+) -> Conversation:
+    """The conversation, its pictures fetched side by side on ``fetches``.
 
     Raises ``InvalidRequest`` for roles and parts that make no sense, ``PictureError`` for a URL that gives no
     picture; the error of the picture that comes first in the request, whichever failed first.
@@ -41,7 +46,7 @@ async def build_conversation(request: ChatRequest, settings: ServerSettings) -> 
         )
     for where, url in places:
         _check_url(where, url)
-    pictures = iter(await _fetch_all(places, settings.allow_private_urls))
+    pictures = iter(await _fetch_all(places, settings.allow_private_urls, fetches))
     return tuple(
         Message(role, _parts(message, pictures))
         for role, message in zip(roles, request.messages, strict=True)
@@ -86,17 +91,22 @@ def _check_url(where: str, url: str) -> None:
         )
 
 
-async def _fetch_all(places: list[tuple[str, str]], allow_private: bool) -> list[ImagePart]:
-    async def fetch(where: str, url: str) -> ImagePart:
+async def _fetch_all(places: list[tuple[str, str]], allow_private: bool, fetches: Threads) -> list[ImagePart]:
+    mine = asyncio.Semaphore(FETCHES_OF_ONE_REQUEST)
+
+    async def fetch(number: int, where: str, url: str) -> ImagePart:
         try:
-            return await in_thread(_fetch, url, allow_private)
+            async with mine:
+                picture = await fetches.run(_fetch, url, allow_private)
         except PictureError as error:
             error.param = error.param or where
             raise
+        # Many pictures may be data: URLs; an error in decoding one should say which.
+        return replace(picture, label=f"picture {number}") if url[:5].lower() == "data:" else picture
 
-    results = await asyncio.gather(*(fetch(*place) for place in places), return_exceptions=True)
+    tasks = [fetch(number, *place) for number, place in enumerate(places, 1)]
     pictures: list[ImagePart] = []
-    for result in results:
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
         pictures.append(result)

@@ -30,7 +30,7 @@ class ServerSettings:
     allow_origins: tuple[str, ...] = ()
     body_limit: int = 64 * MIB
     picture_limit: int = 256
-    drain_seconds: float = 1.5
+    drain_seconds: float = 1.0
     ping_seconds: float = 15.0
 
     def __post_init__(self) -> None:

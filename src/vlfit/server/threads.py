@@ -1,7 +1,7 @@
 """Blocking work beside the event loop, in threads that never hold up the end of the process.
 
-The usual thread pool waits at exit for whatever its threads still do; a picture that comes slowly from far
-away would keep Ctrl-C waiting. These threads are daemons. Knows nothing of requests.
+The usual thread pool waits at exit for whatever its threads still do; a picture that comes slowly from afar
+would keep Ctrl-C waiting. These threads are daemons. Knows nothing of requests.
 """
 
 import asyncio
@@ -9,43 +9,46 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-THREADS_AT_ONCE = 16
-_permits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
+class Threads:
+    """At most ``at_once`` threads, each for one call. Belongs to one event loop."""
 
-async def in_thread(function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
-    """``function(*args, **kwargs)`` in a thread of its own, at most ``THREADS_AT_ONCE`` of them at a time.
+    def __init__(self, at_once: int) -> None:
+        self._permits = asyncio.Semaphore(at_once)
 
-    When the caller is cancelled the thread runs to its end, keeps its permit so long, and its result is
-    dropped.
-    """
-    loop = asyncio.get_running_loop()
-    permit = _permits.setdefault(loop, asyncio.Semaphore(THREADS_AT_ONCE))
-    future: asyncio.Future[Result] = loop.create_future()
-    await permit.acquire()
+    async def run(
+        self, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
+    ) -> Result:
+        """``function(*args, **kwargs)`` in a thread.
 
-    def settle(result: Result | None, error: BaseException | None) -> None:
-        permit.release()
-        if future.done():  # the caller was cancelled
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+        When the caller is cancelled the thread runs to its end, keeps its permit so long, and its result is
+        dropped.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        await self._permits.acquire()
 
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
+        def settle(result: Result | None, error: BaseException | None) -> None:
+            self._permits.release()
+            if future.done():  # the caller was cancelled
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
 
-    threading.Thread(target=work, name="vlfit-server-work", daemon=True).start()
-    return await future
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+                loop.call_soon_threadsafe(settle, result, error)
+
+        threading.Thread(target=work, name="vlfit-server-work", daemon=True).start()
+        return await future

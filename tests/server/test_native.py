@@ -1,0 +1,240 @@
+"""The server over our own engine and a tiny checkpoint: the same words as in process, nothing left behind."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.pictures import picture
+from tests.server.harness import Running, running, wait_for
+from tests.server.pictures import data_url
+from vlfit.backends.native import NativeBackend
+from vlfit.backends.remote import RemoteBackend
+from vlfit.engine.conversation import ImagePart, ask
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.server.settings import ServerSettings
+
+CONTEXT = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Callable[[str], Path]) -> Path:
+    return tiny("tied")
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> Iterator[NativeBackend]:
+    with NativeBackend.load(folder, EngineOptions(device="cpu", context=CONTEXT, sequences=4)) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def server(backend: NativeBackend) -> Iterator[Running]:
+    with running(backend, ServerSettings(context=backend.context)) as running_server:
+        yield running_server
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(backend: NativeBackend) -> Iterator[None]:
+    yield
+    wait_for(lambda: free_blocks(backend) == backend._loop.engine.pool.blocks)
+
+
+def free_blocks(backend: NativeBackend) -> int:
+    return backend._loop.engine.pool.free
+
+
+def about(question: str, *pictures: bytes) -> list[ChatCompletionMessageParam]:
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": data_url(data)}} for data in pictures]
+    parts.append({"type": "text", "text": question})
+    return cast(list[ChatCompletionMessageParam], [{"role": "user", "content": parts}])
+
+
+def test_the_same_words_as_in_process(server: Running, backend: NativeBackend) -> None:
+    """By the openai package and by our own remote backend: text, image sizes, tokens and logprobs."""
+    data = picture(300, 200, seed=1)
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, top_logprobs=3)
+    conversation = ask("what is this?", ImagePart(data))
+    direct = backend.stream(conversation, sampling).answer()
+    with RemoteBackend(server.url) as remote:
+        through = remote.stream(conversation, sampling).answer()
+    assert through.text == direct.text
+    assert (through.images, through.usage, through.model) == (direct.images, direct.usage, direct.model)
+    assert [token.token_id for token in through.logprobs] == [token.token_id for token in direct.logprobs]
+    assert [t.logprob for t in through.logprobs] == pytest.approx(
+        [t.logprob for t in direct.logprobs], abs=1e-4
+    )
+    with server.openai() as client:
+        completion = client.chat.completions.create(
+            model=backend.model,
+            messages=about("what is this?", data),
+            max_tokens=24,
+            temperature=0,
+            extra_body={"ignore_eos": True, "top_k": 0},
+        )
+    assert completion.choices[0].message.content == direct.text
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens == direct.usage.prompt_tokens
+
+
+def test_a_seed_repeats_a_sampled_answer_and_choices_differ(server: Running, backend: NativeBackend) -> None:
+    def texts() -> list[str | None]:
+        with server.openai() as client:
+            completion = client.chat.completions.create(
+                model=backend.model,
+                messages=about("hello"),
+                max_tokens=12,
+                temperature=1.5,
+                n=3,
+                seed=7,
+                extra_body={"ignore_eos": True},
+            )
+        return [choice.message.content for choice in completion.choices]
+
+    first = texts()
+    assert texts() == first
+    assert len(set(first)) == 3
+
+
+def test_four_streams_at_once_say_what_each_says_alone(server: Running, backend: NativeBackend) -> None:
+    pictures = [picture(200 + 40 * seed, 160, seed=seed) for seed in range(4)]
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    alone = [backend.stream(ask("what is it?", ImagePart(data)), sampling).answer().text for data in pictures]
+
+    async def one(client: AsyncOpenAI, data: bytes) -> str:
+        stream = await client.chat.completions.create(
+            model=backend.model,
+            messages=about("what is it?", data),
+            max_tokens=40,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "top_k": 0},
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def four() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, data) for data in pictures))
+
+    assert asyncio.run(four()) == alone
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_its_blocks(
+    server: Running, backend: NativeBackend, stream: bool
+) -> None:
+    body = {"messages": about("go on"), "max_tokens": 400, "ignore_eos": True, "stream": stream}
+    blocks = backend._loop.engine.pool.blocks
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    with server.socket() as connection:
+        connection.sendall(head.encode() + content)
+        wait_for(lambda: free_blocks(backend) < blocks)
+    begun = time.perf_counter()
+    wait_for(lambda: free_blocks(backend) == blocks, seconds=1.0)
+    assert time.perf_counter() - begun < 1.0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"not a picture",
+        b"",
+        picture(300, 200, seed=1)[:200],
+        b"GIF89a\xff\xff\xff\xff\x00\x00\x00" + bytes(31),
+        b"<!doctype html><html></html>",
+    ],
+)
+def test_bad_pictures(server: Running, backend: NativeBackend, data: bytes) -> None:
+    with server.openai() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=backend.model, messages=about("what?", data))
+    assert caught.value.code == "invalid_image"
+
+
+def test_what_does_not_fit(server: Running, backend: NativeBackend) -> None:
+    with server.openai() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=backend.model, messages=about("words " * 600))
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
+            client.chat.completions.create(model=backend.model, messages=about("hello"), max_tokens=5000)
+        begun = time.perf_counter()
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model=backend.model, messages=about("x" * 10**7))
+        assert time.perf_counter() - begun < 3
+
+
+def test_the_command_serves_and_stops(folder: Path) -> None:
+    """``vlfit serve``, as a person or a script starts it, with a request under way when Ctrl-C comes."""
+    command = "from vlfit.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "serve", str(folder), "--port", "0", "--device", "cpu", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert ready["url"].startswith("http://127.0.0.1:")
+        assert ready["device"] == "cpu"
+        by_path = {"model": str(folder), "messages": about("hello"), "max_tokens": 3}
+        assert httpx.post(f"{ready['url']}/v1/chat/completions", json=by_path).status_code == 200
+        card = httpx.get(f"{ready['url']}/v1/models").json()["data"][0]
+        assert (card["id"], card["max_model_len"]) == (ready["model"], ready["context"])
+        long = {
+            "messages": about("go on"),
+            "ignore_eos": True,
+            "max_tokens": ready["context"] - 100,
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{ready['url']}/v1/chat/completions", json=long, timeout=20) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            begun = time.perf_counter()
+            process.send_signal(signal.SIGINT)
+            rest = list(lines)
+        assert process.wait(timeout=10) == 0
+        assert time.perf_counter() - begun < 3
+        assert "engine_stopped" in rest[-2] or rest[-2] == "data: [DONE]"
+        assert process.stderr is not None
+        told = process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+    assert f"ready: {ready['model']} on cpu, context {ready['context']} tokens, at {ready['url']}/v1" in told
+    assert "curl" in told
+    assert "Traceback" not in told
+    assert told.endswith("stopped\n")
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, server: Running) -> None:
+    command = [sys.executable, "-c", "from vlfit.cli.main import main; main()", "serve"]
+
+    def failing(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == ""
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stderr
+
+    code, told = failing(str(tmp_path), "--port", "0")
+    assert code == 1
+    assert "config.json" in told
+    code, told = failing(str(tmp_path), "--port", str(server.port))
+    assert code == 1
+    assert f"port {server.port}" in told
+    code, told = failing("mini", "--model", "other")
+    assert code == 2
+    assert failing("--port", "70000")[0] == 2

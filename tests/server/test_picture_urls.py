@@ -1,0 +1,100 @@
+"""Pictures that the server fetches itself, from a web server of ours on loopback."""
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, cast
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.server.harness import running
+from tests.server.pictures import png
+from tests.server.scripted import ScriptedBackend
+from vlfit.engine.conversation import ImagePart
+from vlfit.server.settings import ServerSettings
+
+OPEN = ServerSettings(allow_private_urls=True)
+
+
+class Gallery(BaseHTTPRequestHandler):
+    """``/red.png`` and the like after a tenth of a second; ``/page`` is HTML; all else is 404."""
+
+    def do_GET(self) -> None:
+        if self.path.endswith(".png"):
+            time.sleep(0.1)
+            self.answer(200, "image/png", png(self.path[1:-4]))
+        elif self.path == "/page":
+            self.answer(200, "text/html", b"<!doctype html><html>Sign in</html>")
+        else:
+            self.answer(404, "text/plain", b"no such picture")
+
+    def answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def gallery() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gallery) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def showing(*urls: str) -> list[ChatCompletionMessageParam]:
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return cast(list[ChatCompletionMessageParam], [{"role": "user", "content": parts}])
+
+
+def test_pictures_are_fetched_side_by_side_and_kept_in_order(gallery: str) -> None:
+    colours = ["red", "blue", "green", "white", "black", "orange"]
+    urls = [f"{gallery}/{colour}.png" for colour in colours]
+    backend = ScriptedBackend()
+    with running(backend, OPEN) as server, server.openai() as client:
+        client.chat.completions.create(model="scripted", messages=showing(urls[0]))  # imports done
+        begun = time.perf_counter()
+        client.chat.completions.create(model="scripted", messages=showing(*urls))
+        assert time.perf_counter() - begun < 0.5, "one after another they take 0.6 s"
+    parts = backend.asked[1][0][0].parts
+    assert [part.data for part in parts if isinstance(part, ImagePart)] == [png(colour) for colour in colours]
+
+
+def test_the_same_address_is_refused_by_default(gallery: str) -> None:
+    with (
+        running(ScriptedBackend()) as server,
+        server.openai() as client,
+        pytest.raises(openai.BadRequestError) as caught,
+    ):
+        client.chat.completions.create(model="scripted", messages=showing(f"{gallery}/red.png"))
+    assert caught.value.code == "invalid_image"
+    assert "private" in caught.value.message
+
+
+@pytest.mark.parametrize("path", ["/page", "/missing", "/"])
+def test_what_is_not_a_picture(gallery: str, path: str) -> None:
+    with running(ScriptedBackend(), OPEN) as server, server.openai() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="scripted", messages=showing(gallery + path))
+        assert caught.value.code == "invalid_image"
+        client.chat.completions.create(model="scripted", messages=showing(f"{gallery}/red.png"))
+
+
+def test_a_dead_address(gallery: str) -> None:
+    with (
+        running(ScriptedBackend(), OPEN) as server,
+        server.openai() as client,
+        pytest.raises(openai.BadRequestError) as caught,
+    ):
+        client.chat.completions.create(model="scripted", messages=showing("http://127.0.0.1:9/x.png"))
+    assert caught.value.code == "invalid_image"
