@@ -145,8 +145,10 @@ def _lines(interactive: bool) -> Iterator[str]:
     while True:
         try:
             yield (input("> ") if sys.stdout.isatty() else _prompted_line()).strip()
-        except EOFError:
-            typer.echo(err=True)
+        except (EOFError, KeyboardInterrupt) as ending:
+            typer.echo(err=True)  # the cursor still stands behind the prompt
+            if isinstance(ending, KeyboardInterrupt):
+                raise
             return
 
 
