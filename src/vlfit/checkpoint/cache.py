@@ -70,11 +70,11 @@ def count_parameters(tensors: dict[str, TensorInfo]) -> int:
 def cached_models() -> list[LocalModel]:
     """Every Qwen3-VL checkpoint in the cache, by name. Older commits are named ``org/name@commit``."""
     models: list[LocalModel] = []
-    for repository in sorted(cache_root().glob("models--*--*")):
+    for repository in cache_root().glob("models--*--*"):
         name = repository.name.removeprefix("models--").replace("--", "/", 1)
         blobs = repository / "blobs"
         partial = sum(path.stat().st_size for path in blobs.glob("*.incomplete") if path.is_file())
-        for snapshot in sorted(path for path in repository.glob("snapshots/*") if path.is_dir()):
+        for snapshot in (path for path in repository.glob("snapshots/*") if path.is_dir()):
             revision = _revisions(repository, snapshot.name)[0]
             model = describe(name if revision == "main" else f"{name}@{revision}", snapshot)
             if model is not None and not model.complete:
@@ -82,7 +82,7 @@ def cached_models() -> list[LocalModel]:
                 model = replace(model, bytes=model.bytes + partial)
             if model is not None:
                 models.append(model)
-    return models
+    return sorted(models, key=lambda model: model.name)
 
 
 def remove(name: str) -> int:

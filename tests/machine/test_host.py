@@ -1,0 +1,92 @@
+"""RAM and WSL2 from ``/proc`` trees of several kinds of computer."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vlfit.machine.host import read_host
+from vlfit.machine.survey import survey
+from vlfit.units import GIB, KIB, MIB
+
+MEMINFO = (
+    "MemTotal:       16384000 kB\nMemFree:          500000 kB\nMemAvailable:    8192000 kB\nHugePages: 0\n"
+)
+LINUX = "6.8.0-49-generic\n"
+WSL2 = "5.15.167.4-microsoft-standard-WSL2\n"
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    folder = tmp_path / "proc"
+    write(folder / "meminfo", MEMINFO)
+    write(folder / "sys" / "kernel" / "osrelease", LINUX)
+    write(folder / "self" / "cgroup", "0::/user.slice/shell\n")
+    return folder
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_ram(proc: Path, tmp_path: Path) -> None:
+    host = read_host(proc, tmp_path / "none")
+    assert (host.ram_total, host.ram_available, host.wsl2) == (16384000 * KIB, 8192000 * KIB, False)
+
+
+@pytest.mark.parametrize(
+    ("release", "wsl2"), [(WSL2, True), (LINUX, False), ("4.4.0-19041-Microsoft\n", False), ("", False)]
+)
+def test_wsl2(proc: Path, tmp_path: Path, release: str, wsl2: bool) -> None:
+    write(proc / "sys" / "kernel" / "osrelease", release)
+    assert read_host(proc, tmp_path / "none").wsl2 is wsl2
+
+
+def test_limit_of_a_container(proc: Path, tmp_path: Path) -> None:
+    """The limit stands on an outer group; file pages that can be dropped do not count as used."""
+    groups = tmp_path / "cgroup"
+    write(groups / "user.slice" / "shell" / "memory.max", "max\n")
+    write(groups / "user.slice" / "shell" / "memory.current", "1\n")
+    write(groups / "user.slice" / "memory.max", f"{4 * GIB}\n")
+    write(groups / "user.slice" / "memory.current", f"{3 * GIB}\n")
+    write(groups / "user.slice" / "memory.stat", f"anon 5\ninactive_file {2 * GIB}\n")
+    host = read_host(proc, groups)
+    assert (host.ram_total, host.ram_available) == (4 * GIB, 3 * GIB)
+
+
+def test_limit_of_an_older_container(proc: Path, tmp_path: Path) -> None:
+    """Control groups of version 1; inside, the process's own path is not visible but the root is."""
+    write(proc / "self" / "cgroup", "12:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n")
+    groups = tmp_path / "cgroup"
+    write(groups / "memory" / "memory.limit_in_bytes", f"{2 * GIB}\n")
+    write(groups / "memory" / "memory.usage_in_bytes", f"{512 * MIB}\n")
+    host = read_host(proc, groups)
+    assert (host.ram_total, host.ram_available) == (2 * GIB, 2 * GIB - 512 * MIB)
+
+
+def test_limit_above_the_ram_is_no_limit(proc: Path, tmp_path: Path) -> None:
+    groups = tmp_path / "cgroup"
+    write(groups / "memory.max", f"{2**63 - 4096}\n")
+    write(groups / "memory.current", "0\n")
+    assert read_host(proc, groups).ram_available == 8192000 * KIB
+
+
+def test_group_over_its_limit_has_nothing_left(proc: Path, tmp_path: Path) -> None:
+    groups = tmp_path / "cgroup"
+    write(groups / "memory.max", f"{GIB}\n")
+    write(groups / "memory.current", f"{2 * GIB}\n")
+    assert read_host(proc, groups).ram_available == 0
+
+
+def test_computer_without_proc(tmp_path: Path) -> None:
+    host = read_host(tmp_path / "none", tmp_path / "none")
+    assert host.ram_total == host.ram_available == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_this_computer() -> None:
+    machine = survey()
+    assert 0 < machine.host.ram_available <= machine.host.ram_total
+    assert (machine.no_gpu_reason == "") is bool(machine.gpus)
+    for gpu in machine.gpus:
+        assert 0 <= gpu.free <= gpu.total
