@@ -37,7 +37,8 @@ def test_both_ways_to_a_model_have_the_same_methods(way: type) -> None:
 def test_names_of_what_they_give() -> None:
     assert public(WordStream) == ["answer", "close", "images"]
     assert public(ChatSession) == ["ask", "history", "reset", "stream"]
-    assert public(Scene) == ["answer", "image", "objects", "summary", "text", "usage", "warnings"]
+    scene = ["answer", "height", "objects", "summary", "text", "usage", "warnings", "width"]
+    assert public(Scene) == scene
     assert public(SceneObject) == ["box", "box_1000", "label"]
     answer = ["finish_reason", "images", "logprobs", "model", "text", "timings", "usage"]
     assert public(Answer) == answer

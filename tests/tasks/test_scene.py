@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from tests.scripted_backend import ScriptedBackend, answer, png
-from vlfit.engine.conversation import ImagePart
+from tests.pictures import rotated_by_exif
+from tests.scripted_backend import ScriptedBackend, ScriptedStream, answer, png
+from vlfit.engine.conversation import Conversation, ImagePart
+from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import UnreadableAnswer
 from vlfit.tasks.prompts import SCENE
 from vlfit.tasks.scene import Scene, read_scene, scene
@@ -21,7 +23,7 @@ WHOLE = {
 
 
 def read(text: str, width: int = 640, height: int = 480) -> Scene:
-    return read_scene(answer(text, width=width, height=height))
+    return read_scene(answer(text, width=width, height=height), width, height)
 
 
 def boxes(found: Scene) -> list[tuple[int, int, int, int]]:
@@ -46,7 +48,7 @@ def test_asks_the_prompt_greedily_and_gives_pixels_of_the_original() -> None:
     assert found.objects[0].box_1000 == (100, 200, 500, 800)
     assert found.text == ("WELCOME",)
     assert found.warnings == ()
-    assert (found.image.width, found.image.height) == (640, 480)
+    assert (found.width, found.height) == (640, 480)
     assert found.usage == found.answer.usage
 
 
@@ -81,7 +83,7 @@ def test_one_object_alone() -> None:
 
 def test_nothing_to_see() -> None:
     assert read("[]").objects == ()
-    assert read("{}") == Scene("", (), (), answer("{}", width=640, height=480))
+    assert read("{}") == Scene("", (), (), 640, 480, answer("{}", width=640, height=480))
 
 
 @pytest.mark.parametrize("length", range(1, len(json.dumps(WHOLE))))
@@ -197,13 +199,20 @@ def test_no_json_at_all_is_an_error_with_the_whole_answer(text: str) -> None:
 
 def test_says_when_it_was_cut_off_by_the_token_limit() -> None:
     cut = answer('{"summary": "A cat", "objects": [{"label"', finish_reason="length")
-    assert any("cut off at" in warning for warning in read_scene(cut).warnings)
+    assert any("cut off at" in warning for warning in read_scene(cut, 640, 480).warnings)
     with pytest.raises(UnreadableAnswer, match="cut off at"):
-        read_scene(answer('{"summary": "A c', finish_reason="length"))
+        read_scene(answer('{"summary": "A c', finish_reason="length"), 640, 480)
 
 
-def test_a_server_that_does_not_tell_the_size_is_an_error() -> None:
-    backend = ScriptedBackend([json.dumps(WHOLE)])
-    stream = backend.stream((), backend.default_sampling())
-    with pytest.raises(UnreadableAnswer, match="does not say how large"):
-        read_scene(stream.answer())
+def test_a_server_that_does_not_tell_the_size() -> None:
+    """Servers that are not ours answer without it: then the picture itself is looked at, upright."""
+
+    class Silent(ScriptedBackend):
+        def stream(self, conversation: Conversation, sampling: SamplingParams) -> ScriptedStream:
+            stream = super().stream(conversation, sampling)
+            stream.images = ()
+            return stream
+
+    found = scene(Silent([json.dumps(WHOLE)]), ImagePart(rotated_by_exif(6, width=96, height=64)))
+    assert (found.width, found.height) == (64, 96)
+    assert boxes(found)[1] == (0, 67, 64, 96)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlfit.backends.base import Backend
-from vlfit.engine.answer import Answer, ImageSeen, Usage
+from vlfit.engine.answer import Answer, Usage
 from vlfit.engine.conversation import ImagePart, ask
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import UnreadableAnswer
@@ -36,18 +36,18 @@ class SceneObject:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture taken apart. ``warnings`` says in words what was mended or dropped of the model's answer."""
+    """A picture taken apart. ``width`` and ``height`` are the original's, in pixels, upright.
+
+    ``warnings`` says in words what was mended or dropped of the model's answer.
+    """
 
     summary: str
     objects: tuple[SceneObject, ...]
     text: tuple[str, ...]
+    width: int
+    height: int
     answer: Answer
     warnings: tuple[str, ...] = ()
-
-    @property
-    def image(self) -> ImageSeen:
-        """The picture as the model saw it, with its original size."""
-        return self.answer.images[0]
 
     @property
     def usage(self) -> Usage:
@@ -61,18 +61,22 @@ class Scene:
 def scene(backend: Backend, picture: ImagePart, sampling: SamplingParams | None = None) -> Scene:
     """Ask for a summary, objects with boxes, and the words seen in ``picture``.
 
-    Raises ``UnreadableAnswer`` if the model did not answer in JSON, or the backend did not say how large the
-    picture is; ``PictureError`` and ``DoesNotFit`` as every task does.
+    Raises ``UnreadableAnswer`` if the model did not answer in JSON; ``PictureError`` and ``DoesNotFit`` as
+    every task does.
     """
-    return read_scene(backend.stream(ask(SCENE, picture), sampling or SamplingParams()).answer())
+    answer = backend.stream(ask(SCENE, picture), sampling or SamplingParams()).answer()
+    return read_scene(answer, *_original_size(answer, picture))
 
 
-def read_scene(answer: Answer) -> Scene:
-    """The scene in ``answer``: JSON with the three parts asked for, or a bare list of objects with boxes."""
+def read_scene(answer: Answer, width: int, height: int) -> Scene:
+    """What ``answer`` says of a picture of ``width`` x ``height`` pixels.
+
+    It should be JSON with the three parts asked for, or a bare list of objects with boxes.
+    """
     found = find_json(answer.text)
     if found is None:
         raise _unreadable(answer)
-    reader = _Reader(*_original_size(answer), warnings=list(found.warnings))
+    reader = _Reader(width, height, warnings=list(found.warnings))
     if answer.finish_reason == "length":
         reader.warnings.append(f"the answer was cut off at {answer.usage.completion_tokens} tokens")
     parts = _as_parts(found.value)
@@ -80,6 +84,8 @@ def read_scene(answer: Answer) -> Scene:
         summary=reader.read_summary(parts.get("summary")),
         objects=reader.read_objects(parts.get("objects")),
         text=reader.read_text(parts.get("text")),
+        width=width,
+        height=height,
         answer=answer,
         warnings=tuple(reader.warnings),
     )
@@ -96,14 +102,13 @@ def _unreadable(answer: Answer) -> UnreadableAnswer:
     return UnreadableAnswer(message, hint, answer=answer.text)
 
 
-def _original_size(answer: Answer) -> tuple[int, int]:
-    if not answer.images:
-        raise UnreadableAnswer(
-            f"the server of {answer.model} does not say how large the picture is, so boxes have no pixels",
-            "use a vlfit server, or load the model here with --model",
-            answer=answer.text,
-        )
-    return answer.images[0].width, answer.images[0].height
+def _original_size(answer: Answer, picture: ImagePart) -> tuple[int, int]:
+    """Width and height in pixels, from the backend; servers that are not ours do not tell it."""
+    if answer.images:
+        return answer.images[0].width, answer.images[0].height
+    from vlfit.engine.picture_files import decode
+
+    return decode(picture.data, picture.label).image.size
 
 
 def _as_parts(value: Any) -> dict[str, Any]:
