@@ -170,7 +170,7 @@ def test_errors_keep_their_kind(remote: RemoteBackend, scripted: ScriptedBackend
     with pytest.raises(PictureError):
         remote.stream(ask("What?", ImagePart(b"")), GREEDY)
     scripted.prepare_error = DoesNotFit("9000 tokens are more than 4096", "send less")
-    with pytest.raises(DoesNotFit, match=r"9000 tokens are more than 4096\. send less") as caught:
+    with pytest.raises(DoesNotFit, match=r"9000 tokens are more than 4096; send less") as caught:
         remote.stream(ask("What?"), GREEDY)
     assert caught.value.exit_code == 3
     scripted.prepare_error = InvalidRequest("roles must alternate", param="messages")

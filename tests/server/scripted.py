@@ -34,6 +34,7 @@ class ScriptedBackend:
     """``words`` are said one by one, ``delay`` seconds before each.
 
     ``prepare_error`` is raised by ``prepare``; ``error_after`` words the completion fails with ``error``.
+    Completions wait for each other at ``together``.
     """
 
     words: tuple[str, ...] = ("A ", "red ", "circle", " 🙂", ".")
@@ -43,6 +44,7 @@ class ScriptedBackend:
     prepare_delay: float = 0.0
     error: Exception | None = None
     error_after: int = 2
+    together: threading.Barrier | None = None
     model: str = "scripted"
     context: int = CONTEXT
     asked: list[tuple[Conversation, SamplingParams]] = field(default_factory=list)
@@ -88,6 +90,8 @@ class ScriptedBackend:
         self, prepared: Prepared, sampling: SamplingParams, listener: Listener, ticket: ScriptedTicket
     ) -> None:
         try:
+            if self.together is not None:
+                self.together.wait(timeout=10)
             self._say_all(prepared, sampling, listener, ticket)
         finally:
             ticket.ended.set()

@@ -260,7 +260,7 @@ def test_wrong_routes(server: Running, method: str, path: str, status: int, code
 
 def test_what_does_not_fit(client: OpenAI, backend: ScriptedBackend) -> None:
     backend.prepare_error = DoesNotFit("5000 tokens are more than 4096.", "send a smaller picture")
-    with pytest.raises(openai.BadRequestError, match=r"more than 4096\. send a smaller picture"):
+    with pytest.raises(openai.BadRequestError, match=r"more than 4096; send a smaller picture"):
         client.chat.completions.create(model="scripted", messages=HELLO)
 
 
@@ -292,7 +292,7 @@ def test_a_failure_before_the_first_word(client: OpenAI, backend: ScriptedBacken
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (DeviceError("the GPU is out of memory", "send less"), "the GPU is out of memory. send less"),
+        (DeviceError("the GPU is out of memory", "send less"), "the GPU is out of memory; send less"),
         (ValueError("secret detail"), "the server made a mistake"),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -262,8 +263,8 @@ def test_low_detail_is_said_to_be_ignored(client: OpenAI) -> None:
 
 
 def test_four_streams_at_once(server: Running, backend: ScriptedBackend) -> None:
-    """Each of four takes 5 x 60 ms; one after another they would take four times that."""
-    backend.delay = 0.06
+    """None of the four says a word before all have begun."""
+    backend.together = threading.Barrier(4)
 
     async def one(client: AsyncOpenAI) -> str:
         stream = await client.chat.completions.create(model="scripted", messages=HELLO, stream=True)

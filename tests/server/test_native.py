@@ -2,15 +2,11 @@
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -174,67 +170,3 @@ def test_what_does_not_fit(server: Running, backend: NativeBackend) -> None:
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model=backend.model, messages=about("x" * 10**7))
         assert time.perf_counter() - begun < 3
-
-
-def test_the_command_serves_and_stops(folder: Path) -> None:
-    """``vlfit serve``, as a person or a script starts it, with a request under way when Ctrl-C comes."""
-    command = "from vlfit.cli.main import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, "serve", str(folder), "--port", "0", "--device", "cpu", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
-        assert ready["url"].startswith("http://127.0.0.1:")
-        assert ready["device"] == "cpu"
-        by_path = {"model": str(folder), "messages": about("hello"), "max_tokens": 3}
-        assert httpx.post(f"{ready['url']}/v1/chat/completions", json=by_path).status_code == 200
-        card = httpx.get(f"{ready['url']}/v1/models").json()["data"][0]
-        assert (card["id"], card["max_model_len"]) == (ready["model"], ready["context"])
-        long = {
-            "messages": about("go on"),
-            "ignore_eos": True,
-            "max_tokens": ready["context"] - 100,
-            "stream": True,
-        }
-        with httpx.stream("POST", f"{ready['url']}/v1/chat/completions", json=long, timeout=20) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            begun = time.perf_counter()
-            process.send_signal(signal.SIGINT)
-            rest = list(lines)
-        assert process.wait(timeout=10) == 0
-        assert time.perf_counter() - begun < 3
-        assert "engine_stopped" in rest[-2] or rest[-2] == "data: [DONE]"
-        assert process.stderr is not None
-        told = process.stderr.read()
-    finally:
-        process.kill()
-        process.communicate()
-    assert f"ready: {ready['model']} on cpu, context {ready['context']} tokens, at {ready['url']}/v1" in told
-    assert "curl" in told
-    assert "Traceback" not in told
-    assert told.endswith("stopped\n")
-
-
-def test_the_command_says_what_is_wrong(tmp_path: Path, server: Running) -> None:
-    command = [sys.executable, "-c", "from vlfit.cli.main import main; main()", "serve"]
-
-    def failing(*arguments: str) -> tuple[int, str]:
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
-        assert done.stdout == ""
-        assert "Traceback" not in done.stderr
-        return done.returncode, done.stderr
-
-    code, told = failing(str(tmp_path), "--port", "0")
-    assert code == 1
-    assert "config.json" in told
-    code, told = failing(str(tmp_path), "--port", str(server.port))
-    assert code == 1
-    assert f"port {server.port}" in told
-    code, told = failing("mini", "--model", "other")
-    assert code == 2
-    assert failing("--port", "70000")[0] == 2

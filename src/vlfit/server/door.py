@@ -85,13 +85,14 @@ class Door:
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         level = logging.DEBUG if scope["path"] == "/health" else logging.INFO
         state = scope["state"]
+        note = " ".join(state["note"].split())
         log.log(
             level,
-            "%s %s %r %d %.2f s %s",
+            "%s %s %r %d %.2f s%s",
             state["request_id"][:12],
             scope["method"],
             scope["path"][:200],
             status,
             seconds,
-            " ".join(state["note"].split()),
+            f" {note}" if note else "",
         )

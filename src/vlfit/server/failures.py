@@ -32,11 +32,17 @@ def error_body(error: Exception) -> dict[str, Any]:
     much.
     """
     if isinstance(error, VlfitError):
-        hint = f"{error.message.rstrip('.')}. {error.hint}" if error.hint else error.message
-        return _body(error.http_status, hint, error.code, error.param)
+        return _body(error.http_status, _in_one(error.message, error.hint), error.code, error.param)
     return _body(
         500, "the server made a mistake; its log says more under this request's id", "internal_error"
     )
+
+
+def _in_one(message: str, hint: str) -> str:
+    """What happened and what to do, in one line, as OpenAI's shape has room for one text only."""
+    if not hint:
+        return message
+    return f"{message.rstrip('.')}{'. ' if hint[0].isupper() else '; '}{hint}"
 
 
 def error_status(error: Exception) -> int:

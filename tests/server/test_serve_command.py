@@ -1,0 +1,117 @@
+"""``vlfit serve`` as a person or a script starts it, with a tiny checkpoint."""
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vlfit.cli.serve import _warn_if_open
+from vlfit.server.listen import bind
+from vlfit.settings import read_settings
+
+VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()", "serve"]
+
+
+def about(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_the_command_serves_and_stops(tiny: Callable[[str], Path]) -> None:
+    """With a request under way when Ctrl-C comes."""
+    folder = tiny("tied")
+    process = subprocess.Popen(
+        [*VLFIT, str(folder), "--port", "0", "--device", "cpu", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert ready["url"].startswith("http://127.0.0.1:")
+        assert ready["device"] == "cpu"
+        by_path = {"model": str(folder), "messages": about("hello"), "max_tokens": 3}
+        assert httpx.post(f"{ready['url']}/v1/chat/completions", json=by_path).status_code == 200
+        card = httpx.get(f"{ready['url']}/v1/models").json()["data"][0]
+        assert (card["id"], card["max_model_len"]) == (ready["model"], ready["context"])
+        long = {
+            "messages": about("go on"),
+            "ignore_eos": True,
+            "max_tokens": ready["context"] - 100,
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{ready['url']}/v1/chat/completions", json=long, timeout=20) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            begun = time.perf_counter()
+            process.send_signal(signal.SIGINT)
+            rest = list(lines)
+        assert process.wait(timeout=10) == 0
+        assert time.perf_counter() - begun < 3
+        assert "engine_stopped" in rest[-2] or rest[-2] == "data: [DONE]"
+        assert process.stderr is not None
+        told = process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+    assert f"ready: {ready['model']} on cpu, context {ready['context']} tokens, at {ready['url']}/v1" in told
+    assert "curl" in told
+    assert "Traceback" not in told
+    assert told.endswith("stopped\n")
+
+
+def failing(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run([*VLFIT, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    code, told = failing(str(tmp_path), "--port", "0")
+    assert code == 1
+    assert "config.json" in told
+
+
+def test_a_taken_port_is_known_before_anything_is_loaded(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, told = failing(str(tmp_path), "--port", str(port))
+    assert code == 1
+    assert f"port {port}" in told
+    assert "config.json" not in told
+
+
+@pytest.mark.parametrize(
+    "arguments", [("mini", "--model", "other"), ("--port", "70000"), ("--sequences", "0")]
+)
+def test_wrong_usage(arguments: tuple[str, ...]) -> None:
+    code, _ = failing(*arguments)
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "192.168.1.2"}, True),
+        ({"host": "0.0.0.0", "api_key": "secret"}, False),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "::1"}, False),
+    ],
+)
+def test_an_open_server_is_warned_about(
+    given: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        _warn_if_open(read_settings(**given))
+    assert ("asks for no key" in caplog.text) == warned
