@@ -118,6 +118,12 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         load_picture("-")
 
 
+def test_standard_input_that_nobody_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(PictureNotFound, match="nothing is piped into it"):
+        load_picture("-")
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(PictureNotFound, match=r"nothing\.jpg: no such file") as caught:
         load_picture(tmp_path / "nothing.jpg")

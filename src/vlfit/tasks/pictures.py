@@ -57,7 +57,7 @@ def load_picture(
             "Send the picture itself as data:image/jpeg;base64,... or give an https: address.",
         )
     if source == "-":
-        return _checked(_read(sys.stdin.buffer, "standard input"), "standard input")
+        return _checked(_from_stdin(), "standard input")
     if "://" in source[:16] or scheme.startswith("file:"):
         raise PictureNotFound(
             f"{_short(source)}: of URLs, vlfit reads http:, https: and data:",
@@ -84,6 +84,14 @@ def expand_pictures(patterns: list[str]) -> list[str]:
             raise PictureNotFound(f"{pattern} matches no file", f"You are in {Path.cwd()}.")
         names += found
     return names
+
+
+def _from_stdin() -> bytes:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise PictureNotFound(
+            "- means standard input, and nothing is piped into it", "Write: vlfit caption - < photo.jpg"
+        )
+    return _read(sys.stdin.buffer, "standard input")
 
 
 def _from_file(name: str) -> bytes:
