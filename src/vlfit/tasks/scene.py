@@ -19,6 +19,7 @@ from vlfit.tasks.prompts import SCENE
 # The prompt asks for the first of each; models that were taught otherwise write the others.
 _BOX_NAMES = ("bbox_2d", "bbox", "box_2d", "box")
 _LABEL_NAMES = ("label", "name")
+_MOST_SHOWN = 500  # letters of an unreadable answer in the error's message; the error carries all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def read_scene(answer: Answer, width: int, height: int) -> Scene:
 
 
 def _unreadable(answer: Answer) -> UnreadableAnswer:
-    said = repr(answer.text.strip())
+    said = repr(answer.text.strip()[:_MOST_SHOWN]) + ("..." if len(answer.text) > _MOST_SHOWN else "")
     if answer.finish_reason == "length":
         tokens = answer.usage.completion_tokens
         message = f"{answer.model} was cut off at {tokens} tokens, before any of its JSON was whole: {said}"

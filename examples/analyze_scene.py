@@ -1,0 +1,23 @@
+"""List what is in a picture and where, with a running server.
+
+python examples/analyze_scene.py [PICTURE]     needs examples/start_server.py running
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from vlfit import Client
+
+HERE = Path(__file__).parent
+picture = sys.argv[1] if len(sys.argv) > 1 else min((HERE / "pictures").glob("*.png"))
+
+with Client(os.environ.get("VLFIT_SERVER", "http://127.0.0.1:8000")) as client:
+    scene = client.scene(picture)
+print(scene.summary)
+for thing in scene.objects:
+    left, top, right, bottom = thing.box
+    print(f"  {thing.label}: from ({left}, {top}) to ({right}, {bottom}) pixels")
+print("  words:", ", ".join(scene.text) or "none")
+for warning in scene.warnings:
+    print(f"  {warning}", file=sys.stderr)

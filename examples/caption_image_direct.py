@@ -1,0 +1,16 @@
+"""Caption pictures in this process, no server: the model is loaded once for all of them.
+
+python examples/caption_image_direct.py [PICTURE...]
+"""
+
+import sys
+from pathlib import Path
+
+from vlfit import VLM
+
+HERE = Path(__file__).parent
+pictures = sys.argv[1:] or [str(min((HERE / "pictures").glob("*.png")))]
+
+with VLM() as vlm:
+    for picture in pictures:
+        print(f"{picture}: {vlm.caption(picture).text}")

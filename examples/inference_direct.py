@@ -1,0 +1,24 @@
+"""Run a model in this process, no server: load once, then stream an answer and see what it cost.
+
+python examples/inference_direct.py [PICTURE] [MODEL]
+"""
+
+import sys
+from pathlib import Path
+
+from vlfit import VLM
+
+HERE = Path(__file__).parent
+picture = sys.argv[1] if len(sys.argv) > 1 else min((HERE / "pictures").glob("*.png"))
+model = sys.argv[2] if len(sys.argv) > 2 else "auto"
+
+with VLM(model) as vlm:
+    words = vlm.stream("Describe this picture in one sentence.", picture)
+    for piece in words:
+        print(piece, end="", flush=True)
+    answer = words.answer()
+print()
+print(f"{answer.model}: {answer.usage.prompt_tokens} tokens in, {answer.usage.completion_tokens} out")
+if answer.timings is not None:
+    print(f"first word after {answer.timings.first_token_s:.2f} s")
+    print(f"then {answer.timings.decode_tokens_per_s:.0f} tokens/s")
