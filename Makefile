@@ -13,35 +13,39 @@ SHELL := /bin/bash
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
-PYTHON_IN_VENV := .venv/bin/python
+IN_VENV := .venv/bin/python
+# A folder that was moved or copied needs its environment set up again: it holds absolute paths.
+ifneq ($(shell cat .venv/.place 2>/dev/null),$(CURDIR))
+$(shell rm -f $(RUN) $(DEV))
+endif
 # Two workers on small machines; each keeps torch to one thread, so that they do not fight over the cores.
 WORKERS ?= 2
 
 demo: $(RUN)
-	.venv/bin/vlfit caption --model mini examples/pictures/*
+	$(IN_VENV) -m vlfit caption --model mini examples/pictures/*
 
 test: lint types tests
 
 lint: $(DEV)
-	@.venv/bin/ruff format --check --quiet . && .venv/bin/ruff check --quiet . && echo "ruff: clean"
+	@$(IN_VENV) -m ruff format --check --quiet . && $(IN_VENV) -m ruff check --quiet . && echo "ruff: clean"
 
 types: $(DEV)
-	@.venv/bin/mypy
+	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n $(WORKERS)
+	@OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS)
 
 venv: $(DEV)
 
 docs: $(DEV)
-	@$(PYTHON_IN_VENV) -m vlfit.cli.docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
-	@$(PYTHON_IN_VENV) scripts/structure.py
+	@$(IN_VENV) -m vlfit.cli.docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+	@$(IN_VENV) scripts/structure.py
 
 bench: $(DEV)
-	@$(PYTHON_IN_VENV) -m benchmarks.engine
+	@$(IN_VENV) -m benchmarks.engine
 
 eval-mini: $(DEV)
-	@$(PYTHON_IN_VENV) -m training.mini.evaluate
+	@$(IN_VENV) -m training.mini.evaluate
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache benchmarks/cache
