@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from vlfit.checkpoint import hub
+from vlfit.checkpoint.source import locate
 from vlfit.cli.printing import Printer
 
 Progress = Callable[[str, float], None]
@@ -11,8 +13,11 @@ Progress = Callable[[str, float], None]
 def loading(name: str, printer: Printer) -> AbstractContextManager[Progress]:
     """Shows that ``name`` is being loaded, within a ``with`` block.
 
-    Gives a function to call with what is being done and the share of the whole that is done.
+    Gives a function to call with what is being done and the share of the whole that is done. A model of the
+    hub that is not here yet is fetched first, with a line of its own: the two would write over each other.
     """
+    if hub.is_hub_name(name):
+        locate(name)
     return _bar(name) if printer.lively else _line(name, printer)
 
 
