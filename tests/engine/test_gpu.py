@@ -1,0 +1,59 @@
+"""The engine on a CUDA device: the same words as on the CPU in float32, in every weights format."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.test_parity import CONVERSATIONS, relative, run
+from tests.tiny import TINY
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import Engine
+from vlfit.engine.layers.linear import Fp8Linear
+from vlfit.engine.options import EngineOptions
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def engine(folder: Path, device: str, dtype: str = "float32") -> Engine:
+    options = EngineOptions(device=device, dtype=dtype, context=1024, chunk=64, sequences=5)
+    return Engine(open_checkpoint(folder), options)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_greedy_tokens_are_those_of_the_cpu(tiny: Callable[[str], Path], name: str) -> None:
+    conversations = list(CONVERSATIONS.values())
+    expected = run(engine(tiny(name), "cpu"), *conversations)
+    assert run(engine(tiny(name), "cuda"), *conversations) == expected
+
+
+def test_fp8_weights_stay_fp8(tiny: Callable[[str], Path]) -> None:
+    layer = engine(tiny("fp8"), "cuda").runner.text.layers[0]
+    assert isinstance(layer.down, Fp8Linear)
+    assert all(weight.dtype == torch.float8_e4m3fn for weight, _ in layer.down.parts)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(tiny: Callable[[str], Path], dtype: str) -> None:
+    """Hidden states of one forward pass; tokens of random weights may differ in half precision."""
+    exact, rounded = engine(tiny("tied"), "cuda"), engine(tiny("tied"), "cuda", dtype)
+    seen = []
+    for each in (exact, rounded):
+        prompt = each.prompts.build(CONVERSATIONS["picture"])
+        features = each.runner.encode(prompt.images[0])
+        seen.append(features.rows.float())
+    assert relative(seen[1], seen[0]) < 0.05
+
+
+def test_loading_leaves_nothing_beside_the_model(tiny: Callable[[str], Path]) -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loaded = engine(tiny("tied"), "cuda")
+    weights = loaded.checkpoint.weight_bytes
+    held = torch.cuda.memory_allocated() - before - loaded.runner.cache.nbytes
+    # torch rounds each tensor up to 512 bytes.
+    assert weights <= held <= weights + 512 * 2 * len(loaded.checkpoint.tensors)
