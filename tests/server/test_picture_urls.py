@@ -19,7 +19,7 @@ OPEN = ServerSettings(allow_private_urls=True)
 
 
 class Gallery(BaseHTTPRequestHandler):
-    """``/red.png`` and the like; ``/together/red.png`` once six such are asked for; ``/page`` is HTML; else 404."""
+    """``/red.png`` and the like; ``/together/red.png`` once six such are asked for; ``/page`` is HTML."""
 
     together = threading.Barrier(6)
 

@@ -170,6 +170,7 @@ def serve(
         finally:
             _close(backend)
     printer.note("stopped")
+    _leave()
 
 
 def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
@@ -243,11 +244,14 @@ def _log_to_stderr(quiet: bool) -> None:
 
 
 def _close(backend: "NativeBackend") -> None:
-    """Give the memory back. A forward pass under way cannot be stopped: then the process ends under it."""
+    """Give the memory back. A forward pass under way cannot be stopped, and is not waited for very long."""
     closing = threading.Thread(target=backend.close, daemon=True)
     closing.start()
     closing.join(CLOSING_SECONDS)
-    if closing.is_alive():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+
+
+def _leave() -> None:
+    """End the process now: taking torch apart can last a second, while the person at Ctrl-C waits."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
