@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.server.harness import Running, running
+from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
 from vlfit.errors import DeviceError, DoesNotFit, EngineStopped
@@ -299,13 +299,18 @@ def test_a_failure_before_the_first_word(client: OpenAI, backend: ScriptedBacken
 def test_a_failure_in_mid_stream_is_an_event(
     client: OpenAI, backend: ScriptedBackend, error: Exception, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "vlfit.server")
     backend.error, backend.error_after = error, 2
     words: list[str] = []
     stream = client.chat.completions.create(model="scripted", messages=HELLO, stream=True)
-    with pytest.raises(openai.APIError) as caught, caplog.at_level(logging.CRITICAL):
+    with pytest.raises(openai.APIError) as caught:
         words.extend(chunk.choices[0].delta.content or "" for chunk in stream)
     assert "".join(words) == "A red "
     assert caught.value.message.startswith(says)
+    wait_for(lambda: " 200 " in caplog.text)
+    assert str(error).splitlines()[0] in caplog.text
+    tracebacks = [record for record in caplog.records if record.exc_info]
+    assert len(tracebacks) == (1 if isinstance(error, ValueError) else 0)
 
 
 def test_a_failing_choice_ends_the_others(client: OpenAI, backend: ScriptedBackend) -> None:

@@ -7,12 +7,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.pictures import picture
+from tests.pictures import (
+    animation,
+    cmyk_jpeg,
+    deep_png,
+    gif_claiming_4_gigapixels,
+    picture,
+    png_claiming,
+    rotated_by_exif,
+)
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import data_url
 from vlfit.backends.native import NativeBackend
@@ -149,14 +158,39 @@ def test_a_client_that_hangs_up_frees_its_blocks(
         b"not a picture",
         b"",
         picture(300, 200, seed=1)[:200],
-        b"GIF89a\xff\xff\xff\xff\x00\x00\x00" + bytes(31),
+        picture(300, 200, "JPEG")[:900],
+        gif_claiming_4_gigapixels(),
+        png_claiming(0, 0),
+        png_claiming(1, 20_000),
+        png_claiming(20_000, 20_000),
         b"<!doctype html><html></html>",
     ],
+    ids=["text", "empty", "png cut", "jpeg cut", "gif bomb", "0x0", "1x20000", "20000x20000", "html"],
 )
 def test_bad_pictures(server: Running, backend: NativeBackend, data: bytes) -> None:
     with server.openai() as client, pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=backend.model, messages=about("what?", data))
     assert caught.value.code == "invalid_image"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        cmyk_jpeg(),
+        deep_png(np.arange(96 * 64).reshape(64, 96) * 10),
+        animation("WEBP"),
+        rotated_by_exif(6),
+        picture(96, 64, "BMP"),
+    ],
+    ids=["cmyk", "16 bit", "animated", "rotated", "bmp"],
+)
+def test_odd_pictures_are_seen(server: Running, backend: NativeBackend, data: bytes) -> None:
+    with server.openai() as client:
+        completion = client.chat.completions.create(
+            model=backend.model, messages=about("what?", data), max_tokens=2
+        )
+    [seen] = (completion.model_extra or {})["vlfit"]["images"]
+    assert seen["tokens"] == seen["seen_width"] * seen["seen_height"] // 1024 > 0
 
 
 def test_what_does_not_fit(server: Running, backend: NativeBackend) -> None:

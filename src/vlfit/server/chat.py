@@ -64,11 +64,9 @@ class ChatEndpoint:
                 raise
             # The status line is long gone, so the failure is told as an event, and the stream ends without
             # [DONE].
-            request.state.note = str(error).splitlines()[0] if str(error) else type(error).__name__
             await streaming.send(event(error_body(error)))
             await streaming.end()
-            if not isinstance(error, EngineStopped):
-                raise
+            raise  # to the door, which logs it
 
     async def _answer(self, body: bytes, request: Request, streaming: "_Streaming") -> None:
         wishes = await self._work.run(parse_chat_request, body)
@@ -83,7 +81,7 @@ class ChatEndpoint:
                 await streaming.send(reply.opening())
                 async for index, chunk in choices.chunks(self._settings.ping_seconds):
                     await streaming.send(PING if chunk is None else reply.step(index, chunk))
-                    request.state.note = reply.note()
+                request.state.note = reply.note()
                 await streaming.end()
                 return
             async for index, chunk in choices.chunks(self._settings.ping_seconds):

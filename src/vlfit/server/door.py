@@ -40,9 +40,11 @@ class Door:
         state["request_id"] = uuid4().hex
         state["note"] = ""
         status = 0
+        whole = False
 
         async def send_and_note(message: Message) -> None:
-            nonlocal status
+            nonlocal status, whole
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
@@ -55,11 +57,10 @@ class Door:
             status = HUNG_UP
         except Exception as error:
             self._explain(error, state)
-            if (
-                status
-            ):  # too late for another answer; breaking off tells the client that this one is not whole
-                raise
-            await error_reply(error)(scope, receive, send_and_note)
+            if not status:
+                await error_reply(error)(scope, receive, send_and_note)
+            elif not whole:
+                raise  # too late for another answer; breaking off tells the client that this one is not whole
         finally:
             self._log(scope, status, time.perf_counter() - started)
 
