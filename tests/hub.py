@@ -67,11 +67,13 @@ class Hub:
         return self.repositories[name]
 
     def downloads(self, file: str) -> list[Request]:
-        """The GET requests for ``file``, in order."""
+        """The GET requests that asked for the contents of ``file``, in order; redirects are not counted."""
+        large = any(len(kept.files.get(file, b"")) >= LARGE for kept in self.repositories.values())
+        home = "/storage/" if large else "/"
         return [
             request
             for request in self.requests
-            if request.method == "GET" and request.path.endswith(f"/{file}")
+            if request.method == "GET" and request.path.startswith(home) and request.path.endswith(f"/{file}")
         ]
 
     def start(self) -> None:
@@ -113,6 +115,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             parts = path.strip("/").split("/")
             if parts[:2] == ["api", "models"] and len(parts) >= 4:
                 self._answer_api("/".join(parts[2:4]), parts[4:])
+            elif len(parts) == 4 and parts[0] == "storage":
+                self._send_file(hub.repositories["/".join(parts[1:3])], parts[3])
             elif len(parts) >= 5 and parts[2] == "resolve":
                 self._answer_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
             else:
@@ -140,8 +144,21 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return
             if path not in repository.files:
                 self._refuse(404, "EntryNotFound", "no such file")
-                return
-            self._send_file(repository, path)
+            elif len(repository.files[path]) >= LARGE:
+                self._send_elsewhere(repository, name, path)
+            else:
+                self._send_file(repository, path)
+
+        def _send_elsewhere(self, repository: HubRepository, name: str, path: str) -> None:
+            """Large files lie on another server; the hub says where, how large and with which checksum."""
+            data = repository.files[path]
+            self.send_response(302)
+            self.send_header("Location", f"{hub.url}/storage/{name}/{path}")
+            self.send_header("X-Repo-Commit", repository.commit)
+            self.send_header("X-Linked-Etag", f'"{_etag(data)}"')
+            self.send_header("X-Linked-Size", str(len(data)))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def _repository(self, name: str) -> HubRepository | None:
             token = self._token()

@@ -97,7 +97,7 @@ def remove(name: str) -> int:
         # Files that other revisions share must stay, which huggingface_hub knows how to tell.
         repository = folder.parent.parent
         before = _size(repository)
-        scan_cache_dir().delete_revisions(folder.name).execute()
+        scan_cache_dir(cache_root()).delete_revisions(folder.name).execute()
         return before - (_size(repository) if repository.is_dir() else 0)
     before = _size(folder)
     shutil.rmtree(folder)

@@ -170,33 +170,53 @@ def _check_disk(folder: Path, needed: int) -> None:
 
 def _fetch(item: _Item, meter: _Meter) -> None:
     """Bring ``item`` to its end and move it in place. One process at a time works on a file."""
+    with _locked(item.lock, meter):
+        if item.blob.is_file():
+            meter.add(item.size)  # another process was quicker
+            return
+        if item.done > item.size:
+            meter.add(-item.done)
+            item.partial.unlink()
+        while item.done < item.size:
+            _fetch_more(item, meter)
+        _check_sum(item)
+        item.partial.replace(item.blob)
+
+
+def _fetch_more(item: _Item, meter: _Meter) -> None:
+    """One request for the rest of ``item``. A connection that breaks fails only if it brought nothing."""
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    # Compressed transfers cannot be continued from a byte of the file.
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    start = item.done
+    try:
+        with item.partial.open("ab") as file:
+            metered: Any = _MeteredFile(file, meter)
+            http_get(item.url, metered, resume_size=start, headers=headers, expected_size=item.size)
+    except _Stopped:
+        raise
+    except Exception:
+        if item.done <= start:
+            raise
+        time.sleep(1)
+
+
+@contextmanager
+def _locked(path: Path, meter: _Meter) -> Iterator[None]:
+    """Hold huggingface_hub's own lock of a file, so that its other users and we wait for each other."""
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     with ExitStack() as stack:
         while True:
             meter.check()
             try:
-                # huggingface_hub's own lock for this file, so that its other users wait for us too.
-                stack.enter_context(WeakFileLock(item.lock, timeout=0.5))
+                stack.enter_context(WeakFileLock(path, timeout=0.5))
                 break
             except TimeoutError:
                 time.sleep(0.1)
-        if item.blob.is_file():
-            meter.add(item.size)
-            return
-        if item.done > item.size:
-            meter.add(-item.done)
-            item.partial.unlink()
-        if item.done < item.size:
-            file = stack.enter_context(item.partial.open("ab"))
-            metered: Any = _MeteredFile(file, meter)
-            # Compressed transfers cannot be continued from a byte of the file.
-            headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-            http_get(item.url, metered, resume_size=item.done, headers=headers, expected_size=item.size)
-            file.flush()
-        _check_sum(item)
-        item.partial.replace(item.blob)
+        yield
 
 
 def _check_sum(item: _Item) -> None:
