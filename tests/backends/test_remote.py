@@ -33,19 +33,25 @@ from vlfit.server.settings import ServerSettings
 GREEDY = SamplingParams()
 
 
-@pytest.fixture
-def scripted() -> ScriptedBackend:
+@pytest.fixture(scope="module")
+def shared_backend() -> ScriptedBackend:
     return ScriptedBackend()
 
 
-@pytest.fixture
-def server(scripted: ScriptedBackend) -> Iterator[Running]:
-    with running(scripted) as running_server:
+@pytest.fixture(scope="module")
+def server(shared_backend: ScriptedBackend) -> Iterator[Running]:
+    with running(shared_backend) as running_server:
         yield running_server
 
 
 @pytest.fixture
-def remote(server: Running) -> Iterator[RemoteBackend]:
+def scripted(shared_backend: ScriptedBackend) -> ScriptedBackend:
+    shared_backend.reset()
+    return shared_backend
+
+
+@pytest.fixture
+def remote(server: Running, scripted: ScriptedBackend) -> Iterator[RemoteBackend]:
     with RemoteBackend(server.url) as backend:
         yield backend
 

@@ -52,6 +52,10 @@ class ScriptedBackend:
     tickets: list[ScriptedTicket] = field(default_factory=list)
     closed: bool = False
 
+    def reset(self) -> None:
+        """As new: forget what was asked, and what was changed. For one server that many tests share."""
+        self.__dict__.update(ScriptedBackend().__dict__)
+
     def default_sampling(self) -> SamplingParams:
         return SamplingParams(temperature=0.7, top_p=0.8, top_k=20)
 

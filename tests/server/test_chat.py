@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from tests.server.harness import Running, running
 from tests.server.pictures import data_url, png
-from tests.server.scripted import ScriptedBackend
+from tests.server.scripted import CONTEXT, ScriptedBackend
 from vlfit.engine.conversation import ImagePart, TextPart, VideoPart
 from vlfit.server.settings import ServerSettings
 
@@ -22,19 +22,25 @@ SAID = "A red circle 🙂."
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is this?"}]
 
 
-@pytest.fixture
-def backend() -> ScriptedBackend:
+@pytest.fixture(scope="module")
+def shared_backend() -> ScriptedBackend:
     return ScriptedBackend()
 
 
-@pytest.fixture
-def server(backend: ScriptedBackend) -> Iterator[Running]:
-    with running(backend, ServerSettings(aliases=("nickname",), context=backend.context)) as running_server:
+@pytest.fixture(scope="module")
+def server(shared_backend: ScriptedBackend) -> Iterator[Running]:
+    with running(shared_backend, ServerSettings(aliases=("nickname",), context=CONTEXT)) as running_server:
         yield running_server
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
+def backend(shared_backend: ScriptedBackend) -> ScriptedBackend:
+    shared_backend.reset()
+    return shared_backend
+
+
+@pytest.fixture
+def client(server: Running, backend: ScriptedBackend) -> Iterator[OpenAI]:
     with server.openai() as client:
         yield client
 
@@ -179,7 +185,7 @@ def test_streamed_logprobs_and_usage(client: OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_the_bytes_of_a_stream(server: Running) -> None:
+def test_the_bytes_of_a_stream(server: Running, backend: ScriptedBackend) -> None:
     body = {"messages": HELLO, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"

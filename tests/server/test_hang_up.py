@@ -10,19 +10,25 @@ import pytest
 
 from tests.server.harness import Running, running, wait_for
 from tests.server.scripted import ScriptedBackend
-from vlfit.server.settings import ServerSettings
 
 
-@pytest.fixture
-def backend() -> ScriptedBackend:
-    """Speaks for half a minute unless it is cancelled."""
-    return ScriptedBackend(words=("word ",) * 600, delay=0.05)
+@pytest.fixture(scope="module")
+def shared_backend() -> ScriptedBackend:
+    return ScriptedBackend()
 
 
-@pytest.fixture
-def server(backend: ScriptedBackend) -> Iterator[Running]:
-    with running(backend, ServerSettings(body_limit=1024**2)) as running_server:
+@pytest.fixture(scope="module")
+def server(shared_backend: ScriptedBackend) -> Iterator[Running]:
+    with running(shared_backend) as running_server:
         yield running_server
+
+
+@pytest.fixture
+def backend(shared_backend: ScriptedBackend) -> ScriptedBackend:
+    """Speaks for half a minute unless it is cancelled."""
+    shared_backend.reset()
+    shared_backend.words, shared_backend.delay = ("word ",) * 600, 0.05
+    return shared_backend
 
 
 def send(server: Running, **fields: Any) -> socket.socket:
