@@ -10,7 +10,7 @@ from pathlib import Path
 from vlfit import Client
 
 HERE = Path(__file__).parent
-pictures = sys.argv[1:] or [str(min((HERE / "pictures").glob("*.png")))]
+pictures = sys.argv[1:] or [str(min(HERE.glob("pictures/*.png")))]
 
 with Client(os.environ.get("VLFIT_SERVER", "http://127.0.0.1:8000")) as client:
     for picture in pictures:

@@ -9,7 +9,7 @@ from pathlib import Path
 from vlfit import VLM
 
 HERE = Path(__file__).parent
-pictures = sys.argv[1:] or [str(min((HERE / "pictures").glob("*.png")))]
+pictures = sys.argv[1:] or [str(min(HERE.glob("pictures/*.png")))]
 
 with VLM() as vlm:
     for picture in pictures:

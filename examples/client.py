@@ -10,12 +10,9 @@ from pathlib import Path
 
 from openai import OpenAI
 
-HERE = Path(__file__).parent
-picture = Path(sys.argv[1]) if len(sys.argv) > 1 else min((HERE / "pictures").glob("*.png"))
+picture = Path(sys.argv[1] if len(sys.argv) > 1 else min(Path(__file__).parent.glob("pictures/*.png")))
 question = sys.argv[2] if len(sys.argv) > 2 else "What is in this picture?"
-
-server = os.environ.get("VLFIT_SERVER", "http://127.0.0.1:8000")
-client = OpenAI(base_url=f"{server}/v1", api_key=os.environ.get("VLFIT_API_KEY", "not needed"))
+client = OpenAI(base_url=os.environ.get("VLFIT_SERVER", "http://127.0.0.1:8000") + "/v1", api_key="none")
 url = "data:image;base64," + base64.b64encode(picture.read_bytes()).decode()
 chunks = client.chat.completions.create(
     model=client.models.list().data[0].id,

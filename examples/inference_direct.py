@@ -9,7 +9,7 @@ from pathlib import Path
 from vlfit import VLM
 
 HERE = Path(__file__).parent
-picture = sys.argv[1] if len(sys.argv) > 1 else min((HERE / "pictures").glob("*.png"))
+picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))
 model = sys.argv[2] if len(sys.argv) > 2 else "auto"
 
 with VLM(model) as vlm:

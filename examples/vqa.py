@@ -10,7 +10,7 @@ from pathlib import Path
 from vlfit import Client
 
 HERE = Path(__file__).parent
-picture = sys.argv[1] if len(sys.argv) > 1 else min((HERE / "pictures").glob("*.png"))
+picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))
 questions = sys.argv[2:] or ["What is in this picture?", "What colour is the background?"]
 
 with Client(os.environ.get("VLFIT_SERVER", "http://127.0.0.1:8000")) as client:

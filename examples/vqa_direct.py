@@ -9,7 +9,7 @@ from pathlib import Path
 from vlfit import VLM
 
 HERE = Path(__file__).parent
-picture = sys.argv[1] if len(sys.argv) > 1 else min((HERE / "pictures").glob("*.png"))
+picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))
 questions = sys.argv[2:] or ["What is in this picture?", "What colour is the background?"]
 
 with VLM() as vlm:
