@@ -6,7 +6,7 @@ The model is opened when it is first needed, so that a missing file is reported 
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
-from vlfit.cli.loading import loading as _loading
+from vlfit.cli.loading import loading
 from vlfit.cli.options import CommonOptions
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError
@@ -50,7 +50,7 @@ class Session:
             choice = choose_model()
             name = choice.model
             self.printer.note(choice.reason)
-        with _loading(name, self.printer) as progress:
+        with loading(name, self.printer) as progress:
             return VLM(
                 name,
                 device=settings.device,
