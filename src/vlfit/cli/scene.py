@@ -25,8 +25,8 @@ def scene(
 
     Gives a summary, the objects with their boxes, and the words on it, for each picture. Boxes are
     left, top, right, bottom in pixels of the original picture; beside them stand the model's own numbers, in
-    thousandths of width and height. What had to be mended or dropped of its answer is said on stderr, and
-    under "warnings" in JSON.
+    thousandths of width and height. What had to be mended or dropped of its answer is said on stderr. In
+    JSON that is under "warnings", the words seen under "words", and the answer as it came under "text".
 
     \b
     Examples:
