@@ -10,6 +10,7 @@ is 1 if the tokens differ.
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,7 +51,9 @@ def read_options() -> argparse.Namespace:
                         help=f"mini, {', '.join(SHAPES)} or folders (default: mini random-100m)")  # fmt: skip
     parser.add_argument("--gpu", action="store_true", help="measure on the first CUDA device")
     parser.add_argument("--dtype", default="float32", choices=DTYPE_BYTES, help="of the computation")
-    parser.add_argument("--threads", type=int, default=2, help="of torch on the CPU")
+    # On a machine that others use too, --threads 1 is fairer: two threads wait for each other at every step.
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=cores, help="of torch on the CPU (default: all cores)")
     parser.add_argument("--tokens", type=int, default=64, help="decoded in each round")
     parser.add_argument("--processes", type=int, default=3, help="of each engine, in turn")
     parser.add_argument("--rounds", type=int, default=3, help="in each process, after one that warms up")
