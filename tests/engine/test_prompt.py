@@ -1,5 +1,6 @@
 """Conversations to tokens, held to transformers' processor; and what a person's text cannot do."""
 
+import inspect
 import json
 import shutil
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import processing_utils
 
 from tests.pictures import picture
 from tests.reference_processor import reference_ids, reference_processor
@@ -131,6 +133,10 @@ def test_control_tokens_in_text_are_text(prompts: PromptBuilder, processor: Any,
     assert words.count(text) == 2
 
 
+@pytest.mark.skipif(
+    "sanitize_control_tokens" not in inspect.getsource(processing_utils),
+    reason="this transformers has no sanitize_control_tokens to compare with (5.17 has not, 5.23 has)",
+)
 @pytest.mark.parametrize("text", FORGERIES[:-1])
 def test_control_tokens_in_text_are_encoded_as_the_reference_does(
     prompts: PromptBuilder, processor: Any, text: str
