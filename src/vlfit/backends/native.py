@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from vlfit.backends.base import Listener, Prepared, Ticket
+from vlfit.backends.interrupts import interrupts_held_back
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine.answer import Answer, Chunk, ImageSeen, TokenLogprob
 from vlfit.engine.conversation import Conversation
@@ -48,8 +49,9 @@ class NativeBackend:
         """
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         # torch takes a second or more to import: not before the checkpoint has shown that it is sound.
-        from vlfit.engine.engine import Engine
-        from vlfit.engine.loop import EngineLoop
+        with interrupts_held_back():
+            from vlfit.engine.engine import Engine
+            from vlfit.engine.loop import EngineLoop
 
         return cls(checkpoint, EngineLoop(Engine(checkpoint, options or EngineOptions(), progress)))
 

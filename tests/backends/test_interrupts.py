@@ -1,0 +1,43 @@
+"""Ctrl-C is late, never lost."""
+
+import signal
+import threading
+
+import pytest
+
+from vlfit.backends.interrupts import interrupts_held_back
+
+
+def test_an_interrupt_comes_after_the_block() -> None:
+    finished = False
+    with pytest.raises(KeyboardInterrupt), interrupts_held_back():
+        signal.raise_signal(signal.SIGINT)
+        finished = True
+    assert finished
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_an_interrupt_nothing_happens() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts_held_back():
+        pass
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_in_the_block_goes_its_way() -> None:
+    with pytest.raises(ValueError, match="mine"), interrupts_held_back():
+        raise ValueError("mine")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_are_left_alone() -> None:
+    handlers = []
+
+    def work() -> None:
+        with interrupts_held_back():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]
