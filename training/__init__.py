@@ -1,0 +1,1 @@
+"""Programs that train the checkpoints vlfit ships."""

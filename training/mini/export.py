@@ -1,0 +1,153 @@
+"""Write and read mini as a checkpoint folder in the form Qwen3-VL is released in.
+
+Knows: the files and their fields. Does not know: training.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from training.mini.model import Model, Shape
+from training.mini.tokenizer import PACKAGE, added_id
+
+# Limits in pixels: 64 to 100 image tokens. mini was trained between them.
+MIN_PIXELS, MAX_PIXELS = 65536, 102400
+SHARD_BYTES = 14 * 2**20
+STATIC_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def configuration(shape: Shape) -> dict[str, Any]:
+    """config.json in the official form (``rope_scaling`` and ``rope_theta``)."""
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "image_token_id": added_id("<|image_pad|>"),
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": added_id("<|endoftext|>"),
+            "dtype": "bfloat16",
+            "eos_token_id": added_id("<|im_end|>"),
+            "head_dim": shape.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": shape.hidden,
+            "initializer_range": 0.02,
+            "intermediate_size": shape.feed_forward,
+            "max_position_embeddings": shape.context,
+            "model_type": "qwen3_vl_text",
+            "num_attention_heads": shape.heads,
+            "num_hidden_layers": shape.depth,
+            "num_key_value_heads": shape.kv_heads,
+            "rms_norm_eps": shape.epsilon,
+            "rope_scaling": {
+                "mrope_interleaved": True,
+                "mrope_section": list(shape.mrope_section),
+                "rope_type": "default",
+            },
+            "rope_theta": shape.rope_theta,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+            "vocab_size": shape.vocabulary,
+        },
+        "tie_word_embeddings": True,
+        "transformers_version": "4.57.0",
+        "video_token_id": added_id("<|video_pad|>"),
+        "vision_config": {
+            "deepstack_visual_indexes": list(shape.deepstack),
+            "depth": shape.vision_depth,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": shape.vision_hidden,
+            "in_channels": 3,
+            "initializer_range": 0.02,
+            "intermediate_size": shape.vision_feed_forward,
+            "model_type": "qwen3_vl",
+            "num_heads": shape.vision_heads,
+            "num_position_embeddings": shape.positions,
+            "out_hidden_size": shape.hidden,
+            "patch_size": shape.patch,
+            "spatial_merge_size": shape.merge,
+            "temporal_patch_size": shape.temporal,
+        },
+        "vision_end_token_id": added_id("<|vision_end|>"),
+        "vision_start_token_id": added_id("<|vision_start|>"),
+    }
+
+
+def small_files(shape: Shape) -> dict[str, dict[str, Any]]:
+    """The JSON files beside the weights."""
+    picture = {
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        "patch_size": shape.patch,
+        "temporal_patch_size": shape.temporal,
+        "merge_size": shape.merge,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "processor_class": "Qwen3VLProcessor",
+    }
+    return {
+        "config.json": configuration(shape),
+        "generation_config.json": {
+            "bos_token_id": added_id("<|endoftext|>"),
+            "do_sample": False,
+            "eos_token_id": [added_id("<|im_end|>"), added_id("<|endoftext|>")],
+            "pad_token_id": added_id("<|endoftext|>"),
+            "transformers_version": "4.57.0",
+        },
+        "preprocessor_config.json": {**picture, "image_processor_type": "Qwen2VLImageProcessorFast"},
+        "video_preprocessor_config.json": {
+            **picture,
+            # A clip may show this many pixels in all its frames together.
+            "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS * 8},
+            "video_processor_type": "Qwen3VLVideoProcessor",
+        },
+    }
+
+
+def export(weights: dict[str, torch.Tensor], shape: Shape, folder: Path) -> None:
+    """Write a complete checkpoint folder with bf16 weights in shards of at most ``SHARD_BYTES``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    used = 0
+    for name, tensor in weights.items():
+        narrow = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        size = narrow.numel() * 2
+        if used + size > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            used = 0
+        shards[-1][name] = narrow
+        used += size
+    for stale in folder.glob("model*.safetensors*"):
+        stale.unlink()
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(shard, file)
+    total = sum(tensor.numel() * 2 for tensor in weights.values())
+    write_json(
+        folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+    )
+    for name, content in small_files(shape).items():
+        write_json(folder / name, content)
+    for name in STATIC_FILES:
+        if folder.resolve() != PACKAGE.resolve():
+            shutil.copy(PACKAGE / name, folder / name)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Indented, with a newline at the end."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def load(folder: Path) -> Model:
+    """The exported weights back in the training model (float32)."""
+    model = Model()
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(path)
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    return model

@@ -1,0 +1,290 @@
+"""Train mini from nothing.
+
+    python -m training.mini.train --minutes 20 --out build/mini         on a GPU
+    python -m training.mini.train --tiny --out build/tiny               a minute on a CPU, to see that it runs
+
+Knows: the optimizer, the course of the learning rate over the minutes given, how to stop and go on. A run
+that was stopped goes on from its last state (`--work`) and still ends after `--minutes` of training in all.
+Does not know: what is in a picture or a sentence.
+"""
+
+import argparse
+import json
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+
+from training.mini.atlas import Atlas, built_in_atlas
+from training.mini.data import Batch, Stream, Words, visible_mask
+from training.mini.export import export
+from training.mini.measure import measure
+from training.mini.model import Model, Shape
+from training.mini.muon import Muon
+from training.mini.prepare import MATERIALS
+from training.mini.render import Renderer
+from training.mini.tokenizer import PACKAGE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train. ``minutes``: training time over all calls; ``stop_after``: seconds of this call."""
+
+    minutes: float
+    out: Path
+    work: Path
+    stop_after: float = float("inf")
+    batch: int = 256
+    workers: int = 15
+    rate: float = 3e-3
+    decay: float = 0.05
+    warm_up: int = 300
+    cool_down: float = 0.4
+    easy_until: float = 0.05
+    measure_every: float = 75.0
+    save_every: float = 60.0
+    measure_each: int = 64
+    seed: int = 1
+    compiled: bool = True
+    most_steps: int = 1 << 60
+    measured_tokens: int | None = None
+
+
+TINY = Shape(
+    vision_depth=3, vision_hidden=64, vision_feed_forward=128, vision_heads=2, deepstack=(0, 1), depth=2,
+    hidden=64, feed_forward=128, heads=2, kv_heads=1, head_dim=32, mrope_section=(6, 5, 5),
+)  # fmt: skip
+
+
+class Trainer:
+    """One model, its optimizer, its running average and its clock."""
+
+    def __init__(self, plan: Plan, shape: Shape, atlas: Atlas, processor: torch.device) -> None:
+        self.plan, self.shape, self.atlas, self.processor = plan, shape, atlas, processor
+        torch.manual_seed(plan.seed)
+        self.model = Model(shape).to(processor)
+        self.average = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self.optimizers = self._optimizers()
+        self.renderer = Renderer(atlas, processor)
+        self.step, self.elapsed, self.loss, self.replayed = 0, 0.0, float("nan"), 0
+        self.first_loss = float("nan")
+        self.history: list[dict[str, object]] = []
+        self.ease = torch.ones(()).share_memory_()
+        tokenizer = str(PACKAGE / "tokenizer.json")
+        self.words, self.tokenizer = Words(tokenizer), Tokenizer.from_file(tokenizer)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the matrices inside the layers, AdamW for embeddings, norms and biases."""
+        inner: list[torch.nn.Parameter] = []
+        outer: list[torch.nn.Parameter] = []
+        for name, parameter in self.model.named_parameters():
+            (inner if parameter.ndim == 2 and "embed" not in name else outer).append(parameter)
+        fused = self.processor.type == "cuda"
+        adam = torch.optim.AdamW(outer, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        return [Muon(inner, decay=self.plan.decay), adam]
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1 over the training time (or the steps, where those are limited)."""
+        return min(1.0, max(self.elapsed / (self.plan.minutes * 60), self.step / self.plan.most_steps))
+
+    def rate(self) -> float:
+        """Linear warm-up, a plateau, then a straight line to zero over the last part."""
+        left = (1 - self.progress) / self.plan.cool_down
+        return self.plan.rate * min(1.0, (self.step + 1) / self.plan.warm_up, max(left, 0.0))
+
+    def run(self) -> None:
+        """Train until the time of this call, or all time, is over; then save and export."""
+        plan = self.plan
+        self.resume()
+        self.set_ease()
+        if plan.compiled:
+            for block in [*self.model.model.visual.blocks, *self.model.model.language_model.layers]:
+                block.compile()
+            # Drawing is many small steps over large pictures: fused, they cost a fraction.
+            self.renderer.draw = torch.compile(self.renderer.draw, dynamic=True)  # type: ignore[method-assign]
+        # Another seed after each resumption, so that no scene is met twice.
+        stream = Stream(
+            plan.seed * 1000 + self.step, plan.batch, self.atlas, str(PACKAGE / "tokenizer.json"), self.ease
+        )
+        loader = torch.utils.data.DataLoader(
+            stream, batch_size=None, num_workers=plan.workers, prefetch_factor=3 if plan.workers else None
+        )
+        started, before = time.monotonic(), self.elapsed
+        saved = measured = started
+        logged = self.step // 100
+        kept: deque[Batch] = deque(maxlen=400)
+        batches = iter(loader)
+        while True:
+            asked = time.monotonic()
+            batch = next(batches)
+            waited = time.monotonic() - asked
+            self.train_step(batch)
+            # A processor that had to wait for fresh scenes sees an older batch again meanwhile.
+            if waited > 0.01 and len(kept) > 100:
+                self.replayed += 1
+                self.train_step(replace(kept[self.step % 100], scale=1.0))
+            kept.append(batch)
+            now = time.monotonic()
+            self.elapsed = before + now - started
+            self.set_ease()
+            if self.step // 100 > logged or self.step <= 2:
+                self.log(now - started)
+                logged = self.step // 100
+            if now - saved > plan.save_every:
+                self.save()
+                saved = now
+            if now - measured > plan.measure_every:
+                self.measure()
+                measured = time.monotonic()
+            if self.progress >= 1 or now - started > plan.stop_after:
+                break
+        self.save()
+        self.measure()
+        export(self.average, self.shape, plan.out)
+        state = {"step": self.step, "elapsed": self.elapsed, "minutes": plan.minutes, "history": self.history}
+        (plan.out / "training.json").write_text(json.dumps(state, indent=1) + "\n")
+
+    def set_ease(self) -> None:
+        """Large single things first: they get the vision tower off the ground."""
+        progress, until = self.progress, self.plan.easy_until
+        self.ease.fill_(1 - 0.9 * progress / until if progress < until else 0.0)
+
+    def train_step(self, batch: Batch) -> None:
+        """One batch: draw the pictures, predict the answers, step."""
+        processor = self.processor
+        layout = batch.layout
+        pictures = self.renderer.render(batch.numbers, batch.size, batch.scale) / 127.5 - 1
+        tokens, segments, slots, targets = (
+            torch.from_numpy(array).to(processor, non_blocking=True).long()
+            for array in (layout.tokens, layout.segments, layout.slots, layout.targets)
+        )
+        positions = torch.from_numpy(layout.positions).to(processor, non_blocking=True)
+        chosen = torch.from_numpy((layout.targets.ravel() >= 0).nonzero()[0]).to(processor, non_blocking=True)
+        weights = torch.from_numpy(layout.weights).to(processor, non_blocking=True).view(-1)[chosen]
+        with torch.autocast(processor.type, torch.bfloat16, enabled=processor.type == "cuda"):
+            states = self.model(pictures, tokens, positions, visible_mask(segments), slots)
+            logits = self.model.logits(states.flatten(0, 1)[chosen])
+        losses = functional.cross_entropy(logits.float(), targets.view(-1)[chosen], reduction="none")
+        loss = (losses * weights).sum() / weights.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, share in zip(self.optimizers, (1.0, 0.6), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate() * share
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        if self.step % 10 == 0 or self.step < 3 or self.progress >= 1:
+            self._average(min(0.98, 1 - 10 / (self.step + 10)))
+            self.loss = loss.item()
+            self.first_loss = self.loss if self.step == 1 else self.first_loss
+
+    @torch.no_grad()
+    def _average(self, keep: float) -> None:
+        state = self.model.state_dict()
+        kept = list(self.average.values())
+        torch._foreach_lerp_(kept, [state[name] for name in self.average], 1 - keep)
+
+    def log(self, seconds: float) -> None:
+        """One line of progress."""
+        print(
+            f"step {self.step} minute {self.elapsed / 60:.2f} loss {self.loss:.4f} rate {self.rate():.2e} "
+            f"pictures/s {self.step_rate(seconds):.0f} replayed {self.replayed}",
+            flush=True,
+        )
+
+    def step_rate(self, seconds: float) -> float:
+        """Pictures per second of this call so far."""
+        self._first_step = getattr(self, "_first_step", self.step)
+        return (self.step - self._first_step) * self.plan.batch / max(seconds, 1e-9)
+
+    def measure(self) -> None:
+        """Score the averaged weights on held-out scenes and print the table."""
+        model = Model(self.shape).to(self.processor)
+        model.load_state_dict(self.average)
+        with torch.autocast(self.processor.type, torch.bfloat16, enabled=self.processor.type == "cuda"):
+            scores = measure(
+                model, self.renderer, self.atlas, self.words, self.tokenizer.decode, self.plan.measure_each,
+                self.plan.measured_tokens,
+            )  # fmt: skip
+        self.history.append({"minute": self.elapsed / 60, "step": self.step, "loss": self.loss, **scores})
+        print("held out: " + "  ".join(f"{topic} {value:.3f}" for topic, value in scores.items()), flush=True)
+
+    def save(self) -> None:
+        """Everything needed to go on."""
+        self.plan.work.mkdir(parents=True, exist_ok=True)
+        state = {
+            "model": self.model.state_dict(),
+            "average": self.average,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "history": self.history,
+        }
+        torch.save(state, self.plan.work / "state.new")
+        (self.plan.work / "state.new").rename(self.plan.work / "state.pt")
+
+    def resume(self) -> None:
+        """Go on from the last state, if there is one."""
+        path = self.plan.work / "state.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.processor)
+        self.model.load_state_dict(state["model"])
+        self.average = state["average"]
+        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
+        self.step, self.elapsed, self.history = state["step"], state["elapsed"], state["history"]
+        print(f"going on at step {self.step}, minute {self.elapsed / 60:.2f}", flush=True)
+
+
+def tiny(out: Path, steps: int = 30) -> Trainer:
+    """A run of seconds on a CPU, with the drawings that need no download."""
+    plan = Plan(
+        10.0, out, out / "work", batch=8, workers=0, warm_up=5, rate=3e-3, measure_each=4, compiled=False,
+        most_steps=steps,
+    )  # fmt: skip
+    trainer = Trainer(plan, TINY, built_in_atlas(), torch.device("cpu"))
+    trainer.run()
+    return trainer
+
+
+def main() -> int:
+    """Train; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=20.0, help="training time in all")
+    parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds for this call")
+    parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
+    parser.add_argument("--work", type=Path, help="where the resumable state lives (default: OUT/work)")
+    parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=Plan.rate)
+    parser.add_argument("--tiny", action="store_true", help="a small model and a few steps on a CPU")
+    parser.add_argument("--no-compile", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        tiny(arguments.out)
+        return 0
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU: training mini takes one (or --tiny, which only shows that it runs)")
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.suppress_errors = True
+    plan = Plan(arguments.minutes, arguments.out, arguments.work or arguments.out / "work")
+    plan = replace(
+        plan, stop_after=arguments.stop_after, workers=arguments.workers, batch=arguments.batch,
+        rate=arguments.rate, compiled=not arguments.no_compile,
+    )  # fmt: skip
+    print(json.dumps({key: str(value) for key, value in asdict(plan).items()}), flush=True)
+    Trainer(plan, Shape(), Atlas.load(MATERIALS / "atlas.npz"), torch.device("cuda")).run()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
