@@ -9,11 +9,16 @@ from vlfit.backends.interrupts import interrupts_held_back
 
 
 def test_an_interrupt_comes_after_the_block() -> None:
-    finished = False
-    with pytest.raises(KeyboardInterrupt), interrupts_held_back():
-        signal.raise_signal(signal.SIGINT)
-        finished = True
-    assert finished
+    steps: list[str] = []
+
+    def work() -> None:
+        with interrupts_held_back():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("the block went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
