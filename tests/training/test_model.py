@@ -9,9 +9,11 @@ import torch
 
 from training.mini.data import Sequence, Words, begin_with_picture, stack, visible_mask
 from training.mini.export import configuration, export, load
-from training.mini.model import Model, Shape, patchify
+from training.mini.model import Model
+from training.mini.shape import Shape
 from training.mini.texts import Exchange
 from training.mini.tokenizer import ADDED, FIRST_ADDED, PACKAGE, VOCABULARY, added_id
+from training.mini.vision_model import patchify
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from training.mini.atlas import Atlas, built_in_atlas
+from training.mini.lots import draw_scene
+from training.mini.phrases import analysis, caption, detail
 from training.mini.render import Renderer, to_numbers
-from training.mini.scenes import Scene, draw_scene, place_of
-from training.mini.texts import TOPICS, Teller, analysis, caption, conversation, detail
+from training.mini.scenes import Scene, place_of
+from training.mini.texts import TOPICS, Teller, conversation
 from training.mini.vocabulary import COLOURS, SHAPES, colour_indices
 
 

@@ -16,9 +16,11 @@ import torch
 from tokenizers import Tokenizer
 
 from training.mini.atlas import Atlas
+from training.mini.lots import draw_scene
+from training.mini.manners import MANNERS, SYSTEMS
 from training.mini.render import Numbers, to_numbers
-from training.mini.scenes import Scene, draw_scene
-from training.mini.texts import MANNERS, SYSTEMS, Exchange, conversation
+from training.mini.scenes import Scene
+from training.mini.texts import Exchange, conversation
 from training.mini.tokenizer import added_id
 
 # Pictures in units of 32 pixels (columns, rows): all lie within the processor's limits (64 to 100 tokens).

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from training.mini.model import Model, Shape
+from training.mini.model import Model
+from training.mini.shape import Shape
 from training.mini.tokenizer import PACKAGE, added_id
 
 # Limits in pixels: 64 to 100 image tokens. mini was trained between them.

@@ -20,9 +20,10 @@ import torch
 from PIL import Image
 
 from training.mini.atlas import Atlas, stack_photos
+from training.mini.lots import draw_scene
 from training.mini.prepare import MATERIALS, read_photos
 from training.mini.render import Renderer, to_numbers
-from training.mini.scenes import Scene, draw_scene
+from training.mini.scenes import Scene
 from training.mini.texts import Exchange, Teller
 
 SHIPPED = Path(__file__).with_name("held_out.zip")

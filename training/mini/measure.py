@@ -15,9 +15,10 @@ import torch
 
 from training.mini.atlas import Atlas
 from training.mini.data import SIZES, UNIT, Sequence, Words, begin_with_picture, stack
+from training.mini.lots import draw_scene
 from training.mini.model import Model
 from training.mini.render import Renderer, to_numbers
-from training.mini.scenes import Scene, draw_scene
+from training.mini.scenes import Scene
 from training.mini.texts import TOPICS, Exchange, Teller
 from training.mini.vocabulary import COLOURS
 

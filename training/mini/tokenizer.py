@@ -15,9 +15,10 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from training.mini.atlas import Atlas, built_in_atlas
+from training.mini.lots import draw_scene
+from training.mini.manners import MANNERS, SYSTEMS
 from training.mini.prepare import MATERIALS
-from training.mini.scenes import draw_scene
-from training.mini.texts import MANNERS, SYSTEMS, conversation
+from training.mini.texts import conversation
 
 VOCABULARY = 4096
 SPECIAL = (

@@ -23,10 +23,11 @@ from training.mini.atlas import Atlas, built_in_atlas
 from training.mini.data import Batch, Stream, Words, visible_mask
 from training.mini.export import export
 from training.mini.measure import measure
-from training.mini.model import Model, Shape
+from training.mini.model import Model
 from training.mini.muon import Muon
 from training.mini.prepare import MATERIALS
 from training.mini.render import Renderer
+from training.mini.shape import Shape
 from training.mini.tokenizer import PACKAGE
 
 
