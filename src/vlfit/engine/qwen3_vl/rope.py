@@ -56,24 +56,24 @@ class TextRope:
         self.axis = axis.to(device)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, 1, head_dim] for ``positions`` [3, tokens]."""
+        """Tables for ``rotate`` [tokens, 1, head_dim] for ``positions`` [3, tokens]."""
         angles = positions.float()[self.axis].T * self.inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cosines, sines = rotation_tables(angles[:, None])
+        return cosines.to(dtype), sines.to(dtype)
 
 
 def vision_tables(
     config: VisionConfig, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [rows * columns, 1, head_dim] in float32, for one frame's patches in merge order."""
+    """Tables for ``rotate`` [rows * columns, 1, 1, head_dim], for one frame's patches in merge order."""
     quarter = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
     inverse_frequencies = 1.0 / VISION_THETA**quarter
     row, column = merge_order(rows, columns, config.spatial_merge_size)
     angles = torch.cat(
         (row[:, None].float() * inverse_frequencies, column[:, None].float() * inverse_frequencies), -1
     )
-    angles = torch.cat((angles, angles), dim=-1)[:, None]
-    return angles.cos().to(device), angles.sin().to(device)
+    cosines, sines = rotation_tables(angles[:, None, None])
+    return cosines.to(device), sines.to(device)
 
 
 def merge_order(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,15 @@ def merge_order(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
     return order // columns, order % columns
 
 
+def rotation_tables(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [..., head_dim] of ``angles`` [..., head_dim / 2], in float32."""
+    cosines, sines = angles.cos(), angles.sin()
+    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+
+
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """``x`` [tokens, heads, head_dim] turned by its position; halves are paired, as in the reference."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cosines + torch.cat((-second, first), dim=-1) * sines
+    """``x`` [..., head_dim] turned by its position. Element i of the first half pairs with i of the second.
+
+    The reference's ``x * cos + rotate_half(x) * sin``, with the sign of ``rotate_half`` in the table.
+    """
+    return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), sines)

@@ -6,6 +6,7 @@ the paged cache, gated feed-forward), deepstack added after the first layers, fi
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -75,16 +76,15 @@ class DecoderLayer:
         name = f"{PREFIX}.layers.{index}"
         self.index = index
         self.eps = config.rms_norm_eps
-        self.head_dim = config.head_dim
-        self.query_width = config.num_attention_heads * config.head_dim
-        self.key_width = config.num_key_value_heads * config.head_dim
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         attention = f"{name}.self_attn"
         self.input_norm = loader.tensor(f"{name}.input_layernorm.weight")
         self.qkv = loader.linear(
             f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj", bias=config.attention_bias
         )
-        self.query_norm = loader.tensor(f"{attention}.q_norm.weight")
-        self.key_norm = loader.tensor(f"{attention}.k_norm.weight")
+        query_norm = loader.tensor(f"{attention}.q_norm.weight").expand(self.heads[0], -1)
+        key_norm = loader.tensor(f"{attention}.k_norm.weight").expand(self.heads[1], -1)
+        self.query_key_norm = torch.cat((query_norm, key_norm))  # a row for each head
         self.output = loader.linear(f"{attention}.o_proj", bias=config.attention_bias)
         self.post_attention_norm = loader.tensor(f"{name}.post_attention_layernorm.weight")
         self.gate_up = loader.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
@@ -102,11 +102,10 @@ class DecoderLayer:
     def _attention(
         self, x: Tensor, cosines: Tensor, sines: Tensor, cache: KVCache, plan: AttentionPlan
     ) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim))
-            for part in self.qkv(x).split((self.query_width, self.key_width, self.key_width), dim=-1)
-        )  # [rows, heads, head_dim]
-        query = rotate(rms_norm(query, self.query_norm, self.eps), cosines, sines)
-        key = rotate(rms_norm(key, self.key_norm, self.eps), cosines, sines)
+        query_heads, key_heads, _ = self.heads
+        joined = self.qkv(x).view(len(x), sum(self.heads), -1)  # [rows, heads, head_dim]
+        normed = rms_norm(joined[:, : query_heads + key_heads], self.query_key_norm, self.eps)
+        query, key = rotate(normed, cosines, sines).split((query_heads, key_heads), dim=1)
+        value = joined[:, query_heads + key_heads :]
         cache.write(self.index, plan.write_slots, key, value)
         return self.output(paged_attention(query, self.index, cache, plan))

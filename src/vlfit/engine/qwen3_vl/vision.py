@@ -93,12 +93,11 @@ class VisionBlock:
 
     def _attention(self, x: Tensor, tables: tuple[Tensor, Tensor], frames: int) -> Tensor:
         """Every patch looks at all patches of its own frame."""
-        cosines, sines = (table.repeat(frames, 1, 1) if frames > 1 else table for table in tables)
-        query, key, value = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
-        query = rotate(query.float(), cosines, sines).to(x.dtype)
-        key = rotate(key.float(), cosines, sines).to(x.dtype)
+        cosines, sines = (table.repeat(frames, 1, 1, 1) if frames > 1 else table for table in tables)
+        joined = self.qkv(x).view(len(x), 3, self.heads, -1)
+        query, key = rotate(joined[:, :2].float(), cosines, sines).to(x.dtype).unbind(1)
         query, key, value = (
-            part.unflatten(0, (frames, -1)).transpose(1, 2) for part in (query, key, value)
+            part.unflatten(0, (frames, -1)).transpose(1, 2) for part in (query, key, joined[:, 2])
         )  # [frames, heads, patches, head_dim]
         mixed = F.scaled_dot_product_attention(query, key, value)
         return self.projection(mixed.transpose(1, 2).reshape(len(x), -1))
