@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 def main() -> None:
     job = read_job()
     started = time.perf_counter()
-    import torch
-
-    import vlfit.engine.engine  # noqa: F401  (NativeBackend imports it late; here it counts as import time)
-    from vlfit.backends.native import NativeBackend
+    from vlfit.backends.native import NativeBackend, import_engine
     from vlfit.engine.options import EngineOptions
+
+    import_engine()  # NativeBackend does it late; here it counts as import time
+    import torch
 
     imported = time.perf_counter()
     torch.set_num_threads(job.threads)

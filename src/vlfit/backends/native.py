@@ -3,6 +3,7 @@ the engine's own.
 """
 
 import atexit
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
 Progress = Callable[[str, float], None]
 
 
+def import_engine() -> None:
+    """Import the engine, and torch with it, in the way that suits a computer with other things to do."""
+    # torch's threads wait for each other by spinning. On a machine whose cores are also wanted elsewhere that
+    # makes every small operation last as long as a turn of the scheduler: mini was 25 times slower beside one
+    # busy process (docs/log.md). OpenMP reads this when torch is loaded, and what the user set stands.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    with interrupts_held_back():
+        import vlfit.engine.loop  # noqa: F401
+
+
 class NativeBackend:
     """Build with ``load``. Close it (or use it in a ``with`` block) to give the memory back."""
 
@@ -49,9 +60,9 @@ class NativeBackend:
         """
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         # torch takes a second or more to import: not before the checkpoint has shown that it is sound.
-        with interrupts_held_back():
-            from vlfit.engine.engine import Engine
-            from vlfit.engine.loop import EngineLoop
+        import_engine()
+        from vlfit.engine.engine import Engine
+        from vlfit.engine.loop import EngineLoop
 
         return cls(checkpoint, EngineLoop(Engine(checkpoint, options or EngineOptions(), progress)))
 
