@@ -7,7 +7,7 @@ from vlfit.engine.kv_cache import BlockPool, KVCache, slots_of
 
 
 def test_blocks_are_rounded_up_and_never_handed_out_twice() -> None:
-    pool = BlockPool(blocks=6, block_size=16)
+    pool = BlockPool(tokens=81, block_size=16)
     assert [pool.blocks_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
     first, second = pool.take(2), pool.take(4)
     assert sorted(first + second) == list(range(6))

@@ -15,7 +15,7 @@ def sequence(prompt_tokens: int, max_tokens: int = 8) -> Sequence:
 
 
 def scheduler(blocks: int = 16, sequences: int = 4, chunk: int = 32) -> Scheduler:
-    return Scheduler(BlockPool(blocks, block_size=8), sequences, chunk)
+    return Scheduler(BlockPool(blocks * 8, block_size=8), sequences, chunk)
 
 
 def finish_batch(house: Scheduler) -> list[tuple[Sequence, int]]:

@@ -25,6 +25,7 @@ from vlfit.engine.prompt import Prompt, PromptBuilder
 from vlfit.engine.qwen3_vl.rope import mrope_positions
 from vlfit.engine.qwen3_vl.text import TextModel
 from vlfit.engine.qwen3_vl.vision import VisionTower
+from vlfit.engine.room import check_room
 from vlfit.engine.runner import Runner
 from vlfit.engine.sampler import Draw, Sampled, sample
 from vlfit.engine.sampling import SamplingParams
@@ -33,6 +34,7 @@ from vlfit.engine.sequence import Listener, PricedPrompt, Sequence
 from vlfit.errors import DeviceError, DoesNotFit
 
 DEFAULT_CONTEXT = 8192
+TYPICAL_REQUEST = 2048  # tokens of a picture, a question and a long answer
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ class Engine:
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.context = min(options.context or DEFAULT_CONTEXT, config.text.max_position_embeddings)
+        kv_tokens = self._kv_tokens()
+        check_room(checkpoint, self.dtype, self.device, kv_tokens)
         self.prompts = PromptBuilder(checkpoint.folder, config)
         self.generation = GenerationDefaults.read(checkpoint.folder)
 
@@ -59,9 +63,8 @@ class Engine:
         with torch.inference_mode(), Loader(checkpoint, self.device, self.dtype, report) as loader:
             text = TextModel(config, loader)
             vision = VisionTower(config.vision, loader)
-        block_size = options.block_size
-        blocks = options.sequences * -(-self.context // block_size)
-        cache = KVCache(config.text, blocks, block_size, self.dtype, self.device)
+        pool = BlockPool(kv_tokens, options.block_size)
+        cache = KVCache(config.text, pool.blocks, pool.block_size, self.dtype, self.device)
         self.runner = Runner(
             text,
             vision,
@@ -70,8 +73,14 @@ class Engine:
             ImageCache(options.image_cache_bytes),
             self.device,
         )
-        self.pool = BlockPool(blocks, block_size)
-        self.scheduler = Scheduler(self.pool, options.sequences, options.chunk)
+        self.pool = pool
+        self.scheduler = Scheduler(pool, options.sequences, options.chunk)
+
+    def _kv_tokens(self) -> int:
+        """Tokens in the KV pool, in whole blocks: as asked for, else for typical requests; at least a context."""
+        typical = self.options.sequences * min(self.context, TYPICAL_REQUEST)
+        tokens = max(self.options.kv_tokens or typical, self.context)
+        return -(-tokens // self.options.block_size) * self.options.block_size
 
     @property
     def busy(self) -> bool:

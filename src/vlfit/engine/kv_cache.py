@@ -11,12 +11,13 @@ from vlfit.checkpoint.config import TextConfig
 
 
 class BlockPool:
-    """Numbers of free blocks. No tensors; the scheduler reads and changes it."""
+    """Numbers of free blocks for ``tokens`` tokens. No tensors; the scheduler reads and changes it."""
 
-    def __init__(self, blocks: int, block_size: int) -> None:
-        self.blocks = blocks
+    def __init__(self, tokens: int, block_size: int) -> None:
         self.block_size = block_size
-        self._free = list(range(blocks - 1, -1, -1))
+        self.blocks = self.blocks_for(tokens)
+        # The lowest number is handed out first.
+        self._free = list(range(self.blocks - 1, -1, -1))
 
     @property
     def free(self) -> int:

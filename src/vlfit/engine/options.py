@@ -12,7 +12,8 @@ class EngineOptions:
     ``device``: ``auto`` (the first CUDA device, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``.
     ``dtype``: ``auto`` (float32 on a CPU, the checkpoint's own on a GPU), or a name such as ``bfloat16``.
     ``context``: most tokens of one sequence, prompt and completion; None: the checkpoint's, at most 8192.
-    ``sequences``: how many run at once at full context.
+    ``sequences``: how many run at once, at most.
+    ``kv_tokens``: tokens in the KV pool that they share; None: 2048 for each sequence. At least one context.
     ``chunk``: most tokens of one forward pass; longer prompts are prefilled in chunks of it.
     ``block_size``: tokens in one KV block.
     ``image_tokens``: most tokens of one picture; larger ones are scaled down and the answer says so.
@@ -24,6 +25,7 @@ class EngineOptions:
     dtype: str = "auto"
     context: int | None = None
     sequences: int = 4
+    kv_tokens: int | None = None
     chunk: int = 1024
     block_size: int = 16
     image_tokens: int | None = None
@@ -36,6 +38,8 @@ class EngineOptions:
                 raise UsageError(f"{name} is {getattr(self, name)}", f"{name} must be at least 1")
         if self.context is not None and self.context < 16:
             raise UsageError(f"context is {self.context} tokens", "context must be at least 16")
+        if self.kv_tokens is not None and self.kv_tokens < 1:
+            raise UsageError(f"kv_tokens is {self.kv_tokens}", "kv_tokens must be at least 1")
         if self.image_tokens is not None and self.image_tokens < 4:
             raise UsageError(f"image_tokens is {self.image_tokens}", "image_tokens must be at least 4")
         if self.image_cache_bytes < 0:
