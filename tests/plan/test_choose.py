@@ -69,10 +69,10 @@ def test_exactly_enough_is_enough() -> None:
 @pytest.mark.parametrize(
     ("computer", "models", "words"),
     [
-        (DESKTOP, [TWO], "needs about 4.15 GiB and 7.03 GiB of the GPU are free"),
+        (DESKTOP, [TWO], "needs about 4.51 GiB and 7.03 GiB of the GPU are free"),
         (machine(), [TWO], "without a GPU it is slow"),
         (DESKTOP, [], f"vlfit pull {SUGGESTION}"),
-        (DESKTOP, [EIGHT], "org/8B-FP8 is here but needs about 11.36 GiB; 7.03 GiB on the GPU are free"),
+        (DESKTOP, [EIGHT], "org/8B-FP8 is here but needs about 11.72 GiB; 7.03 GiB on the GPU are free"),
         (machine(ram=4), [TWO], "4.00 GiB of RAM are free"),
         (machine(ram=64), [FOUR], "too slow without a GPU (--model org/4B-FP8 runs it anyway)"),
         (DESKTOP, [model("org/part", 0, 0, "fp8", complete=False)], "vlfit pull org/part goes on"),

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.machine.survey import Machine
-from vlfit.units import GIB, format_bytes
+from vlfit.units import GIB, MIB, format_bytes
 
 MINI = "mini"
 SUGGESTION = "Qwen/Qwen3-VL-2B-Instruct-FP8"
 
 # What a GPU holds beside the weights: about 0.5 GiB of CUDA context, 1.1 GiB of KV cache for 8192 tokens of
-# 4B or 8B, and workspace for a picture. The ledger will count this; until then it is a stated margin.
-GPU_MARGIN = 2 * GIB
+# 4B or 8B, and 0.3 GiB of workspace. The ledger will count this; until then it is a stated margin.
+GPU_MARGIN = 1900 * MIB
 # On a CPU every weight becomes float32, and the system wants some air.
 CPU_BYTES_PER_PARAMETER = 4
 CPU_MARGIN = 2 * GIB
