@@ -77,7 +77,7 @@ class Engine:
         self.scheduler = Scheduler(pool, options.sequences, options.chunk)
 
     def _kv_tokens(self) -> int:
-        """Tokens of the KV pool: as asked, else for typical requests; in whole blocks, at least one context."""
+        """Tokens of the KV pool, in whole blocks: what was asked for or typical requests need."""
         typical = self.options.sequences * min(self.context, TYPICAL_REQUEST)
         tokens = max(self.options.kv_tokens or typical, self.context)
         return -(-tokens // self.options.block_size) * self.options.block_size
