@@ -1,6 +1,10 @@
 """The native backend as its callers use it: threads, streams, hang-ups, failures."""
 
+import os
 import queue
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -183,6 +187,22 @@ def test_progress_ends_at_the_whole(folder: Path) -> None:
     NativeBackend.load(folder, options, lambda what, share: shares.append(share)).close()
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1.0)
+
+
+def test_loading_that_is_interrupted_stops_and_leaves_no_thread(folder: Path) -> None:
+    before = set(threading.enumerate())
+    shares: list[float] = []
+
+    def interrupt(what: str, share: float) -> None:
+        shares.append(share)
+        if len(shares) == 3:
+            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: it comes out of the waiting main thread
+            time.sleep(0.2)
+
+    with pytest.raises(KeyboardInterrupt):
+        NativeBackend.load(folder, EngineOptions(device="cpu", context=64), interrupt)
+    assert shares[-1] < 1.0
+    assert set(threading.enumerate()) == before
 
 
 def test_an_empty_conversation_is_refused(backend: NativeBackend) -> None:

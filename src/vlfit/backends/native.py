@@ -64,7 +64,10 @@ class NativeBackend:
         from vlfit.engine.engine import Engine
         from vlfit.engine.loop import EngineLoop
 
-        return cls(checkpoint, EngineLoop(Engine(checkpoint, options or EngineOptions(), progress)))
+        def build(report: Progress) -> Engine:
+            return Engine(checkpoint, options or EngineOptions(), report)
+
+        return cls(checkpoint, EngineLoop(build, progress))
 
     @property
     def model(self) -> str:

@@ -1,10 +1,12 @@
-"""The thread that drives an engine: takes requests from any thread and steps while there is work."""
+"""The thread that drives an engine: builds it, takes requests from any thread, steps while there is work."""
 
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import Engine, Progress
 from vlfit.engine.sequence import Sequence
 from vlfit.errors import EngineStopped
 
@@ -12,21 +14,36 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Everything that touches the engine's state happens on this thread; others hand over or set a flag."""
+    """Everything that touches the engine's state happens on this thread; others hand over or set a flag.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    The engine is built on it too. torch's OpenMP keeps a pool of threads for every thread that computes: with
+    weights loaded on one and run on another there would be two, together more than there are cores, and
+    decoding took half as long again (docs/log.md).
+    """
+
+    def __init__(self, build: Callable[[Progress], Engine], progress: Progress | None = None) -> None:
+        """Raises what ``build`` raises. It is called with a function to report to, which stops it when the
+        wait is interrupted.
+        """
         self._inbox: deque[Sequence] = deque()
         self._wake = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="vlfit-engine", daemon=True)
+        built: Future[Engine] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(build, progress, built), name="vlfit-engine", daemon=True
+        )
         self._thread.start()
+        try:
+            self.engine = built.result()
+        except BaseException:  # also Ctrl-C while weights are loaded: they must not go on loading
+            self.close()
+            raise
 
     def submit(self, sequence: Sequence) -> None:
         """Hand a request to the engine. Raises ``EngineStopped`` after ``close``."""
         with self._wake:
             if self._closing:
-                raise EngineStopped("the engine has stopped", "start it again")
+                raise _stopped()
             self._inbox.append(sequence)
             self._wake.notify()
 
@@ -44,23 +61,46 @@ class EngineLoop:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._inbox or self._closing or self.engine.busy):
-                    self._wake.wait()
-                arrivals = list(self._inbox)
-                self._inbox.clear()
-                closing = self._closing
-            for sequence in arrivals:
-                self.engine.add(sequence)
-            if closing:
-                self.engine.fail_all(EngineStopped("the engine has stopped", "start it again"))
-                return
-            try:
-                self.engine.step()
-            except Exception as error:
-                # The engine ends failing requests itself; what gets here is a fault of ours. Nobody may wait
-                # for an answer that will not come.
-                logger.exception("the engine failed in a step")
-                self.engine.fail_all(error)
+    def _run(
+        self, build: Callable[[Progress], Engine], progress: Progress | None, built: Future[Engine]
+    ) -> None:
+        def report(what: str, share: float) -> None:
+            if self._closing:
+                raise _stopped()
+            if progress is not None:
+                progress(what, share)
+
+        try:
+            engine = build(report)
+        except BaseException as error:
+            built.set_exception(error)
+            return
+        built.set_result(engine)
+        while self._turn(engine):
+            pass
+
+    def _turn(self, engine: Engine) -> bool:
+        """Wait for work, and do one step of it. False when it is time to end."""
+        with self._wake:
+            while not (self._inbox or self._closing or engine.busy):
+                self._wake.wait()
+            arrivals = list(self._inbox)
+            self._inbox.clear()
+            closing = self._closing
+        for sequence in arrivals:
+            engine.add(sequence)
+        if closing:
+            engine.fail_all(_stopped())
+            return False
+        try:
+            engine.step()
+        except Exception as error:
+            # The engine ends failing requests itself; what gets here is a fault of ours. Nobody may wait for
+            # an answer that will not come.
+            logger.exception("the engine failed in a step")
+            engine.fail_all(error)
+        return True
+
+
+def _stopped() -> EngineStopped:
+    return EngineStopped("the engine has stopped", "start it again")
