@@ -5,7 +5,7 @@
     ... -m benchmarks.engine --checkpoint FOLDER
 
 Every engine runs in processes of its own, in turn. Greedy, one request at a time. The exit code
-is 1 if the tokens differ.
+is 1 if the tokens differ in float32.
 """
 
 import argparse
@@ -42,7 +42,8 @@ def main() -> None:
         results.append({"checkpoint": name, "runs": runs})
     if options.json:
         options.json.write_text(json.dumps({"facts": facts, "results": results}, indent=1), "utf-8")
-    sys.exit(0 if same else 1)
+    # Below float32 two right engines may part ways where two tokens are nearly as likely.
+    sys.exit(0 if same or options.dtype != "float32" else 1)
 
 
 def read_options() -> argparse.Namespace:

@@ -61,8 +61,13 @@ def processor() -> str:
 
 
 def card() -> str:
-    """Name and driver of the cards."""
-    return output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    """Name and driver of the first card."""
+    try:
+        return output_of(
+            "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+        ).splitlines()[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "a card that nvidia-smi does not name"
 
 
 def output_of(*command: str) -> str:
