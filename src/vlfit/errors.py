@@ -29,6 +29,7 @@ VlfitError
 ├── UnknownModel                   HTTP 404: the server runs another model
 ├── WrongApiKey                    HTTP 401: the server wants an API key, and this is not it
 ├── CannotListen                   the address to serve on is taken, or is not ours
+├── ModelFailed                    the model computed NaN or infinity instead of words
 ├── DeviceError                    the GPU is missing, broken or full
 ├── ServerUnreachable              no vlfit server answers at the URL
 ├── RemoteError                    a server answered with an error
@@ -153,6 +154,10 @@ class WrongApiKey(VlfitError):
 
 class CannotListen(VlfitError):
     code = "cannot_listen"
+
+
+class ModelFailed(VlfitError):
+    code = "model_error"
 
 
 class DeviceError(VlfitError):

@@ -190,7 +190,7 @@ def test_progress_ends_at_the_whole(folder: Path) -> None:
 
 
 def test_loading_that_is_interrupted_stops_and_leaves_no_thread(folder: Path) -> None:
-    before = set(threading.enumerate())
+    before = set(threading.enumerate())  # other tests' engines among them
     shares: list[float] = []
 
     def interrupt(what: str, share: float) -> None:
@@ -202,7 +202,8 @@ def test_loading_that_is_interrupted_stops_and_leaves_no_thread(folder: Path) ->
     with pytest.raises(KeyboardInterrupt):
         NativeBackend.load(folder, EngineOptions(device="cpu", context=64), interrupt)
     assert shares[-1] < 1.0
-    assert set(threading.enumerate()) == before
+    started = set(threading.enumerate()) - before
+    assert "vlfit-engine" not in {thread.name for thread in started}
 
 
 def test_an_empty_conversation_is_refused(backend: NativeBackend) -> None:

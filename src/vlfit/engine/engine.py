@@ -31,7 +31,7 @@ from vlfit.engine.sampler import Draw, Sampled, sample
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scheduler import Scheduler
 from vlfit.engine.sequence import Listener, PricedPrompt, Sequence
-from vlfit.errors import DeviceError, DoesNotFit
+from vlfit.errors import DeviceError, DoesNotFit, ModelFailed, UsageError
 
 DEFAULT_CONTEXT = 8192
 TYPICAL_REQUEST = 2048  # tokens of a picture, a question and a long answer
@@ -50,7 +50,7 @@ class Engine:
         self.options = options
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
-        self.context = min(options.context or DEFAULT_CONTEXT, config.text.max_position_embeddings)
+        self.context = _context(options.context, checkpoint)
         kv_tokens = self._kv_tokens()
         check_room(checkpoint, self.dtype, self.device, kv_tokens)
         self.prompts = PromptBuilder(checkpoint.folder, config)
@@ -92,7 +92,7 @@ class Engine:
             raise DoesNotFit(
                 f"the prompt is {len(prompt.token_ids)} tokens ({prompt.image_tokens} of them pictures); "
                 f"the context holds {self.context}, with at least one for the answer",
-                "send fewer or smaller pictures or less text, or start with a larger --context",
+                f"send fewer or smaller pictures or less text{self._or_more_context()}",
             )
         config = self.checkpoint.config
         token_ids = np.array(prompt.token_ids, dtype=np.int64)
@@ -110,10 +110,14 @@ class Engine:
             raise DoesNotFit(
                 f"max_tokens {sampling.max_tokens} and a prompt of {prompt_tokens} tokens are more than the "
                 f"context of {self.context}",
-                f"ask for at most {room} tokens, or start with a larger --context",
+                f"ask for at most {room} tokens{self._or_more_context()}",
                 param="max_tokens",
             )
         return sampling.max_tokens
+
+    def _or_more_context(self) -> str:
+        most = self.checkpoint.config.text.max_position_embeddings
+        return f", or start with a larger --context (at most {most})" if self.context < most else ""
 
     def sequence(
         self, prompt: PricedPrompt, sampling: SamplingParams, listener: Listener, asked: float | None = None
@@ -153,6 +157,7 @@ class Engine:
             with torch.inference_mode():
                 logits = self.runner.run(batch)
                 sampled = sample(logits, [_draw(s) for s in speaking], self.prompts.token_text)
+                usable = logits.amax(-1).isfinite().tolist()
         except torch.OutOfMemoryError as error:
             hint = "send smaller pictures, or start with a smaller --context or --sequences"
             self._fail(
@@ -164,8 +169,11 @@ class Engine:
             return
         for work in batch:
             work.sequence.cached += work.length
-        for sequence, token in zip(speaking, sampled, strict=True):
-            self._deliver(sequence, token)
+        for sequence, token, sound in zip(speaking, sampled, usable, strict=True):
+            if sound:
+                self._deliver(sequence, token)
+            else:
+                self._fail([sequence], _overflow(sequence, self.dtype))
 
     def fail_all(self, error: Exception) -> None:
         """End every request with ``error``: the engine is going away."""
@@ -212,5 +220,24 @@ class Engine:
             self.scheduler.remove(sequence)
 
 
+def _context(wish: int | None, checkpoint: Checkpoint) -> int:
+    """Tokens of the longest sequence. Raises ``UsageError`` for more than the checkpoint was made for."""
+    most = checkpoint.config.text.max_position_embeddings
+    if wish is not None and wish > most:
+        raise UsageError(
+            f"a context of {wish} tokens was asked for; {checkpoint.name} was made for at most {most}",
+            f"use --context {most} or less",
+        )
+    return wish or min(DEFAULT_CONTEXT, most)
+
+
+def _overflow(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
+    at = len(sequence.generated) + 1
+    return ModelFailed(
+        f"the model computed no usable numbers (NaN or infinity) for token {at} of its answer, in {dtype}",
+        "try --dtype bfloat16 or float32 if this is float16; else the checkpoint is damaged: fetch it again",
+    )
+
+
 def _draw(sequence: Sequence) -> Draw:
-    return Draw(sequence.sampling, sequence.prompt.token_ids.tolist(), sequence.generated, sequence.generator)
+    return Draw(sequence.sampling, sequence.prompt.token_ids, sequence.generated, sequence.generator)

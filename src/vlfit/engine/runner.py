@@ -42,16 +42,16 @@ class Runner:
         Gives logits [n, vocabulary] of the newest token of each work that reaches the end of its tokens.
         """
         visual = self._visual_rows(batch)
-        hidden = self.text(
+        ends = np.cumsum([work.length for work in batch]) - 1
+        speaking = np.array([work.finishes_prompt for work in batch])
+        return self.text(
             self._to_device(np.concatenate([_token_ids(work) for work in batch])),
             self._to_device(np.concatenate([_positions(work) for work in batch], axis=1)),
             visual,
             self.cache,
             self._attention_plan(batch),
+            self._to_device(ends[speaking]),
         )
-        ends = np.cumsum([work.length for work in batch]) - 1
-        last = [int(end) for end, work in zip(ends, batch, strict=True) if work.finishes_prompt]
-        return self.text.logits(hidden[last])
 
     def encode(self, image: PreparedImage) -> VisionFeatures:
         """The features of a picture, from the cache if its content was seen before."""

@@ -8,11 +8,13 @@ whatever else is in the batch. Logprobs are those of the model, before any of it
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vlfit.engine.answer import TokenLogprob
 from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.sequence import IntVector
 
 TokenText = Callable[[int], str]
 
@@ -22,7 +24,7 @@ class Draw:
     """What one row is drawn by. ``prompt`` and ``generated`` are the tokens that penalties look at."""
 
     sampling: SamplingParams
-    prompt: Sequence[int]
+    prompt: Sequence[int] | IntVector
     generated: Sequence[int]
     generator: torch.Generator | None
 
@@ -67,7 +69,8 @@ def _penalize(row: Tensor, draw: Draw) -> Tensor:
     sampling = draw.sampling
     row = row.clone()
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor([*draw.prompt, *draw.generated], device=row.device).unique()
+        tokens = np.concatenate((draw.prompt, draw.generated)).astype(np.int64)
+        seen = torch.from_numpy(tokens).to(row.device).unique()
         scores = row[seen]
         penalty = sampling.repetition_penalty
         row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)

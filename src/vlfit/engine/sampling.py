@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vlfit.errors import InvalidRequest
 
 MAX_TOP_LOGPROBS = 20
+MOST_SEED = 2**63 - 17  # what fits torch's generator, with room to number the choices of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class SamplingParams:
         self._check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2")
         self._check("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2")
         self._check("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "above 0 and at most 10")
+        self._check("seed", self.seed is None or abs(self.seed) <= MOST_SEED, f"within {MOST_SEED} of 0")
         self._check("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 strings, none empty")
         self._check(
             "top_logprobs",

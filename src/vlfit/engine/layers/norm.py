@@ -13,4 +13,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # Not torch's mean or its rms_norm: on a CPU they start twice as many small operations, and one row of a
     # decode step is all overhead.
     mean_square = (wide * wide).sum(-1, keepdim=True).mul_(1 / x.shape[-1])
-    return weight * (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype)
+    return (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype).mul_(weight)

@@ -94,4 +94,4 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
     The reference's ``x * cos + rotate_half(x) * sin``, with the sign of ``rotate_half`` in the table.
     """
-    return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), sines)
+    return (x * cosines).addcmul_(x.roll(x.shape[-1] // 2, -1), sines)

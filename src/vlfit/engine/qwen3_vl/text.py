@@ -51,24 +51,26 @@ class TextModel:
         visual: VisualRows | None,
         cache: KVCache,
         plan: AttentionPlan,
+        wanted: Tensor,
     ) -> Tensor:
-        """Hidden states [rows, hidden], normed, of ``token_ids`` [rows] at ``positions`` [3, rows].
+        """Logits [n, vocabulary] in float32 of the rows ``wanted`` [n].
 
-        Writes the rows' keys and values into ``cache`` as ``plan`` says.
+        The rows are ``token_ids`` [rows] at ``positions`` [3, rows]; their keys and values go into ``cache``
+        as ``plan`` says.
         """
         hidden = F.embedding(token_ids, self.embedding)
         if visual is not None:
             hidden[visual.index] = visual.rows
         cosines, sines = self.rope.tables(positions, hidden.dtype)
-        for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, cosines, sines, cache, plan)
+        for index, layer in enumerate(self.layers[:-1]):
+            hidden = layer.feed_forward(layer.attend(hidden, cosines, sines, cache, plan))
             if visual is not None and index < len(visual.deepstack):
                 hidden[visual.index] += visual.deepstack[index]
-        return rms_norm(hidden, self.norm, self.eps)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [rows, hidden] to float32 logits [rows, vocabulary]."""
-        return self.head(hidden).float()
+        # Past the last keys and values only the rows that will speak matter; a picture's never do, so that
+        # deepstack has nothing to add here.
+        last = self.layers[-1]
+        hidden = last.feed_forward(last.attend(hidden, cosines, sines, cache, plan)[wanted])
+        return self.head(rms_norm(hidden, self.norm, self.eps)).float()
 
 
 class DecoderLayer:
@@ -90,22 +92,20 @@ class DecoderLayer:
         self.gate_up = loader.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
         self.down = loader.linear(f"{name}.mlp.down_proj")
 
-    def __call__(
+    def attend(
         self, hidden: Tensor, cosines: Tensor, sines: Tensor, cache: KVCache, plan: AttentionPlan
     ) -> Tensor:
-        hidden = hidden + self._attention(
-            rms_norm(hidden, self.input_norm, self.eps), cosines, sines, cache, plan
-        )
-        gate, up = self.gate_up(rms_norm(hidden, self.post_attention_norm, self.eps)).chunk(2, dim=-1)
-        return hidden + self.down(F.silu(gate) * up)
-
-    def _attention(
-        self, x: Tensor, cosines: Tensor, sines: Tensor, cache: KVCache, plan: AttentionPlan
-    ) -> Tensor:
+        """The first half of the layer, added to ``hidden`` [rows, hidden] in place."""
+        x = rms_norm(hidden, self.input_norm, self.eps)
         query_heads, key_heads, _ = self.heads
         joined = self.qkv(x).view(len(x), sum(self.heads), -1)  # [rows, heads, head_dim]
         normed = rms_norm(joined[:, : query_heads + key_heads], self.query_key_norm, self.eps)
         query, key = rotate(normed, cosines, sines).split((query_heads, key_heads), dim=1)
         value = joined[:, query_heads + key_heads :]
         cache.write(self.index, plan.write_slots, key, value)
-        return self.output(paged_attention(query, self.index, cache, plan))
+        return hidden.add_(self.output(paged_attention(query, self.index, cache, plan)))
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """The second half of the layer, added to ``hidden`` [rows, hidden] in place."""
+        gate, up = self.gate_up(rms_norm(hidden, self.post_attention_norm, self.eps)).chunk(2, dim=-1)
+        return hidden.add_(self.down(F.silu(gate, inplace=True).mul_(up)))

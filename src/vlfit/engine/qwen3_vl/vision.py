@@ -58,7 +58,7 @@ class VisionTower:
         """
         frames, rows, columns = grid
         hidden = F.linear(patches.to(self.patch_weight.dtype), self.patch_weight, self.patch_bias)
-        hidden = hidden + self._positions(rows, columns).repeat(frames, 1)
+        hidden.add_(self._positions(rows, columns).repeat(frames, 1))
         tables = vision_tables(self.config, rows, columns, self.device)
         deepstack = []
         for index, block in enumerate(self.blocks):
@@ -88,8 +88,9 @@ class VisionBlock:
         self.fc2 = loader.linear(f"{name}.mlp.linear_fc2", bias=True)
 
     def __call__(self, hidden: Tensor, tables: tuple[Tensor, Tensor], frames: int) -> Tensor:
-        hidden = hidden + self._attention(self.norm1(hidden), tables, frames)
-        return hidden + self.fc2(F.gelu(self.fc1(self.norm2(hidden)), approximate="tanh"))
+        """One block, added to ``hidden`` [patches, hidden] in place."""
+        hidden.add_(self._attention(self.norm1(hidden), tables, frames))
+        return hidden.add_(self.fc2(F.gelu(self.fc1(self.norm2(hidden)), approximate="tanh")))
 
     def _attention(self, x: Tensor, tables: tuple[Tensor, Tensor], frames: int) -> Tensor:
         """Every patch looks at all patches of its own frame."""

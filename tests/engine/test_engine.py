@@ -1,0 +1,72 @@
+"""Limits that the engine keeps to, and numbers that it does not take for words."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.answer import Chunk
+from vlfit.engine.conversation import ask
+from vlfit.engine.engine import DEFAULT_CONTEXT, Engine
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import MOST_SEED, SamplingParams
+from vlfit.errors import DoesNotFit, InvalidRequest, ModelFailed, UsageError
+
+
+def test_a_context_beyond_the_checkpoint_is_refused(tiny: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(tiny("tied"))
+    most = checkpoint.config.text.max_position_embeddings
+    with pytest.raises(UsageError, match=f"at most {most}"):
+        Engine(checkpoint, EngineOptions(device="cpu", context=most + 1))
+    default = Engine(checkpoint, EngineOptions(device="cpu", sequences=1))
+    assert default.context == min(DEFAULT_CONTEXT, most)
+
+
+def test_a_larger_context_is_advised_only_where_there_is_one(tiny: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(tiny("tied"))
+    most = checkpoint.config.text.max_position_embeddings
+    for context, advised in ((most - 1, True), (most, False)):
+        engine = Engine(checkpoint, EngineOptions(device="cpu", context=context, sequences=1, kv_tokens=1))
+        with pytest.raises(DoesNotFit) as caught:
+            engine.max_tokens(10, SamplingParams(max_tokens=most))
+        assert ("larger --context" in caught.value.hint) is advised
+
+
+def test_numbers_that_are_none_end_the_request_and_no_other(tiny: Callable[[str], Path]) -> None:
+    engine = Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", context=256))
+    heard: dict[str, list[Chunk | Exception]] = {"broken": [], "sound": []}
+    prompt = engine.price(engine.prompts.build(ask("hello")))
+    for name in heard:
+        engine.add(engine.sequence(prompt, SamplingParams(max_tokens=3, ignore_eos=True), heard[name].append))
+    forward = engine.runner.run
+
+    def overflowing(batch: object) -> torch.Tensor:
+        logits = forward(batch)  # type: ignore[arg-type]
+        if len(logits) == 2:
+            logits[0, 5] = torch.nan
+        return logits
+
+    engine.runner.run = overflowing  # type: ignore[method-assign]
+    while engine.busy:
+        engine.step()
+    assert isinstance(heard["broken"][-1], ModelFailed)
+    assert "token 1" in heard["broken"][-1].message
+    assert [chunk.finish_reason for chunk in heard["sound"] if isinstance(chunk, Chunk)][-1] == "length"
+    assert engine.pool.free == engine.pool.blocks
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63), 10**30])
+def test_a_seed_that_no_generator_takes_is_refused(seed: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(seed=seed)
+    assert caught.value.param == "seed"
+
+
+@pytest.mark.parametrize("seed", [MOST_SEED, -MOST_SEED])
+def test_the_largest_seeds_work(tiny: Callable[[str], Path], seed: int) -> None:
+    engine = Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", context=256))
+    prompt = engine.price(engine.prompts.build(ask("hello")))
+    for choice in (seed, seed + 15):
+        engine.sequence(prompt, SamplingParams(temperature=1.0, seed=min(choice, MOST_SEED)), print)
