@@ -205,8 +205,11 @@ def test_20000_x_20000_is_refused_without_memory() -> None:
 
 
 def test_no_pixels_and_too_thin() -> None:
-    with pytest.raises(NotAPicture):
-        decode(png_claiming(0, 0), "p")
+    for data in (png_claiming(0, 0), b"GIF89a" + bytes(40)):
+        with pytest.raises(NotAPicture, match=r"p: the picture is 0x0 pixels, there is nothing in it"):
+            decode(data, "p")
+    with pytest.raises(NotAPicture, match=r"the picture is 0x7 pixels"):
+        decode(png_claiming(0, 7), "p")
     with pytest.raises(PictureTooLarge, match=r"1x20000 has sides 1:20,000"):
         decode(picture(1, 20000), "p")
     with pytest.raises(PictureTooLarge, match=r"20000x1 has sides 1:20,000"):
@@ -237,6 +240,16 @@ def test_files_that_break_off_are_errors_and_never_half_pictures(
             continue
         assert np.array_equal(found, whole), f"half a picture from {share:.0%} of a {file_format}"
     assert refused >= 5
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000"])
+def test_the_words_of_pillows_drivers_are_kept_from_people(file_format: str) -> None:
+    data = picture(200, 150, file_format)
+    for size in (12, 16, 20, 24, 30, 40):
+        with pytest.raises(NotAPicture) as caught:
+            decode(data[:size], "p")
+        assert "driver" not in caught.value.message
+        assert ": )" not in caught.value.message
 
 
 def test_a_truncated_jpeg_says_that_it_breaks_off() -> None:

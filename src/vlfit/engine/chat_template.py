@@ -36,7 +36,11 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: list[TemplateMessage]) -> str:
-        """The prompt, up to where the model is to speak. ``InvalidRequest`` if the template refuses."""
+        """The prompt, up to where the model is to speak.
+
+        Raises ``InvalidRequest`` if the template refuses the messages by its own ``raise_exception``, and
+        ``CheckpointError`` if it fails in any other way: that is no fault of who wrote them.
+        """
         try:
             return self._template.render(
                 messages=messages,
@@ -45,11 +49,16 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except _Refusal as error:
             raise InvalidRequest(
                 f"the checkpoint's chat template refuses these messages: {error}",
                 "Most templates want an optional system message first, then user and assistant in turn.",
                 param="messages",
+            ) from error
+        except Exception as error:  # a template is code, and may fail in any way that code does
+            raise CheckpointError(
+                f"the checkpoint's chat template fails: {type(error).__name__}: {error}",
+                "Fetch the checkpoint's chat_template.json (or .jinja) again.",
             ) from error
 
 
@@ -76,8 +85,12 @@ def _to_json(
     )
 
 
+class _Refusal(TemplateError):
+    """What a template raises on purpose."""
+
+
 def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+    raise _Refusal(message)
 
 
 def _now(format: str) -> str:

@@ -21,19 +21,27 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A picture: the encoded bytes (JPEG, PNG, WebP, ...) and what to call it in errors."""
+    """A picture: the encoded bytes (JPEG, PNG, WebP, ...) and what to call it in errors.
+
+    ``place`` is the field of a request that it came in, which errors give as their ``param``.
+    """
 
     data: bytes
     label: str = "picture"
+    place: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class VideoPart:
-    """A clip: its frames as encoded pictures, ``fps`` of them to a second."""
+    """A clip: its frames as encoded pictures, ``fps`` of them to a second.
+
+    ``place`` is the field of a request that holds the list of frames; errors name the frame in it.
+    """
 
     frames: tuple[bytes, ...]
     fps: float = 2.0
     label: str = "video"
+    place: str | None = None
 
 
 Part = TextPart | ImagePart | VideoPart

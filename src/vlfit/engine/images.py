@@ -11,6 +11,8 @@ little otherwise.
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,8 +23,8 @@ from PIL import Image
 from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.engine.answer import ImageSeen
 from vlfit.engine.conversation import ImagePart, VideoPart
-from vlfit.engine.picture_files import MAX_ASPECT, check_size, decode
-from vlfit.errors import InvalidRequest, PictureTooLarge
+from vlfit.engine.picture_files import MAX_ASPECT, Decoded, check_size, decode
+from vlfit.errors import InvalidRequest, PictureError, PictureTooLarge
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +56,8 @@ def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int 
 
     Raises ``NotAPicture`` or ``PictureTooLarge``.
     """
-    decoded = decode(part.data, part.label)
+    with _naming(part.place):
+        decoded = decode(part.data, part.label)
     size = _capped_size(decoded.image, processing, max_tokens, frames=None)
     notes = [*decoded.notes, *_size_notes(decoded.image, size, processing, max_tokens, frames=None)]
     pixels = _resized(decoded.image, size)[None]
@@ -72,21 +75,21 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
     ``MAX_FRAMES``, frames of unequal size, or an ``fps`` that is not a positive number.
     """
     _check_clip(part)
-    first = decode(part.frames[0], f"{part.label} frame 1")
+    first = _decode_frame(part, 0)
     frames = len(part.frames)
     size = _capped_size(first.image, processing, max_tokens, frames)
     notes = [*first.notes, *_size_notes(first.image, size, processing, max_tokens, frames)]
     repeats = -frames % processing.temporal_patch_size
     pixels = np.empty((frames + repeats, *size, 3), dtype=np.uint8)
     pixels[0] = _resized(first.image, size)
-    for index, data in enumerate(part.frames[1:], start=1):
-        image = decode(data, f"{part.label} frame {index + 1}").image
+    for index in range(1, frames):
+        image = _decode_frame(part, index).image
         if image.size != first.image.size:
             raise InvalidRequest(
                 f"{part.label}: frame {index + 1} is {image.width}x{image.height}, "
                 f"the first is {first.image.width}x{first.image.height}",
                 "All frames of a clip must have one size; send others as separate pictures.",
-                param="messages",
+                param=_frame_place(part, index) or "messages",
             )
         pixels[index] = _resized(image, size)
     if repeats:
@@ -255,6 +258,25 @@ def _prepared(
     digest.update(pixels.data)
     seen = ImageSeen(original[0], original[1], width, height, tokens, frames, tuple(notes))
     return PreparedImage(pixels, grid, tokens, digest.digest(), seen, bool(frame_seconds), frame_seconds)
+
+
+def _decode_frame(part: VideoPart, index: int) -> Decoded:
+    with _naming(_frame_place(part, index)):
+        return decode(part.frames[index], f"{part.label} frame {index + 1}")
+
+
+def _frame_place(part: VideoPart, index: int) -> str | None:
+    return None if part.place is None else f"{part.place}[{index}]"
+
+
+@contextmanager
+def _naming(place: str | None) -> Iterator[None]:
+    """Errors about a picture say which field of the request it came in."""
+    try:
+        yield
+    except PictureError as error:
+        error.param = error.param or place
+        raise
 
 
 def _check_clip(part: VideoPart) -> None:

@@ -83,7 +83,7 @@ def decode(data: bytes, label: str) -> Decoded:
 def check_size(width: int, height: int, label: str) -> None:
     """Refuse a picture of no pixels, of too many, or too long and thin for the model's patches."""
     if width <= 0 or height <= 0:
-        raise NotAPicture(f"{label}: the picture is {width}x{height}, it has no pixels", HINT)
+        raise NotAPicture(f"{label}: the picture is {width}x{height} pixels, there is nothing in it", HINT)
     if width * height > MAX_PIXELS:
         raise PictureTooLarge(
             f"{label}: {width}x{height} is {width * height / 1e6:,.0f} megapixels; "
@@ -115,12 +115,27 @@ def _open(data: bytes, label: str) -> Image.Image:
     if failure is None or is_surely_no_picture(kind):
         what = "it is empty" if kind == "empty" else f"it is {kind}"
         raise NotAPicture(f"{label} is not a picture that vlfit reads: {what}", hint_for(kind))
+    claimed = _claimed_size(data)
+    if claimed is not None and 0 in claimed:
+        check_size(*claimed, label)
     raise _broken(label, data, failure)
 
 
+def _claimed_size(data: bytes) -> tuple[int, int] | None:
+    """The (width, height) in a header that Pillow refused: of a size of 0 it says only that it is invalid."""
+    if data.startswith(b"\x89PNG") and data[12:16] == b"IHDR" and len(data) >= 24:
+        return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    if data.startswith(b"GIF8") and len(data) >= 10:
+        return int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
+    return None
+
+
 def _broken(label: str, data: bytes, error: Exception) -> NotAPicture:
+    # What Pillow says of every header that it cannot read, and what only its makers understand.
+    unclear = "not identified by this driver" in str(error) or not str(error)
+    what = "its header is not readable" if unclear else error
     return NotAPicture(
-        f"{label} is {kind_of(data)} that breaks off or is damaged ({len(data):,} bytes: {error})",
+        f"{label} is {kind_of(data)} that breaks off or is damaged ({len(data):,} bytes: {what})",
         "Copy or download it again.",
     )
 

@@ -17,6 +17,7 @@ from vlfit.engine.qwen3_vl.text import TextModel, VisualRows
 from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.engine.scheduler import Work
 from vlfit.engine.sequence import IntMatrix, IntVector, Sequence
+from vlfit.engine.threads import threads_for
 
 
 class Runner:
@@ -44,14 +45,16 @@ class Runner:
         visual = self._visual_rows(batch)
         ends = np.cumsum([work.length for work in batch]) - 1
         speaking = np.array([work.finishes_prompt for work in batch])
-        return self.text(
-            self._to_device(np.concatenate([_token_ids(work) for work in batch])),
-            self._to_device(np.concatenate([_positions(work) for work in batch], axis=1)),
-            visual,
-            self.cache,
-            self._attention_plan(batch),
-            self._to_device(ends[speaking]),
-        )
+        multiplications = sum(work.length for work in batch) * self.text.multiplications_per_row
+        with threads_for(self.device, multiplications):
+            return self.text(
+                self._to_device(np.concatenate([_token_ids(work) for work in batch])),
+                self._to_device(np.concatenate([_positions(work) for work in batch], axis=1)),
+                visual,
+                self.cache,
+                self._attention_plan(batch),
+                self._to_device(ends[speaking]),
+            )
 
     def encode(self, image: PreparedImage) -> VisionFeatures:
         """The features of a picture, from the cache if its content was seen before."""

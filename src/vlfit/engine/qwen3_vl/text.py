@@ -43,6 +43,10 @@ class TextModel:
             DenseLinear(self.embedding) if config.tie_word_embeddings else loader.linear("lm_head")
         )
         self.rope = TextRope(text, loader.device)
+        # One for each weight: what a row costs in all layers together.
+        self.multiplications_per_row = sum(
+            info.count for info in loader.checkpoint.tensors.values() if f"{PREFIX}.layers." in info.name
+        )
 
     def __call__(
         self,

@@ -1,0 +1,34 @@
+"""Small work stays on one thread, large work does not, and what the person had set comes back."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vlfit.engine.threads import WORTH_SHARING, threads_for
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("device", "multiplications", "threads"),
+    [(CPU, WORTH_SHARING, 1), (CPU, WORTH_SHARING + 1, 2), (torch.device("cuda"), 1, 2)],
+)
+def test_threads_follow_the_work(device: torch.device, multiplications: int, threads: int) -> None:
+    with threads_for(device, multiplications):
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
+
+
+def test_threads_come_back_after_a_failure() -> None:
+    with pytest.raises(ValueError, match="mine"), threads_for(CPU, 1):
+        raise ValueError("mine")
+    assert torch.get_num_threads() == 2
