@@ -15,7 +15,8 @@ VlfitError
 │   ├── MissingFile                    a shard, a tokenizer or a template is not there
 │   ├── BrokenShard                    a safetensors file is truncated or unreadable
 │   ├── MissingTensor                  the shards lack a tensor that the config calls for
-│   └── WrongShape                     a tensor is there with another shape than the config says
+│   ├── WrongShape                     a tensor is there with another shape than the config says
+│   └── SurplusTensor                  the shards hold a tensor that the config does not call for
 ├── HubError                       talking to the model hub failed
 │   ├── HubModelNotFound               HTTP 404: no such model, or it is private
 │   ├── HubAccessDenied                the model is gated or the token is wrong
@@ -105,6 +106,9 @@ class MissingTensor(CheckpointError): ...
 
 
 class WrongShape(CheckpointError): ...
+
+
+class SurplusTensor(CheckpointError): ...
 
 
 class HubError(VlfitError):

@@ -70,7 +70,7 @@ def test_file_cut_off_in_its_tensors_says_both_sizes(tiny: Tiny, tmp_path: Path)
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(
-        BrokenShard, match=f"truncated: {size} bytes expected, {size - 1000} bytes found"
+        BrokenShard, match=f"truncated: {size:,} bytes expected, {size - 1000:,} bytes found"
     ) as error:
         read_headers(folder)
     assert "fetch it again" in error.value.hint
@@ -88,7 +88,7 @@ def test_file_longer_than_its_header_says(tiny: Tiny, tmp_path: Path) -> None:
 def test_absurd_header_length(tmp_path: Path, length: int) -> None:
     """Nothing is read or allocated on the word of such a file."""
     (tmp_path / SINGLE_FILE).write_bytes(struct.pack("<Q", length) + b"{}" * 100)
-    with pytest.raises(BrokenShard, match=str(length)):
+    with pytest.raises(BrokenShard, match=f"claims {length:,} bytes"):
         read_headers(tmp_path)
 
 
@@ -135,3 +135,26 @@ def test_unreadable_file(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(BrokenShard, match="Permission denied"):
         read_headers(folder)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123456789abcdef\nsize 4877660776\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "what", "hint"),
+    [
+        (POINTER, r"is a git-lfs pointer \(\d+ bytes\)", "git lfs pull"),
+        (
+            b"\n<!DOCTYPE html><html><body>Sign in</body></html>",
+            r"is a web page \(HTML, \d+ bytes\)",
+            "login",
+        ),
+        (b"<HTML>" + b"x" * 5000, r"is a web page \(HTML, 5,006 bytes\)", "fetch it again"),
+    ],
+)
+def test_what_lies_in_the_place_of_a_shard(tmp_path: Path, data: bytes, what: str, hint: str) -> None:
+    (tmp_path / SINGLE_FILE).write_bytes(data)
+    with pytest.raises(BrokenShard, match=what) as error:
+        read_headers(tmp_path)
+    assert hint in error.value.hint
+    assert "claims" not in error.value.message

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from vlfit.checkpoint.hub import translate
+from vlfit.checkpoint.hub import download, translate
 from vlfit.checkpoint.progress import StderrProgress
 from vlfit.errors import HubError, HubUnreachable, NotDownloaded
 from vlfit.units import MIB
@@ -60,3 +60,15 @@ def test_progress_in_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 def test_progress_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     StderrProgress("org/model")(0, 0)
     assert "100 %" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("endpoint", ["foo", "huggingface.co", "ftp://hub.example", "https://", "http://[x"])
+def test_an_endpoint_that_is_no_url(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(HubError) as error:
+        download("org/model")
+    assert error.value.message == f"HF_ENDPOINT is {endpoint!r}, which is no URL"
+    assert "Unset HF_ENDPOINT" in error.value.hint

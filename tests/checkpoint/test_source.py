@@ -70,6 +70,19 @@ def test_neither_folder_nor_name(model: str | Path) -> None:
     assert "mini" in error.value.hint
 
 
+def test_a_file_in_place_of_its_folder(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = tiny("tied") / "model.safetensors"
+    for model in (shard, str(shard)):
+        with pytest.raises(NotACheckpoint, match=r"model\.safetensors' is a file\n") as error:
+            open_checkpoint(model)
+        assert error.value.hint.endswith(str(tiny("tied")))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "qwen.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotACheckpoint, match="is a file; a checkpoint is a folder"):
+        open_checkpoint("models/qwen.gguf")  # it has the form of a hub's name too
+
+
 def test_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"")
     with pytest.raises(NotACheckpoint, match=r"config\.json"):

@@ -13,7 +13,7 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.checkpoint.tensors import check_tensors, expected_tensors
-from vlfit.errors import MissingTensor, UnknownWeightsFormat, WrongShape
+from vlfit.errors import MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 
 Tiny = Callable[[str], Path]
 
@@ -147,11 +147,57 @@ def test_wrong_shape_says_found_and_expected(tiny: Tiny) -> None:
         headers.check()
 
 
-def test_extra_tensors_are_tolerated(tiny: Tiny) -> None:
-    headers = Headers(tiny("tied"))
+def add(headers: Headers, name: str, dtype: str = "F32") -> None:
     info = next(iter(headers.tensors.values()))
-    headers.tensors["lm_head.weight"] = TensorInfo("lm_head.weight", "F32", (1,), info.file, 0, 4)
+    headers.tensors[name] = TensorInfo(name, dtype, (1,), info.file, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("tied", "lm_head.weight"),
+        ("tied", "model.language_model.rotary_emb.inv_freq"),
+        ("tied", "model.language_model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("tied", "model.visual.rotary_pos_emb.inv_freq"),
+        ("fp8", "model.language_model.layers.0.mlp.up_proj.input_scale"),
+    ],
+)
+def test_what_changes_nothing_is_tolerated(tiny: Tiny, folder: str, name: str) -> None:
+    headers = Headers(tiny(folder))
+    add(headers, name)
     headers.check()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.visual.blocks.99.norm1.weight",
+        "model.visual.deepstack_merger_list.9.norm.weight",
+        "model.language_model.layers.0.self_attn.q_proj.bias",
+        "model.language_model.layers.0.mlp.up_proj.weight_scale_inv",
+        "model.language_model.layers.0.mlp.up_proj.input_scale",
+        "model.mtp.weight",
+    ],
+)
+def test_a_tensor_that_nobody_asks_for_is_named(tiny: Tiny, name: str) -> None:
+    headers = Headers(tiny("tied"))
+    add(headers, name)
+    with pytest.raises(SurplusTensor, match=rf"^1 of \d+ tensors are not in the model .*: {name}\n") as error:
+        headers.check()
+    assert "config.json belongs to other weights" in error.value.hint
+
+
+def test_a_config_of_fewer_layers_runs_no_other_model(tiny: Tiny) -> None:
+    """The weights hold a layer that this config leaves out: to ignore it would be another model."""
+    headers = Headers(tiny("tied"))
+    last = headers.config.text.num_hidden_layers - 1
+    text = replace(headers.config.text, num_hidden_layers=last)
+    headers.config = replace(headers.config, text=text)
+    layer = [name for name in headers.tensors if f"language_model.layers.{last}." in name]
+    with pytest.raises(SurplusTensor, match=rf"^{len(layer)} of {len(headers.tensors)} tensors") as error:
+        headers.check()
+    assert f"model.language_model.layers.{last}.input_layernorm.weight" in error.value.message
+    assert error.value.message.endswith(", ...")
 
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "F64", "F8_E5M2"])

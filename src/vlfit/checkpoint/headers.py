@@ -20,6 +20,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # The format's own limit; a larger claim means that these are not the first bytes of a safetensors file.
 _LONGEST_HEADER = 100_000_000
+# Enough to tell what a file is that is no safetensors file.
+_SAMPLE = 256
 _DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -103,10 +105,11 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(_SAMPLE)
+            length = int.from_bytes(start[:8], "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                claim = f"its header claims {length} bytes" if size >= 8 else "too short for a header"
-                raise BrokenShard(f"{path} has {size} bytes; {claim}", _FETCH_AGAIN)
+                raise _no_header(path, size, length, start)
+            file.seek(8)
             header = json.loads(file.read(length))
     except OSError as error:
         raise BrokenShard(
@@ -123,6 +126,22 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
     return iter([(info.name, info) for info in infos])
 
 
+def _no_header(path: Path, size: int, length: int, start: bytes) -> BrokenShard:
+    """Says what a file is that does not start with a header; ``start`` are its first bytes."""
+    if start.startswith(b"version https://git-lfs"):
+        return BrokenShard(
+            f"{path} is a git-lfs pointer ({size:,} bytes): it only names the weights",
+            "Run git lfs pull in that folder, or fetch the checkpoint with vlfit pull NAME.",
+        )
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html", b"<head")):
+        return BrokenShard(
+            f"{path} is a web page (HTML, {size:,} bytes), not weights",
+            "The download was answered with a page (a login, an error). " + _FETCH_AGAIN,
+        )
+    claim = f"its header claims {length:,} bytes" if size >= 8 else "too short for a header"
+    return BrokenShard(f"{path} has {size:,} bytes; {claim}", _FETCH_AGAIN)
+
+
 def _entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     """One line of a header, checked: known dtype, whole numbers, and as many bytes as the shape asks for."""
     fields = entry if isinstance(entry, dict) else {}
@@ -135,7 +154,7 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     expected = prod(shape) * _DTYPE_BITS[dtype] // 8
     if end - begin != expected:
         raise BrokenShard(
-            f"{path}: {name} ({dtype} {list(shape)}) takes {expected} bytes; its header says {end - begin}",
+            f"{path}: {name} ({dtype} {list(shape)}) takes {expected:,} bytes, not {end - begin:,}",
             _FETCH_AGAIN,
         )
     return TensorInfo(name, dtype, shape, path, data_start + begin, data_start + end)
@@ -153,7 +172,7 @@ def _check_layout(path: Path, infos: list[TensorInfo], data_start: int, size: in
     end = max((info.end for info in ordered), default=data_start)
     if size != end:
         what = "truncated" if size < end else "longer than its header says"
-        raise BrokenShard(f"{path} is {what}: {end} bytes expected, {size} bytes found", _FETCH_AGAIN)
+        raise BrokenShard(f"{path} is {what}: {end:,} bytes expected, {size:,} bytes found", _FETCH_AGAIN)
     if ordered and ordered[0].start != data_start:
         raise BrokenShard(f"{path} leaves a gap after its header", _FETCH_AGAIN)
     for before, after in pairwise(ordered):

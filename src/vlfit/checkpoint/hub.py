@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import INDEX_FILE, shard_names
@@ -104,6 +105,7 @@ def download(name: str, progress: Progress | None = None) -> Path:
         if cached is None:
             raise _offline(name)
         return cached
+    _check_endpoint(constants.ENDPOINT)
     line = StderrProgress(name)
     if progress is None:
         print(f"{name}: downloading from {constants.ENDPOINT}", file=sys.stderr, flush=True)
@@ -122,6 +124,20 @@ def download(name: str, progress: Progress | None = None) -> Path:
     finally:
         line.close()
     return folder
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Without this, a slip in the variable looks like a network that is down."""
+    try:
+        parts = urlsplit(endpoint)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        good = False
+    if not good:
+        raise HubError(
+            f"HF_ENDPOINT is {endpoint!r}, which is no URL",
+            "Unset HF_ENDPOINT, or write a whole address: HF_ENDPOINT=https://huggingface.co",
+        )
 
 
 def translate(error: Exception, name: str) -> HubError:

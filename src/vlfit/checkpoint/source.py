@@ -69,6 +69,8 @@ def locate(model: str | Path, progress: Progress | None = None) -> tuple[str, Pa
     if text == MINI:
         return MINI, mini_folder()
     folder = Path(text).expanduser()
+    if folder.is_file():
+        raise _a_file(text, folder)
     # A folder that is there wins: it is what tab completion gives, and nothing is fetched by surprise.
     if isinstance(model, Path) or folder.is_dir() or not hub.is_hub_name(text):
         if not folder.is_dir():
@@ -78,6 +80,15 @@ def locate(model: str | Path, progress: Progress | None = None) -> tuple[str, Pa
             )
         return folder.resolve().name, folder
     return text, hub.fetch(text, progress)
+
+
+def _a_file(text: str, path: Path) -> NotACheckpoint:
+    if (path.parent / "config.json").is_file():
+        return NotACheckpoint(f"{text!r} is a file", f"Give the folder that it is in: {path.parent}")
+    return NotACheckpoint(
+        f"{text!r} is a file; a checkpoint is a folder with config.json and *.safetensors",
+        "Give such a folder, mini, or a name like Qwen/Qwen3-VL-2B-Instruct-FP8. (.gguf is not read.)",
+    )
 
 
 def mini_folder() -> Path:

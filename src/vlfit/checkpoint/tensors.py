@@ -8,10 +8,14 @@ from collections.abc import Iterator
 
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.errors import MissingTensor, UnknownWeightsFormat, WrongShape
+from vlfit.errors import MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 
 SCALE_SUFFIX = "_scale_inv"
 READABLE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3")
+# Rotary frequencies that older writers stored; they follow from the config and are computed.
+_COMPUTED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
+# Quantizers may leave it beside an FP8 weight; vlfit's activations are not quantized by it.
+_ACTIVATION_SCALE = ".input_scale"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -92,22 +96,42 @@ def _with_bias(module: str, *shape: int) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
-    """Check what is there against what ``config`` calls for. Tensors that nobody asks for are tolerated.
+    """Check what is there against what ``config`` calls for, in both directions.
 
-    Raises ``MissingTensor`` (how many, and the first names), ``WrongShape``, and ``UnknownWeightsFormat`` for
-    a dtype that vlfit does not read. Whether a linear layer needs a scale is decided by its own dtype: the
-    header says what the bytes are, the list of exempt modules only what somebody meant.
+    Raises ``MissingTensor`` and ``SurplusTensor`` (how many, and the first names), ``WrongShape``, and
+    ``UnknownWeightsFormat`` for a dtype that vlfit does not read. Whether a linear layer needs a scale is
+    decided by its own dtype: the header says what the bytes are, the list of exempt modules only what
+    somebody meant.
     """
     expected = _needed(config, tensors)
     missing = [name for name in expected if name not in tensors]
     if missing:
-        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise MissingTensor(
-            f"{len(missing)} of {len(expected)} tensors are missing: {names}",
+            f"{len(missing):,} of {len(expected):,} tensors are missing: {_first(missing)}",
             "The weights do not belong to this config.json, or a shard is missing. Fetch them again.",
         )
     for name, shape in expected.items():
         _check_tensor(tensors[name], shape)
+    # Ignoring them would run another model than the one in the files: one with a layer less, say.
+    surplus = [name for name in tensors if name not in expected and not _may_be_ignored(name, tensors)]
+    if surplus:
+        raise SurplusTensor(
+            f"{len(surplus):,} of {len(tensors):,} tensors are not in the model that config.json describes: "
+            f"{_first(surplus)}",
+            "config.json belongs to other weights, or was changed. Fetch it again with its weights.",
+        )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _may_be_ignored(name: str, tensors: dict[str, TensorInfo]) -> bool:
+    """Whether leaving out ``name``, which the config does not call for, leaves the model as it is."""
+    if name == "lm_head.weight" or name.endswith(_COMPUTED):
+        return True  # expected unless the head is tied: then it is a copy of the embedding
+    weight = tensors.get(name.removesuffix(_ACTIVATION_SCALE) + ".weight")
+    return name.endswith(_ACTIVATION_SCALE) and weight is not None and weight.dtype == "F8_E4M3"
 
 
 def _needed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
