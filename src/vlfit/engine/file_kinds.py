@@ -27,6 +27,8 @@ _OTHERS = (
 )
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 
+UNKNOWN = "of no kind that vlfit knows"
+
 HINT = "Give a JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF file."
 _HINTS = {
     "a HEIC photo": "Convert it to JPEG first (on an iPhone: Settings, Camera, Formats, Most Compatible).",
@@ -49,7 +51,7 @@ def kind_of(data: bytes) -> str:
     for signature, kind in (*_PICTURES, *_OTHERS):
         if data.startswith(signature):
             return kind
-    return _kind_of_container(data) or _kind_of_text(data) or "of no kind that vlfit knows"
+    return _kind_of_container(data) or _kind_of_text(data) or UNKNOWN
 
 
 def is_surely_no_picture(kind: str) -> bool:

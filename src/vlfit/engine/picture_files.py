@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlfit.engine.file_kinds import HINT, hint_for, is_surely_no_picture, kind_of
+from vlfit.engine.file_kinds import HINT, UNKNOWN, hint_for, is_surely_no_picture, kind_of
 from vlfit.errors import NotAPicture, PictureTooLarge
 
 # Pillow's own ceiling, above which it refuses to open a file: 512 MiB as 3 bytes a pixel, 683 MiB as it
@@ -69,7 +69,7 @@ def decode(data: bytes, label: str) -> Decoded:
                 notes = _frame_notes(image)
                 image.load()
             except Exception as error:  # decoders raise whatever hostile bytes drive them to
-                raise _broken(label, data, error) from error
+                raise _broken(label, data, image.format, str(error)) from error
             file_format = image.format
             image = _upright(image, notes)
             try:
@@ -102,6 +102,7 @@ def _open(data: bytes, label: str) -> Image.Image:
     """Read the header. Not ``Image.open``, which refuses large files without saying their size."""
     Image.init()
     failure: Exception | None = None
+    file_format: str | None = None
     for name in FORMATS:
         factory, accepts = Image.OPEN.get(name, (None, None))
         if factory is None or accepts is None or accepts(data[:16]) is not True:
@@ -110,7 +111,7 @@ def _open(data: bytes, label: str) -> Image.Image:
             opened: Image.Image = factory(BytesIO(data), "")
             return opened
         except Exception as error:  # as above
-            failure = error
+            failure, file_format = error, name
     kind = kind_of(data)
     if failure is None or is_surely_no_picture(kind):
         what = "it is empty" if kind == "empty" else f"it is {kind}"
@@ -118,7 +119,8 @@ def _open(data: bytes, label: str) -> Image.Image:
     claimed = _claimed_size(data)
     if claimed is not None and 0 in claimed:
         check_size(*claimed, label)
-    raise _broken(label, data, failure)
+    # What Pillow says here ("not identified by this driver") only its makers understand.
+    raise _broken(label, data, file_format, "its header is not readable") from failure
 
 
 def _claimed_size(data: bytes) -> tuple[int, int] | None:
@@ -130,12 +132,12 @@ def _claimed_size(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _broken(label: str, data: bytes, error: Exception) -> NotAPicture:
-    # What Pillow says of every header that it cannot read, and what only its makers understand.
-    unclear = "not identified by this driver" in str(error) or not str(error)
-    what = "its header is not readable" if unclear else error
+def _broken(label: str, data: bytes, file_format: str | None, why: str) -> NotAPicture:
+    kind = kind_of(data)
+    if kind == UNKNOWN:  # known to Pillow alone
+        kind = f"a {file_format} file"
     return NotAPicture(
-        f"{label} is {kind_of(data)} that breaks off or is damaged ({len(data):,} bytes: {what})",
+        f"{label} is {kind} that breaks off or is damaged ({len(data):,} bytes{why and ': '}{why})",
         "Copy or download it again.",
     )
 
