@@ -18,6 +18,7 @@ from vlfit.server.settings import ServerSettings
 from vlfit.units import MIB
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+SAME_LIMITS = {"max_tokens": 9, "max_completion_tokens": 9}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,14 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens", "0"),
         ({"max_tokens": "many"}, "max_tokens", "'many'"),
         ({"max_tokens": 2.5}, "max_tokens", "2.5"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "max_completion_tokens is 6"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages", "messages[0].content is empty"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages", "messages[0].content is empty"),
+        (
+            {"messages": [*HELLO, {"role": "user", "content": [{"type": "text", "text": ""}]}]},
+            "messages",
+            "messages[1].content is empty",
+        ),
         ({"temperature": 5}, "temperature", "5"),
         ({"temperature": "0.5"}, "temperature", "0.5"),
         ({"temperature": float("nan")}, "temperature", "nan"),
@@ -127,7 +136,8 @@ def test_a_wrong_field_is_named(server: Running, fields: dict[str, Any], param: 
 
 
 @pytest.mark.parametrize(
-    "fields", [{"response_format": {"type": "text"}}, {"tools": []}, {"tool_choice": "none"}, {"n": None}]
+    "fields",
+    [{"response_format": {"type": "text"}}, {"tools": []}, {"tool_choice": "none"}, {"n": None}, SAME_LIMITS],
 )
 def test_asking_for_nothing_special_is_fine(server: Running, fields: dict[str, Any]) -> None:
     answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HELLO, **fields})

@@ -103,7 +103,7 @@ def test_every_sampling_field_arrives(client: OpenAI, backend: ScriptedBackend) 
         model="scripted",
         messages=HELLO,
         max_completion_tokens=3,
-        max_tokens=4,
+        max_tokens=3,
         temperature=0,
         top_p=0.9,
         presence_penalty=0.5,
@@ -237,7 +237,9 @@ def test_a_clip_as_frames(client: OpenAI, backend: ScriptedBackend) -> None:
     clip = {"type": "video", "frames": [data_url(red), data_url(blue)], "fps": 4}
     messages = cast(list[ChatCompletionMessageParam], [{"role": "user", "content": [clip]}])
     client.chat.completions.create(model="scripted", messages=messages)
-    assert backend.asked[0][0][0].parts == (VideoPart((red, blue), 4.0),)
+    assert backend.asked[0][0][0].parts == (
+        VideoPart((red, blue), 4.0, place="messages[0].content[0].frames"),
+    )
 
 
 def test_roles(client: OpenAI, backend: ScriptedBackend) -> None:

@@ -169,8 +169,21 @@ def test_a_client_that_hangs_up_frees_its_blocks(
 )
 def test_bad_pictures(server: Running, backend: NativeBackend, data: bytes) -> None:
     with server.openai() as client, pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=backend.model, messages=about("what?", data))
+        client.chat.completions.create(model=backend.model, messages=about("what?", picture(), data))
     assert caught.value.code == "invalid_image"
+    assert caught.value.param == "messages[0].content[1].image_url.url"
+    assert "driver" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("data", "code"), [(picture(300, 200)[:900], "invalid_image"), (picture(60, 60), "invalid_request")]
+)
+def test_a_bad_frame_of_a_clip(server: Running, backend: NativeBackend, data: bytes, code: str) -> None:
+    clip = {"type": "video", "frames": [data_url(picture()), data_url(data)]}
+    messages = cast(list[ChatCompletionMessageParam], [{"role": "user", "content": [clip]}])
+    with server.openai() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=backend.model, messages=messages)
+    assert (caught.value.code, caught.value.param) == (code, "messages[0].content[0].frames[1]")
 
 
 @pytest.mark.parametrize(

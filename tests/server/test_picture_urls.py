@@ -86,6 +86,7 @@ def test_what_is_not_a_picture(gallery: str, path: str) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="scripted", messages=showing(gallery + path))
         assert caught.value.code == "invalid_image"
+        assert "file name" not in caught.value.message  # which this server would refuse
         client.chat.completions.create(model="scripted", messages=showing(f"{gallery}/red.png"))
 
 
@@ -97,3 +98,5 @@ def test_a_dead_address(gallery: str) -> None:
     ):
         client.chat.completions.create(model="scripted", messages=showing("http://127.0.0.1:9/x.png"))
     assert caught.value.code == "invalid_image"
+    assert "send the picture itself" in caught.value.message
+    assert "file name" not in caught.value.message

@@ -228,6 +228,12 @@ def sampling_of(wishes: ChatRequest, default: SamplingParams) -> SamplingParams:
             "top_logprobs is set without logprobs", "set logprobs to true", param="top_logprobs"
         )
     max_tokens = wishes.max_tokens if wishes.max_completion_tokens is None else wishes.max_completion_tokens
+    if wishes.max_tokens not in (None, max_tokens):
+        raise InvalidRequest(
+            f"max_tokens is {wishes.max_tokens} and max_completion_tokens is {max_tokens}",
+            "they are two names of one limit: send one of them",
+            param="max_tokens",
+        )
     stop = [wishes.stop] if isinstance(wishes.stop, str) else wishes.stop
     asked: dict[str, Any] = {
         "max_tokens": max_tokens,

@@ -36,6 +36,9 @@ async def build_conversation(
     if not request.messages:
         raise InvalidRequest("messages is empty", "send at least one message", param="messages")
     roles = [_role(index, message) for index, message in enumerate(request.messages)]
+    for index, (role, message) in enumerate(zip(roles, request.messages, strict=True)):
+        if role == "user":
+            _check_not_empty(index, message)
     places = list(_picture_urls(request))
     if len(places) > settings.picture_limit:
         raise InvalidRequest(
@@ -48,8 +51,8 @@ async def build_conversation(
         _check_url(where, url)
     pictures = iter(await _fetch_all(places, settings.allow_private_urls, fetches))
     return tuple(
-        Message(role, _parts(message, pictures))
-        for role, message in zip(roles, request.messages, strict=True)
+        Message(role, _parts(index, message, pictures))
+        for index, (role, message) in enumerate(zip(roles, request.messages, strict=True))
     )
 
 
@@ -65,6 +68,15 @@ def _role(index: int, message: ChatMessage) -> Role:
             param=f"{where}.role",
         )
     return _ROLES[message.role]
+
+
+def _check_not_empty(index: int, message: ChatMessage) -> None:
+    """A question of no words and no picture is a slip of the sender's; the model would make one up."""
+    content = [message.content] if isinstance(message.content, str) else message.content
+    if not any(part.text if isinstance(part, TextContent) else part for part in content):
+        raise InvalidRequest(
+            f"messages[{index}].content is empty", "send some text or a picture", param="messages"
+        )
 
 
 def _picture_urls(request: ChatRequest) -> Iterator[tuple[str, str]]:
@@ -102,7 +114,8 @@ async def _fetch_all(places: list[tuple[str, str]], allow_private: bool, fetches
             error.param = error.param or where
             raise
         # Many pictures may be data: URLs; an error in decoding one should say which.
-        return replace(picture, label=f"picture {number}") if url[:5].lower() == "data:" else picture
+        label = f"picture {number}" if url[:5].lower() == "data:" else picture.label
+        return replace(picture, label=label, place=where)
 
     tasks = [fetch(number, *place) for number, place in enumerate(places, 1)]
     pictures: list[ImagePart] = []
@@ -120,15 +133,19 @@ def _fetch(url: str, allow_private: bool) -> ImagePart:
     return load_picture(url, allow_private=allow_private)
 
 
-def _parts(message: ChatMessage, pictures: Iterator[ImagePart]) -> tuple[Part, ...]:
+def _parts(index: int, message: ChatMessage, pictures: Iterator[ImagePart]) -> tuple[Part, ...]:
     if isinstance(message.content, str):
         return (TextPart(message.content),)
-    return tuple(_part(part, pictures) for part in message.content)
+    return tuple(
+        _part(f"messages[{index}].content[{position}]", part, pictures)
+        for position, part in enumerate(message.content)
+    )
 
 
-def _part(part: ContentPart, pictures: Iterator[ImagePart]) -> Part:
+def _part(where: str, part: ContentPart, pictures: Iterator[ImagePart]) -> Part:
     if isinstance(part, TextContent):
         return TextPart(part.text)
     if isinstance(part, ImageContent):
         return next(pictures)
-    return VideoPart(tuple(next(pictures).data for _ in part.frames), part.fps)
+    frames = tuple(next(pictures).data for _ in part.frames)
+    return VideoPart(frames, part.fps, place=f"{where}.frames")

@@ -37,7 +37,8 @@ _LOCAL_GATEWAYS = IPv6Network("64:ff9b:1::/48")
 # Azure's host answers virtual machines here, in the middle of public space.
 _PLATFORM = frozenset({"168.63.129.16"})
 
-_DOWNLOAD = "Check the address in a browser, or download the picture and give its file name."
+# "The picture itself": a file name from a person at the keyboard, a data: URL from a client of a server.
+_DOWNLOAD = "Check the address in a browser, or download the picture and send the picture itself."
 
 
 def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0) -> bytes:
@@ -164,7 +165,7 @@ def _check_status(response: "httpx.Response", label: str) -> None:
         return
     hint = _DOWNLOAD
     if response.status_code in (401, 403):
-        hint = "It wants a login or refuses programs: download the picture and give its file name."
+        hint = "It wants a login or refuses programs: download the picture and send the picture itself."
     raise PictureNotFound(f"{label} answers {response.status_code} {response.reason_phrase}", hint)
 
 
@@ -184,7 +185,7 @@ def _check_size(size: int, label: str) -> None:
     if size > MAX_BYTES:
         raise PictureTooLarge(
             f"{label} is larger than {MAX_BYTES // MIB} MiB",
-            "Download it, scale it down, and give its file name.",
+            "Download it, scale it down, and send the smaller picture itself.",
         )
 
 
