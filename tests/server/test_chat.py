@@ -237,9 +237,7 @@ def test_a_clip_as_frames(client: OpenAI, backend: ScriptedBackend) -> None:
     clip = {"type": "video", "frames": [data_url(red), data_url(blue)], "fps": 4}
     messages = cast(list[ChatCompletionMessageParam], [{"role": "user", "content": [clip]}])
     client.chat.completions.create(model="scripted", messages=messages)
-    assert backend.asked[0][0][0].parts == (
-        VideoPart((red, blue), 4.0, place="messages[0].content[0].frames"),
-    )
+    assert backend.asked[0][0][0].parts == (VideoPart((red, blue), 4.0),)
 
 
 def test_roles(client: OpenAI, backend: ScriptedBackend) -> None:

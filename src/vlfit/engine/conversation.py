@@ -4,7 +4,7 @@ A conversation is a tuple of messages; a message is a role and parts; a part is 
 Pictures are the bytes of a file as it was found: ``engine/images.py`` decodes them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vlfit.errors import InvalidRequest
@@ -28,7 +28,7 @@ class ImagePart:
 
     data: bytes
     label: str = "picture"
-    place: str | None = None
+    place: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class VideoPart:
     frames: tuple[bytes, ...]
     fps: float = 2.0
     label: str = "video"
-    place: str | None = None
+    place: str | None = field(default=None, compare=False)
 
 
 Part = TextPart | ImagePart | VideoPart
