@@ -7,13 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-from vlfit import Client
+from vlfit import Client, VlfitError
 
 HERE = Path(__file__).parent
 picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))
 
-with Client(os.environ.get("VLFIT_SERVER", "http://127.0.0.1:8000")) as client:
-    scene = client.scene(picture)
+try:
+    with Client(os.environ.get("VLFIT_SERVER", "http://127.0.0.1:8000")) as client:
+        scene = client.scene(picture)
+except VlfitError as error:
+    sys.exit(f"error: {error}")
 print(scene.summary)
 for thing in scene.objects:
     left, top, right, bottom = thing.box

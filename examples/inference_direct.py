@@ -6,17 +6,20 @@ python examples/inference_direct.py [PICTURE] [MODEL]
 import sys
 from pathlib import Path
 
-from vlfit import VLM
+from vlfit import VLM, VlfitError
 
 HERE = Path(__file__).parent
 picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))
 model = sys.argv[2] if len(sys.argv) > 2 else "auto"
 
-with VLM(model) as vlm:
-    words = vlm.stream("Describe this picture in one sentence.", picture)
-    for piece in words:
-        print(piece, end="", flush=True)
-    answer = words.answer()
+try:
+    with VLM(model) as vlm:
+        words = vlm.stream("Describe this picture in one sentence.", picture)
+        for piece in words:
+            print(piece, end="", flush=True)
+        answer = words.answer()
+except VlfitError as error:
+    sys.exit(f"error: {error}")
 print()
 print(f"{answer.model}: {answer.usage.prompt_tokens} tokens in, {answer.usage.completion_tokens} out")
 if answer.timings is not None:

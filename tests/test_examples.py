@@ -64,6 +64,22 @@ def test_direct(name: str, run: Run) -> None:
     assert run(name, str(picture)) != by_itself
 
 
+@pytest.mark.parametrize("name", OVER_HTTP)
+def test_without_a_server(name: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_SERVER", "http://127.0.0.1:9")
+    with pytest.raises(SystemExit) as ended:
+        run(name)
+    assert "error: " in str(ended.value.code)
+    assert "http://127.0.0.1:9" in str(ended.value.code)
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_with_a_picture_that_is_not_there(name: str, run: Run) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(name, "nowhere.png")
+    assert "error: nowhere.png: no such file" in str(ended.value.code)
+
+
 def test_the_same_words_over_http_and_direct(
     run: Run, server_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
