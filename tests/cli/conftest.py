@@ -80,6 +80,7 @@ def tiny_model(tiny: Callable[[str], Path]) -> Iterator[client.VLM]:
 def with_tiny_model(monkeypatch: pytest.MonkeyPatch, tiny_model: client.VLM) -> None:
     """``vlfit`` gets the loaded model, and cannot close it for the tests after."""
     monkeypatch.setattr(client, "VLM", lambda *_, **__: client.VisionModel(_Lent(tiny_model._backend)))
+    monkeypatch.setattr("vlfit.cli.loading.locate", lambda name: (name, Path()))  # "tiny" is no real name
 
 
 class _Lent:

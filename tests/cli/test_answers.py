@@ -240,6 +240,43 @@ def test_ask_with_an_empty_question(vlfit: Vlfit, scripted: ScriptedBackend, red
     assert vlfit("ask", red, " ", "-m", "mini").code == 2
 
 
+def test_an_empty_question_is_not_taken_for_a_picture(
+    vlfit: Vlfit, scripted: ScriptedBackend, red: Path
+) -> None:
+    ended = vlfit("ask", red, "", "-m", "mini")
+    assert ended.code == 2
+    assert "error: the last argument is the question, and it is empty\n" in ended.err
+    assert scripted.asked == []
+
+
+def test_an_empty_name_is_not_taken_for_a_folder(vlfit: Vlfit, scripted: ScriptedBackend) -> None:
+    ended = vlfit("caption", "", "-m", "mini")
+    assert ended.code == 1
+    assert "error: the name of a picture is empty\n" in ended.err
+
+
+SECRET_URL = "http://me:hunter2@127.0.0.1:9/a.png?token=hunter2"
+
+
+@pytest.mark.parametrize("command", ["caption", "scene"])
+def test_a_url_is_named_once_and_without_its_secrets(
+    command: str, vlfit: Vlfit, scripted: ScriptedBackend, red: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted.answers = [SCENE_ANSWER]
+    ended = vlfit(command, SECRET_URL, red, "-m", "mini")
+    assert ended.code == 1
+    assert "hunter2" not in ended.err + ended.out
+    error = next(line for line in ended.err.splitlines() if line.startswith("error: "))
+    assert error.count("http://127.0.0.1:9/a.png") == 1
+    monkeypatch.setattr("vlfit.tasks.pictures.fetch", lambda *_, **__: png())
+    scripted.answers += [SCENE_ANSWER, SCENE_ANSWER]
+    assert vlfit(command, SECRET_URL, red, "-m", "mini").out.startswith("http://127.0.0.1:9/a.png: ")
+
+
+def test_a_url_forgotten_to_be_asked_about_keeps_its_secrets(vlfit: Vlfit) -> None:
+    assert "hunter2" not in vlfit("ask", SECRET_URL, "-m", "mini").err
+
+
 SCENE_ANSWER = json.dumps(
     {
         "summary": "A cat.",

@@ -51,6 +51,25 @@ def test_wrong_usage_ends_with_2_before_anything_is_loaded(
     assert scripted.asked == []
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--dtype", "int3", "unknown dtype 'int3'"),
+        ("--context", 10, "context is 10 tokens"),
+        ("--image-tokens", 1, "image_tokens is 1"),
+        ("--model", "nosuch", "'nosuch' is neither a folder"),
+    ],
+)
+def test_what_cannot_be_loaded_is_not_said_to_be_loading(
+    option: str, value: object, message: str, vlfit: Vlfit, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(png())
+    ended = vlfit("caption", path, *(("--model", "mini") if option != "--model" else ()), option, value)
+    assert ended.err.startswith(f"error: {message}")
+    assert "loading" not in ended.err
+
+
 def test_a_bad_variable_is_named(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLFIT_CONTEXT", "lots")
     assert "VLFIT_CONTEXT" in failed(vlfit("caption", "a.png"), 2)

@@ -70,3 +70,33 @@ def test_interrupted_it_ends_with_130_and_no_traceback(
     assert process.returncode == 130
     assert b"Traceback" not in said
     assert b"Error" not in said
+
+
+def test_interrupts_reach_programs_even_if_the_tests_run_in_the_background() -> None:
+    """A script's background job ignores SIGINT, and what it starts would do so too."""
+    told = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    code = f"import sys, subprocess, tests.conftest; subprocess.run([sys.executable, '-c', {told!r}])"
+    ended = subprocess.run(
+        ["/bin/sh", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ended.stdout == "True\n", ended.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+@pytest.mark.parametrize("options", [("--json",), ("--stream",), ("--no-stream",)], ids="".join)
+def test_words_that_find_no_room_are_told(
+    options: tuple[str, ...], tiny: Callable[[str], Path], environment: dict[str, str]
+) -> None:
+    command = [*VLFIT, "caption", "-", "--model", str(tiny("tied")), "--max-tokens", "4", *options]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            command, input=png(), stdout=full, stderr=subprocess.PIPE, env=environment, timeout=60
+        )
+    assert ended.returncode == 1
+    assert b"error: cannot write the answer: No space left on device\n" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+    assert b"Exception ignored" not in ended.stderr

@@ -11,6 +11,7 @@ from tests.scripted_backend import png
 from tests.server.harness import Running, running
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.options import EngineOptions
+from vlfit.server.settings import ServerSettings
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,21 @@ def test_the_server_of_the_environment(
     refused = vlfit("caption", picture, "--context", 512)
     assert refused.code == 2
     assert "--context" in refused.err
+
+
+def test_a_server_that_wants_a_key(
+    vlfit: Vlfit, picture: Path, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = EngineOptions(device="cpu", context=1024, sequences=1)
+    with (
+        NativeBackend.load(tiny("tied"), options) as backend,
+        running(backend, ServerSettings(api_key="sesame")) as server,
+    ):
+        refused = vlfit("caption", picture, "--server", server.url)
+        assert refused.code == 1
+        assert "hint:  set VLFIT_API_KEY" in refused.err
+        monkeypatch.setenv("VLFIT_API_KEY", "sesame")
+        assert vlfit("caption", picture, "--server", server.url, "--max-tokens", 3).code == 0
 
 
 def test_a_model_that_the_server_does_not_run(vlfit: Vlfit, server: Running, picture: Path) -> None:

@@ -1,15 +1,18 @@
 """Captions, questions and chats over a scripted backend: what is sent, and what is remembered."""
 
+from typing import Any
+
 import pytest
 
 from tests.scripted_backend import ScriptedBackend, png
 from vlfit.engine.conversation import ImagePart, Message, TextPart
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import DoesNotFit, InvalidRequest
+from vlfit.errors import DoesNotFit, InvalidRequest, UsageError
 from vlfit.tasks.ask import ask
 from vlfit.tasks.caption import caption
 from vlfit.tasks.chat import Chat
 from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT
+from vlfit.tasks.sampling_options import SamplingOptions, with_options
 
 PICTURE = ImagePart(png())
 
@@ -106,3 +109,52 @@ def test_a_turn_that_failed_is_forgotten_and_the_next_one_works() -> None:
     assert chat.ask("Hi").text == "Hello."
     with pytest.raises(InvalidRequest):
         chat.ask(" ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("max_tokens", "a", "a whole number"),
+        ("max_tokens", 1.5, "a whole number"),
+        ("seed", True, "a whole number"),
+        ("temperature", None, "a number"),
+        ("top_p", "0.5", "a number"),
+        ("stop", 5, "a string, or a list of them"),
+        ("stop", ["a", 5], "a string, or a list of them"),
+        ("stop_token_ids", 5, "a list of whole numbers"),
+        ("stop_token_ids", "5", "a list of whole numbers"),
+        ("ignore_eos", "no", "True or False"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_named(name: str, value: object, rule: str) -> None:
+    options: Any = {name: value}
+    with pytest.raises(InvalidRequest, match=rule) as caught:
+        with_options(SamplingParams(), options)
+    assert caught.value.param == name
+
+
+def test_an_option_that_there_is_not_is_named() -> None:
+    options: Any = {"foo": 1}
+    with pytest.raises(UsageError, match="no option 'foo'"):
+        with_options(SamplingParams(), options)
+
+
+def test_every_option_is_taken() -> None:
+    options = SamplingOptions(
+        max_tokens=None,
+        temperature=1,
+        top_p=0.5,
+        top_k=5,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=1,
+        repetition_penalty=1.1,
+        seed=None,
+        stop=["a"],
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        top_logprobs=None,
+        loop_guard=True,
+    )
+    sampling = with_options(SamplingParams(), options)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.top_k) == (("a",), (5,), 5)

@@ -42,6 +42,7 @@ _SIGNATURES = (
     (re.compile(rb"II\*\0|MM\0\*"), "image/tiff"),
     (re.compile(rb"....ftypavi[fs]", re.DOTALL), "image/avif"),
 )
+_KEY_HINT = "set VLFIT_API_KEY to the server's key; in Python, give Client its api_key"
 _ERRORS: dict[str, type[VlfitError]] = {
     each.code: each
     for each in (DoesNotFit, EngineStopped, InvalidRequest, PictureError, UnknownModel, WrongApiKey)
@@ -140,7 +141,8 @@ def error_from(status: int, text: str) -> VlfitError:
     if kind is None and status in (401, 403):
         kind = WrongApiKey
     if kind is not None:
-        return kind(message, param=param if isinstance(param, str) else None)
+        hint = _KEY_HINT if kind is WrongApiKey else ""
+        return kind(message, hint, param=param if isinstance(param, str) else None)
     about = f"the server answered {status}" if status != 200 else "the server failed"
     return RemoteError(f"{about}: {message}", _hint(status))
 

@@ -53,7 +53,15 @@ def ask(
 
 
 def _refuse_missing_question(question: str) -> None:
-    """Forgetting the question is the easy mistake here: the last picture would be asked as if it were one."""
+    """Forgetting the question is the easy mistake here: the last picture would be asked as if it were one.
+
+    An empty question is told apart: as a path it would be the folder one is in.
+    """
+    if not question.strip():
+        raise UsageError(
+            "the last argument is the question, and it is empty",
+            'ask something, in quotes: vlfit ask photo.jpg "What is this?"',
+        )
     is_picture = question == "-" or question.startswith(("http://", "https://", "data:"))
     # A question can be too long to be a file name, or hold characters that none may have.
     try:
@@ -61,7 +69,9 @@ def _refuse_missing_question(question: str) -> None:
     except (OSError, ValueError):
         is_picture = False
     if is_picture:
+        from vlfit.tasks.pictures import name_of
+
         raise UsageError(
-            f"the last argument is the question, but {question} is a picture",
+            f"the last argument is the question, but {name_of(question)} is a picture",
             'put the question last, in quotes: vlfit ask photo.jpg "What is this?"',
         )

@@ -36,11 +36,11 @@ def caption(
         names = named_pictures(pictures)
 
         def work(name: str) -> None:
-            from vlfit.tasks.pictures import load_picture
+            from vlfit.tasks.pictures import load_picture, name_of
 
             picture = load_picture(name)
             words = session.model.stream_caption(picture, "long" if long else "short", **session.sampling)
-            prefix = f"{name}: " if len(names) > 1 else ""
+            prefix = f"{name_of(name)}: " if len(names) > 1 else ""
             session.printer.say(words, prefix=prefix, facts={"picture": name})
 
         for_each_picture(names, work)

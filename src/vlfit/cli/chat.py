@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _HELP = """  /image PICTURE   show a picture with your next message (a file, glob or URL)
   /reset           forget everything said so far
   /help            this list
-  /quit            end (so does the end of the input)"""
+  /quit            end (so does the end of the input)
+  Ctrl-C           stop the answer that is being given; at the prompt, end"""
 
 
 @takes_common_options
@@ -42,8 +43,9 @@ def chat(
 ) -> None:
     """Talk about pictures, with memory. Type /help inside for what else it understands.
 
-    Samples by the checkpoint's own settings unless --temperature is given. Ctrl-C while the model speaks
-    stops that answer. When the input is no terminal, each line of it is a message.
+    Samples by the checkpoint's own settings unless --temperature is given. Ctrl-C stops an answer that is
+    being given; at the prompt it ends the program. When the input is no terminal, each line of it is a
+    message.
 
     \b
     Examples:
@@ -88,7 +90,7 @@ class _Talk:
     def show(self, patterns: list[str]) -> None:
         """Keep pictures for the next message."""
         from vlfit.cli.pictures import named_pictures
-        from vlfit.tasks.pictures import load_picture
+        from vlfit.tasks.pictures import load_picture, name_of
 
         if "-" in patterns and not self._interactive:
             raise UsageError(
@@ -96,7 +98,7 @@ class _Talk:
             )
         names = named_pictures(patterns)
         self._waiting += [load_picture(name) for name in names]
-        self._printer.note(f"  showing {', '.join(names)} with your next message")
+        self._printer.note(f"  showing {', '.join(map(name_of, names))} with your next message")
 
     def _take(self, line: str) -> None:
         command, _, rest = line.partition(" ")

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from vlfit.checkpoint import hub
 from vlfit.checkpoint.source import locate
 from vlfit.cli.printing import Printer
 
@@ -15,9 +14,9 @@ def loading(name: str, printer: Printer) -> AbstractContextManager[Progress]:
 
     Gives a function to call with what is being done and the share of the whole that is done. A model of the
     hub that is not here yet is fetched first, with a line of its own: the two would write over each other.
+    A name that is no model's raises at once, before anything is said to be loading.
     """
-    if hub.is_hub_name(name):
-        locate(name)
+    locate(name)
     return _bar(name) if printer.lively else _line(name, printer)
 
 

@@ -17,7 +17,7 @@ from vlfit.cli.ask import ask
 from vlfit.cli.caption import caption
 from vlfit.cli.chat import chat
 from vlfit.cli.models import models_app
-from vlfit.cli.printing import print_error
+from vlfit.cli.printing import cannot_write, print_error
 from vlfit.cli.pull import pull
 from vlfit.cli.scene import scene
 from vlfit.cli.serve import serve
@@ -97,10 +97,10 @@ def main() -> None:
         try:
             app(prog_name="vlfit")
         finally:
-            sys.stdout.flush()
+            _flush_words()
     except BrokenPipeError:
-        # Whoever read our words has read enough (`| head`). The interpreter flushes once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our words has read enough (`| head`).
+        _let_stdout_go_nowhere()
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -113,6 +113,22 @@ def main() -> None:
         hint = "this is a fault of vlfit: `vlfit --debug ...` shows where it happened"
         print_error(VlfitError(f"{type(error).__name__}: {error}", hint))
         sys.exit(1)
+
+
+def _flush_words() -> None:
+    """Write what stdout still holds, or say that it cannot be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _let_stdout_go_nowhere()
+        raise cannot_write(error) from error
+
+
+def _let_stdout_go_nowhere() -> None:
+    """The interpreter flushes once more on its way out, and would complain about what cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_traceback_if_debugging() -> None:

@@ -31,6 +31,8 @@ def for_each_picture(names: list[str], work: Callable[[str], None]) -> None:
 
     Raises the error itself for a lone picture, and ends with exit code 1 if any of several failed.
     """
+    from vlfit.tasks.pictures import name_of
+
     failed = 0
     for name in names:
         try:
@@ -38,7 +40,7 @@ def for_each_picture(names: list[str], work: Callable[[str], None]) -> None:
         except _OF_ONE_PICTURE as error:
             if len(names) == 1:
                 raise
-            print_error(error, about=name)
+            print_error(error, about=name_of(name))
             failed += 1
     if failed:
         print_error(VlfitError(f"{failed} of {len(names)} pictures failed"))

@@ -69,8 +69,7 @@ class Printer:
         """Print one JSON object on one line, on stdout."""
         # Other encodings cannot hold every letter as itself; escapes are JSON too.
         utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        sys.stdout.write(json.dumps(facts, ensure_ascii=not utf8) + "\n")
-        sys.stdout.flush()
+        _put(json.dumps(facts, ensure_ascii=not utf8) + "\n")
 
     def costs(self, answer: "Answer") -> None:
         """Say on stderr what an answer took, what became of the pictures, and if it was not whole."""
@@ -87,14 +86,28 @@ class Printer:
             self.note("  stopped because the model began to repeat itself")
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(plain(text, sys.stdout.isatty()))
+        _put(plain(text, sys.stdout.isatty()))
+
+
+def _put(text: str) -> None:
+    try:
+        sys.stdout.write(text)
         sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise cannot_write(error) from error
+
+
+def cannot_write(error: OSError) -> VlfitError:
+    """What to say when stdout takes no more words, of a full disk for example."""
+    return VlfitError(f"cannot write the answer: {error.strerror}", "make room, or send it elsewhere")
 
 
 def print_error(error: VlfitError, about: str = "") -> None:
     """What happened and what to do, on stderr; ``about`` names the picture if there are several."""
     lively = sys.stderr.isatty()
-    what = f"{about}: {error.message}" if about and about not in error.message else error.message
+    what = f"{about}: {error.message}" if about and not error.message.startswith(about) else error.message
     typer.echo(typer.style("error: ", fg="red", bold=True) + plain(what, lively), err=True)
     if error.hint:
         typer.echo(typer.style("hint:  ", bold=True) + plain(error.hint, lively), err=True)

@@ -40,13 +40,13 @@ def scene(
         names = named_pictures(pictures)
 
         def work(name: str) -> None:
-            from vlfit.tasks.pictures import load_picture
+            from vlfit.tasks.pictures import load_picture, name_of
 
             found = session.model.scene(load_picture(name), **session.sampling)
             if options.json:
                 session.printer.data(_facts(name, found))
             else:
-                session.printer.line(_words(found, f"{name}: " if len(names) > 1 else ""))
+                session.printer.line(_words(found, f"{name_of(name)}: " if len(names) > 1 else ""))
             _remarks(session.printer, found)
 
         for_each_picture(names, work)

@@ -35,6 +35,8 @@ class Session:
         self.sampling = self._read_sampling()
         if self._settings.server is not None:
             self._refuse_engine_options()
+        else:
+            self._check_engine_options()
 
     @cached_property
     def model(self) -> "VisionModel":
@@ -87,6 +89,18 @@ class Session:
             sampling["seed"] = self._typed.seed
         with_options(SamplingParams(), sampling)
         return sampling
+
+    def _check_engine_options(self) -> None:
+        """What makes no sense is refused before a model is said to be loading."""
+        from vlfit.engine.options import EngineOptions
+
+        settings = self._settings
+        EngineOptions(
+            device=settings.device,
+            dtype=settings.dtype,
+            context=settings.context,
+            image_tokens=settings.image_tokens,
+        )
 
     def _refuse_engine_options(self) -> None:
         """A server's engine is what it is: an option that cannot act must not be accepted in silence."""

@@ -6,8 +6,6 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.loader import TORCH_DTYPES
 from vlfit.errors import DeviceError, UsageError
 
-COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def choose_device(wish: str) -> torch.device:
     """``auto`` is the first CUDA device, or the CPU where there is none. Raises ``DeviceError``."""
@@ -32,9 +30,8 @@ def choose_device(wish: str) -> torch.device:
 def choose_dtype(wish: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """``auto`` is float32 on a CPU and the dtype of the checkpoint's embedding on a GPU."""
     if wish != "auto":
-        if wish not in COMPUTE_DTYPES:
-            raise UsageError(f"unknown dtype {wish!r}", f"use auto, {', '.join(COMPUTE_DTYPES)}")
-        return COMPUTE_DTYPES[wish]
+        dtype: torch.dtype = getattr(torch, wish)  # one of `options.DTYPES`, checked when they were built
+        return dtype
     if device.type == "cpu":
         return torch.float32
     return TORCH_DTYPES[checkpoint.tensors["model.language_model.embed_tokens.weight"].dtype]

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from vlfit.errors import UsageError
 
+DTYPES = ("float32", "bfloat16", "float16")  # what may be asked for by name
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -33,6 +35,8 @@ class EngineOptions:
     image_cache_bytes: int = 64 * 1024**2
 
     def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise UsageError(f"unknown dtype {self.dtype!r}", f"use auto, {', '.join(DTYPES)}")
         for name in ("sequences", "chunk", "block_size", "max_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", f"{name} must be at least 1")

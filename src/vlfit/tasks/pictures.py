@@ -45,12 +45,16 @@ def load_picture(
         source = str(source)
     if not isinstance(source, str):
         return _from_pillow(source)
+    if not source:
+        raise PictureNotFound(
+            "the name of a picture is empty", "Name a file, a URL, or - for standard input."
+        )
     scheme = source[:8].lower()
     if scheme.startswith("data:"):
-        return _checked(_from_data_url(source), "data: URL")
+        return _checked(_from_data_url(source), name_of(source))
     if scheme.startswith(("http://", "https://")):
         data = fetch(source, allow_private=allow_private, timeout_s=timeout_s)
-        return ImagePart(data, label_of(source))
+        return ImagePart(data, name_of(source))
     if not allow_private:
         raise PrivateAddress(
             f"{_short(source)!r} is no http:, https: or data: URL, and files of the server are not read",
@@ -64,6 +68,14 @@ def load_picture(
             "Give a file by its plain path.",
         )
     return _checked(_from_file(source), _short(source))
+
+
+def name_of(source: str) -> str:
+    """``source`` as it is shown: of a URL no password and no query, of a ``data:`` URL none of its bytes."""
+    scheme = source[:8].lower()
+    if scheme.startswith("data:"):
+        return "data: URL"
+    return label_of(source) if scheme.startswith(("http://", "https://")) else source
 
 
 def expand_pictures(patterns: list[str]) -> list[str]:
