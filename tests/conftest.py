@@ -1,6 +1,7 @@
 """What all tests share: one thread, no network, no progress bars, and tiny checkpoints built once."""
 
 import os
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+# A script's background job inherits SIGINT as ignored, and so would the programs that tests interrupt: a
+# program starts with the default only where its parent does not ignore the signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
