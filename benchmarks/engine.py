@@ -1,6 +1,6 @@
 """The native engine against transformers' ``generate``, phase by phase, on the same checkpoint in one run.
 
-    make bench                          on the CPU: mini, and a random checkpoint of 107 M parameters
+    make bench                          on the CPU: mini, and a random checkpoint of 108.5 M parameters
     ... -m benchmarks.engine --gpu      on a CUDA device, with the native engine on the CPU beside it
     ... -m benchmarks.engine --checkpoint FOLDER
 
