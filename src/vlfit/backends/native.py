@@ -27,13 +27,17 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 
+SPINS = "10000"
+
 
 def import_engine() -> None:
     """Import the engine, and torch with it, in the way that suits a computer with other things to do."""
-    # torch's threads wait for each other by spinning. On a machine whose cores are also wanted elsewhere that
-    # makes every small operation last as long as a turn of the scheduler: mini was 25 times slower beside one
-    # busy process (docs/log.md). OpenMP reads this when torch is loaded, and what the user set stands.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # torch's threads wait for each other by spinning, for milliseconds. On a machine whose cores are also
+    # wanted elsewhere every small operation then lasts as long as a turn of the scheduler: mini was 25 times
+    # slower beside one busy process. Not spinning at all costs a quarter on a quiet machine; a short spin is
+    # the middle (docs/log.md). torch's OpenMP reads this when torch is loaded; what the user set stands.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     with interrupts_held_back():
         import vlfit.engine.loop  # noqa: F401
 
