@@ -1,163 +1,98 @@
-"""Fetch the drawings mini learns names from, and build the atlas.
+"""Fetch what mini learns from, and build the atlas.
 
     python -m training.mini.prepare [--photos FOLDER] [--out training/mini/materials]
 
-Knows: which packages hold the drawings and under which licence. Everything comes from package registries
-through their own clients (npm, pip, apt). Writes `atlas.npz` and `sources.json` (package, version, licence).
-Does not know: what the drawings are used for.
+Knows: which materials there are and what each becomes: `atlas.npz` (drawings and photos), `twemoji.npz` (the
+things in a style that is never trained on), `fonts/`, `words.txt`, and `sources.json` with the package, version
+and licence of everything. Everything comes from package registries through their own clients (npm, pip, apt).
+Does not know: what the materials are used for.
+
+FOLDER is laid out as {train,validation}/CLASS/*.webp, CLASS a key of ``CLOTHES``; its test photos are left alone.
 """
 
 import argparse
-import json
-import shutil
-import subprocess
-import sys
-import tarfile
 import tempfile
-import zipfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
-from training.mini.atlas import PHOTO_SIDE, Bytes, built_in_atlas, pack
-from training.mini.vocabulary import SPRITES
+from training.mini.atlas import MATERIALS as MATERIALS
+from training.mini.atlas import Atlas, Photo, pack, shape_drawings, to_photo
+from training.mini.emoji import held_out_drawings, trained_drawings
+from training.mini.sources import Fetcher, Source, svg_renderer
+from training.mini.typefaces import fetch_fonts, fetch_words
+from training.mini.vocabulary import CLOTHES
 
-MATERIALS = Path(__file__).parent / "materials"
-FLUENT = ("@lobehub/fluent-emoji-3d", "1.1.0")
-FONTS = ("matplotlib", "3.10.7")
-FONT_FILES = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSansMono-Bold")
-NOTO = "fonts-noto-color-emoji"
-MAX_PHOTOS = 1500
+PHOTO_SPLITS = ("train", "validation")
 
 
-def main() -> int:
-    """Build the atlas; returns the exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build all materials; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--photos", type=Path, help="a folder of photos you may use (searched recursively)")
-    parser.add_argument("--photos-licence", default="", help="their licence and origin, for sources.json")
-    parser.add_argument("--out", type=Path, default=MATERIALS)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    sources: list[dict[str, str]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
-        drawings = fluent_sprites(work, sources) + noto_sprites(work, sources)
-        fonts = fetch_fonts(work, sources)
-        base = built_in_atlas(fonts)
-        photos = read_photos(arguments.photos, arguments.photos_licence, sources)
-    sprites = pack(drawings, photos)
-    atlas = type(base)(
-        base.kinds + sprites.kinds,
-        base.names + sprites.names,
-        base.aspects + sprites.aspects,
-        np.concatenate([base.textures, sprites.textures]),
-        sprites.photos,
-    )
-    atlas.save(arguments.out / "atlas.npz")
-    (arguments.out / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
-    size = (arguments.out / "atlas.npz").stat().st_size / 2**20
-    print(f"{len(atlas.kinds)} textures, {len(atlas.photos)} photos, {size:.1f} MiB in {arguments.out}")
+    parser.add_argument("--photos", type=Path, metavar="FOLDER", help="photos of clothes, by split and class")
+    parser.add_argument("--photos-licence", default="CC0-1.0", help="their licence, for sources.json")
+    parser.add_argument("--out", type=Path, default=MATERIALS, metavar="FOLDER")
+    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="keep what is fetched here")
+    chosen = parser.parse_args(arguments)
+    photos = read_clothes(chosen.photos) if chosen.photos else []
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        fetcher = Fetcher((chosen.scratch or Path(temporary)).resolve())
+        fetcher.work.mkdir(parents=True, exist_ok=True)
+        if photos:
+            fetcher.record(Source("photos", str(len(photos)), chosen.photos_licence, "photos of clothes"))
+        build(fetcher, photos, chosen.out)
     return 0
 
 
-def run(*command: str, cwd: Path) -> None:
-    """Run a registry client; its own words go to the terminal."""
-    if shutil.which(command[0]) is None:
-        raise SystemExit(f"{command[0]} is not installed, and the drawings come through it")
-    subprocess.run(command, cwd=cwd, check=True)
+def build(fetcher: Fetcher, photos: list[Photo], out: Path) -> None:
+    """Fetch everything and write it into ``out``, saying what came of it."""
+    fonts = fetch_fonts(fetcher, out / "fonts")
+    words = fetch_words(fetcher, out / "words.txt")
+    render = svg_renderer(fetcher)
+    atlas = pack(shape_drawings() + trained_drawings(fetcher, render), photos)
+    atlas.save(out / "atlas.npz")
+    held_out = pack(held_out_drawings(fetcher, render), [])
+    held_out.save(out / "twemoji.npz")
+    fetcher.write_sources(out / "sources.json")
+    for name, each in (("atlas.npz", atlas), ("twemoji.npz", held_out)):
+        print(f"{name}: {describe(each)}, {(out / name).stat().st_size / 2**20:.1f} MiB")
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 2**20
+    print(f"{len(fonts)} fonts, {words} words; {size:.1f} MiB in {out}")
 
 
-def fluent_sprites(work: Path, sources: list[dict[str, str]]) -> list[tuple[str, str, Image.Image]]:
-    """The 3D drawings of Fluent Emoji, one WebP per code point."""
-    package, version = FLUENT
-    run("npm", "pack", "--silent", f"{package}@{version}", cwd=work)
-    (archive,) = work.glob("*.tgz")
-    with tarfile.open(archive) as packed:
-        packed.extractall(work / "fluent", filter="data")
-    sources.append(
-        {"package": f"npm:{package}", "version": version, "licence": "MIT", "holds": "3D drawings"}
-    )
-    assets = work / "fluent" / "package" / "assets"
-    found = []
-    for name, codes in SPRITES.items():
-        for code in codes:
-            path = next(
-                (p for p in (assets / f"{code}.webp", assets / f"{code}-fe0f.webp") if p.exists()), None
-            )
-            if path is None:
-                raise SystemExit(f"{package} {version} has no drawing {code} for {name}")
-            found.append(("sprite", name, Image.open(path).convert("RGBA")))
-    return found
+def describe(atlas: Atlas) -> str:
+    """How much an atlas holds, by style."""
+    styles = Counter(style for kind, style in zip(atlas.kinds, atlas.styles, strict=True) if kind == "sprite")
+    by_style = ", ".join(f"{style} {count}" for style, count in styles.items())
+    return f"{len(atlas.names_of('sprite'))} things in {sum(styles.values())} drawings ({by_style})"
 
 
-def noto_sprites(work: Path, sources: list[dict[str, str]]) -> list[tuple[str, str, Image.Image]]:
-    """The drawings of Noto Color Emoji, from Debian's font package."""
-    run("apt-get", "download", NOTO, cwd=work)
-    (archive,) = work.glob("*.deb")
-    run("dpkg", "-x", archive.name, "noto", cwd=work)
-    sources.append(
-        {
-            "package": f"debian:{NOTO}",
-            "version": archive.name.split("_")[1],
-            "licence": "OFL-1.1",
-            "holds": "drawings",
-        }
-    )
-    (font,) = (work / "noto").rglob("NotoColorEmoji.ttf")
-    face = ImageFont.truetype(str(font), 109)  # its bitmaps exist at this size only
-    found = []
-    for name, codes in SPRITES.items():
-        for code in codes:
-            picture = Image.new("RGBA", (160, 160), (255, 255, 255, 0))
-            ImageDraw.Draw(picture).text((4, 4), chr(int(code, 16)), font=face, embedded_color=True)
-            found.append(("sprite", name, picture))
-    return found
+def read_clothes(folder: Path) -> list[Photo]:
+    """All photos of the training and validation splits, with the class of each."""
+    photos = []
+    for split in PHOTO_SPLITS:
+        for label in CLOTHES:
+            paths = sorted((folder / split / label).glob("*.webp"))
+            if not paths:
+                raise SystemExit(
+                    f"{folder / split / label} holds no .webp photos; give a folder laid out as "
+                    "{train,validation}/CLASS/*.webp, or leave --photos out"
+                )
+            photos += [to_photo(Image.open(path), label) for path in paths]
+    return photos
 
 
-def fetch_fonts(work: Path, sources: list[dict[str, str]]) -> list[Path]:
-    """The DejaVu faces that come inside matplotlib's wheel."""
-    package, version = FONTS
-    run(
-        sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",
-        "-d", str(work / "wheels"), f"{package}=={version}", cwd=work,
-    )  # fmt: skip
-    sources.append(
-        {
-            "package": f"pypi:{package}",
-            "version": version,
-            "licence": "Bitstream Vera",
-            "holds": "DejaVu fonts",
-        }
-    )
-    (wheel,) = (work / "wheels").glob(f"{package}-*.whl")
-    fonts = []
-    with zipfile.ZipFile(wheel) as packed:
-        for face in FONT_FILES:
-            fonts.append(Path(packed.extract(f"matplotlib/mpl-data/fonts/ttf/{face}.ttf", work)))
-    return fonts
-
-
-def read_photos(folder: Path | None, licence: str, sources: list[dict[str, str]]) -> list[Bytes]:
-    """At most ``MAX_PHOTOS`` photos of a folder, cut square."""
-    if folder is None:
-        return []
+def read_photos(folder: Path) -> list[Photo]:
+    """Every photo in a folder and below it, without a label."""
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".webp", ".jpg", ".jpeg", ".png"))
     if not paths:
         raise SystemExit(f"{folder} holds no photos")
-    chosen = paths[:: max(1, len(paths) // MAX_PHOTOS)][:MAX_PHOTOS]
-    sources.append({"package": "photos", "version": str(len(chosen)), "licence": licence, "holds": "photos"})
-    return [square(Image.open(path)) for path in chosen]
-
-
-def square(picture: Image.Image) -> Bytes:
-    """The middle of a photo as PHOTO_SIDE x PHOTO_SIDE pixels."""
-    side = min(picture.size)
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
-    cut = picture.convert("RGB").crop((left, top, left + side, top + side))
-    return np.asarray(cut.resize((PHOTO_SIDE, PHOTO_SIDE), Image.Resampling.LANCZOS))
+    return [to_photo(Image.open(path)) for path in paths]
 
 
 if __name__ == "__main__":

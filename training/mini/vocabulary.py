@@ -1,13 +1,16 @@
-"""What mini can name: colours, shapes, sprites, written words, places.
+"""What mini can name, and how a name is said: colours, shapes, things, clothes, places.
 
-Knows: the closed lists that scenes are drawn from, and the rule that gives a pixel its colour name.
-Does not know: how anything is drawn (atlas, render) or asked about (texts).
+Knows: the closed lists that scenes are drawn from, articles and plurals, and the rule that gives a pixel its
+colour name. Does not know: which things there are (things), how anything is drawn (atlas, render) or asked
+about (texts).
 """
 
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from training.mini.things import THINGS
 
 # Each colour name with the range its red, green and blue are drawn from. The ranges leave gaps between
 # names, so that no colour in a scene could fairly be called by two of them.
@@ -41,105 +44,98 @@ SHAPES: Final = (
     "arrow",
 )
 
-# Code points (as the emoji packages name their files, without FE0F) that show the thing, most plainly first.
-SPRITES: Final[dict[str, tuple[str, ...]]] = {
-    "dog": ("1f415", "1f436", "1f429"),
-    "cat": ("1f408", "1f431"),
-    "horse": ("1f40e", "1f434"),
-    "cow": ("1f404", "1f42e"),
-    "pig": ("1f416", "1f437"),
-    "sheep": ("1f411",),
-    "elephant": ("1f418",),
-    "lion": ("1f981",),
-    "bear": ("1f43b",),
-    "fox": ("1f98a",),
-    "monkey": ("1f412", "1f435"),
-    "rabbit": ("1f407", "1f430"),
-    "mouse": ("1f401", "1f42d"),
-    "duck": ("1f986",),
-    "owl": ("1f989",),
-    "penguin": ("1f427",),
-    "fish": ("1f41f", "1f420"),
-    "whale": ("1f40b", "1f433"),
-    "turtle": ("1f422",),
-    "snake": ("1f40d",),
-    "frog": ("1f438",),
-    "butterfly": ("1f98b",),
-    "bee": ("1f41d",),
-    "crab": ("1f980",),
-    "octopus": ("1f419",),
-    "snail": ("1f40c",),
-    "apple": ("1f34e", "1f34f"),
-    "banana": ("1f34c",),
-    "orange": ("1f34a",),
-    "lemon": ("1f34b",),
-    "pear": ("1f350",),
-    "strawberry": ("1f353",),
-    "pineapple": ("1f34d",),
-    "watermelon": ("1f349",),
-    "carrot": ("1f955",),
-    "mushroom": ("1f344",),
-    "cheese": ("1f9c0",),
-    "pizza": ("1f355",),
-    "hamburger": ("1f354",),
-    "cake": ("1f382", "1f370"),
-    "car": ("1f697", "1f698", "1f699"),
-    "bus": ("1f68c", "1f68d"),
-    "truck": ("1f69a", "1f69b"),
-    "bicycle": ("1f6b2",),
-    "motorcycle": ("1f3cd",),
-    "tractor": ("1f69c",),
-    "airplane": ("2708",),
-    "helicopter": ("1f681",),
-    "rocket": ("1f680",),
-    "sailboat": ("26f5",),
-    "house": ("1f3e0", "1f3e1"),
-    "tree": ("1f333", "1f332"),
-    "flower": ("1f33b", "1f337", "1f33c"),
-    "cactus": ("1f335",),
-    "umbrella": ("2614", "2602"),
-    "clock": ("23f0",),
-    "key": ("1f511",),
-    "guitar": ("1f3b8",),
-    "camera": ("1f4f7",),
-    "phone": ("1f4f1",),
-    "football": ("26bd",),
-    "balloon": ("1f388",),
-    "chair": ("1fa91",),
-    "scissors": ("2702",),
-    "snowman": ("26c4",),
-    "robot": ("1f916",),
-    "shoe": ("1f45f",),
-    "cup": ("2615",),
+IRREGULAR_PLURALS: Final = {"cross": "crosses"} | {
+    name: thing.plural for name, thing in THINGS.items() if thing.plural
 }
 
-IRREGULAR_PLURALS: Final = {
-    "cross": "crosses",
-    "sheep": "sheep",
-    "mouse": "mice",
-    "fish": "fish",
-    "octopus": "octopuses",
-    "butterfly": "butterflies",
-    "cherry": "cherries",
-    "strawberry": "strawberries",
-    "bus": "buses",
-    "fox": "foxes",
-    "scissors": "scissors",
-    "snowman": "snowmen",
-    "cactus": "cacti",
-}
-
-# "scissors" is a plural that stands for one thing: it takes "a pair of" when counted, so it is never counted.
-UNCOUNTED: Final = frozenset({"scissors", "cheese"})
-
-WORDS: Final = (
-    "STOP", "EXIT", "OPEN", "CLOSED", "SALE", "HELLO", "CAFE", "TAXI", "BANK", "HOTEL", "PARK", "SHOP",
-    "FREE", "HELP", "PUSH", "PULL", "YES", "NO", "GO", "BUS", "ZOO", "BAR", "FOOD", "MILK", "TEA",
-    "BOOK", "NEWS", "WELCOME", "DANGER", "SLOW",
+# Things that are one by nature or have no natural "two": said with a measure, or bare, and never counted.
+PAIRS: Final = (
+    "scissors", "glasses", "sunglasses", "goggles", "jeans", "gloves", "socks", "shorts", "ballet shoes", "skis",
+    "chopsticks", "headphones", "maracas", "cherries", "swords", "theatre masks", "shopping bags", "paw prints",
+    "footprints", "scales",
 )  # fmt: skip
-NUMBERS: Final = tuple(str(number) for number in range(100))
+MEASURES: Final[dict[str, str]] = {name: "a pair of" for name in PAIRS} | {
+    "cheese": "a piece of",
+    "bread": "a loaf of",
+    "butter": "a piece of",
+    "meat": "a piece of",
+    "bacon": "a piece of",
+    "chocolate": "a bar of",
+    "honey": "a pot of",
+    "corn": "an ear of",
+    "garlic": "a bulb of",
+    "ginger": "a piece of",
+    "lettuce": "a head of",
+    "broccoli": "a head of",
+    "grapes": "a bunch of",
+    "blueberries": "some",
+    "pancakes": "a stack of",
+    "fries": "some",
+    "noodles": "a bowl of",
+    "rice": "a bowl of",
+    "spaghetti": "a plate of",
+    "sushi": "some",
+    "popcorn": "a bucket of",
+    "ice cream": "an",
+    "milk": "a glass of",
+    "champagne": "a bottle of",
+    "beer": "a glass of",
+    "soda": "a cup of",
+    "bubble tea": "a cup of",
+    "wheat": "an ear of",
+    "coral": "a piece of",
+    "fire": "a",
+    "lightning": "a bolt of",
+    "soap": "a bar of",
+    "toilet paper": "a roll of",
+    "yarn": "a ball of",
+    "thread": "a spool of",
+    "cutlery": "some",
+    "bowling": "a game of",
+    "thumbs up": "a",
+}
+UNCOUNTED: Final = frozenset(MEASURES)
+# Names whose first letter misleads about "a" and "an".
+SAID_WITH_A: Final = frozenset({"unicorn"})
+SAID_WITH_AN: Final = frozenset({"hourglass"})
 
-NUMBER_WORDS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+# The groups about which one can ask "How many ... are there?" without an argument about what belongs to them.
+GROUP_PLURALS: Final[dict[str, str]] = {
+    "animal": "animals",
+    "plant": "plants",
+    "food": "pieces of food",
+    "drink": "drinks",
+    "vehicle": "vehicles",
+    "building": "buildings",
+    "clothing": "pieces of clothing",
+    "bag": "bags",
+    "instrument": "musical instruments",
+    "tool": "tools",
+    "toy": "toys",
+    "device": "devices",
+    "body part": "body parts",
+}
+GROUP_PHRASES: Final[dict[str, str]] = {
+    "food": "a piece of food",
+    "clothing": "a piece of clothing",
+    "instrument": "a musical instrument",
+}
+
+# The classes of the clothes photos, by the name of their folder, as they are said.
+CLOTHES: Final[dict[str, str]] = {
+    "dress": "a dress",
+    "hat": "a hat",
+    "longsleeve": "a long-sleeved top",
+    "outwear": "a jacket",
+    "pants": "a pair of trousers",
+    "shirt": "a shirt",
+    "shoes": "a pair of shoes",
+    "shorts": "a pair of shorts",
+    "skirt": "a skirt",
+    "t-shirt": "a t-shirt",
+}
+
+NUMBER_WORDS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 # Row and column, in thirds of the picture.
 PLACES: Final = (
@@ -150,17 +146,20 @@ PLACES: Final = (
 
 
 def plural(name: str) -> str:
-    """More than one of a thing: "star" -> "stars"."""
+    """More than one of a thing: "star" -> "stars"; of a group too: "clothing" -> "pieces of clothing"."""
+    if name in GROUP_PLURALS:
+        return GROUP_PLURALS[name]
     return IRREGULAR_PLURALS.get(name, name + "s")
 
 
 def with_article(name: str) -> str:
-    """ "owl" -> "an owl"; "scissors" -> "a pair of scissors"."""
-    if name == "scissors":
-        return "a pair of scissors"
-    if name == "cheese":
-        return "a piece of cheese"
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    """ "owl" -> "an owl"; "scissors" -> "a pair of scissors"; a group too: "food" -> "a piece of food"."""
+    if name in GROUP_PHRASES:
+        return GROUP_PHRASES[name]
+    if name in MEASURES:
+        return f"{MEASURES[name]} {name}"
+    vowel = name in SAID_WITH_AN or (name[0] in "aeiou" and name not in SAID_WITH_A)
+    return f"{'an' if vowel else 'a'} {name}"
 
 
 def colour_indices(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
