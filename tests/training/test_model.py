@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from training.mini.data import Sequence, Words, begin_with_picture, stack, visible_mask
 from training.mini.export import configuration, export, load
 from training.mini.model import Model
+from training.mini.sequences import Sequence, Words, begin_with_pictures, stack, visible_mask
 from training.mini.shape import Shape
-from training.mini.texts import Exchange
+from training.mini.teller import Exchange
 from training.mini.tokenizer import ADDED, FIRST_ADDED, PACKAGE, VOCABULARY, added_id
 from training.mini.vision_model import patchify
 
@@ -28,7 +28,7 @@ def words() -> Words:
 
 def conversation(words: Words, size: tuple[int, int]) -> Sequence:
     row = Sequence(200, words)
-    begin_with_picture(row, size, "You are mini.")
+    begin_with_pictures(row, size, "You are mini.")
     assert row.exchange([Exchange("name", "What is this?", "It is a dog."), Exchange("x", "Is it?", "Yes.")])
     return row
 
@@ -76,12 +76,12 @@ def test_segments_do_not_see_each_other(words: Words) -> None:
     answers = []
     for others in ([], [Exchange("count", "How many stars are there?", "There are 3 stars.")]):
         row = Sequence(160, words)
-        begin_with_picture(row, (256, 256), "")
+        begin_with_pictures(row, (256, 256))
         for exchange in others:
             row.exchange([exchange])
         start = row.used
         row.exchange([Exchange("name", "What is this?", "It is a dog.")])
-        row.manners("Hello", "Hello!", "")
+        row.talk([Exchange("talk", "Hello", "Hello!")], "")
         layout = stack([row])
         picture = torch.linspace(-1, 1, 3 * 256 * 256).view(1, 3, 256, 256)
         with torch.no_grad():

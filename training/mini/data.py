@@ -1,223 +1,192 @@
-"""From seeds to batches: scenes, their texts as tokens, packed so that one look at a picture teaches much.
+"""From seeds to batches: scenes, drawn and told, several questions to a picture.
 
-Knows: how a batch is laid out. One sequence holds the picture once, then several exchanges ("segments").
-Each segment sees the picture and itself, not the others, and is numbered as if it alone followed the
-picture: exactly what the model meets when it is asked a single question.
-Does not know: the model, or what a processor does with a batch.
+Knows: which sizes and kinds of batches there are: one picture, one with much to tell, several pictures,
+clips. Does not know: tokens (sequences), the model, or what a processor does with a batch.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from tokenizers import Tokenizer
 
 from training.mini.atlas import Atlas
+from training.mini.clips import ask_clip, draw_clip
 from training.mini.lots import draw_scene
-from training.mini.manners import MANNERS, SYSTEMS
+from training.mini.manners import SYSTEMS, small_talk, talk_dialogue
 from training.mini.render import Numbers, to_numbers
 from training.mini.scenes import Scene
-from training.mini.texts import Exchange, conversation
-from training.mini.tokenizer import added_id
-
-# Pictures in units of 32 pixels (columns, rows): all lie within the processor's limits (64 to 100 tokens).
-SIZES = (
-    (8, 8), (8, 8), (9, 8), (8, 9), (12, 6), (6, 12), (11, 8), (8, 11), (12, 8), (8, 12), (10, 10), (14, 7),
-    (7, 14),
+from training.mini.sequences import (
+    UNIT,
+    Layout,
+    Sequence,
+    Words,
+    begin_with_clip,
+    begin_with_pictures,
+    stack,
 )  # fmt: skip
-UNIT = 32
-TEXT_ROOM = 256
-# Segment numbers: 0 is the common beginning with the picture; from BLIND on, a segment sees only itself.
-BLIND = 100
-PADDING = -1
-Ints = npt.NDArray[np.int16]
+from training.mini.several import MOST as MOST_PICTURES
+from training.mini.several import ask_several, draw_several
+from training.mini.teller import Exchange, Teller
+from training.mini.texts import ask, conversation, dialogue
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Tokens of a batch, all [batch, length]; ``positions``: [3, batch, length].
-
-    ``targets``: the token that should come next, or -1; ``weights``: how much that counts.
-    """
-
-    tokens: Ints
-    positions: Ints
-    segments: Ints
-    slots: Ints
-    targets: Ints
-    weights: npt.NDArray[np.float32]
+# Pictures in units of 32 pixels (columns, rows): 64 to 144 tokens, as the processor's limits have it.
+SIZES = (
+    (8, 8), (8, 8), (9, 8), (8, 9), (10, 7), (7, 10), (12, 6), (6, 12), (10, 8), (8, 10), (9, 9), (10, 10),
+    (14, 7), (7, 14), (12, 9), (9, 12), (11, 11), (12, 12), (14, 9), (16, 8), (8, 16),
+)  # fmt: skip
+# Frames of clips are smaller: their limits count over all frames together.
+CLIP_SIZES = ((8, 6), (6, 8), (6, 6), (7, 7), (8, 8), (8, 5), (7, 5))
+# How much text a sequence holds beside its pictures; scenes with many things need room for their JSON.
+TEXT_ROOM = {"one": 256, "long": 512, "several": 224, "clip": 192}
+# How often a batch is of each kind, in hundredths.
+KINDS = {"one": 77, "long": 9, "several": 8, "clip": 6}
+FRAME_RATES = (1.0, 2.0, 2.0, 2.0, 4.0)
+# The share by which a picture is drawn smaller or larger and then resampled.
+SCALES = (1.0, 1.0, 1.0, 0.5, 0.7, 0.85, 1.4)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Pictures as numbers for the renderer, and their texts. ``size``: (width, height) in pixels."""
+    """Pictures as numbers for the renderer, and their texts. ``size``: (width, height) in pixels.
+
+    ``numbers`` holds ``pictures`` scenes for each sequence, one after the other, and of each ``frames``:
+    two for the pairs of frames that a clip consists of, else one.
+    """
 
     size: tuple[int, int]
     scale: float
     numbers: Numbers
     layout: Layout
+    pictures: int = 1
+    frames: int = 1
 
 
-class Words:
-    """Tokenizes the pieces that come again and again, remembering them."""
-
-    def __init__(self, path: str) -> None:
-        tokenizer = Tokenizer.from_file(path)
-        # One worker is one core; the tokenizer's own threads would fight over it.
-        self.pieces = lru_cache(maxsize=100_000)(lambda text: tuple(tokenizer.encode(text).ids))
-        self.start, self.end = added_id("<|im_start|>"), added_id("<|im_end|>")
-        self.newline = self.pieces("\n")
-
-    def turn(self, role: str, body: tuple[int, ...]) -> tuple[int, ...]:
-        """A whole turn of the chat template, the newline after it included."""
-        return (*self.opening(role), *body, self.end, *self.newline)
-
-    def opening(self, role: str) -> tuple[int, ...]:
-        """The beginning of a turn."""
-        return (self.start, *self.pieces(role), *self.newline)
-
-
-class Sequence:
-    """One row of a batch while it is filled."""
-
-    def __init__(self, length: int, words: Words) -> None:
-        self.tokens = np.full(length, added_id("<|endoftext|>"), np.int16)
-        self.positions = np.zeros((3, length), np.int16)
-        self.segments = np.full(length, PADDING, np.int16)
-        self.slots = np.full(length, -1, np.int16)
-        self.targets = np.full(length, -1, np.int16)
-        self.weights = np.zeros(length, np.float32)
-        self.length, self.words = length, words
-        self.used = 0
-        self.next_position = 0
-        self.next_segment = 1
-
-    @property
-    def room(self) -> int:
-        """Tokens still free."""
-        return self.length - self.used
-
-    def text(self, ids: tuple[int, ...], segment: int, position: int, learn_from: int | None = None) -> int:
-        """Append tokens; those from ``learn_from`` on are to be predicted. Returns the next position."""
-        start, count = self.used, len(ids)
-        self.tokens[start : start + count] = ids
-        self.positions[:, start : start + count] = np.arange(position, position + count)
-        self.segments[start : start + count] = segment
-        if learn_from is not None:
-            answer = count - learn_from
-            self.targets[start + learn_from - 1 : start + count - 1] = ids[learn_from:]
-            # A long answer counts more than a short one, but not in proportion to its length.
-            self.weights[start + learn_from - 1 : start + count - 1] = (12 / answer) ** 0.5
-        self.used += count
-        return position + count
-
-    def picture(self, columns: int, rows: int) -> None:
-        """Append the image tokens; time stands still, height and width count."""
-        start, count, position = self.used, columns * rows, self.next_position
-        self.tokens[start : start + count] = added_id("<|image_pad|>")
-        self.slots[start : start + count] = np.arange(count)
-        self.segments[start : start + count] = 0
-        self.positions[0, start : start + count] = position
-        self.positions[1, start : start + count] = position + np.arange(count) // columns
-        self.positions[2, start : start + count] = position + np.arange(count) % columns
-        self.used += count
-        self.next_position += max(columns, rows)
-
-    def begin(self, ids: tuple[int, ...]) -> None:
-        """Append tokens to the common beginning."""
-        self.next_position = self.text(ids, 0, self.next_position)
-
-    def exchange(self, exchanges: list[Exchange]) -> bool:
-        """Append one segment: a question and its answer, or several turns. False if there is no room."""
-        words = self.words
-        turns = []
-        for number, exchange in enumerate(exchanges):
-            asked = words.pieces(exchange.question)
-            opening = words.opening("user") if number else ()
-            before = (*words.newline, *opening) if number else ()
-            question = (*before, *asked, words.end, *words.newline, *words.opening("assistant"))
-            turns.append((question, (*words.pieces(exchange.answer), words.end)))
-        if sum(len(question) + len(answer) for question, answer in turns) > self.room:
-            return False
-        position = self.next_position
-        for question, answer in turns:
-            position = self.text((*question, *answer), self.next_segment, position, len(question))
-        self.next_segment += 1
-        return True
-
-    def manners(self, question: str, answer: str, system: str) -> None:
-        """Append a conversation without a picture, if there is room."""
-        words = self.words
-        before = words.turn("system", words.pieces(system)) if system else ()
-        asked = (*before, *words.turn("user", words.pieces(question)), *words.opening("assistant"))
-        ids = (*asked, *words.pieces(answer), words.end)
-        if len(ids) <= self.room:
-            self.text(ids, BLIND, 0, len(asked))
+def make_batch(seed: int, count: int, atlas: Atlas, words: Words, ease: float) -> Batch:
+    """The batch of a seed, of about ``count`` pictures of one size; fewer sequences if they hold several."""
+    random = np.random.default_rng(seed)
+    names = tuple(KINDS)
+    kind = "one" if random.random() < ease else names[_drawn(random, tuple(KINDS.values()))]
+    if kind == "clip":
+        return _clip_batch(random, count, atlas, words)
+    if kind == "several":
+        return _several_batch(random, count, atlas, words)
+    size = _some_size(random, SIZES)
+    length = _length(size, 1, kind)
+    scenes, sequences = [], []
+    for _ in range(count):
+        if kind == "long":
+            scene = draw_scene(_seed(random), size, atlas, sort="many" if random.random() < 0.75 else "")
+            sequences.append(many_things(scene, random, words, length))
+        else:
+            scene = draw_scene(_seed(random), size, atlas, ease)
+            sequences.append(one_picture(scene, random, words, length))
+        scenes.append(scene)
+    return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences))
 
 
-def begin_with_picture(sequence: Sequence, size: tuple[int, int], system: str, question: str = "") -> None:
-    """The common beginning: an optional system turn, then the user's turn up to the end of the picture."""
-    words = sequence.words
-    if system:
-        sequence.begin(words.turn("system", words.pieces(system)))
-    before = words.pieces(question) if question else ()
-    sequence.begin((*words.opening("user"), *before, added_id("<|vision_start|>")))
-    sequence.picture(size[0] // UNIT, size[1] // UNIT)
-    sequence.begin((added_id("<|vision_end|>"),))
+def _several_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+    pictures = int(random.integers(2, MOST_PICTURES + 1))
+    size = _some_size(random, SIZES[:9])
+    length = _length(size, pictures, "several")
+    scenes: list[Scene] = []
+    sequences = []
+    for _ in range(count // pictures):
+        shown = draw_several(_seed(random), size, pictures, atlas)
+        sequence = Sequence(length, words)
+        system = some_system(random)
+        begin_with_pictures(sequence, size, system, count=pictures)
+        fill(sequence, ask_several(shown, random), system, random)
+        scenes += shown
+        sequences.append(sequence)
+    return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences), pictures)
 
 
-def fill(scene: Scene, random: np.random.Generator, words: Words, length: int) -> Sequence:
-    """The sequence of one scene: as many exchanges as fit."""
-    sequence = Sequence(length, words)
-    exchanges = conversation(scene, random, 12)
-    system = SYSTEMS[int(random.integers(len(SYSTEMS)))] if random.random() < 0.12 else ""
-    if random.random() < 0.06:
-        # The words before the picture, as some people write it.
-        begin_with_picture(sequence, (scene.width, scene.height), system, exchanges[0].question)
-        sequence.exchange([Exchange(exchanges[0].topic, "", exchanges[0].answer)])
-        return sequence
-    begin_with_picture(sequence, (scene.width, scene.height), system)
-    if random.random() < 0.1:
-        question, answer = MANNERS[int(random.integers(len(MANNERS)))]
-        sequence.manners(question, answer, system)
-    if random.random() < 0.15:
-        sequence.exchange(exchanges[:3])
-        exchanges = exchanges[3:]
+def _clip_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+    pairs = int(random.integers(2, 5))
+    size = _some_size(random, CLIP_SIZES)
+    length = _length(size, pairs, "clip")
+    scenes: list[Scene] = []
+    sequences = []
+    for _ in range(count // (2 * pairs)):
+        clip = draw_clip(_seed(random), size, 2 * pairs, atlas)
+        sequence = Sequence(length, words)
+        rate = FRAME_RATES[int(random.integers(len(FRAME_RATES)))]
+        system = some_system(random)
+        begin_with_clip(sequence, size, pairs, rate, system)
+        fill(sequence, ask_clip(clip, random), system, random)
+        scenes += clip.frames
+        sequences.append(sequence)
+    return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences), pairs, frames=2)
+
+
+def _drawn(random: np.random.Generator, shares: tuple[int, ...]) -> int:
+    """An index, as often as its share says."""
+    return int(np.searchsorted(np.cumsum(shares), random.random() * sum(shares), side="right"))
+
+
+def _seed(random: np.random.Generator) -> int:
+    """A seed of training: those below belong to the held-out scenes."""
+    return int(random.integers(1 << 30, 1 << 62))
+
+
+def _some_size(random: np.random.Generator, sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    columns, rows = sizes[int(random.integers(len(sizes)))]
+    return columns * UNIT, rows * UNIT
+
+
+def _some_scale(random: np.random.Generator) -> float:
+    return SCALES[int(random.integers(len(SCALES)))]
+
+
+def _length(size: tuple[int, int], pictures: int, kind: str) -> int:
+    """Tokens of a sequence, a multiple of eight: pictures with what stands around them, and text."""
+    tokens = pictures * (size[0] * size[1] // UNIT**2 + 14) + TEXT_ROOM[kind]
+    return -(-tokens // 8) * 8
+
+
+def fill(sequence: Sequence, exchanges: list[Exchange], system: str, random: np.random.Generator) -> None:
+    """Small talk now and then, and as many exchanges as there is room for."""
+    if random.random() < 0.12:
+        sequence.talk(talk_dialogue(random) if random.random() < 0.25 else [small_talk(random)], system)
     for exchange in exchanges:
         sequence.exchange([exchange])
         if sequence.room < 16:
             break
+
+
+def some_system(random: np.random.Generator) -> str:
+    """A system prompt, or mostly none."""
+    return SYSTEMS[int(random.random() * len(SYSTEMS))] if random.random() < 0.12 else ""
+
+
+def one_picture(scene: Scene, random: np.random.Generator, words: Words, length: int) -> Sequence:
+    """The sequence of one scene: questions apart, sometimes a conversation of several turns."""
+    sequence = Sequence(length, words)
+    exchanges = conversation(scene, random, 12)
+    system = some_system(random)
+    size = (scene.width, scene.height)
+    if random.random() < 0.06:
+        # The words before the picture, as some people write it.
+        begin_with_pictures(sequence, size, system, exchanges[0].question)
+        sequence.exchange([Exchange(exchanges[0].topic, "", exchanges[0].answer)])
+        return sequence
+    begin_with_pictures(sequence, size, system)
+    if random.random() < 0.22:
+        sequence.exchange(dialogue(scene, random))
+    fill(sequence, exchanges, system, random)
     return sequence
 
 
-def stack(sequences: list[Sequence]) -> Layout:
-    """Rows to a layout."""
-    return Layout(
-        np.stack([s.tokens for s in sequences]),
-        np.stack([s.positions for s in sequences], 1),
-        np.stack([s.segments for s in sequences]),
-        np.stack([s.slots for s in sequences]),
-        np.stack([s.targets for s in sequences]),
-        np.stack([s.weights for s in sequences]),
-    )
-
-
-def make_batch(seed: int, count: int, atlas: Atlas, words: Words, ease: float) -> Batch:
-    """The batch of a seed: ``count`` scenes of one size."""
-    random = np.random.default_rng(seed)
-    columns, rows = SIZES[int(random.integers(len(SIZES)))]
-    size = (columns * UNIT, rows * UNIT)
-    scale = float(random.choice([1.0, 1.0, 0.6, 0.8, 1.4]))
-    length = -(-(columns * rows + 8 + TEXT_ROOM) // 8) * 8
-    scenes, sequences = [], []
-    for _ in range(count):
-        scene = draw_scene(int(random.integers(1 << 30, 1 << 62)), size, atlas, ease)
-        scenes.append(scene)
-        sequences.append(fill(scene, random, words, length))
-    return Batch(size, scale, to_numbers(scenes), stack(sequences))
+def many_things(scene: Scene, random: np.random.Generator, words: Words, length: int) -> Sequence:
+    """The sequence of a scene told at full length first: its JSON, all boxes, the description."""
+    sequence = Sequence(length, words)
+    begin_with_pictures(sequence, (scene.width, scene.height))
+    teller = Teller(scene, random)
+    told = [ask(teller, topic) for topic in ("analysis", "locate all", "detail")]
+    exchanges = [exchange for exchange in told if exchange is not None]
+    fill(sequence, exchanges + conversation(scene, random, 6), "", random)
+    return sequence
 
 
 class Stream(torch.utils.data.IterableDataset[Batch]):
@@ -235,12 +204,3 @@ class Stream(torch.utils.data.IterableDataset[Batch]):
             seed = self.seed * 10_000_000 + step
             yield make_batch(seed, self.count, self.atlas, words, float(self.ease))
             step += stride
-
-
-def visible_mask(segments: torch.Tensor) -> torch.Tensor:
-    """Who sees whom, [batch, 1, length, length]: earlier tokens of one's own segment and of the beginning."""
-    looking, seen = segments[:, :, None], segments[:, None, :]
-    length = segments.shape[1]
-    earlier = torch.ones((length, length), dtype=torch.bool, device=segments.device).tril()
-    allowed = (looking == seen) | ((seen == 0) & (looking > 0) & (looking < BLIND))
-    return (allowed & earlier).unsqueeze(1)

@@ -15,10 +15,13 @@ from training.mini.model import Model
 from training.mini.shape import Shape
 from training.mini.tokenizer import PACKAGE, added_id
 
-# Limits in pixels: 64 to 100 image tokens. mini was trained between them.
-MIN_PIXELS, MAX_PIXELS = 65536, 102400
+# Limits in pixels: 64 to 144 image tokens. mini was trained between them.
+MIN_PIXELS, MAX_PIXELS = 65536, 147456
+# Of a clip in all its frames together: of eight frames, each may have 64 tokens.
+MIN_CLIP_PIXELS, MAX_CLIP_PIXELS = 122880, 524288
 SHARD_BYTES = 14 * 2**20
-STATIC_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TEMPLATE_FILE = "chat_template.jinja"
 
 
 def configuration(shape: Shape) -> dict[str, Any]:
@@ -101,15 +104,19 @@ def small_files(shape: Shape) -> dict[str, dict[str, Any]]:
         "preprocessor_config.json": {**picture, "image_processor_type": "Qwen2VLImageProcessorFast"},
         "video_preprocessor_config.json": {
             **picture,
-            # A clip may show this many pixels in all its frames together.
-            "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS * 8},
+            "size": {"shortest_edge": MIN_CLIP_PIXELS, "longest_edge": MAX_CLIP_PIXELS},
             "video_processor_type": "Qwen3VLVideoProcessor",
         },
     }
 
 
-def export(weights: dict[str, torch.Tensor], shape: Shape, folder: Path) -> None:
-    """Write a complete checkpoint folder with bf16 weights in shards of at most ``SHARD_BYTES``."""
+def export(
+    weights: dict[str, torch.Tensor], shape: Shape, folder: Path, tokenizer: Path = PACKAGE
+) -> None:  # fmt: skip
+    """Write a complete checkpoint folder with bf16 weights in shards of at most ``SHARD_BYTES``.
+
+    ``tokenizer``: the folder with the tokenizer the weights were trained with.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, torch.Tensor]] = [{}]
     used = 0
@@ -134,9 +141,10 @@ def export(weights: dict[str, torch.Tensor], shape: Shape, folder: Path) -> None
     )
     for name, content in small_files(shape).items():
         write_json(folder / name, content)
-    for name in STATIC_FILES:
-        if folder.resolve() != PACKAGE.resolve():
-            shutil.copy(PACKAGE / name, folder / name)
+    sources = dict.fromkeys(TOKENIZER_FILES, tokenizer) | {TEMPLATE_FILE: PACKAGE}
+    for name, source in sources.items():
+        if folder.resolve() != source.resolve():
+            shutil.copy(source / name, folder / name)
 
 
 def write_json(path: Path, content: object) -> None:

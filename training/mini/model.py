@@ -1,4 +1,4 @@
-"""mini in training: Qwen3-VL as one dense, batched forward pass; every picture of a batch has the same size.
+"""mini in training: Qwen3-VL as one dense, batched forward pass; all pictures of a batch have one size.
 
 Knows: the two halves together, how they start, and the names of the released checkpoints, so that the state
 dict is the checkpoint. Does not know: files, words, optimizers. A test holds it against the reference.
@@ -47,11 +47,21 @@ class Model(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(
-        self, pictures: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor, slots: Tensor
-    ) -> Tensor:
-        """Last hidden states [batch, length, hidden]; ``logits`` turns those that matter into scores."""
-        image, levels = self.model.visual(pictures)
+        self, pictures: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor, slots: Tensor,
+        frames: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """Last hidden states [batch, length, hidden]; ``logits`` turns those that matter into scores.
+
+        ``pictures``: [batch * pictures of each * frames, 3, height, width].
+        """
+        image, levels = self.look(pictures, len(tokens), frames)
         return self.read(image, levels, tokens, positions, visible, slots)
+
+    def look(self, pictures: Tensor, batch: int, frames: int = 1) -> tuple[Tensor, list[Tensor]]:
+        """The image tokens of all pictures of each sequence, end to end: [batch, tokens, hidden]."""
+        image, levels = self.model.visual(pictures, frames)
+        hidden = image.shape[-1]
+        return image.reshape(batch, -1, hidden), [level.reshape(batch, -1, hidden) for level in levels]
 
     def read(
         self,

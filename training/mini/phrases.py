@@ -6,19 +6,36 @@ Does not know: questions (texts), pixels, tokens.
 
 import json
 
-from training.mini.scenes import Scene, Thing, number_word, place_of
-from training.mini.vocabulary import COLOURS, plural, with_article
+from training.mini.scenes import Background, Scene, Thing, place_of
+from training.mini.vocabulary import CLOTHES, COLOURS, MEASURES, NUMBER_WORDS, UNCOUNTED, plural, with_article
 
-PHOTO_LIMIT = "I can only name simple shapes, drawings and numbers."
+PHOTO_LIMIT = "In photos I can only name clothes and colours."
 
 
 def caption(scene: Scene) -> str:
     """One sentence: the things from left to right, like things together, then the background."""
-    if scene.facts:
-        return photo_sentence(scene)
+    match scene.sort:
+        case "photo":
+            return photo_sentence(scene)
+        case "chart":
+            count = NUMBER_WORDS[len(scene.things)]
+            bars = join([f"{bar.colour} {bar.value}" for bar in scene.things])
+            return f"A bar chart with {count} bars {background_phrase(scene.background)}: {bars}."
+        case "empty":
+            return empty_sentence(scene.background)
     phrases = [group_phrase(group) for group in groups(scene)]
-    sentence = f"{join(phrases)} {background_phrase(scene)}."
+    return capital(f"{join(phrases)} {background_phrase(scene.background)}.")
+
+
+def capital(sentence: str) -> str:
+    """The first letter large."""
     return sentence[0].upper() + sentence[1:]
+
+
+def is_are(name: str) -> str:
+    """ "are" for what is plural though it is one thing: "the scissors are red", "the grapes are purple"."""
+    one_thing = MEASURES.get(name, "a") == "a"
+    return "is" if one_thing or plural(name) != name else "are"
 
 
 def groups(scene: Scene) -> list[list[Thing]]:
@@ -29,17 +46,18 @@ def groups(scene: Scene) -> list[list[Thing]]:
     return list(found.values())
 
 
-def group_phrase(group: list[Thing]) -> str:
-    """ "a red square", "three dogs", "the number 42", 'the word "STOP"'."""
+def group_phrase(group: list[Thing], sized: bool = False) -> str:
+    """ "a red square", "three dogs", "the number 42", 'the word "STOP"'; ``sized``: "a large red square"."""
     first = group[0]
     if first.kind == "number":
         return f"the number {first.name}"
     if first.kind == "word":
         return f'the word "{first.name}"'
     if len(group) == 1:
-        return with_article(first.label)
+        size = first.size_word if sized and first.name not in UNCOUNTED else ""
+        return with_article(size + first.label)
     name = plural(first.name)
-    return f"{number_word(len(group))} {first.colour + ' ' if first.colour else ''}{name}"
+    return f"{NUMBER_WORDS[len(group)]} {first.colour + ' ' if first.kind == 'shape' else ''}{name}"
 
 
 def join(phrases: list[str]) -> str:
@@ -47,9 +65,8 @@ def join(phrases: list[str]) -> str:
     return phrases[0] if len(phrases) == 1 else f"{', '.join(phrases[:-1])} and {phrases[-1]}"
 
 
-def background_phrase(scene: Scene) -> str:
+def background_phrase(background: Background) -> str:
     """What the things stand on."""
-    background = scene.background
     match background.kind:
         case "plain":
             return f"on {with_article(background.names[0])} background"
@@ -57,39 +74,11 @@ def background_phrase(scene: Scene) -> str:
             return f"on a background that fades from {background.names[0]} to {background.names[1]}"
         case "landscape":
             return "on green grass under a blue sky"
-    return "in front of a blurred photo"
+    return "in front of a photo"
 
 
-def photo_sentence(scene: Scene) -> str:
-    """Computed facts about a photo: true of any photo, whatever it shows."""
-    names = [fact for fact in scene.facts if fact in COLOURS]
-    light = [fact for fact in scene.facts if fact not in COLOURS]
-    return f"A {light[0] + ' ' if light else ''}photo, mostly {join(names)}."
-
-
-def detail(scene: Scene) -> str:
-    """Several sentences: each group with its place, then the background."""
-    if scene.facts:
-        return f"{photo_sentence(scene)} {PHOTO_LIMIT}"
-    sentences = []
-    for group in groups(scene):
-        phrase = group_phrase(group)
-        place = place_of(group[0])
-        if len(group) > 1:
-            sentence = f"there are {phrase}"
-        elif place is None:
-            sentence = f"there is {phrase}"
-        else:
-            sentence = f"{phrase} is {at_place(place)}"
-        if group[0].written:
-            sentence += f", written in {group[0].colour}"
-        sentences.append(sentence[0].upper() + sentence[1:] + ".")
-    return " ".join([*sentences, background_sentence(scene)])
-
-
-def background_sentence(scene: Scene) -> str:
+def background_sentence(background: Background) -> str:
     """The background as a sentence of its own."""
-    background = scene.background
     match background.kind:
         case "plain":
             return f"The background is {background.names[0]}."
@@ -97,7 +86,64 @@ def background_sentence(scene: Scene) -> str:
             return f"The background fades from {background.names[0]} to {background.names[1]}."
         case "landscape":
             return "The background is green grass under a blue sky."
-    return "The background is a photo." if scene.facts else "The background is a blurred photo."
+    return "The background is a photo."
+
+
+def empty_sentence(background: Background) -> str:
+    """A background with nothing on it."""
+    match background.kind:
+        case "plain":
+            return f"An empty {background.names[0]} background."
+        case "gradient":
+            return f"An empty background that fades from {background.names[0]} to {background.names[1]}."
+    return "Green grass under a blue sky, with nothing on it."
+
+
+def photo_sentence(scene: Scene) -> str:
+    """Computed facts about a photo, true of any photo, and the piece of clothing it shows."""
+    names, light = photo_colours(scene), photo_light(scene)
+    shown = f" of {CLOTHES[scene.garment]}" if scene.garment else ""
+    coloured = f", mostly {join(names)}" if names else ""
+    return f"A {light + ' ' if light else ''}photo{shown}{coloured}."
+
+
+def photo_colours(scene: Scene) -> list[str]:
+    """The main colours of a photo, the commonest first."""
+    return [fact for fact in scene.facts if fact in COLOURS]
+
+
+def photo_light(scene: Scene) -> str:
+    """ "bright", "dark" or empty."""
+    return next((fact for fact in scene.facts if fact not in COLOURS), "")
+
+
+def detail(scene: Scene) -> str:
+    """Several sentences: each group with its place, then the background."""
+    background = background_sentence(scene.background)
+    match scene.sort:
+        case "photo":
+            return f"{photo_sentence(scene)} {PHOTO_LIMIT}"
+        case "chart":
+            tallest = max(scene.things, key=lambda bar: bar.value)
+            return f"{caption(scene)} The {tallest.label} is the tallest. {background}"
+        case "empty":
+            return f"There is nothing in the picture. {background}"
+    return " ".join([*(group_sentence(group) for group in groups(scene)), background])
+
+
+def group_sentence(group: list[Thing]) -> str:
+    """ "A large red square is at the top left.", "There are three dogs."."""
+    phrase = group_phrase(group, sized=True)
+    place = place_of(group[0])
+    if len(group) > 1:
+        sentence = f"there are {phrase}"
+    elif place is None:
+        sentence = f"there is {phrase}"
+    else:
+        sentence = f"{phrase} is {at_place(place)}"
+    if group[0].written:
+        sentence += f", written in {group[0].colour}"
+    return capital(sentence) + "."
 
 
 def at_place(place: str) -> str:
@@ -111,7 +157,7 @@ def fenced(value: object) -> str:
     return f"```json\n{json.dumps(value)}\n```"
 
 
-def boxes(scene: Scene, things: list[Thing]) -> list[dict[str, object]]:
+def boxes(scene: Scene, things: list[Thing] | tuple[Thing, ...]) -> list[dict[str, object]]:
     """Boxes in Qwen3-VL's grounding form, from left to right."""
     return [{"bbox_2d": list(scene.box(thing)), "label": label_in_json(thing)} for thing in things]
 
@@ -124,5 +170,4 @@ def label_in_json(thing: Thing) -> str:
 def analysis(scene: Scene) -> str:
     """The answer to ``SCENE``, in exactly its form."""
     objects = [{"label": label_in_json(t), "bbox_2d": list(scene.box(t))} for t in scene.things]
-    words = [thing.name for thing in scene.things if thing.written]
-    return fenced({"summary": caption(scene), "objects": objects, "text": words})
+    return fenced({"summary": caption(scene), "objects": objects, "text": scene.texts})

@@ -13,86 +13,90 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.mini.atlas import LEVELS, PHOTO_SIDE, SIDE, Atlas
-from training.mini.scenes import MAX_OBJECTS, Scene
+from training.mini.atlas import Atlas
+from training.mini.scenes import MAX_SLOTS, Photo, Scene
 
+LEVELS = 4
 MODES = {"plain": 0, "gradient": 1, "landscape": 2, "photo": 3}
-SCENE_FIELDS = 21
+SCENE_FIELDS = 24
 THING_FIELDS = 12
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Scenes as plain numbers: what the renderer reads. ``things``: [batch, MAX_OBJECTS, THING_FIELDS]."""
+    """Scenes as plain numbers, those with most things first: what the renderer reads.
+
+    ``things``: [batch, MAX_SLOTS, THING_FIELDS]. ``order``: which scene stands in each row.
+    ``rows[slot]``: how many scenes have a thing in that slot, the first so many.
+    """
 
     scenes: Floats
     things: Floats
-    count: int
+    order: npt.NDArray[np.int64]
+    rows: tuple[int, ...]
 
 
-def to_numbers(scenes: list[Scene]) -> Numbers:
+def to_numbers(scenes: list[Scene], texture_side: int = 128) -> Numbers:
     """Flatten scenes of one size."""
     fields = np.zeros((len(scenes), SCENE_FIELDS), np.float32)
-    things = np.zeros((len(scenes), MAX_OBJECTS, THING_FIELDS), np.float32)
-    most = 0
-    for row, scene in enumerate(scenes):
-        background, finish = scene.background, scene.finish
-        top = background.colours[0] if background.colours else (0, 0, 0)
-        bottom = background.colours[-1] if background.colours else (0, 0, 0)
-        fields[row] = (
-            MODES[background.kind], *top, *bottom, background.horizon, background.texture, background.photo,
-            *background.crop, background.blur, finish.brightness, finish.contrast, finish.grain,
-            scene.seed % 9973, scene.width, scene.height,
-        )  # fmt: skip
-        most = max(most, len(scene.things))
-        for slot, thing in enumerate(scene.things):
+    things = np.zeros((len(scenes), MAX_SLOTS, THING_FIELDS), np.float32)
+    counts = np.array([len(scene.things) + len(scene.marks) for scene in scenes])
+    order = np.argsort(-counts, kind="stable")
+    for row, scene in enumerate(scenes[index] for index in order):
+        fields[row] = _scene_fields(scene)
+        for slot, thing in enumerate((*scene.things, *scene.marks)):
             half_width, half_height = thing.width * scene.width / 2, thing.height * scene.height / 2
             turn = radians(thing.angle)
-            level = round(min(LEVELS - 1, max(0.0, log2(SIDE / (2 * min(half_width, half_height))))))
+            level = round(min(LEVELS - 1, max(0.0, log2(texture_side / (2 * min(half_width, half_height))))))
             things[row, slot] = (
                 thing.texture, level, thing.x * scene.width, thing.y * scene.height, half_width, half_height,
                 cos(turn), sin(turn), -1.0 if thing.flipped else 1.0, *thing.tint,
             )  # fmt: skip
-    return Numbers(fields, things, most)
+    return Numbers(fields, things, order, tuple(int((counts > slot).sum()) for slot in range(MAX_SLOTS)))
+
+
+def _scene_fields(scene: Scene) -> tuple[float, ...]:
+    background, finish = scene.background, scene.finish
+    top = background.colours[0] if background.colours else (0, 0, 0)
+    bottom = background.colours[-1] if background.colours else (0, 0, 0)
+    photo = background.photo or Photo(0)
+    turn = radians(photo.turn)
+    return (
+        MODES[background.kind], *top, *bottom, background.horizon, background.texture,
+        photo.index, *photo.crop, photo.blur, cos(turn), sin(turn), -1.0 if photo.flipped else 1.0,
+        photo.other, photo.mix, finish.brightness, finish.contrast, finish.grain, scene.width,
+    )  # fmt: skip
 
 
 class Renderer:
     """Holds the atlas as flat, premultiplied texels at four sizes each: small things come from small ones."""
 
     def __init__(self, atlas: Atlas, processor: torch.device) -> None:
-        textures = torch.from_numpy(atlas.textures).to(processor)
-        texels, self.texture_bases = self._levels(self._premultiply(textures), SIDE)
-        self.texels = texels
-        photos = torch.from_numpy(atlas.photos).to(processor)
-        self.photo_texels, self.photo_bases = self._levels(photos, PHOTO_SIDE)
         self.processor = processor
+        self.side = atlas.textures.shape[1]
+        self.texels, self.texture_bases = self._levels(atlas.textures, premultiply=True)
+        self.photo_side = atlas.photos.shape[1]
+        self.photo_texels, self.photo_bases = self._levels(atlas.photos, premultiply=False)
 
-    @staticmethod
-    def _premultiply(textures: Tensor) -> Tensor:
-        parts = []
-        for part in textures.split(64):
-            colours, alpha = part[..., :3].float(), part[..., 3:].float()
-            parts.append(torch.cat([colours * alpha / 255, alpha], -1).round().byte())
-        return torch.cat(parts)
-
-    @staticmethod
-    def _levels(pictures: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    def _levels(self, pictures: npt.NDArray[np.uint8], premultiply: bool) -> tuple[Tensor, Tensor]:
         """All levels of all pictures end to end [texels, channels], and where each level starts."""
-        flat, bases, start = [], [], 0
-        for level in range(LEVELS):
-            small = side >> level
-            parts = [
-                functional.interpolate(part.permute(0, 3, 1, 2).float(), (small, small), mode="area")
-                for part in pictures.split(64)
-            ]
-            if not parts:
-                return torch.zeros((1, 3), dtype=torch.uint8, device=pictures.device), torch.zeros(LEVELS)
-            level_texels = torch.cat([part.permute(0, 2, 3, 1).round().byte() for part in parts])
-            flat.append(level_texels.reshape(-1, pictures.shape[-1]))
-            bases.append(start)
-            start += flat[-1].shape[0]
-        return torch.cat(flat), torch.tensor(bases, device=pictures.device)
+        if not len(pictures):
+            return torch.zeros((1, 3), dtype=torch.uint8, device=self.processor), torch.zeros(LEVELS)
+        count, side, _, channels = pictures.shape
+        sides = [side >> level for level in range(LEVELS)]
+        flat = [torch.empty((count, s, s, channels), dtype=torch.uint8, device=self.processor) for s in sides]
+        for start in range(0, count, 64):
+            part = torch.from_numpy(pictures[start : start + 64]).to(self.processor).permute(0, 3, 1, 2)
+            values = part.float()
+            if premultiply:
+                values = torch.cat([values[:, :3] * values[:, 3:] / 255, values[:, 3:]], 1)
+            for level, small in enumerate(sides):
+                shrunk = functional.interpolate(values, (small, small), mode="area")
+                flat[level][start : start + 64] = shrunk.permute(0, 2, 3, 1).round().byte()
+        starts = np.cumsum([0, *(count * s * s for s in sides[:-1])])
+        texels = torch.cat([level.view(-1, channels) for level in flat])
+        return texels, torch.from_numpy(starts).to(self.processor)
 
     @torch.no_grad()
     def render(self, numbers: Numbers, size: tuple[int, int], scale: float = 1.0) -> Tensor:
@@ -107,14 +111,23 @@ class Renderer:
         # Pixel centres, in units of the full-size picture.
         x = (torch.arange(across, device=self.processor) + 0.5) * (width / across)
         y = (torch.arange(down, device=self.processor) + 0.5) * (height / down)
-        canvas = self._background(fields, x / width, y / height)
-        for slot in range(numbers.count):
-            canvas = self.draw(canvas, things[:, slot], x, y)
+        canvas = self.paint_background(fields, x / width, y / height)
+        shown = np.flatnonzero(numbers.scenes[:, 0] == MODES["photo"])
+        if len(shown) and len(self.photo_texels) > 1:
+            rows = torch.from_numpy(shown).to(self.processor)
+            canvas[rows] = self.photo(fields[rows], x / width, y / height)
+        for slot, count in enumerate(numbers.rows):
+            # Scenes with many things stand first: only they are drawn on, in steps of eight so that few
+            # sizes occur.
+            if count:
+                first = min(-(-count // 8) * 8, len(canvas))
+                canvas[:first] = self.draw(canvas[:first], things[:first, slot], x, y)
         if scale != 1.0:
             canvas = functional.interpolate(canvas, (height, width), mode="bicubic", antialias=True)
-        return self._finish(canvas, fields)
+        back = torch.from_numpy(np.argsort(numbers.order)).to(self.processor)
+        return self._finish(canvas, fields)[back]
 
-    def _background(self, fields: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def paint_background(self, fields: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """``x``, ``y``: pixel centres as fractions. Returns [batch, 3, height, width]."""
         mode = fields[:, 0].view(-1, 1, 1, 1)
         top, bottom = fields[:, 1:4].view(-1, 3, 1, 1), fields[:, 4:7].view(-1, 3, 1, 1)
@@ -124,20 +137,26 @@ class Renderer:
             mode == MODES["gradient"], down, torch.where(mode == MODES["landscape"], ground, 0.0)
         )
         canvas = (top + (bottom - top) * mix).expand(-1, -1, -1, x.numel())
-        if len(self.photo_texels) > 1:
-            canvas = torch.where(mode == MODES["photo"], self._photo(fields, x, y), canvas)
         # A soft, coarse unevenness, like paper or plaster.
         coarse = torch.randn((len(fields), 1, 12, 12), device=self.processor)
         uneven = functional.interpolate(coarse, canvas.shape[2:], mode="bilinear")
         return canvas + uneven * fields[:, 8].view(-1, 1, 1, 1)
 
-    def _photo(self, fields: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        index, level = fields[:, 9], fields[:, 14].long()
-        left, top, wide, high = (fields[:, 10 + i].view(-1, 1, 1) for i in range(4))
-        u = (left + wide * x.view(1, 1, -1)).expand(-1, y.numel(), -1)
-        v = (top + high * y.view(1, -1, 1)).expand(-1, -1, x.numel())
-        texels = _sample(self.photo_texels, self.photo_bases, PHOTO_SIDE, index, level, u, v)
-        return texels.permute(0, 3, 1, 2)
+    def photo(self, fields: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The photos behind some scenes, with a second one shining through: [batch, 3, height, width]."""
+        column = [fields[:, field].view(-1, 1, 1) for field in range(SCENE_FIELDS)]
+        left, top, wide, high, _, cosine, sine, flip = column[10:18]
+        across = (x.view(1, 1, -1) - 0.5) * flip
+        below = y.view(1, -1, 1) - 0.5
+        u = left + wide * (0.5 + cosine * across + sine * below)
+        v = top + high * (0.5 + cosine * below - sine * across)
+        level = fields[:, 14].long()
+        first, second = (
+            _sample(self.photo_texels, self.photo_bases, self.photo_side, fields[:, field], level, u, v)
+            for field in (9, 18)
+        )
+        mix = fields[:, 19].view(-1, 1, 1, 1)
+        return (first + (second - first) * mix).permute(0, 3, 1, 2)
 
     def draw(self, canvas: Tensor, thing: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Lay one thing of each scene over the canvases. ``thing``: [batch, THING_FIELDS]."""
@@ -152,15 +171,16 @@ class Renderer:
             0, 1
         )
         texels = _sample(
-            self.texels, self.texture_bases, SIDE, thing[:, 0], thing[:, 1].long(), (u + 1) / 2, (v + 1) / 2
-        )
+            self.texels, self.texture_bases, self.side, thing[:, 0], thing[:, 1].long(), (u + 1) / 2,
+            (v + 1) / 2,
+        )  # fmt: skip
         cover = (edge * present).unsqueeze(1)
         colour = texels[..., :3].permute(0, 3, 1, 2) * (thing[:, 9:12] / 255).view(-1, 3, 1, 1)
         alpha = texels[..., 3].unsqueeze(1) / 255
         return canvas * (1 - alpha * cover) + colour * cover
 
     def _finish(self, canvas: Tensor, fields: Tensor) -> Tensor:
-        brightness, contrast, grain = (fields[:, 15 + i].view(-1, 1, 1, 1) for i in range(3))
+        brightness, contrast, grain = (fields[:, 20 + i].view(-1, 1, 1, 1) for i in range(3))
         canvas = (canvas - 128) * contrast + 128
         canvas = canvas * brightness + torch.randn_like(canvas) * grain
         return canvas.clamp(0, 255).round()

@@ -1,11 +1,12 @@
 """mini's tokenizer: byte-level BPE in 4,096 ids, Qwen's pre-tokenizer, Qwen's 26 added tokens at the end.
 
-    python -m training.mini.tokenizer        learns it anew and writes it into the package
+    python -m training.mini.tokenizer --out FOLDER      learns it anew (a few minutes; needs the materials)
 
 Knows: ids, and the files a tokenizer consists of. Does not know: what is said with it beyond the corpus it
 is learnt from (the scene texts, and the documentation in Python's own library for everyday English).
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,15 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from training.mini.atlas import Atlas, built_in_atlas
+from training.mini.atlas import Atlas
+from training.mini.clips import ask_clip, draw_clip
+from training.mini.lettering import fonts, letter
 from training.mini.lots import draw_scene
-from training.mini.manners import MANNERS, SYSTEMS
+from training.mini.manners import SYSTEMS, small_talk
 from training.mini.prepare import MATERIALS
-from training.mini.texts import conversation
+from training.mini.several import ask_several, draw_several
+from training.mini.teller import Exchange
+from training.mini.texts import conversation, dialogue
 
 VOCABULARY = 4096
 SPECIAL = (
@@ -50,17 +55,30 @@ def added_id(token: str) -> int:
 
 
 def corpus(atlas: Atlas, scenes: int = 20000) -> Iterator[str]:
-    """Everything mini is taught to say or asked, and plain English around it."""
-    for question, answer in MANNERS:
-        yield question
-        yield answer
-    yield from SYSTEMS
+    """Everything mini is taught to say or asked, and plain English around it.
+
+    Written words stay out: what is read is better spelled, letter by letter, than guessed as one token.
+    """
+    atlas = atlas.without_words()
     for seed in range(scenes):
+        random = np.random.default_rng(seed)
+        yield from said(small_talk(random))
+        if seed < len(SYSTEMS):
+            yield SYSTEMS[seed]
         scene = draw_scene(seed, (256, 256), atlas)
-        for exchange in conversation(scene, np.random.default_rng(seed), 6):
-            yield exchange.question
-            yield exchange.answer
+        for exchange in (*conversation(scene, random, 6), *dialogue(scene, random)):
+            yield from said(exchange)
+        if seed % 10 == 0:
+            for exchange in ask_several(draw_several(seed, (256, 256), 2 + seed % 20 // 10, atlas), random):
+                yield from said(exchange)
+            for exchange in ask_clip(draw_clip(seed, (256, 256), 4, atlas), random):
+                yield from said(exchange)
     yield from library_documentation()
+
+
+def said(exchange: Exchange) -> tuple[str, str]:
+    """Both sides of an exchange."""
+    return exchange.question, exchange.answer
 
 
 def library_documentation() -> Iterator[str]:
@@ -141,10 +159,20 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
 
 def main() -> int:
     """Learn and write; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=PACKAGE, help="the folder to write to (default: the package)"
+    )
+    arguments = parser.parse_args()
     path = MATERIALS / "atlas.npz"
-    atlas = Atlas.load(path) if path.exists() else built_in_atlas()
-    write(learn(corpus(atlas)), PACKAGE)
-    print(f"tokenizer written to {PACKAGE}", file=sys.stderr)
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: run python -m training.mini.prepare first")
+    random = np.random.default_rng(0)
+    numbers = letter(Atlas.load(path), [str(number) for number in range(1000)], fonts(), random)
+    write(learn(corpus(numbers)), arguments.out)
+    print(f"tokenizer written to {arguments.out}", file=sys.stderr)
     return 0
 
 

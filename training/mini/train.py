@@ -15,18 +15,21 @@ from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
 
 from training.mini.atlas import Atlas, built_in_atlas
-from training.mini.data import Batch, Stream, Words, visible_mask
+from training.mini.data import Batch, Stream
 from training.mini.export import export
+from training.mini.lettering import letter, training_texts
 from training.mini.measure import measure
 from training.mini.model import Model
 from training.mini.muon import Muon
 from training.mini.prepare import MATERIALS
 from training.mini.render import Renderer
+from training.mini.sequences import Words, visible_mask
 from training.mini.shape import Shape
 from training.mini.tokenizer import PACKAGE
 
@@ -46,10 +49,11 @@ class Plan:
     warm_up: int = 300
     cool_down: float = 0.4
     easy_until: float = 0.05
-    measure_every: float = 75.0
+    measure_every: float = 180.0
     save_every: float = 60.0
-    measure_each: int = 64
+    measure_each: int = 48
     seed: int = 1
+    tokenizer: Path = PACKAGE
     compiled: bool = True
     most_steps: int = 1 << 60
     measured_tokens: int | None = None
@@ -75,7 +79,7 @@ class Trainer:
         self.first_loss = float("nan")
         self.history: list[dict[str, object]] = []
         self.ease = torch.ones(()).share_memory_()
-        tokenizer = str(PACKAGE / "tokenizer.json")
+        tokenizer = str(plan.tokenizer / "tokenizer.json")
         self.words, self.tokenizer = Words(tokenizer), Tokenizer.from_file(tokenizer)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
@@ -110,7 +114,11 @@ class Trainer:
             self.renderer.draw = torch.compile(self.renderer.draw, dynamic=True)  # type: ignore[method-assign]
         # Another seed after each resumption, so that no scene is met twice.
         stream = Stream(
-            plan.seed * 1000 + self.step, plan.batch, self.atlas, str(PACKAGE / "tokenizer.json"), self.ease
+            plan.seed * 1000 + self.step,
+            plan.batch,
+            self.atlas,
+            str(plan.tokenizer / "tokenizer.json"),
+            self.ease,
         )
         loader = torch.utils.data.DataLoader(
             stream, batch_size=None, num_workers=plan.workers, prefetch_factor=3 if plan.workers else None
@@ -146,7 +154,7 @@ class Trainer:
                 break
         self.save()
         self.measure()
-        export(self.average, self.shape, plan.out)
+        export(self.average, self.shape, plan.out, plan.tokenizer)
         state = {"step": self.step, "elapsed": self.elapsed, "minutes": plan.minutes, "history": self.history}
         (plan.out / "training.json").write_text(json.dumps(state, indent=1) + "\n")
 
@@ -168,7 +176,7 @@ class Trainer:
         chosen = torch.from_numpy((layout.targets.ravel() >= 0).nonzero()[0]).to(processor, non_blocking=True)
         weights = torch.from_numpy(layout.weights).to(processor, non_blocking=True).view(-1)[chosen]
         with torch.autocast(processor.type, torch.bfloat16, enabled=processor.type == "cuda"):
-            states = self.model(pictures, tokens, positions, visible_mask(segments), slots)
+            states = self.model(pictures, tokens, positions, visible_mask(segments), slots, batch.frames)
             logits = self.model.logits(states.flatten(0, 1)[chosen])
         losses = functional.cross_entropy(logits.float(), targets.view(-1)[chosen], reduction="none")
         loss = (losses * weights).sum() / weights.sum()
@@ -244,6 +252,20 @@ class Trainer:
         print(f"going on at step {self.step}, minute {self.elapsed / 60:.2f}", flush=True)
 
 
+def full_atlas(materials: Path, texts: int = 24_000) -> Atlas:
+    """The drawings of the materials, and so many words and numbers in the fonts that lie beside them."""
+    path = materials / "atlas.npz"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: run python -m training.mini.prepare first")
+    started = time.monotonic()
+    random = np.random.default_rng(0)
+    # Every small number in many faces: charts and signs are full of them.
+    wanted = training_texts(random, texts) + [str(number) for number in range(100)] * 15
+    atlas = letter(Atlas.load(path), wanted, sorted((materials / "fonts").glob("*.ttf")), random)
+    print(f"{len(atlas.kinds)} drawings, {len(atlas.photos)} photos, {time.monotonic() - started:.0f} s")
+    return atlas
+
+
 def tiny(out: Path, steps: int = 30) -> Trainer:
     """A run of seconds on a CPU, with the drawings that need no download."""
     plan = Plan(
@@ -264,6 +286,7 @@ def main() -> int:
     parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds for this call")
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
     parser.add_argument("--work", type=Path, help="where the resumable state lives (default: OUT/work)")
+    parser.add_argument("--tokenizer", type=Path, default=PACKAGE, help="a folder that tokenizer.py wrote")
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rate", type=float, default=Plan.rate)
@@ -280,10 +303,10 @@ def main() -> int:
     plan = Plan(arguments.minutes, arguments.out, arguments.work or arguments.out / "work")
     plan = replace(
         plan, stop_after=arguments.stop_after, workers=arguments.workers, batch=arguments.batch,
-        rate=arguments.rate, compiled=not arguments.no_compile,
+        rate=arguments.rate, compiled=not arguments.no_compile, tokenizer=arguments.tokenizer,
     )  # fmt: skip
     print(json.dumps({key: str(value) for key, value in asdict(plan).items()}), flush=True)
-    Trainer(plan, Shape(), Atlas.load(MATERIALS / "atlas.npz"), torch.device("cuda")).run()
+    Trainer(plan, Shape(), full_atlas(MATERIALS), torch.device("cuda")).run()
     return 0
 
 

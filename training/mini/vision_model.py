@@ -92,11 +92,17 @@ class PatchEmbedding(nn.Module):
         kernel = (shape.temporal, shape.patch, shape.patch)
         self.proj = nn.Conv3d(3, shape.vision_hidden, kernel, stride=kernel)
 
-    def forward(self, patches: Tensor) -> Tensor:
-        """``patches``: [batch, count, 3 * 16 * 16]."""
-        # Equal frames: the two halves of the weight can be added before, which halves the work.
-        weight = self.proj.weight.sum(2).flatten(1)
-        return functional.linear(patches, weight, self.proj.bias)
+    def forward(self, patches: Tensor, frames: int) -> Tensor:
+        """``patches``: [batch * frames, count, 3 * 16 * 16]; ``frames`` is 1 or 2. Returns [batch, count,
+        hidden]."""
+        if frames == 1:
+            # Equal frames: the two halves of the weight can be added before, which halves the work.
+            weight = self.proj.weight.sum(2).flatten(1)
+            return functional.linear(patches, weight, self.proj.bias)
+        first, second = self.proj.weight.unbind(2)
+        return functional.linear(patches[0::2], first.flatten(1), self.proj.bias) + functional.linear(
+            patches[1::2], second.flatten(1)
+        )
 
 
 class VisionTower(nn.Module):
@@ -111,13 +117,14 @@ class VisionTower(nn.Module):
         self.merger = Merger(shape, after=False)
         self.deepstack_merger_list = nn.ModuleList(Merger(shape, after=True) for _ in shape.deepstack)
 
-    def forward(self, pictures: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """``pictures``: [batch, 3, height, width] in -1..1. Returns [batch, tokens, hidden], and one
-        such for each deepstack level."""
+    def forward(self, pictures: Tensor, frames: int = 1) -> tuple[Tensor, list[Tensor]]:
+        """``pictures``: [batch * frames, 3, height, width] in -1..1; two ``frames`` make one pair of a clip.
+
+        Returns [batch, tokens, hidden], and one such for each deepstack level."""
         shape = self.shape
         rows, columns = pictures.shape[2] // shape.patch, pictures.shape[3] // shape.patch
         order = patch_order(rows, columns, shape.merge).to(pictures.device)
-        states = self.patch_embed(patchify(pictures, shape.patch, shape.merge))
+        states = self.patch_embed(patchify(pictures, shape.patch, shape.merge), frames)
         indices, weights = position_taps(rows, columns, int(shape.positions**0.5))
         indices, weights = indices.to(pictures.device)[order], weights.to(pictures.device)[order]
         states = states + (self.pos_embed(indices) * weights[..., None]).sum(1)

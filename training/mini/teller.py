@@ -1,0 +1,94 @@
+"""Draws by lot what is asked about one scene.
+
+Knows: the small choices all questions share, and how people misspell a question. Does not know: any
+question (asked_of_things, asked_of_charts, asked_of_photos).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from training.mini.scenes import Scene, Thing, count_of
+from training.mini.things import THINGS
+from training.mini.vocabulary import SHAPES, UNCOUNTED
+
+Answered = tuple[str, str] | None
+POLITE = ("Please tell me: ", "Can you tell me: ", "Look at the picture. ", "Hi! ", "Question: ", "Please: ")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One question and its true answer. ``topic`` groups them for scores ("colour", "count", ...)."""
+
+    topic: str
+    question: str
+    answer: str
+
+
+class Teller:
+    """One scene and the lots that are drawn about it."""
+
+    def __init__(self, scene: Scene, random: np.random.Generator) -> None:
+        self.scene = scene
+        self.random = random
+        self.unique = [t for t in scene.things if count_of(scene, t.name) == 1]
+
+    def chance(self, share: float) -> bool:
+        """True so often."""
+        return bool(self.random.random() < share)
+
+    def pick(self, *choices: str) -> str:
+        """One of the choices."""
+        return choices[int(self.random.random() * len(choices))]
+
+    def pick_thing(self, things: list[Thing]) -> Thing | None:
+        """One of the things, or None when there is none."""
+        return things[int(self.random.random() * len(things))] if things else None
+
+    def pair(self) -> tuple[Thing, Thing] | None:
+        """Two different things, each the only one of its name."""
+        if len(self.unique) < 2:
+            return None
+        first, second = self.random.permutation(len(self.unique))[:2]
+        return self.unique[int(first)], self.unique[int(second)]
+
+    def reference(self, thing: Thing) -> str:
+        """How a question refers to a thing that is the only one of its name."""
+        if thing.written:
+            return f"the {thing.kind}"
+        coloured = thing.kind == "shape" and self.chance(0.5)
+        return f"the {thing.label if coloured or thing.kind == 'bar' else thing.name}"
+
+    def absent(self, countable: bool = False, like: Thing | None = None) -> str:
+        """The name of something that is not in the scene; of the group of ``like`` where it has one."""
+        names = list(_names_of(like.group)) if like is not None and like.group else [*SHAPES, *THINGS]
+        for _ in range(20):
+            name = names[int(self.random.random() * len(names))]
+            if count_of(self.scene, name) == 0 and not (countable and name in UNCOUNTED):
+                return name
+        return self.absent(countable)
+
+
+def _names_of(group: str) -> tuple[str, ...]:
+    return _GROUPS[group]
+
+
+_GROUPS = {
+    group: tuple(name for name, thing in THINGS.items() if thing.group == group)
+    for group in {thing.group for thing in THINGS.values()}
+}
+
+
+def as_typed(question: str, random: np.random.Generator) -> str:
+    """The question as people type it: sometimes in lower case, unpunctuated, or with a word before it."""
+    draw = random.random()
+    if draw < 0.06:
+        question = POLITE[int(random.random() * len(POLITE))] + question
+    elif draw < 0.3:
+        question = question.replace("picture", "image" if draw < 0.24 else "photo")
+    draw = random.random()
+    if draw < 0.1:
+        question = question.lower()
+    if 0.06 < draw < 0.15:
+        question = question.rstrip("?.")
+    return question
