@@ -1,8 +1,8 @@
 """The atlas: every drawing a scene can contain, as small square textures in one file.
 
 Knows: how drawings become textures, and how the atlas lies on disk and in memory.
-Does not know: where sprites and photos come from (prepare), how the words of a run are drawn (lettering) or where
-anything is put (scenes, render).
+Does not know: where sprites and photos come from (prepare), how the words of a run are drawn (lettering) or
+where anything is put (scenes, render).
 
 A texture is `SIDE` x `SIDE` pixels of red, green, blue and alpha, its content stretched to fill the square;
 `aspect` (width / height) says how to unstretch it. Shapes and words are white, to be tinted when drawn.
@@ -25,7 +25,8 @@ SIDE = 128
 PHOTO_SIDE = 192
 SPRITE_QUALITY = 85
 PHOTO_QUALITY = 78
-# A sprite bears a colour's name if more of it than this has the colour, and no other colour has more than that.
+# A sprite bears a colour's name if it has more than the first share of the colour, and no more than the
+# second of any other.
 MAIN_COLOUR, OTHER_COLOUR = 0.55, 0.20
 BUILT_IN_WORDS = (
     "STOP",
@@ -69,8 +70,9 @@ class Photo:
 class Atlas:
     """Drawings and photos, each described by tuples that run along the first axis of their pixels.
 
-    ``kinds`` ("shape", "number", "word", "sprite"), ``names``, ``aspects``, ``styles`` and ``colours`` (the main
-    colour of a sprite as a name of COLOURS, "" if it has none) go with ``textures`` [count, SIDE, SIDE, 4];
+    ``kinds`` ("shape", "number", "word", "sprite"), ``names``, ``aspects``, ``styles`` and ``colours`` (the
+    main colour of a sprite as a name of COLOURS, "" if it has none) go with ``textures`` [count, SIDE, SIDE,
+    4];
     ``photo_labels`` (a key of CLOTHES, or "") and ``photo_aspects`` with ``photos`` [count, PHOTO_SIDE,
     PHOTO_SIDE, 3].
     """

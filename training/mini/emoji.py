@@ -1,7 +1,7 @@
 """Emoji drawings of things, in several hands.
 
-Knows: which packages hold emoji that mini may learn from, which are kept from it, and which single drawings do not
-look like their name. Does not know: how packages are fetched or icons rendered (sources).
+Knows: which packages hold emoji that mini may learn from, which are kept from it, and which single drawings
+do not look like their name. Does not know: how packages are fetched or icons rendered (sources).
 """
 
 from typing import Final
@@ -26,8 +26,13 @@ TRAINED: Final[dict[str, tuple[str, str]]] = {
 # Never trained on: the style that shows whether mini knows things or only drawings.
 HELD_OUT: Final[dict[str, tuple[str, str]]] = {"twemoji": ("1.2.5", "CC-BY-4.0")}
 
-# Drawings that a person would not call by the thing's name, by style.
-UNLIKE: Final[dict[str, frozenset[str]]] = {}
+# Drawings that a person would not call by the name, by style: names, or code points of single drawings.
+UNLIKE: Final[dict[str, frozenset[str]]] = {
+    "noto-v1": frozenset({"laptop", "window"}),
+    "fxemoji": frozenset({"computer mouse", "dice", "keyboard", "laptop", "leaf", "sunglasses", "window"}),
+    "emojione": frozenset({"leaf", "window"}),
+    "twemoji": frozenset({"1f3be"}),
+}
 
 
 def trained_drawings(fetcher: Fetcher, render: Renderer) -> list[Drawing]:
@@ -68,9 +73,7 @@ def _icon_drawings(
     """One style's drawings of all things it has."""
     icons = IconSet(fetcher.npm(f"@iconify-json/{style}", version))
     if icons.licence != licence:
-        raise SystemExit(
-            f"@iconify-json/{style} {version} is now under {icons.licence}, not {licence} as when it was chosen"
-        )
+        raise SystemExit(f"@iconify-json/{style} {version} is under {icons.licence} now, not {licence}")
     fetcher.record(Source(f"npm:@iconify-json/{style}", version, licence, "emoji drawings", icons.author))
     tables = [
         IconSet(fetcher.npm(f"@iconify-json/{each}", (TRAINED | HELD_OUT)[each][0])).by_code

@@ -3,11 +3,12 @@
     python -m training.mini.prepare [--photos FOLDER] [--out training/mini/materials]
 
 Knows: which materials there are and what each becomes: `atlas.npz` (drawings and photos), `twemoji.npz` (the
-things in a style that is never trained on), `fonts/`, `words.txt`, and `sources.json` with the package, version
-and licence of everything. Everything comes from package registries through their own clients (npm, pip, apt).
-Does not know: what the materials are used for.
+things in a style that is never trained on), `fonts/`, `words.txt`, and `sources.json` with the package,
+version and licence of everything. It all comes from package registries through their own clients (npm, pip,
+apt). Does not know: what the materials are used for.
 
-FOLDER is laid out as {train,validation}/CLASS/*.webp, CLASS a key of ``CLOTHES``; its test photos are left alone.
+FOLDER is laid out as {train,validation}/CLASS/*.webp, CLASS a key of ``CLOTHES``; test photos are not
+read.
 """
 
 import argparse
@@ -16,16 +17,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image
-
+from training.mini import openclipart, photographs
 from training.mini.atlas import MATERIALS as MATERIALS
-from training.mini.atlas import Atlas, Photo, pack, shape_drawings, to_photo
+from training.mini.atlas import Atlas, Photo, pack, shape_drawings
 from training.mini.emoji import held_out_drawings, trained_drawings
 from training.mini.sources import Fetcher, Source, svg_renderer
 from training.mini.typefaces import fetch_fonts, fetch_words
-from training.mini.vocabulary import CLOTHES
-
-PHOTO_SPLITS = ("train", "validation")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=MATERIALS, metavar="FOLDER")
     parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="keep what is fetched here")
     chosen = parser.parse_args(arguments)
-    photos = read_clothes(chosen.photos) if chosen.photos else []
+    photos = photographs.clothes(chosen.photos) if chosen.photos else []
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         fetcher = Fetcher((chosen.scratch or Path(temporary)).resolve())
@@ -54,7 +51,8 @@ def build(fetcher: Fetcher, photos: list[Photo], out: Path) -> None:
     fonts = fetch_fonts(fetcher, out / "fonts")
     words = fetch_words(fetcher, out / "words.txt")
     render = svg_renderer(fetcher)
-    atlas = pack(shape_drawings() + trained_drawings(fetcher, render), photos)
+    sprites = trained_drawings(fetcher, render) + openclipart.drawings(fetcher, render)
+    atlas = pack(shape_drawings() + sprites, photos + photographs.of_other_things(fetcher))
     atlas.save(out / "atlas.npz")
     held_out = pack(held_out_drawings(fetcher, render), [])
     held_out.save(out / "twemoji.npz")
@@ -68,31 +66,8 @@ def build(fetcher: Fetcher, photos: list[Photo], out: Path) -> None:
 def describe(atlas: Atlas) -> str:
     """How much an atlas holds, by style."""
     styles = Counter(style for kind, style in zip(atlas.kinds, atlas.styles, strict=True) if kind == "sprite")
-    by_style = ", ".join(f"{style} {count}" for style, count in styles.items())
-    return f"{len(atlas.names_of('sprite'))} things in {sum(styles.values())} drawings ({by_style})"
-
-
-def read_clothes(folder: Path) -> list[Photo]:
-    """All photos of the training and validation splits, with the class of each."""
-    photos = []
-    for split in PHOTO_SPLITS:
-        for label in CLOTHES:
-            paths = sorted((folder / split / label).glob("*.webp"))
-            if not paths:
-                raise SystemExit(
-                    f"{folder / split / label} holds no .webp photos; give a folder laid out as "
-                    "{train,validation}/CLASS/*.webp, or leave --photos out"
-                )
-            photos += [to_photo(Image.open(path), label) for path in paths]
-    return photos
-
-
-def read_photos(folder: Path) -> list[Photo]:
-    """Every photo in a folder and below it, without a label."""
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".webp", ".jpg", ".jpeg", ".png"))
-    if not paths:
-        raise SystemExit(f"{folder} holds no photos")
-    return [to_photo(Image.open(path)) for path in paths]
+    things, by_style = len(atlas.names_of("sprite")), ", ".join(f"{s} {count}" for s, count in styles.items())
+    return f"{things} things in {sum(styles.values())} drawings ({by_style}), {len(atlas.photos)} photos"
 
 
 if __name__ == "__main__":

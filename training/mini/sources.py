@@ -1,7 +1,7 @@
 """Package registries as sources of drawings: fetching, licences, and icon sets.
 
-Knows: how a package is fetched through its registry's own client (npm, pip, apt), the record kept of each, and
-how the icon for an emoji is found in an Iconify set and rendered.
+Knows: how a package is fetched through its registry's own client (npm, pip, apt), the record kept of each,
+and how the icon for an emoji is found in an Iconify set and rendered.
 Does not know: which things are wanted (things) or what becomes of the drawings (prepare).
 """
 
@@ -124,8 +124,8 @@ def svg_renderer(fetcher: Fetcher) -> Renderer:
 class IconSet:
     """One Iconify icon set: SVG bodies by name.
 
-    ``folder``: an unpacked ``@iconify-json`` package. A set names its icons after emoji but carries their code
-    points only sometimes, so the names that other sets use for a code point are tried too.
+    ``folder``: an unpacked ``@iconify-json`` package. A set names its icons after emoji but carries their
+    code points only sometimes, so the names that other sets use for a code point are tried too.
     """
 
     def __init__(self, folder: Path) -> None:
