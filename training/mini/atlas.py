@@ -227,7 +227,9 @@ def built_in_atlas(fonts: list[Path] | None = None) -> Atlas:
     ``fonts``: TrueType files for the words; without any, Pillow's own font.
     """
     drawings = shape_drawings()
-    faces = [(path.stem, ImageFont.truetype(str(path), 96)) for path in fonts or []]
+    faces: list[tuple[str, ImageFont.FreeTypeFont | ImageFont.ImageFont]] = [
+        (path.stem, ImageFont.truetype(str(path), 96)) for path in fonts or []
+    ]
     numbers = tuple(str(number) for number in range(BUILT_IN_NUMBERS))
     for style, face in faces or [("built-in", ImageFont.load_default(96))]:
         for kind, texts in (("number", numbers), ("word", BUILT_IN_WORDS)):

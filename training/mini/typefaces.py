@@ -25,7 +25,7 @@ DEJAVU_FACES: Final = (
     "DejaVuSansMono-Bold",
 )
 
-# npm packages @fontsource/<name>, and the weights used of each.
+# npm packages @fontsource/<name>, and the weights used of each. None with old-style figures: their 0 is an o.
 FONTSOURCE_VERSION: Final = "5.3.0"
 FONTSOURCE: Final[dict[str, tuple[int, ...]]] = {
     "roboto": (400, 700),
@@ -46,12 +46,10 @@ FONTSOURCE: Final[dict[str, tuple[int, ...]]] = {
     "anton": (400,),
     "merriweather": (700,),
     "lora": (400,),
-    "playfair-display": (700,),
     "pt-serif": (400,),
     "libre-baskerville": (400,),
     "roboto-slab": (400, 700),
     "arvo": (700,),
-    "zilla-slab": (500,),
     "alfa-slab-one": (400,),
     "ibm-plex-mono": (500,),
     "courier-prime": (700,),
