@@ -80,11 +80,17 @@ _TABLE: Final[dict[str, str]] = {
         mailbox (mailboxes): 1f4eb 1f4ea 1f4ec 1f4ed
     """,
     "clothing": """
-        shoe: 1f45f 1f45e | glasses (glasses): 1f453 | sunglasses (sunglasses): 1f576 | tie: 1f454
-        t-shirt: 1f455 | jeans (jeans): 1f456 | scarf (scarves): 1f9e3 | gloves (gloves): 1f9e4
-        coat: 1f9e5 | socks (socks): 1f9e6 | dress (dresses): 1f457 | bikini: 1f459 | shorts (shorts): 1fa73
-        boot: 1f462 1f97e | high heel: 1f460 | crown: 1f451 | hat: 1f452 | top hat: 1f3a9
+        shoe: 1f45f 1f45e | tie: 1f454 | t-shirt: 1f455 | jeans (jeans): 1f456 | scarf (scarves): 1f9e3
+        gloves (gloves): 1f9e4 | coat: 1f9e5 | socks (socks): 1f9e6 | dress (dresses): 1f457 | bikini: 1f459
+        shorts (shorts): 1fa73 | boot: 1f462 1f97e | high heel: 1f460 | hat: 1f452 | top hat: 1f3a9
         graduation cap: 1f393 | cap: 1f9e2 | helmet: 1fa96 26d1
+    """,
+    "other": """
+        glasses (glasses): 1f453 | sunglasses (sunglasses): 1f576 | crown: 1f451 | key: 1f511 1f5dd
+        gear: 2699 | scales (scales): 2696 | magnet: 1f9f2 | padlock: 1f512 1f513 | anchor: 2693
+        compass (compasses): 1f9ed | magnifying glass (magnifying glasses): 1f50d 1f50e | syringe: 1f489
+        pill: 1f48a | bandage: 1fa79 | stethoscope: 1fa7a | swords (swords): 2694 | bomb: 1f4a3
+        bow and arrow (bows and arrows): 1f3f9 | shield: 1f6e1 | fire extinguisher: 1f9ef
     """,
     "bag": """
         handbag: 1f45c | backpack: 1f392 | suitcase: 1f9f3 | briefcase: 1f4bc | money bag: 1f4b0
@@ -115,12 +121,8 @@ _TABLE: Final[dict[str, str]] = {
         telescope: 1f52d | microscope: 1f52c | thermometer: 1f321 | wheelchair: 1f9bd 1f9bc | robot: 1f916
     """,
     "tool": """
-        key: 1f511 1f5dd | scissors (scissors): 2702 | hammer: 1f528 | axe: 1fa93 | pickaxe: 26cf
-        saw: 1fa9a | wrench (wrenches): 1f527 | screwdriver: 1fa9b | gear: 2699 | scales (scales): 2696
-        toolbox (toolboxes): 1f9f0 | magnet: 1f9f2 | ladder: 1fa9c | padlock: 1f512 1f513 | anchor: 2693
-        compass (compasses): 1f9ed | magnifying glass (magnifying glasses): 1f50d 1f50e | syringe: 1f489
-        pill: 1f48a | bandage: 1fa79 | stethoscope: 1fa7a | swords (swords): 2694 | bomb: 1f4a3
-        bow and arrow (bows and arrows): 1f3f9 | shield: 1f6e1 | fire extinguisher: 1f9ef
+        scissors (scissors): 2702 | hammer: 1f528 | axe: 1fa93 | pickaxe: 26cf | saw: 1fa9a
+        wrench (wrenches): 1f527 | screwdriver: 1fa9b | toolbox (toolboxes): 1f9f0 | ladder: 1fa9c
     """,
     "office": """
         book: 1f4d5 1f4d7 1f4d8 1f4d9 | open book: 1f4d6 | newspaper: 1f4f0 1f5de | coin: 1fa99
@@ -131,14 +133,16 @@ _TABLE: Final[dict[str, str]] = {
         clapperboard: 1f3ac | music note: 1f3b5 1f3b6
     """,
     "household": """
-        umbrella: 2614 2602 | chair: 1fa91 | bed: 1f6cf | couch (couches): 1f6cb | toilet: 1f6bd
-        bathtub: 1f6c1 | mirror: 1fa9e | window: 1fa9f | door: 1f6aa | candle: 1f56f | lantern: 1f3ee
-        bell: 1f514 | teapot: 1fad6 | baby bottle: 1f37c | jar: 1fad9 | vase: 1f3fa | plate: 1f37d
-        spoon: 1f944 | knife (knives): 1f52a | chopsticks (chopsticks): 1f962 | broom: 1f9f9 | basket: 1f9fa
-        toilet paper: 1f9fb | bucket: 1faa3 | soap: 1f9fc | toothbrush (toothbrushes): 1faa5
-        shopping cart: 1f6d2 | trash can: 1f5d1 | hourglass (hourglasses): 231b 23f3 | gift: 1f381
-        ribbon: 1f380 | lipstick: 1f484 | gem: 1f48e | yarn: 1f9f6 | barrel: 1f6e2 | wheel: 1f6de
-        lifebuoy: 1f6df | pumpkin: 1f383
+        umbrella: 2614 2602 | toilet: 1f6bd | bathtub: 1f6c1 | mirror: 1fa9e | window: 1fa9f | door: 1f6aa
+        candle: 1f56f | lantern: 1f3ee | bell: 1f514 | teapot: 1fad6 | baby bottle: 1f37c | jar: 1fad9
+        vase: 1f3fa | plate: 1f37d | spoon: 1f944 | knife (knives): 1f52a | chopsticks (chopsticks): 1f962
+        broom: 1f9f9 | basket: 1f9fa | toilet paper: 1f9fb | bucket: 1faa3 | soap: 1f9fc
+        toothbrush (toothbrushes): 1faa5 | shopping cart: 1f6d2 | trash can: 1f5d1
+        hourglass (hourglasses): 231b 23f3 | gift: 1f381 | ribbon: 1f380 | lipstick: 1f484 | gem: 1f48e
+        yarn: 1f9f6 | barrel: 1f6e2 | wheel: 1f6de | lifebuoy: 1f6df | pumpkin: 1f383
+    """,
+    "furniture": """
+        chair: 1fa91 | bed: 1f6cf | couch (couches): 1f6cb
     """,
     "nature": """
         mountain: 26f0 1f3d4 1f5fb | volcano (volcanoes): 1f30b | beach (beaches): 1f3d6 | rainbow: 1f308

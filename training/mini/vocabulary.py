@@ -100,13 +100,13 @@ GROUP_PLURALS: Final[dict[str, str]] = {
     "bag": "bags",
     "instrument": "musical instruments",
     "tool": "tools",
-    "toy": "toys",
-    "device": "devices",
+    "furniture": "pieces of furniture",
     "body part": "body parts",
 }
 GROUP_PHRASES: Final[dict[str, str]] = {
     "food": "a piece of food",
     "clothing": "a piece of clothing",
+    "furniture": "a piece of furniture",
     "instrument": "a musical instrument",
 }
 
