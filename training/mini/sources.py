@@ -81,7 +81,7 @@ class Fetcher:
         """Import ``module`` of a Python package that is needed here only, from a scratch folder."""
         folder = self.work / "tools"
         self._run(
-            sys.executable, "-m", "pip", "install", "-q", "--only-binary=:all:", "--no-deps",
+            sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--only-binary=:all:", "--no-deps",
             "--target", str(folder), f"{package}=={version}", cwd=self.work,
         )  # fmt: skip
         if str(folder) not in sys.path:

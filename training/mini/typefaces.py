@@ -116,6 +116,7 @@ def _cut_down(source: Path, target: Path) -> None:
     options = subset.Options(
         layout_features=["kern"], hinting=False, name_IDs=[1, 2, 13], notdef_outline=True
     )
+    options.drop_tables += ["FFTM"]  # a time stamp
     font = subset.load_font(str(source), options)
     cutter = subset.Subsetter(options)
     cutter.populate(text="".join(PRINTABLE))
