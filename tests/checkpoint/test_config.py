@@ -10,7 +10,8 @@ import pytest
 
 from tests.checkpoint.edit import change_json
 from tests.tiny import TINY, config_json
-from vlfit.checkpoint.config import Fp8Format, ModelConfig
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.quantization import Fp8Format
 from vlfit.errors import CheckpointError, NotACheckpoint, UnknownArchitecture, UnknownWeightsFormat
 
 Change = Callable[[dict[str, Any]], object]

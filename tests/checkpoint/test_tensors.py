@@ -210,7 +210,7 @@ def test_unreadable_types_are_named(tiny: Tiny, dtype: str) -> None:
 
 def test_fp8_without_a_word_in_the_config(tiny: Tiny) -> None:
     headers = Headers(tiny("fp8"))
-    headers.config = replace(headers.config, fp8=None)
+    headers.config = replace(headers.config, quantization=None)
     with pytest.raises(UnknownWeightsFormat, match="no quantization_config"):
         headers.check()
 

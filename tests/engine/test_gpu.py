@@ -9,8 +9,9 @@ import torch
 from tests.engine.test_parity import CONVERSATIONS, relative, run
 from tests.tiny import TINY
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
-from vlfit.engine.layers.linear import Fp8Linear
+from vlfit.engine.layers.linear import Fp8Linear, Int4Linear
 from vlfit.engine.options import EngineOptions
 
 pytestmark = [
@@ -35,6 +36,17 @@ def test_fp8_weights_stay_fp8(tiny: Callable[[str], Path]) -> None:
     layer = engine(tiny("fp8"), "cuda").runner.text.layers[0]
     assert isinstance(layer.down, Fp8Linear)
     assert all(weight.dtype == torch.float8_e4m3fn for weight, _ in layer.down.parts)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_converted_weights_stay_narrow_and_say_the_same(
+    tiny: Callable[[str], Path], tmp_path: Path, weights: str
+) -> None:
+    convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), weights, tmp_path / "new")
+    conversations = list(CONVERSATIONS.values())
+    on_gpu = engine(tmp_path / "new", "cuda")
+    assert isinstance(on_gpu.runner.text.layers[0].down, Fp8Linear if weights == "fp8" else Int4Linear)
+    assert run(on_gpu, *conversations) == run(engine(tmp_path / "new", "cpu"), *conversations)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -9,6 +9,7 @@ import torch
 from tests.tiny import TINY
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine import room
+from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
 from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
@@ -25,6 +26,22 @@ def test_predicted_weights_are_those_that_are_loaded(tiny: Callable[[str], Path]
         plain = [name for name in checkpoint.tensors if not name.endswith("weight_scale_inv")]
         loaded = sum(loader.tensor(name).nbytes for name in plain)
     assert room.weight_bytes(checkpoint, torch.float32, CPU) == loaded
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_converted_weights_are_predicted_on_both_devices(
+    tiny: Callable[[str], Path], tmp_path: Path, weights: str
+) -> None:
+    plain = open_checkpoint(tiny("vision_head_72"))  # in bfloat16
+    convert(plain, weights, tmp_path / "new")
+    checkpoint = open_checkpoint(tmp_path / "new")
+    wide = room.weight_bytes(plain, torch.float32, CPU)
+    assert room.weight_bytes(checkpoint, torch.float32, CPU) == wide  # a CPU widens all
+    scales = [info for name, info in checkpoint.tensors.items() if name.endswith("weight_scale_inv")]
+    shapes = [info for name, info in checkpoint.tensors.items() if name.endswith("weight_shape")]
+    more = sum(info.bytes for info in scales) - sum(info.bytes for info in shapes)  # float32, not loaded
+    on_gpu = room.weight_bytes(checkpoint, torch.bfloat16, torch.device("cuda"))
+    assert on_gpu == checkpoint.weight_bytes + more
 
 
 @pytest.mark.parametrize(("sequences", "kv_tokens"), [(1, None), (3, None), (2, 1500), (2, 7)])

@@ -21,6 +21,8 @@ MINI = model("mini", 0.012, 0.02, "bf16")
 TWO, TWO_WIDE = model("org/2B-FP8", 2.128, 2.65, "fp8"), model("org/2B", 2.128, 3.96, "bf16")
 FOUR, EIGHT = model("org/4B-FP8", 4.438, 4.88, "fp8"), model("org/8B-FP8", 8.767, 9.86, "fp8")
 
+EIGHT_INT4 = model("org/8B-INT4", 8.767, 7.03, "int4")
+
 
 def machine(*free_mib: int, ram: int = 16) -> Machine:
     gpus = tuple(
@@ -41,6 +43,8 @@ DESKTOP = machine(7200)
         (DESKTOP, [MINI, EIGHT, TWO], "org/2B-FP8"),
         (DESKTOP, [TWO_WIDE, TWO, MINI], "org/2B-FP8"),  # FP8 leaves room
         (machine(24000), [TWO, FOUR, EIGHT], "org/8B-FP8"),
+        (machine(24000), [EIGHT_INT4, EIGHT], "org/8B-FP8"),  # int4 is less exact: where FP8 fits, that
+        (machine(9500), [EIGHT_INT4, EIGHT, FOUR], "org/8B-INT4"),  # but more parameters go first
         (machine(2000, 24000), [TWO, FOUR, EIGHT], "org/8B-FP8"),  # the emptier of two GPUs
         (machine(7000, 7000), [EIGHT, FOUR], "org/4B-FP8"),  # two GPUs are not one
         (machine(3000), [TWO, FOUR], "mini"),

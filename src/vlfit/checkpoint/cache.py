@@ -11,7 +11,8 @@ from pathlib import Path
 from vlfit.checkpoint import hub
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.checkpoint.tensors import SCALE_SUFFIX
+from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4
+from vlfit.checkpoint.tensors import PACKED_SUFFIX, is_no_weight
 from vlfit.errors import NotDownloaded, VlfitError
 
 
@@ -40,7 +41,8 @@ def describe(name: str, folder: Path) -> LocalModel | None:
     except VlfitError:
         return None
     size = _size(folder)
-    unfinished = LocalModel(name, folder, size, "fp8" if config.fp8 else "unknown", complete=False)
+    form = FP8 if config.fp8 else INT4 if config.int4 else "unknown"
+    unfinished = LocalModel(name, folder, size, form, complete=False)
     if not hub.is_complete(folder):
         return unfinished
     try:
@@ -53,18 +55,27 @@ def describe(name: str, folder: Path) -> LocalModel | None:
 
 
 def weights_format(tensors: dict[str, TensorInfo]) -> str:
-    """``fp8`` if any layer is in FP8, else what most bytes are in: ``bf16``, ``fp16`` or ``fp32``."""
+    """``fp8`` or ``int4`` if any layer is, else what most bytes are in: ``bf16``, ``fp16`` or ``fp32``."""
+    if any(name.endswith(PACKED_SUFFIX) for name in tensors):
+        return INT4
     sizes: dict[str, int] = {}
     for info in tensors.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.bytes
     most = "F8_E4M3" if "F8_E4M3" in sizes else max(sizes, key=lambda dtype: sizes[dtype], default="unknown")
-    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8"}
+    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": FP8}
     return names.get(most, most.lower())
 
 
 def count_parameters(tensors: dict[str, TensorInfo]) -> int:
-    """Number of weights; the scales of FP8 blocks are not weights."""
-    return sum(info.count for name, info in tensors.items() if not name.endswith(SCALE_SUFFIX))
+    """Number of weights; scales and zero points of quantized layers are not weights."""
+    return sum(count_weights(info) for info in tensors.values())
+
+
+def count_weights(info: TensorInfo) -> int:
+    """How many weights one tensor holds: eight in each word of a packed one, none in a scale."""
+    if is_no_weight(info.name):
+        return 0
+    return info.count * (CODES_PER_WORD if info.name.endswith(PACKED_SUFFIX) else 1)
 
 
 def cached_models() -> list[LocalModel]:

@@ -2,25 +2,20 @@
 
 Knows: both forms of the file (``rope_scaling`` + ``rope_theta``, the official one; ``rope_parameters``, which
 transformers 5 writes), the defaults that transformers fills in, and what vlfit does not run.
-Does not know: tensors, tokens or pictures.
+Does not know: weights formats (``quantization.py`` does), tensors, tokens or pictures.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vlfit.checkpoint.fields import Fields
-from vlfit.errors import NotACheckpoint, UnknownArchitecture, UnknownWeightsFormat
+from vlfit.checkpoint.quantization import Fp8Format, Int4Format, read_quantization
+from vlfit.errors import NotACheckpoint, UnknownArchitecture
 
 MODEL_TYPE = "qwen3_vl"
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 _WHAT_RUNS = "vlfit runs Qwen3-VL (2B, 4B, 8B; dense). Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
-_WHAT_IS_READ = (
-    "vlfit reads bf16, fp16 and fp32 weights, and FP8 as the official Qwen3-VL FP8 checkpoints have it "
-    "(e4m3, 128x128 blocks, dynamic activations). Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,39 +60,6 @@ class TextConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Format:
-    """Weights in 8-bit floats with one scale per block of ``block_rows`` x ``block_columns``.
-
-    ``not_converted`` are the names (or patterns) of modules that keep 16-bit weights.
-    """
-
-    block_rows: int
-    block_columns: int
-    not_converted: tuple[str, ...]
-
-    def converts(self, module: str) -> bool:
-        """Whether the linear layer ``module`` (``model.language_model.layers.0.mlp.up_proj``) is in FP8.
-
-        The rule is transformers': an entry exempts a module when it is the module's name or an ancestor's,
-        a pattern that matches up to a dot, or the end of the name. The LM head is never converted.
-        """
-        return module != "lm_head" and not any(_exempts(entry, module) for entry in self.not_converted)
-
-    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of ``weight_scale_inv`` of a ``rows`` x ``columns`` weight; last blocks may be partial."""
-        return math.ceil(rows / self.block_rows), math.ceil(columns / self.block_columns)
-
-
-def _exempts(entry: str, module: str) -> bool:
-    if module.endswith(entry):
-        return True
-    try:
-        return re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module) is not None
-    except re.error:
-        return module.startswith(f"{entry}.")
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything in ``config.json`` that decides tensors and computation."""
 
@@ -108,7 +70,15 @@ class ModelConfig:
     vision_start_token_id: int
     vision_end_token_id: int
     tie_word_embeddings: bool
-    fp8: Fp8Format | None
+    quantization: Fp8Format | Int4Format | None
+
+    @property
+    def fp8(self) -> Fp8Format | None:
+        return self.quantization if isinstance(self.quantization, Fp8Format) else None
+
+    @property
+    def int4(self) -> Int4Format | None:
+        return self.quantization if isinstance(self.quantization, Int4Format) else None
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":
@@ -139,7 +109,7 @@ class ModelConfig:
             vision_start_token_id=_token(fields, "vision_start_token_id", 151652, text),
             vision_end_token_id=_token(fields, "vision_end_token_id", 151653, text),
             tie_word_embeddings=tied.flag("tie_word_embeddings", False),
-            fp8=_read_fp8(fields),
+            quantization=read_quantization(fields),
         )
 
 
@@ -260,35 +230,3 @@ def _token(fields: Fields, name: str, default: int, text: TextConfig) -> int:
     if token >= text.vocab_size:
         raise fields.wrong(name, f"is {token}", f"a token below text_config.vocab_size ({text.vocab_size})")
     return token
-
-
-def _read_fp8(fields: Fields) -> Fp8Format | None:
-    if not fields.has("quantization_config"):
-        return None
-    section = fields.section("quantization_config")
-    expected: dict[str, tuple[Any, ...]] = {
-        "quant_method": ("fp8",),
-        "fmt": ("e4m3", "float8_e4m3fn"),
-        "activation_scheme": ("dynamic",),
-        "scale_fmt": ("float",),
-    }
-    if not section.has("quant_method"):
-        raise UnknownWeightsFormat("config.json: quantization_config names no quant_method", _WHAT_IS_READ)
-    for name, known in expected.items():
-        if section.has(name) and section.values[name] not in known:
-            found = section.values[name]
-            raise UnknownWeightsFormat(f"config.json: quantization_config.{name} is {found!r}", _WHAT_IS_READ)
-    if section.has("modules_to_convert"):
-        raise UnknownWeightsFormat(
-            "config.json: quantization_config.modules_to_convert asks for more than linear layers",
-            _WHAT_IS_READ,
-        )
-    if "weight_block_size" in section.values and not section.has("weight_block_size"):
-        raise UnknownWeightsFormat(
-            "config.json: quantization_config.weight_block_size is null (one scale per tensor)", _WHAT_IS_READ
-        )
-    block = section.integers("weight_block_size", (128, 128), least=1)
-    if len(block) != 2:
-        raise section.wrong("weight_block_size", f"is {list(block)}", "two integers (rows, columns)")
-    exempt = section.texts("modules_to_not_convert", section.texts("ignored_layers", ()))
-    return Fp8Format(block[0], block[1], exempt)

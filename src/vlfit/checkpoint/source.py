@@ -40,7 +40,7 @@ class Checkpoint:
 
     @property
     def weights_format(self) -> str:
-        """``fp8``, ``bf16``, ``fp16`` or ``fp32``: what most of the weights are stored in."""
+        """``fp8``, ``int4``, ``bf16``, ``fp16`` or ``fp32``: what most of the weights are stored in."""
         return cache.weights_format(self.tensors)
 
 

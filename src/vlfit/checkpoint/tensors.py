@@ -1,6 +1,6 @@
 """The tensors of Qwen3-VL: which names and shapes a config calls for, and whether the headers hold them.
 
-Knows: tensor names, shapes, and which layers FP8 converts.
+Knows: tensor names, shapes, and what stands for a linear layer in FP8 and in int4.
 Does not know: files (``headers.py`` does) or values.
 """
 
@@ -8,34 +8,73 @@ from collections.abc import Iterator
 
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.quantization import Int4Format
 from vlfit.errors import MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 
 SCALE_SUFFIX = "_scale_inv"
+PACKED_SUFFIX = ".weight_packed"
+INT4_SUFFIXES = (PACKED_SUFFIX, ".weight_scale", ".weight_zero_point")
 READABLE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3")
+_PLAIN_DTYPES = ("BF16", "F16", "F32")
 # Rotary frequencies that older writers stored; they follow from the config and are computed.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
 # Quantizers may leave it beside an FP8 weight; vlfit's activations are not quantized by it.
 _ACTIVATION_SCALE = ".input_scale"
+# Beside each 4-bit weight; says what config.json and the other shapes say.
+_PACKED_SHAPE = ".weight_shape"
+# A permutation of columns, from quantizers that store them in another order.
+_COLUMN_ORDER = ".weight_g_idx"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint with this ``config`` holds.
 
     With FP8, each converted linear layer has ``weight_scale_inv`` (one scale per block) beside its weight.
+    With int4 it has ``weight_packed``, ``weight_scale``, ... in the place of its weight.
     """
-    tensors = dict(_vision_tensors(config))
-    tensors.update(_text_tensors(config))
-    if config.fp8 is not None:
-        for name in [name for name in tensors if _is_linear(name, tensors[name])]:
-            if config.fp8.converts(name.removesuffix(".weight")):
-                rows, columns = tensors[name]
-                tensors[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
+    plain = plain_tensors(config)
+    tensors = dict(plain)
+    for name, (rows, columns) in linear_weights(plain).items():
+        module = name.removesuffix(".weight")
+        if config.fp8 is not None and config.fp8.converts(module):
+            tensors[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
+        if config.int4 is not None and config.int4.converts(module):
+            del tensors[name]
+            tensors |= _packed(config.int4, module, rows, columns)
     return tensors
+
+
+def plain_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the model before anything is quantized."""
+    return {**dict(_vision_tensors(config)), **dict(_text_tensors(config))}
+
+
+def linear_weights(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Those of ``plain`` that are weights of linear layers, with rows (outputs) and columns (inputs)."""
+    return {name: (shape[0], shape[1]) for name, shape in plain.items() if _is_linear(name, shape)}
+
+
+def is_no_weight(name: str) -> bool:
+    """Whether the tensor ``name`` only says how others are to be read: a scale, a zero point, a shape."""
+    return name.endswith((SCALE_SUFFIX, *INT4_SUFFIXES[1:], _PACKED_SHAPE))
+
+
+def is_text_layer(name: str) -> bool:
+    """Whether the tensor ``name`` belongs to a layer of the text model: what FP8 and int4 convert."""
+    return name.startswith("model.language_model.layers.")
+
+
+def _packed(form: Int4Format, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.{part}": shape for part, shape in form.stored(rows, columns).items()}
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
     """Embedding tables have two dimensions too, but they are looked up, not multiplied."""
-    return len(shape) == 2 and not name.endswith(("embed_tokens.weight", "pos_embed.weight", SCALE_SUFFIX))
+    return (
+        len(shape) == 2
+        and name.endswith(".weight")
+        and not name.endswith(("embed_tokens.weight", "pos_embed.weight"))
+    )
 
 
 def _vision_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -103,6 +142,7 @@ def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
     decided by its own dtype: the header says what the bytes are, the list of exempt modules only what
     somebody meant.
     """
+    _refuse_other_orders(tensors)
     expected = _needed(config, tensors)
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -130,26 +170,55 @@ def _may_be_ignored(name: str, tensors: dict[str, TensorInfo]) -> bool:
     """Whether leaving out ``name``, which the config does not call for, leaves the model as it is."""
     if name == "lm_head.weight" or name.endswith(_COMPUTED):
         return True  # expected unless the head is tied: then it is a copy of the embedding
+    if name.endswith(_PACKED_SHAPE):
+        return name.removesuffix(_PACKED_SHAPE) + PACKED_SUFFIX in tensors
     weight = tensors.get(name.removesuffix(_ACTIVATION_SCALE) + ".weight")
     return name.endswith(_ACTIVATION_SCALE) and weight is not None and weight.dtype == "F8_E4M3"
 
 
+def _refuse_other_orders(tensors: dict[str, TensorInfo]) -> None:
+    ordered = [name for name in tensors if name.endswith(_COLUMN_ORDER)]
+    if ordered:
+        raise UnknownWeightsFormat(
+            f"{len(ordered):,} weights have their columns in another order (act-order): {_first(ordered)}",
+            "vlfit reads 4-bit weights without g_idx. vlfit convert makes them from a bf16 checkpoint.",
+        )
+
+
 def _needed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
-    """What the config calls for, with a scale for exactly those layers that are stored in FP8."""
-    needed: dict[str, tuple[int, ...]] = {}
-    for name, shape in expected_tensors(config).items():
-        if name.endswith(SCALE_SUFFIX):
-            continue
-        needed[name] = shape
-        if name in tensors and tensors[name].dtype == "F8_E4M3" and _is_linear(name, shape):
+    """What the config calls for, each linear layer in the form that the files have it in."""
+    plain = plain_tensors(config)
+    needed = dict(plain)
+    for name, (rows, columns) in linear_weights(plain).items():
+        module = name.removesuffix(".weight")
+        stored = tensors.get(name)
+        if stored is not None and stored.dtype == "F8_E4M3":
             if config.fp8 is None:
-                raise UnknownWeightsFormat(
-                    f"{name} is stored as F8_E4M3, but config.json has no quantization_config",
-                    "Fetch config.json again; it does not belong to these weights.",
-                )
-            rows, columns = shape
+                raise _no_word_of(name, "F8_E4M3")
             needed[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
+        elif stored is None and (module + PACKED_SUFFIX in tensors or _means_int4(config, module)):
+            if config.int4 is None:
+                raise _no_word_of(module + PACKED_SUFFIX, "int4")
+            if not config.int4.divides(columns):
+                raise UnknownWeightsFormat(
+                    f"{module} has {columns} inputs, which are no whole number of groups of "
+                    f"{config.int4.group_size}",
+                    "config.json belongs to other weights. Fetch it again with its weights.",
+                )
+            del needed[name]
+            needed |= _packed(config.int4, module, rows, columns)
     return needed
+
+
+def _means_int4(config: ModelConfig, module: str) -> bool:
+    return config.int4 is not None and config.int4.converts(module)
+
+
+def _no_word_of(name: str, form: str) -> UnknownWeightsFormat:
+    return UnknownWeightsFormat(
+        f"{name} is stored as {form}, but config.json has no quantization_config for it",
+        "Fetch config.json again; it does not belong to these weights.",
+    )
 
 
 def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
@@ -158,9 +227,14 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
             f"{info.name} has shape {list(info.shape)}; config.json calls for {list(shape)}",
             f"{info.file.name} and config.json are of different models. Fetch the checkpoint again.",
         )
-    in_fp8 = info.dtype == "F8_E4M3"
-    if info.dtype not in READABLE_DTYPES or (in_fp8 and not _is_linear(info.name, shape)):
+    if info.name.endswith((PACKED_SUFFIX, ".weight_zero_point")):
+        readable = info.dtype == "I32"
+    elif info.dtype == "F8_E4M3":
+        readable = _is_linear(info.name, shape)
+    else:
+        readable = info.dtype in _PLAIN_DTYPES
+    if not readable:
         raise UnknownWeightsFormat(
             f"{info.name} is stored as {info.dtype}",
-            f"vlfit reads {', '.join(READABLE_DTYPES)} (the last for linear layers only).",
+            f"vlfit reads {', '.join(READABLE_DTYPES)} (the last for linear layers only), and packed int4.",
         )

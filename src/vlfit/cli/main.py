@@ -16,6 +16,7 @@ from vlfit._version import __version__
 from vlfit.cli.ask import ask
 from vlfit.cli.caption import caption
 from vlfit.cli.chat import chat
+from vlfit.cli.convert import convert
 from vlfit.cli.models import models_app
 from vlfit.cli.printing import cannot_write, print_error
 from vlfit.cli.pull import pull
@@ -72,6 +73,13 @@ Examples:
   HF_HOME=/data/hub vlfit pull Qwen/Qwen3-VL-4B-Instruct-FP8
 """
 
+_CONVERT_EXAMPLES = """\b
+Examples:
+  vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4
+  vlfit convert ~/models/my-qwen3-vl --weights fp8 --out /data/my-qwen3-vl-fp8
+  vlfit caption photo.jpg --model "$(vlfit convert mini -w fp8)"
+"""
+
 _MODELS_HELP = """List the checkpoints on this computer, or remove one.
 
 \b
@@ -87,6 +95,7 @@ app.command()(scene)
 app.command()(chat)
 app.command()(serve)
 app.command(epilog=_PULL_EXAMPLES)(pull)
+app.command(epilog=_CONVERT_EXAMPLES)(convert)
 app.add_typer(models_app, name="models", help=_MODELS_HELP)
 
 

@@ -1,11 +1,12 @@
 """Streams a checkpoint's tensors from its files to the device, each byte read once.
 
-Knows: safetensors files (mapped into memory), dtypes, FP8 scales, stacking of projections with one input.
+Knows: safetensors files (mapped into memory), dtypes, FP8 and int4, stacking of projections with one input.
 Does not know: the model. ``qwen3_vl/`` asks for tensors by name, in the order of the ledger.
 """
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,8 +15,16 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.quantization import CODES_PER_WORD
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine.layers.linear import DenseLinear, Fp8Linear, Linear, dequantize_fp8
+from vlfit.engine.layers.linear import (
+    DenseLinear,
+    Fp8Linear,
+    Int4Linear,
+    Linear,
+    dequantize_fp8,
+    dequantize_int4,
+)
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 
 TORCH_DTYPES = {
@@ -23,6 +32,7 @@ TORCH_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
 }
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
@@ -31,8 +41,8 @@ Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 class Loader:
     """Reads tensors of one checkpoint. A context manager: leaving it unmaps the files.
 
-    ``dtype`` is what floating-point tensors become. On a GPU FP8 weights stay FP8; a CPU has no unit for
-    them and memory to spare, so there they are widened while loading.
+    ``dtype`` is what floating-point tensors become. On a GPU FP8 and int4 weights stay as they are; a CPU has
+    no unit for them and memory to spare, so there they are widened while loading.
     """
 
     def __init__(
@@ -67,6 +77,19 @@ class Loader:
         self._copy(info, tensor)
         return tensor
 
+    def rows(self, name: str, count: int) -> Iterator[Tensor]:
+        """The matrix ``name`` in ``dtype``, ``count`` rows after the other. For matrices stored plainly."""
+        info = self._info(name)
+        height, width = info.shape
+        row_bytes = info.bytes // max(height, 1)
+        for first in range(0, height, count):
+            some = min(count, height - first)
+            start = info.start + first * row_bytes
+            part = replace(info, shape=(some, width), start=start, end=start + some * row_bytes)
+            tensor = torch.empty(part.shape, dtype=self.dtype, device=self.device)
+            self._copy(part, tensor)
+            yield tensor
+
     def linear(self, *names: str, bias: bool = False) -> Linear:
         """One linear layer from the matrices ``names`` (each ``NAME.weight``) stacked in order.
 
@@ -74,43 +97,65 @@ class Loader:
         and up.
         """
         stacked_bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        infos = [self._info(f"{name}.weight") for name in names]
-        if all(info.dtype == "F8_E4M3" for info in infos):
-            return self._fp8_linear(names, stacked_bias)
-        rows = [info.shape[0] for info in infos]
-        weight = torch.empty((sum(rows), infos[0].shape[1]), dtype=self.dtype, device=self.device)
+        if self.device.type != "cpu":
+            if all(self._is_fp8(name) for name in names):
+                fp8 = [self._fp8_part(name, self.device) for name in names]
+                return Fp8Linear(fp8, self._block(), stacked_bias)
+            if all(self._is_int4(name) for name in names):
+                return Int4Linear([self._int4_part(name, self.device) for name in names], stacked_bias)
+        shapes = [self._shape(name) for name in names]
+        rows = [shape[0] for shape in shapes]
+        weight = torch.empty((sum(rows), shapes[0][1]), dtype=self.dtype, device=self.device)
         for name, part in zip(names, weight.split(rows), strict=True):
             self._fill(name, part)
         return DenseLinear(weight, stacked_bias)
 
-    def _fp8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
-        if self.device.type == "cpu":
-            rows = [self._info(f"{name}.weight").shape[0] for name in names]
-            columns = self._info(f"{names[0]}.weight").shape[1]
-            weight = torch.empty((sum(rows), columns), dtype=self.dtype)
-            for name, part in zip(names, weight.split(rows), strict=True):
-                self._fill(name, part)
-            return DenseLinear(weight, bias)
-        parts = [self._fp8_part(name, self.device) for name in names]
-        return Fp8Linear(parts, self._block(), bias)
+    def _is_fp8(self, name: str) -> bool:
+        info = self.checkpoint.tensors.get(f"{name}.weight")
+        return info is not None and info.dtype == "F8_E4M3"
+
+    def _is_int4(self, name: str) -> bool:
+        return f"{name}.weight_packed" in self.checkpoint.tensors
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        """Rows and columns of the matrix ``name``, however it is stored."""
+        if self._is_int4(name):
+            rows, words = self._info(f"{name}.weight_packed").shape
+            return rows, words * CODES_PER_WORD
+        rows, columns = self._info(f"{name}.weight").shape
+        return rows, columns
 
     def _fill(self, name: str, target: Tensor) -> None:
-        """``NAME.weight`` into ``target`` [out, in], widened if it is FP8."""
-        info = self._info(f"{name}.weight")
-        if info.dtype != "F8_E4M3":
-            self._copy(info, target)
-            return
-        weight, scale = self._fp8_part(name, torch.device("cpu"))
-        target.copy_(dequantize_fp8(weight, scale, self._block(), self.dtype))
+        """The matrix ``name`` into ``target`` [out, in], widened if it is stored in fewer bits."""
+        if self._is_int4(name):
+            target.copy_(dequantize_int4(*self._int4_part(name, torch.device("cpu")), self.dtype))
+        elif self._is_fp8(name):
+            weight, scale = self._fp8_part(name, torch.device("cpu"))
+            target.copy_(dequantize_fp8(weight, scale, self._block(), self.dtype))
+        else:
+            self._copy(self._info(f"{name}.weight"), target)
 
     def _fp8_part(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-        weight_info = self._info(f"{name}.weight")
+        weight = self._stored(f"{name}.weight", device)
         scale_info = self._info(f"{name}.weight_scale_inv")
-        weight = torch.empty(weight_info.shape, dtype=torch.float8_e4m3fn, device=device)
         scale = torch.empty(scale_info.shape, dtype=torch.float32, device=device)
-        self._copy(weight_info, weight)
         self._copy(scale_info, scale)
         return weight, scale
+
+    def _int4_part(self, name: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        has_zero = f"{name}.weight_zero_point" in self.checkpoint.tensors
+        return (
+            self._stored(f"{name}.weight_packed", device),
+            self._stored(f"{name}.weight_scale", device),
+            self._stored(f"{name}.weight_zero_point", device) if has_zero else None,
+        )
+
+    def _stored(self, name: str, device: torch.device) -> Tensor:
+        """The tensor ``name`` on ``device`` in the dtype that the files have it in."""
+        info = self._info(name)
+        tensor = torch.empty(info.shape, dtype=_torch_dtype(info), device=device)
+        self._copy(info, tensor)
+        return tensor
 
     def _block(self) -> tuple[int, int]:
         fp8 = self.checkpoint.config.fp8
@@ -140,12 +185,7 @@ class Loader:
         count = info.end - info.start
         if count:
             raw = torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=info.start)
-            dtype = TORCH_DTYPES.get(info.dtype)
-            if dtype is None:
-                raise UnknownWeightsFormat(
-                    f"tensor {info.name} has dtype {info.dtype}",
-                    f"vlfit reads {', '.join(TORCH_DTYPES)}",
-                )
+            dtype = _torch_dtype(info)
             if raw.storage_offset() % dtype.itemsize:
                 raw = raw.clone()
             target.copy_(raw.view(dtype).view(info.shape))
@@ -162,3 +202,12 @@ class Loader:
                 # A private writable mapping: torch wants a writable buffer, and the file is never written.
                 self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
+
+
+def _torch_dtype(info: TensorInfo) -> torch.dtype:
+    dtype = TORCH_DTYPES.get(info.dtype)
+    if dtype is None:
+        raise UnknownWeightsFormat(
+            f"tensor {info.name} has dtype {info.dtype}", f"vlfit reads {', '.join(TORCH_DTYPES)}"
+        )
+    return dtype

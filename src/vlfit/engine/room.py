@@ -5,8 +5,11 @@ Knows the two parts whose size is exact before loading. Does not know workspaces
 
 import torch
 
+from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.config import TextConfig
+from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.checkpoint.tensors import INT4_SUFFIXES, SCALE_SUFFIX
 from vlfit.errors import DoesNotFit
 from vlfit.machine.host import read_host
 from vlfit.units import format_bytes
@@ -18,17 +21,20 @@ def kv_bytes_per_token(config: TextConfig, dtype: torch.dtype) -> int:
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
-    """What the weights take once loaded: all in ``dtype``, except FP8 (and its scales) on a GPU."""
-    total = 0
-    for info in checkpoint.tensors.values():
-        is_scale = info.name.endswith("weight_scale_inv")
-        if device.type == "cpu":
-            total += 0 if is_scale else info.count * dtype.itemsize
-        elif is_scale:
-            total += info.count * torch.float32.itemsize
-        else:
-            total += info.count * (1 if info.dtype == "F8_E4M3" else dtype.itemsize)
-    return total
+    """What the weights take once loaded: all in ``dtype``, except FP8, int4 and scales on a GPU."""
+    return sum(_bytes_loaded(info, dtype, device) for info in checkpoint.tensors.values())
+
+
+def _bytes_loaded(info: TensorInfo, dtype: torch.dtype, device: torch.device) -> int:
+    if device.type == "cpu":
+        return count_weights(info) * dtype.itemsize  # all is widened, scales are no longer needed
+    if info.name.endswith(SCALE_SUFFIX):
+        return info.count * torch.float32.itemsize
+    if info.name.endswith(".weight_shape"):
+        return 0  # says what other shapes say, and is not loaded
+    if info.dtype == "F8_E4M3" or info.name.endswith(INT4_SUFFIXES):
+        return info.bytes
+    return info.count * dtype.itemsize
 
 
 def check_room(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kv_tokens: int) -> None:
@@ -44,7 +50,7 @@ def check_room(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
         f"{checkpoint.name} does not fit on {device}: {format_bytes(weights)} of weights and "
         f"{format_bytes(cache)} of KV cache for {kv_tokens} tokens; {format_bytes(free)} are free, "
         f"{format_bytes(missing)} too few",
-        f"try a smaller --context{half}, a smaller checkpoint or its FP8 form, or close what holds memory",
+        f"try a smaller --context{half}, a smaller checkpoint, FP8 or int4 weights, or close other programs",
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vlfit.checkpoint.cache import LocalModel
+from vlfit.checkpoint.quantization import INT4
 from vlfit.machine.survey import Machine
 from vlfit.units import GIB, MIB, format_bytes
 
@@ -36,12 +37,13 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> Choice:
 
     On a GPU, weights and ``GPU_MARGIN`` must be free on one GPU. Without one, weights in float32 and
     ``CPU_MARGIN`` must be available RAM, and the model must be of a size that a CPU answers with.
-    Of equals the smaller file wins: FP8 answers as well as bf16, faster, and leaves room.
+    Of equals the smaller file wins: FP8 answers as well as bf16, faster, and leaves room. Only int4, which is
+    less exact, comes after all others.
     """
     real = [model for model in models if model.name != MINI]
     whole = sorted(
         (model for model in real if model.complete),
-        key=lambda model: (-model.parameters, model.weight_bytes, model.name),
+        key=lambda model: (-model.parameters, model.format == INT4, model.weight_bytes, model.name),
     )
     for model in whole:
         if _need(machine, model) <= _room(machine) and not _too_slow(machine, model):

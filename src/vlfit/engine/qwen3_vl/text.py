@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.config import ModelConfig, TextConfig
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layers.attention import AttentionPlan, paged_attention
@@ -45,7 +46,9 @@ class TextModel:
         self.rope = TextRope(text, loader.device)
         # One for each weight: what a row costs in all layers together.
         self.multiplications_per_row = sum(
-            info.count for info in loader.checkpoint.tensors.values() if f"{PREFIX}.layers." in info.name
+            count_weights(info)
+            for info in loader.checkpoint.tensors.values()
+            if f"{PREFIX}.layers." in info.name
         )
 
     def __call__(

@@ -1,0 +1,200 @@
+"""A checkpoint with 16-bit weights in, the same model in FP8 or int4 out, tensor by tensor.
+
+Some rows of one tensor are in memory at a time, whatever the size of the model. Embeddings, head, norms and
+the vision tower keep their bytes, as in the official FP8 checkpoints: few weights, where bits matter most.
+"""
+
+import errno
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vlfit.checkpoint.headers import INDEX_FILE
+from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format, Int4Format
+from vlfit.checkpoint.source import Checkpoint, read_checkpoint
+from vlfit.engine.convert.card import Conversion, card
+from vlfit.engine.convert.files import ShardWriter, check_disk, copy_small_files, new_folder, write_text
+from vlfit.engine.convert.layout import (
+    Job,
+    Recipe,
+    Shard,
+    index,
+    jobs,
+    kept_layers,
+    new_recipe,
+    quantization_config,
+    shards,
+)
+from vlfit.engine.convert.quantize import quantize_fp8, quantize_int4
+from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4
+from vlfit.engine.loader import Loader
+from vlfit.errors import BrokenShard, VlfitError
+from vlfit.units import GIB, MIB
+
+GROUP_SIZES = (32, 64, 128)  # what the kernels of vLLM take
+DEFAULT_GROUP_SIZE = 32
+DEFAULT_SHARD_BYTES = 4 * GIB
+_SMALL_FILES_BYTES = 64 * MIB  # tokenizer, templates, card: a generous guess
+_ROWS_AT_ONCE = 1024  # a multiple of the rows of an FP8 block
+
+Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+
+
+class Errors:
+    """Adds up what rounding changed, by kind of layer (``q_proj``, ``down_proj``, ...)."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, kind: str, weight: Tensor, rounded: Tensor) -> None:
+        missed, size = self._sums.get(kind, (0.0, 0.0))
+        missed += float((rounded - weight).square_().sum(dtype=torch.float64))
+        size += float(weight.square().sum(dtype=torch.float64))
+        self._sums[kind] = missed, size
+
+    def relative(self) -> dict[str, float]:
+        """Root of the squared error over the root of the squared weights; 0 where all weights are 0."""
+        return {kind: (missed / size) ** 0.5 if size else 0.0 for kind, (missed, size) in self._sums.items()}
+
+
+def convert(
+    checkpoint: Checkpoint,
+    weights: str,
+    target: Path,
+    *,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    head: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write ``checkpoint`` to the folder ``target`` with its text layers in ``weights`` (``fp8``, ``int4``).
+
+    ``head``: the output head too (int4 only, where it is not tied to the embedding).
+
+    ``target`` appears when all is written, or not at all. Raises ``UsageError`` for a checkpoint that is
+    converted already and a ``target`` that is taken (``replace`` takes the place of a checkpoint), and
+    ``VlfitError`` when the disk is full or cannot be written.
+    """
+    started = time.perf_counter()
+    recipe = new_recipe(checkpoint, weights, group_size, head=head)
+    all_jobs = jobs(checkpoint, recipe)
+    files = shards(all_jobs, shard_bytes)
+    errors = Errors()
+    try:
+        with new_folder(target, checkpoint.folder, replace=replace) as folder:
+            check_disk(folder, sum(job.bytes for job in all_jobs) + _SMALL_FILES_BYTES)
+            _write_weights(checkpoint, recipe.form, files, folder, errors, progress)
+            copy_small_files(checkpoint.folder, folder)
+            if len(files) > 1:
+                write_text(folder / INDEX_FILE, json.dumps(index(files), indent=2) + "\n")
+            # Last: a folder without it is no checkpoint to anybody.
+            write_text(folder / "config.json", _config(checkpoint, recipe))
+            read_checkpoint(target.name, folder)  # what cannot be opened again is not handed out
+            done = _account(checkpoint, recipe, target, all_jobs, errors, time.perf_counter() - started)
+            write_text(folder / "README.md", card(done))
+    except OSError as error:
+        raise _cannot_write(target, error) from error
+    return done
+
+
+def _account(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    target: Path,
+    all_jobs: list[Job],
+    errors: Errors,
+    seconds: float,
+) -> Conversion:
+    form = recipe.form
+    return Conversion(
+        source=checkpoint.name,
+        folder=target,
+        weights=FP8 if isinstance(form, Fp8Format) else INT4,
+        bytes_before=checkpoint.weight_bytes,
+        bytes_after=sum(job.bytes for job in all_jobs),
+        parameters=checkpoint.parameter_count,
+        converted_parameters=sum(job.source.count for job in all_jobs if job.converted),
+        group_size=form.group_size if isinstance(form, Int4Format) else None,
+        head=recipe.head,
+        kept=tuple(kept_layers(checkpoint, recipe)),
+        relative_errors=errors.relative(),
+        seconds=seconds,
+    )
+
+
+def _write_weights(
+    checkpoint: Checkpoint,
+    form: Fp8Format | Int4Format,
+    files: list[Shard],
+    folder: Path,
+    errors: Errors,
+    progress: Progress | None,
+) -> None:
+    total, read = checkpoint.weight_bytes, 0
+    with torch.inference_mode(), Loader(checkpoint, torch.device("cpu"), torch.float32) as loader:
+        for shard in files:
+            with ShardWriter(folder, shard) as writer:
+                for job in shard.jobs:
+                    if job.converted:
+                        _convert(job, form, loader, writer, errors)
+                    else:
+                        writer.copy(job.source)
+                    read += job.source.bytes
+                    if progress:
+                        progress(read, total)
+
+
+def _convert(
+    job: Job, form: Fp8Format | Int4Format, loader: Loader, writer: ShardWriter, errors: Errors
+) -> None:
+    """Read one weight [out, in] some rows at a time, and write the parts that stand for it."""
+    kind = job.source.name.split(".")[-2]
+    for rows in loader.rows(job.source.name, _ROWS_AT_ONCE):
+        if not bool(rows.isfinite().all()):
+            raise BrokenShard(
+                f"{job.source.name} holds NaN or infinity",
+                "The weights are broken: fetch or train them again.",
+            )
+        for piece, part in zip(job.pieces, _quantize(form, rows, kind, errors), strict=False):
+            writer.append(piece.name, _bytes(part))
+    if isinstance(form, Int4Format):
+        writer.append(job.pieces[-1].name, _bytes(torch.tensor(job.source.shape)))
+
+
+def _quantize(form: Fp8Format | Int4Format, rows: Tensor, kind: str, errors: Errors) -> tuple[Tensor, Tensor]:
+    """Codes and scales of ``rows`` [some, in], which are compared with them for the account of errors."""
+    if isinstance(form, Fp8Format):
+        block = (form.block_rows, form.block_columns)
+        codes, scale = quantize_fp8(rows, block)
+        rounded = dequantize_fp8(codes, scale, block, torch.float32)
+    else:
+        codes, scale = quantize_int4(rows, form.group_size)
+        rounded = dequantize_int4(codes, scale, None, torch.float32)
+    errors.add(kind, rows, rounded)
+    return codes, scale
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().view(torch.uint8).numpy().data
+    return data
+
+
+def _config(checkpoint: Checkpoint, recipe: Recipe) -> str:
+    """config.json as it was, with a word about the weights."""
+    config = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = quantization_config(checkpoint, recipe)
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+def _cannot_write(target: Path, error: OSError) -> VlfitError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "Make room, or give a place on another disk with --out. What was written has been removed."
+        return VlfitError(f"the disk is full: {target} was not written", hint)
+    return VlfitError(
+        f"cannot write {target}: {error.strerror or error}", "Give a folder that you may write to with --out."
+    )

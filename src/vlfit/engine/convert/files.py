@@ -1,0 +1,177 @@
+"""The folder of a new checkpoint: written beside its place, and put there whole or not at all.
+
+Knows: safetensors files written piece by piece, the small files that go along, and how a folder appears at
+once. Does not know: what the pieces are or how they are made.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vlfit.checkpoint.headers import TensorInfo
+from vlfit.engine.convert.layout import Shard
+from vlfit.errors import UsageError, VlfitError
+from vlfit.units import format_bytes
+
+ORIGINAL_CARD = "README.original.md"
+_SMALL = (".json", ".jinja", ".txt", ".model")
+_LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
+_COPIED_AT_ONCE = 16 * 1024**2
+
+
+@contextmanager
+def new_folder(target: Path, source: Path, *, replace: bool) -> Iterator[Path]:
+    """A folder to write into; when the block ends well, it becomes ``target``, else it is removed.
+
+    A program that is killed leaves a folder named ``.NAME.PID.incomplete``, which the next one removes.
+    Raises ``UsageError`` when ``target`` is taken and not to be replaced, or must not be.
+    """
+    target = target.resolve()
+    _check_target(target, source.resolve(), replace=replace)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
+    work = target.parent / f".{target.name}.{os.getpid()}.incomplete"
+    work.mkdir()
+    try:
+        yield work
+        _put_in_place(work, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)  # gone already when all went well
+
+
+def _check_target(target: Path, source: Path, *, replace: bool) -> None:
+    if target == source or target in source.parents or source in target.parents:
+        raise UsageError(
+            f"{target} and the checkpoint to convert ({source}) are in each other's place",
+            "Give another folder with --out.",
+        )
+    if not os.path.lexists(target) or _is_empty_folder(target):
+        return
+    if not replace:
+        raise UsageError(
+            f"{target} is there already", "Give another place with --out, or --force to replace it."
+        )
+    if not (target / "config.json").is_file():
+        raise UsageError(
+            f"{target} is no checkpoint: it holds no config.json, so --force does not delete it",
+            "Give another place with --out, or remove it yourself.",
+        )
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what conversions to the same place left that were killed."""
+    for path in target.parent.glob(f".{target.name}.*.incomplete"):
+        number = path.name.removeprefix(f".{target.name}.").removesuffix(".incomplete")
+        if number.isdecimal() and int(number) != os.getpid() and not _is_running(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's, so there is one
+    return True
+
+
+def _put_in_place(work: Path, target: Path) -> None:
+    if os.path.lexists(target) and not _is_empty_folder(target):
+        old = target.parent / f".{target.name}.{os.getpid()}.old"
+        target.rename(old)
+        work.rename(target)
+        shutil.rmtree(old)
+    else:
+        work.rename(target)
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Raises ``VlfitError`` when the disk of ``folder`` has no room for ``needed`` bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise VlfitError(
+            f"{folder.parent} has {format_bytes(free)} free; the new checkpoint takes {format_bytes(needed)}",
+            "Make room, or give a place on another disk with --out.",
+        )
+
+
+def copy_small_files(source: Path, folder: Path) -> None:
+    """Tokenizer, picture settings, templates and licences; not config.json, which changes, nor weights.
+
+    The card is kept under another name: what it says of files and scores is about the original.
+    """
+    for path in sorted(source.iterdir()):
+        name = path.name
+        wanted = name.endswith(_SMALL) or name.upper().startswith(_LEGAL)
+        if name == "README.md":
+            shutil.copyfile(path, folder / ORIGINAL_CARD)
+        elif wanted and path.is_file() and name != "config.json" and not name.endswith(".index.json"):
+            shutil.copyfile(path, folder / name)
+
+
+class ShardWriter:
+    """Writes one safetensors file whose sizes are known before. A context manager.
+
+    Pieces may come in any order, and each in several parts one after the other, so that no more than one part
+    has to be in memory. Leaving the block brings the file to the disk.
+    """
+
+    def __init__(self, folder: Path, shard: Shard) -> None:
+        self._shard = shard
+        self._next = {name: start for name, (start, _) in shard.places.items()}
+        self._file = (folder / shard.name).open("xb")
+
+    def __enter__(self) -> "ShardWriter":
+        self._file.write(self._shard.head)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._check_whole()
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def append(self, name: str, part: bytes | memoryview) -> None:
+        """The next bytes of the piece ``name``."""
+        view = memoryview(part).cast("B")
+        start = self._next[name]
+        if start + len(view) > self._shard.places[name][1]:
+            raise ValueError(f"{name}: more bytes than its place in {self._shard.name} has")
+        self._file.seek(start)
+        self._file.write(view)
+        self._next[name] = start + len(view)
+
+    def copy(self, info: TensorInfo) -> None:
+        """The tensor ``info`` as its file has it."""
+        with info.file.open("rb") as source:
+            source.seek(info.start)
+            left = info.bytes
+            while left:
+                part = source.read(min(left, _COPIED_AT_ONCE))
+                if not part:
+                    raise OSError(f"{info.file} ended early: it is being changed")
+                self.append(info.name, part)
+                left -= len(part)
+
+    def _check_whole(self) -> None:
+        for name, (_, end) in self._shard.places.items():
+            if self._next[name] != end:
+                raise ValueError(f"{name}: {end - self._next[name]} bytes were never written")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file that takes part in the promise: on the disk before the folder has its name."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,231 @@
+"""The 4-bit form in config.json and among the tensors: what is read, and what is refused by name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.edit import change_json, copy_of
+from vlfit.checkpoint.cache import count_parameters, describe, weights_format
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.headers import TensorInfo, read_headers
+from vlfit.checkpoint.quantization import Fp8Format, Int4Format
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.checkpoint.tensors import check_tensors, expected_tensors
+from vlfit.errors import CheckpointError, MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
+
+Tiny = Callable[[str], Path]
+UP = "model.language_model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(scope="session")
+def converted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint "tied" in int4, in groups of 32. Not to be changed."""
+    from vlfit.engine.convert.convert import convert
+
+    folder = tmp_path_factory.mktemp("int4") / "tied-INT4"
+    convert(open_checkpoint(tiny("tied")), "int4", folder)
+    return folder
+
+
+def section(**weights: object) -> dict[str, Any]:
+    """As llm-compressor writes it."""
+    arguments: dict[str, object] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": 128,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
+    return {
+        "config_groups": {"group_0": {**group, "weights": {**arguments, **weights}}},
+        "format": "pack-quantized",
+        "global_compression_ratio": None,
+        "ignore": ["lm_head", "re:.*visual.*"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def read(tiny: Tiny, folder: Path, quantization: dict[str, Any]) -> ModelConfig:
+    config = json.loads((tiny("tied") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return ModelConfig.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({}, Int4Format(128, True, ("lm_head", "re:.*visual.*"))),
+        ({"group_size": 32, "symmetric": False}, Int4Format(32, False, ("lm_head", "re:.*visual.*"))),
+        ({"actorder": "weight"}, Int4Format(128, True, ("lm_head", "re:.*visual.*"))),
+    ],
+)
+def test_what_others_write(
+    tiny: Tiny, tmp_path: Path, weights: dict[str, object], expected: Int4Format
+) -> None:
+    config = read(tiny, tmp_path, section(**weights))
+    assert config.int4 == expected
+    assert config.fp8 is None
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "num_bits is 8": section(num_bits=8),
+    "num_bits is 3": section(num_bits=3),
+    "type is 'float'": section(type="float"),
+    "strategy is 'channel'": section(strategy="channel", group_size=None),
+    "actorder is 'group'": section(actorder="group"),
+    "dynamic is True": section(dynamic=True),
+    "group_size is 20": section(group_size=20),
+    "format is 'int-quantized'": {**section(), "format": "int-quantized"},
+    "quantization_status is 'frozen'": {**section(), "quantization_status": "frozen"},
+    "kv_cache_scheme is set": {**section(), "kv_cache_scheme": {"num_bits": 8}},
+    "holds 0 ways": {**section(), "config_groups": {}},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_run_is_named(tiny: Tiny, tmp_path: Path, words: str) -> None:
+    with pytest.raises(UnknownWeightsFormat, match=words) as caught:
+        read(tiny, tmp_path, REFUSED[words])
+    assert "vlfit convert" in caught.value.hint
+
+
+def test_activations_and_other_targets_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    for change, words in (
+        ({"input_activations": {"num_bits": 8}}, "input_activations is set"),
+        ({"targets": ["re:.*mlp.*"]}, "targets is"),
+        ({"format": "nvfp4-pack-quantized"}, "format is 'nvfp4"),
+    ):
+        config = section()
+        config["config_groups"]["group_0"].update(change)
+        with pytest.raises(UnknownWeightsFormat, match=words):
+            read(tiny, tmp_path, config)
+
+
+@pytest.mark.parametrize("name", ["num_bits", "group_size"])
+def test_fields_that_must_be_there(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """compressed-tensors means 8 bits where none are named: guessing 4 would read noise."""
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        read(tiny, tmp_path, section(**{name: None}))
+
+
+@pytest.mark.parametrize(
+    ("entry", "ignored"),
+    [
+        (UP, True),
+        ("re:.*up_proj", True),
+        ("re:model.language_model.layers.0.*", True),
+        ("up_proj", False),
+        ("model.language_model.layers.0", False),
+        ("re:up_proj", False),  # a pattern begins where the name does
+        ("re:.*visual.*", False),
+    ],
+)
+def test_which_modules_are_ignored(entry: str, ignored: bool) -> None:
+    assert Int4Format(32, True, (entry,)).converts(UP) is not ignored
+
+
+def test_a_pattern_that_is_none_is_named() -> None:
+    with pytest.raises(CheckpointError, match="ignore has the pattern"):
+        Int4Format(32, True, ("re:([",)).converts(UP)
+
+
+def test_expected_tensors(converted: Path) -> None:
+    headers = read_headers(converted)
+    expected = expected_tensors(ModelConfig.read(converted))
+    assert expected[f"{UP}.weight_packed"] == (96, 8)
+    assert expected[f"{UP}.weight_scale"] == (96, 2)
+    there = {name: info.shape for name, info in headers.items() if not name.endswith("weight_shape")}
+    assert there == expected
+
+
+def test_zero_points_have_their_place(converted: Path) -> None:
+    config = ModelConfig.read(converted)
+    assert config.int4 is not None
+    config = replace(config, quantization=replace(config.int4, symmetric=False))
+    assert expected_tensors(config)[f"{UP}.weight_zero_point"] == (12, 2)
+    with pytest.raises(MissingTensor, match="weight_zero_point"):
+        check_tensors(config, read_headers(converted))
+
+
+def test_counts_and_names_of_the_format(tiny: Tiny, converted: Path) -> None:
+    headers = read_headers(converted)
+    assert weights_format(headers) == "int4"
+    assert count_parameters(headers) == open_checkpoint(tiny("tied")).parameter_count
+    model = describe("org/x", converted)
+    assert model is not None
+    assert (model.format, model.complete, model.parameters) == ("int4", True, count_parameters(headers))
+    assert model.weight_bytes == sum(info.bytes for info in headers.values())
+
+
+def test_an_incomplete_one_is_named_by_its_config(converted: Path, tmp_path: Path) -> None:
+    folder = copy_of(converted, tmp_path / "part")
+    (folder / "model.safetensors").unlink()
+    model = describe("org/x", folder)
+    assert model is not None
+    assert (model.format, model.complete) == ("int4", False)
+
+
+def changed(headers: dict[str, TensorInfo], name: str, **fields: Any) -> dict[str, TensorInfo]:
+    return {**headers, name: replace(headers[name], **fields)}
+
+
+def test_headers_that_do_not_agree_with_the_config(converted: Path) -> None:
+    config, headers = ModelConfig.read(converted), read_headers(converted)
+    check_tensors(config, headers)
+    packed, scale = f"{UP}.weight_packed", f"{UP}.weight_scale"
+    with pytest.raises(UnknownWeightsFormat, match="is stored as U8"):
+        check_tensors(config, changed(headers, packed, dtype="U8"))
+    with pytest.raises(UnknownWeightsFormat, match="is stored as F8_E4M3"):
+        check_tensors(config, changed(headers, scale, dtype="F8_E4M3"))
+    with pytest.raises(WrongShape, match=r"weight_scale has shape \[96, 4\]"):
+        check_tensors(config, changed(headers, scale, shape=(96, 4)))
+    with pytest.raises(MissingTensor, match=r"up_proj\.weight_packed"):
+        check_tensors(config, {name: info for name, info in headers.items() if name != packed})
+    with pytest.raises(UnknownWeightsFormat, match="no quantization_config"):
+        check_tensors(replace(config, quantization=None), headers)
+    with pytest.raises(UnknownWeightsFormat, match="no quantization_config"):
+        check_tensors(replace(config, quantization=Fp8Format(128, 128, ())), headers)
+    with pytest.raises(UnknownWeightsFormat, match="no whole number of groups of 40"):
+        check_tensors(replace(config, quantization=Int4Format(40, True, ())), headers)
+    zero = replace(headers[packed], name=f"{UP}.weight_zero_point")
+    with pytest.raises(SurplusTensor, match="weight_zero_point"):
+        check_tensors(config, {**headers, zero.name: zero})
+
+
+def test_columns_in_another_order_are_refused(converted: Path) -> None:
+    headers = read_headers(converted)
+    order = replace(headers[f"{UP}.weight_packed"], name=f"{UP}.weight_g_idx", dtype="I32", shape=(64,))
+    with pytest.raises(UnknownWeightsFormat, match="another order") as caught:
+        check_tensors(ModelConfig.read(converted), {**headers, order.name: order})
+    assert "vlfit convert" in caught.value.hint
+
+
+def test_a_layer_in_16_bits_that_the_config_calls_int4(tiny: Tiny, converted: Path) -> None:
+    """The header says what the bytes are: such a layer is simply wide."""
+    headers = read_headers(converted)
+    plain = read_headers(tiny("tied"))[f"{UP}.weight"]
+    left = {name: info for name, info in headers.items() if not name.startswith(f"{UP}.")}
+    check_tensors(ModelConfig.read(converted), {**left, plain.name: plain})
+
+
+def test_opening_a_folder_with_another_group_size_fails(converted: Path, tmp_path: Path) -> None:
+    folder = copy_of(converted, tmp_path / "other")
+
+    def widen_groups(config: dict[str, Any]) -> None:
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 16
+
+    change_json(folder / "config.json", widen_groups)
+    with pytest.raises(WrongShape, match="weight_scale"):
+        open_checkpoint(folder)

@@ -1,0 +1,153 @@
+"""``vlfit convert`` as a person types it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.edit import copy_of
+from tests.cli.conftest import Vlfit
+from tests.pictures import picture
+from vlfit.checkpoint.source import open_checkpoint
+
+Tiny = Callable[[str], Path]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that the commands run in."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def source(tiny: Tiny, tmp_path: Path) -> Path:
+    return copy_of(tiny("tied"), tmp_path / "models" / "Tiny-Instruct")
+
+
+@pytest.mark.parametrize(("weights", "suffix"), [("fp8", "FP8"), ("int4", "INT4")])
+def test_it_goes_beside_the_folder_and_is_named_for_what_it_is(
+    vlfit: Vlfit, source: Path, here: Path, weights: str, suffix: str
+) -> None:
+    ended = vlfit("convert", source, "--weights", weights)
+    target = source.parent / f"Tiny-Instruct-{suffix}"
+    assert (ended.code, ended.out) == (0, f"{target}\n")
+    assert open_checkpoint(target).weights_format == weights
+    assert f"are now {weights}" in ended.err
+    assert " before, " in ended.err
+    assert "relative error: " in ended.err
+    assert "100 %" in ended.err
+    assert list(here.iterdir()) == []
+
+
+def test_what_lies_elsewhere_goes_into_the_current_folder(vlfit: Vlfit, here: Path) -> None:
+    ended = vlfit("convert", "mini", "-w", "int4", "-q")
+    assert (ended.code, ended.out, ended.err) == (0, "mini-INT4\n", "")
+    assert open_checkpoint(here / "mini-INT4").config.int4 is not None
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_what_was_converted_speaks(
+    vlfit: Vlfit, source: Path, here: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "a.png").write_bytes(picture(64, 64, seed=1))
+    assert vlfit("convert", source, "-w", weights, "-o", "new", "-q").code == 0
+    ended = vlfit("caption", "a.png", "--model", "new", "--device", "cpu", "--max-tokens", 5, "--json", "-q")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["usage"]["completion_tokens"] == 5
+
+
+def test_json_says_what_was_done(vlfit: Vlfit, source: Path, here: Path) -> None:
+    ended = vlfit("convert", source, "-w", "int4", "-o", "new", "--group-size", 64, "--json")
+    facts = json.loads(ended.out)
+    assert (facts["source"], facts["folder"], facts["weights"]) == ("Tiny-Instruct", "new", "int4")
+    assert facts["group_size"] == 64
+    assert facts["bytes_after"] == open_checkpoint(here / "new").weight_bytes < facts["bytes_before"]
+    assert facts["kept"] == [f"model.language_model.layers.{index}.mlp.down_proj" for index in range(3)]
+    assert 0 < facts["relative_errors"]["up_proj"] < 0.12
+    assert "3 layers keep 16 bits" in ended.err
+
+
+def test_force_replaces(vlfit: Vlfit, source: Path, here: Path) -> None:
+    assert vlfit("convert", source, "-w", "fp8", "-o", "new").code == 0
+    refused = vlfit("convert", source, "-w", "int4", "-o", "new")
+    assert refused.code == 2
+    assert "there already" in refused.err
+    assert "--force" in refused.err
+    assert vlfit("convert", source, "-w", "int4", "-o", "new", "--force").code == 0
+    assert open_checkpoint(here / "new").weights_format == "int4"
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "words"),
+    [
+        (("nowhere", "-w", "fp8"), 1, "neither a folder"),
+        (("mini",), 2, "--weights"),
+        (("mini", "-w", "int3"), 2, "int3"),
+        (("mini", "-w", "int4", "--group-size", "48"), 2, "48"),
+        (("mini", "-w", "fp8", "--group-size", "32"), 2, "--group-size is for --weights int4"),
+        (("mini", "-w", "fp8", "--shard-mib", "0"), 2, "--shard-mib"),
+        (("mini", "-w", "int4", "--head"), 2, "tied"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    vlfit: Vlfit, here: Path, typed: tuple[str, ...], code: int, words: str
+) -> None:
+    ended = vlfit("convert", *typed)
+    assert ended.code == code
+    assert words in ended.err
+    assert "Traceback" not in ended.err
+    assert (ended.out, list(here.iterdir())) == ("", [])
+
+
+def test_what_is_no_plain_qwen3_vl_is_refused(vlfit: Vlfit, tiny: Tiny, source: Path, here: Path) -> None:
+    already = vlfit("convert", tiny("fp8"), "-w", "int4", "-o", "new")
+    assert (already.code, "in fp8 already" in already.err) == (2, True)
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    other = vlfit("convert", source, "-w", "int4", "-o", "new")
+    assert (other.code, "'llama'" in other.err) == (1, True)
+    (source / "config.json").unlink()
+    none = vlfit("convert", source, "-w", "int4", "-o", "new")
+    assert (none.code, "no config.json" in none.err) == (1, True)
+    assert list(here.iterdir()) == []
+
+
+def test_ctrl_c_ends_it_and_leaves_nothing(tiny: Tiny, here: Path) -> None:
+    """In a process of its own, while a large file is being copied."""
+    source = copy_of(tiny("tied"), here / "source")
+    slow = (
+        "import time, vlfit.engine.convert.files as files\n"
+        "copy = files.ShardWriter.copy\n"
+        "files.ShardWriter.copy = lambda *a: (print('busy', flush=True), time.sleep(0.2), copy(*a))\n"
+        "from vlfit.cli.main import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", slow, "convert", str(source), "-w", "int4", "-o", "new", "-q"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "busy\n"
+    assert any(path.name.endswith(".incomplete") for path in here.iterdir())
+    os.kill(process.pid, signal.SIGINT)
+    started = time.monotonic()
+    _, complaint = process.communicate(timeout=60)
+    assert time.monotonic() - started < 20
+    assert (process.returncode, complaint) == (130, "")
+    assert [path.name for path in here.iterdir()] == ["source"]
+
+
+def test_hub_names_go_by_their_last_part(
+    vlfit: Vlfit, tiny: Tiny, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = shutil.copytree(tiny("tied"), here.parent / "snapshot")
+    monkeypatch.setattr("vlfit.checkpoint.hub.fetch", lambda name, progress: cached)
+    ended = vlfit("convert", "org/Model-2B@main", "-w", "fp8", "-q")
+    assert (ended.code, ended.out) == (0, "Model-2B-FP8\n")

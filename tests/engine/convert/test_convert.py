@@ -1,0 +1,311 @@
+"""The folder that a conversion makes: what is in it, and that it is there whole or not at all."""
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.edit import copy_of
+from tests.engine.convert.reference import stored, widened
+from vlfit.checkpoint.headers import read_headers
+from vlfit.checkpoint.source import Checkpoint, open_checkpoint
+from vlfit.checkpoint.tensors import is_text_layer
+from vlfit.engine.convert import files
+from vlfit.engine.convert.convert import convert
+from vlfit.errors import BrokenShard, UsageError, VlfitError
+
+Tiny = Callable[[str], Path]
+UP = "model.language_model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture
+def plain(tiny: Tiny) -> Checkpoint:
+    return open_checkpoint(tiny("tied"))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_only_text_layers_change(tiny: Tiny, out: Path, weights: str) -> None:
+    source = tiny("untied_sharded")
+    done = convert(open_checkpoint(source), weights, out)
+    before, after, wide = stored(source), stored(out), widened(out)
+    for name, tensor in before.items():
+        if is_text_layer(name) and tensor.ndim == 2:
+            kind = name.split(".")[-2]
+            error = ((wide[name] - tensor).norm() / tensor.norm()).item()
+            assert error < (0.04 if weights == "fp8" else 0.12)
+            assert error == pytest.approx(done.relative_errors[kind], rel=0.2)
+        else:
+            assert torch.equal(after[name], tensor)
+            assert after[name].dtype == tensor.dtype
+    assert set(done.relative_errors) == {
+        f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    assert open_checkpoint(out).weights_format == weights
+    assert open_checkpoint(out).parameter_count == open_checkpoint(source).parameter_count
+    assert done.bytes_after == sum(info.bytes for info in read_headers(out).values())
+
+
+def test_the_account_of_errors_is_exact(tiny: Tiny, out: Path) -> None:
+    done = convert(open_checkpoint(tiny("tied")), "int4", out)
+    before, after = stored(tiny("tied")), widened(out)
+    names = [name for name in before if name.endswith("up_proj.weight")]
+    missed = sum((after[name] - before[name]).double().square().sum() for name in names)
+    size = sum(before[name].double().square().sum() for name in names)
+    assert done.relative_errors["up_proj"] == pytest.approx(float(missed / size) ** 0.5, rel=1e-6)
+
+
+def test_small_files_go_along_and_config_keeps_its_fields(plain: Checkpoint, out: Path) -> None:
+    source = copy_of(plain.folder, out.parent / "source")
+    (source / "LICENSE").write_text("terms")
+    (source / "README.md").write_text("scores")
+    (source / "optimizer.pt").write_text("no part of the model")
+    (source / "model.safetensors.index.json.bak").write_text("neither")
+    convert(open_checkpoint(source), "int4", out)
+    names = {path.name for path in out.iterdir()}
+    assert names == {path.name for path in plain.folder.iterdir()} | {
+        "LICENSE",
+        "README.md",
+        files.ORIGINAL_CARD,
+    }
+    assert (out / files.ORIGINAL_CARD).read_text() == "scores"
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == json.loads((source / "config.json").read_text())
+    assert quantization["quant_method"] == "compressed-tensors"
+    card = (out / "README.md").read_text()
+    assert "int4" in card
+    assert "up_proj" in card
+
+
+def test_fp8_config_is_the_official_one(tiny: Tiny, out: Path) -> None:
+    """tests/tiny.py writes it as the official FP8 checkpoints have it."""
+    plain = copy_of(tiny("fp8"), out.parent / "plain")
+    config = json.loads((plain / "config.json").read_text())
+    official = config.pop("quantization_config")
+    (plain / "config.json").write_text(json.dumps(config))
+    values = widened(tiny("fp8"))
+    save_file({name: value.bfloat16() for name, value in values.items()}, plain / "model.safetensors")
+    convert(open_checkpoint(plain), "fp8", out)
+    written = json.loads((out / "config.json").read_text())["quantization_config"]
+    listed = "modules_to_not_convert"
+    assert sorted(written.pop(listed)) == sorted([*official.pop(listed), "model.visual.pos_embed"])
+    assert written == official
+    assert {name: info.shape for name, info in read_headers(out).items()} == {
+        name: info.shape for name, info in read_headers(tiny("fp8")).items()
+    }
+    assert {info.dtype for info in read_headers(out).values()} == {"BF16", "F8_E4M3"}
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_shards_keep_to_the_limit_and_hold_the_same(plain: Checkpoint, out: Path, weights: str) -> None:
+    limit = 150_000
+    convert(plain, weights, out, shard_bytes=limit)
+    convert(plain, weights, out.parent / "whole")
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) > 3
+    for path in shards:
+        tensors = load_file(path)
+        modules = {name.rpartition(".")[0] for name in tensors}
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= limit or len(modules) == 1
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(info.bytes for info in read_headers(out).values())
+    assert {name: Path(home) for name, home in index["weight_map"].items()} == {
+        name: Path(info.file.name) for name, info in read_headers(out).items()
+    }
+    one, several = stored(out.parent / "whole"), stored(out)
+    assert one.keys() == several.keys()
+    assert all(torch.equal(one[name].view(torch.uint8), several[name].view(torch.uint8)) for name in one)
+
+
+def test_a_layer_that_no_group_divides_is_kept_and_named(tiny: Tiny, out: Path) -> None:
+    done = convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), "int4", out)
+    kept = [f"model.language_model.layers.{index}.self_attn.o_proj" for index in range(3)]
+    assert list(done.kept) == kept  # 144 inputs are 4.5 groups of 32
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert set(kept) < set(ignored)
+    assert UP not in ignored
+    assert "3 of those layers" in (out / "README.md").read_text()
+
+
+def test_no_layer_at_all_is_refused(tiny: Tiny, out: Path) -> None:
+    with pytest.raises(UsageError, match="whole groups of 128") as caught:
+        convert(open_checkpoint(tiny("tied")), "int4", out, group_size=128)
+    assert "--group-size 32" in caught.value.hint
+    assert not out.exists()
+
+
+def test_what_is_converted_already_is_refused(tiny: Tiny, plain: Checkpoint, out: Path) -> None:
+    with pytest.raises(UsageError, match="in fp8 already"):
+        convert(open_checkpoint(tiny("fp8")), "int4", out)
+    convert(plain, "int4", out)
+    with pytest.raises(UsageError, match="in int4 already"):
+        convert(open_checkpoint(out), "fp8", out.parent / "again")
+
+
+def test_the_head_is_converted_where_there_is_one(tiny: Tiny, plain: Checkpoint, out: Path) -> None:
+    convert(open_checkpoint(tiny("untied_sharded")), "int4", out, head=True)
+    assert "lm_head.weight_packed" in read_headers(out)
+    assert "lm_head" not in json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    with pytest.raises(UsageError, match="tied"):
+        convert(plain, "int4", out.parent / "b", head=True)
+    with pytest.raises(UsageError, match="FP8 form"):
+        convert(open_checkpoint(tiny("untied_sharded")), "fp8", out.parent / "c", head=True)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_broken_weights_are_named(plain: Checkpoint, out: Path, bad: float) -> None:
+    source = copy_of(plain.folder, out.parent / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"{UP}.weight"][3, 5] = bad
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(BrokenShard, match=r"0\.mlp\.up_proj\.weight holds NaN or infinity"):
+        convert(open_checkpoint(source), "fp8", out)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["source"]
+
+
+# Where it goes
+
+
+def test_what_is_there_is_not_overwritten(plain: Checkpoint, out: Path) -> None:
+    convert(plain, "fp8", out)
+    before = fingerprint(out)
+    with pytest.raises(UsageError, match="there already") as caught:
+        convert(plain, "int4", out)
+    assert "--force" in caught.value.hint
+    assert fingerprint(out) == before
+    convert(plain, "int4", out, replace=True)
+    assert open_checkpoint(out).weights_format == "int4"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_force_deletes_checkpoints_only(plain: Checkpoint, out: Path) -> None:
+    out.mkdir()
+    (out / "letters.txt").write_text("dear")
+    with pytest.raises(UsageError, match="no checkpoint"):
+        convert(plain, "fp8", out, replace=True)
+    assert (out / "letters.txt").read_text() == "dear"
+
+
+def test_an_empty_folder_may_be_filled(plain: Checkpoint, out: Path) -> None:
+    out.mkdir()
+    convert(plain, "fp8", out)
+    assert open_checkpoint(out).weights_format == "fp8"
+
+
+@pytest.mark.parametrize("place", [".", "..", "inside"])
+def test_source_and_target_are_not_mixed(tiny: Tiny, tmp_path: Path, place: str) -> None:
+    source = copy_of(tiny("tied"), tmp_path / "models" / "source")
+    before = fingerprint(source)
+    with pytest.raises(UsageError, match="each other's place"):
+        convert(open_checkpoint(source), "fp8", source / place, replace=True)
+    assert fingerprint(source) == before
+
+
+# What goes wrong on the way
+
+
+def failing(error: BaseException) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        if done > total / 2:
+            raise error
+
+    return progress
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_an_interrupted_conversion_leaves_nothing(plain: Checkpoint, out: Path, replace: bool) -> None:
+    before = {}
+    if replace:
+        convert(plain, "fp8", out)
+        before = fingerprint(out)
+    with pytest.raises(KeyboardInterrupt):
+        convert(plain, "int4", out, replace=replace, progress=failing(KeyboardInterrupt()))
+    assert [path.name for path in out.parent.iterdir()] == (["out"] if replace else [])
+    assert not replace or fingerprint(out) == before
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.convert.convert import convert
+def progress(done, total):
+    if done == total:
+        os.kill(os.getpid(), signal.SIGKILL)
+convert(open_checkpoint(sys.argv[1]), "int4", Path(sys.argv[2]), progress=progress)
+"""
+
+
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(plain: Checkpoint, out: Path) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(plain.folder), str(out)], check=False, timeout=100
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = out.parent.iterdir()
+    assert left.name.endswith(".incomplete")
+    assert not (left / "config.json").exists()
+    convert(plain, "int4", out)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]  # and the next one cleans up
+
+
+def test_what_another_conversion_is_writing_is_left_alone(plain: Checkpoint, out: Path) -> None:
+    other = out.parent / f".out.{os.getppid()}.incomplete"
+    other.mkdir()
+    convert(plain, "int4", out)
+    assert other.is_dir()
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    plain: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = type(shutil.disk_usage(out.parent))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(10**9, 10**9, 5000))
+    with pytest.raises(VlfitError, match=r"4\.9 KiB free") as caught:
+        convert(plain, "int4", out)
+    assert "--out" in caught.value.hint
+    assert list(out.parent.iterdir()) == []
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Within the block, writing past ``size`` bytes of a file fails as on a disk that refuses it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_that_fails_leaves_nothing(plain: Checkpoint, out: Path) -> None:
+    with largest_file(300_000), pytest.raises(VlfitError, match=r"cannot write .*out: File too large"):
+        convert(plain, "int4", out)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_said(plain: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(VlfitError, match=r"cannot write .*/file/out") as caught:
+        convert(plain, "int4", tmp_path / "file" / "out")
+    assert "--out" in caught.value.hint

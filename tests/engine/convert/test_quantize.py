@@ -1,0 +1,91 @@
+"""Rounding to FP8 and int4: as near as the forms allow, and never worse than the plain way."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.convert import reference
+from vlfit.engine.convert.quantize import quantize_fp8, quantize_int4
+from vlfit.engine.layers.linear import dequantize_int4, pack_codes, unpack_codes
+
+BLOCK = (128, 128)
+
+
+def weights(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """As in trained models: normal, with rows of different sizes and a few large values."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(rows, columns, generator=generator)
+    noise[torch.rand(rows, columns, generator=generator) < 0.01] *= 4
+    return noise * torch.rand(rows, 1, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (130, 200), (1, 1), (127, 129)])
+def test_fp8_is_within_half_a_step(shape: tuple[int, int]) -> None:
+    weight = weights(*shape)
+    codes, scale = quantize_fp8(weight, BLOCK)
+    assert codes.dtype == torch.float8_e4m3fn
+    assert scale.dtype == torch.bfloat16
+    assert scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    back = reference.fp8(codes, scale)
+    # Three bits after the point, so half a step is a sixteenth; the largest may be cut off by what rounding a
+    # scale to bfloat16 takes away; and below the least normal number steps no longer shrink.
+    least = (scale.float().max() * 2.0**-9 / 2).item()
+    assert ((back - weight).abs() <= weight.abs() / 16 + least).all()
+
+
+def test_fp8_of_the_official_block_uses_the_whole_range() -> None:
+    codes, _ = quantize_fp8(weights(256, 256), BLOCK)
+    assert codes.float().abs().amax() > 440
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_int4_says_what_it_packs(rows: int, group: int) -> None:
+    weight = weights(rows, 256)
+    packed, scale = quantize_int4(weight, group)
+    assert (packed.dtype, packed.shape) == (torch.int32, (rows, 32))
+    assert (scale.dtype, scale.shape) == (torch.bfloat16, (rows, 256 // group))
+    expected = torch.from_numpy(reference.int4(packed, scale.float().numpy(), None, rows, 256))
+    assert torch.equal(dequantize_int4(packed, scale, None, torch.float32), expected)
+    # Every code is the nearest that its scale allows.
+    spread = scale.float().repeat_interleave(group, dim=1)
+    nearest = (weight / spread).round().clamp(-8, 7) * spread
+    assert torch.equal(expected, nearest)
+
+
+def test_int4_is_better_than_the_scale_of_the_largest_weight() -> None:
+    weight = weights(64, 512)
+    packed, scale = quantize_int4(weight, 32)
+    ours = (dequantize_int4(packed, scale, None, torch.float32) - weight).square().sum()
+    groups = weight.unflatten(1, (-1, 32))
+    plain_scale = (groups.abs().amax(2, keepdim=True) / 7).bfloat16().float()
+    plain = ((groups / plain_scale).round().clamp(-8, 7) * plain_scale - groups).square().sum()
+    assert ours < 0.9 * plain
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 3e38])
+def test_blocks_of_zeros_and_of_extremes_stay_finite(value: float) -> None:
+    weight = torch.full((128, 128), value)
+    back = reference.fp8(*quantize_fp8(weight, BLOCK))
+    narrow = dequantize_int4(*quantize_int4(weight, 32), None, torch.float32)
+    for result in (back, narrow):
+        assert result.isfinite().all()
+        assert torch.allclose(result, weight, rtol=0.07, atol=1e-37)
+
+
+def test_one_large_weight_leaves_other_groups_alone() -> None:
+    weight = weights(4, 128)
+    alone = dequantize_int4(*quantize_int4(weight, 32), None, torch.float32)
+    weight[2, 70] = 1000
+    beside = dequantize_int4(*quantize_int4(weight, 32), None, torch.float32)
+    same = torch.ones(4, 128, dtype=torch.bool)
+    same[2, 64:96] = False
+    assert torch.equal(alone[same], beside[same])
+
+
+@pytest.mark.parametrize("columns", [8, 13, 1])
+def test_codes_survive_packing(columns: int) -> None:
+    codes = torch.randint(0, 16, (5, columns), dtype=torch.uint8)
+    packed = pack_codes(codes)
+    assert packed.shape == (5, -(-columns // 8))
+    assert torch.equal(unpack_codes(packed)[:, :columns], codes)
