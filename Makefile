@@ -3,7 +3,8 @@
 #   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
 #   make docs        writes docs/cli.md and the list of modules in docs/structure.md from the code
 #   make bench       the native engine against transformers, on this CPU
-#   make eval-mini   how good mini is on held-out scenes
+#   make eval-mini   how good mini is on held-out pictures; CLOTHES=folder asks about photos of clothes too,
+#                    COPIES=1 also scores the FP8 and int4 copies
 #   make venv        only the set-up for development; make clean removes it again
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -45,7 +46,7 @@ bench: $(DEV)
 	@$(IN_VENV) -m benchmarks.engine
 
 eval-mini: $(DEV)
-	@$(IN_VENV) -m training.mini.evaluate
+	@$(IN_VENV) -m training.mini.evaluate $(if $(CLOTHES),--clothes "$(CLOTHES)") $(if $(COPIES),--copies)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache benchmarks/cache

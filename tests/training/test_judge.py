@@ -1,6 +1,7 @@
 """Every judge with right, nearly right and wrong answers."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,12 +20,12 @@ from training.mini.judge import (
 )
 
 
-def located(*things: tuple[str, list[float]]) -> str:
+def located(*things: tuple[str, Sequence[float]]) -> str:
     """A grounding answer."""
     return f"```json\n{json.dumps([{'bbox_2d': box, 'label': label} for label, box in things])}\n```"
 
 
-def scene(text: list[str], *things: tuple[str, list[float]], summary: str = "A dog.") -> str:
+def scene(text: list[str], *things: tuple[str, Sequence[float]], summary: str = "A dog.") -> str:
     """A scene answer."""
     objects = [{"label": label, "bbox_2d": box} for label, box in things]
     return f"```json\n{json.dumps({'summary': summary, 'objects': objects, 'text': text})}\n```"

@@ -1,113 +1,186 @@
-"""How good mini is: put the held-out questions to the shipped checkpoint, through vlfit's own engine.
+"""How good mini is: put the held-out questions to a checkpoint, through vlfit's own engine.
 
-    python -m training.mini.evaluate [--model mini] [--questions FILE.zip] [--json scores.json]
+    python -m training.mini.evaluate
+    python -m training.mini.evaluate --model build/mini --clothes FOLDER --json scores.json
+    python -m training.mini.evaluate --copies                   also its FP8 and int4 copies: what they cost
+    python -m training.mini.evaluate --only written --only name --sample 200
 
-Prints a table by topic. Exit status 1 if a gate is missed. A few minutes on two CPU cores.
-Knows: the gates. Does not know: how an answer is judged (measure) or where questions come from (held_out).
+Prints a table by topic. The exit status is 1 if a gate is missed, 2 if what was asked for cannot be done.
+Knows: which questions there are to ask, and what is printed. Does not know: how they are asked (asking), how
+an answer is judged (judge), the gates and the sums (gates), where questions come from (held_out).
 """
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from training.mini.held_out import SHIPPED, HeldOut, read
-from training.mini.measure import score
-from training.mini.texts import Exchange
-from vlfit import VLM
+from training.mini.asking import ask_all
+from training.mini.gates import (
+    Judged,
+    Row,
+    copies_pass,
+    drop,
+    drop_lines,
+    gates_pass,
+    summarize,
+    table_lines,
+)
+from training.mini.held_out import SHIPPED, HeldOut, only, read, sample, topics_of
+from training.mini.teller import Exchange
+from training.mini.vocabulary import CLOTHES
+from vlfit import VlfitError
 
-# The share of right answers below which mini is not shipped.
-GATES = {"colour": 0.95, "place": 0.95, "count": 0.95, "shape": 0.9, "name": 0.9}
-HOW_JUDGED = {
-    "photo": "called a photo, main colours named",
-    "grounding": "mean overlap of boxes (IoU)",
-    "analysis": "labels and text right, boxes overlap by half",
-}
-AT_ONCE = 4
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One question, what mini said, and what that is worth (0 to 1)."""
-
-    picture: str
-    exchange: Exchange
-    said: str
-    score: float
+CLOTHES_QUESTION = "What piece of clothing is this?"
+NOT_ASKED = "clothes: not asked. The photos are no part of the project: --clothes FOLDER asks FOLDER/CLASS/*."
+COPIES = ("fp8", "int4")
+COPY_SAMPLE = 1200
+WRONG = 0.5
 
 
-def ask_all(vlm: VLM, questions: list[HeldOut]) -> Iterator[Judged]:
-    """Ask everything, a few at a time so that the engine can batch them."""
+def clothes_in(folder: Path) -> list[HeldOut]:
+    """A question about each photo of FOLDER/CLASS/*.
 
-    def judge(pair: tuple[HeldOut, Exchange]) -> Judged:
-        held_out, exchange = pair
-        said = vlm.ask(exchange.question, held_out.picture, max_tokens=400).text
-        return Judged(held_out.name, exchange, said, score(exchange.topic, exchange.answer, said))
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from pool.map(judge, [(item, exchange) for item in questions for exchange in item.exchanges])
-
-
-def summarize(judged: list[Judged]) -> dict[str, dict[str, float]]:
-    """By topic: how many were asked, the mean score, and the gate where there is one."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    for one in judged:
-        scores[one.exchange.topic].append(one.score)
-    table = {}
-    for topic, values in scores.items():
-        table[topic] = {"asked": len(values), "score": sum(values) / len(values)}
-        if topic in GATES:
-            table[topic]["gate"] = GATES[topic]
-    return table
+    Raises ``ValueError`` if a class is missing or empty, or is none that mini was taught.
+    """
+    found = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
+    if found != set(CLOTHES):
+        raise ValueError(
+            f"{folder} must hold one folder of photos for each of {', '.join(CLOTHES)}; "
+            f"it holds {', '.join(sorted(found)) or 'no folders'}"
+        )
+    items = []
+    for name, phrase in CLOTHES.items():
+        exchange = Exchange("clothes", CLOTHES_QUESTION, f"It is {phrase}.")
+        photos = sorted(path for path in (folder / name).iterdir() if path.is_file())
+        if not photos:
+            raise ValueError(f"{folder / name} holds no photos")
+        items += [
+            HeldOut(f"{name}/{path.name}", (path.read_bytes(),), False, "", ((exchange,),)) for path in photos
+        ]
+    return items
 
 
-def print_table(table: dict[str, dict[str, float]]) -> None:
-    """The table, as people read it."""
-    print(f"{'topic':<12}{'asked':>6}{'right':>8}{'gate':>7}")
-    for topic, row in table.items():
-        gate = f"{row['gate']:.0%}" if "gate" in row else ""
-        verdict = "" if passes(row) else "  MISSED"
-        note = HOW_JUDGED.get(topic, "")
-        print(f"{topic:<12}{row['asked']:>6.0f}{row['score']:>8.1%}{gate:>7}{verdict}  {note}")
+def questions_for(arguments: argparse.Namespace) -> list[HeldOut]:
+    """What the command line asks for. Raises ``OSError`` or ``ValueError`` where it cannot be had."""
+    items = read(arguments.questions)
+    if arguments.clothes:
+        items += clothes_in(arguments.clothes)
+    if arguments.only:
+        known = topics_of(items)
+        if unknown := [topic for topic in arguments.only if topic not in known]:
+            raise ValueError(f"no question is about {', '.join(unknown)}; the topics are {', '.join(known)}")
+        items = only(items, arguments.only)
+    return sample(items, arguments.sample) if arguments.sample else items
 
 
-def passes(row: dict[str, float]) -> bool:
-    """Whether a topic's score reaches its gate."""
-    return row["score"] >= row.get("gate", 0.0)
+def evaluate(model: str, items: list[HeldOut], name: str, processes: int) -> list[Judged]:
+    """All answers of a checkpoint, judged; says on a terminal how far it is."""
+    total = sum(item.questions for item in items)
+
+    def progress(count: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{name}: {count} of {total} answers\033[K", end="", file=sys.stderr, flush=True)
+
+    progress(0)
+    try:
+        return ask_all(model, items, progress, processes)
+    finally:
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def main() -> int:
-    """Ask, print, judge; returns the exit status."""
+def ask_copies(model: str, items: list[HeldOut], processes: int) -> dict[str, list[Judged]]:
+    """Answers of the FP8 and int4 copies that ``vlfit convert`` makes, to a sample of the same questions."""
+    chosen = sample(items, COPY_SAMPLE)
+    answers = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for weights in COPIES:
+            out = Path(folder) / weights
+            convert = ("-m", "vlfit", "convert", model, "--weights", weights, "--out", str(out))
+            subprocess.run((sys.executable, *convert), check=True, stdout=subprocess.DEVNULL)
+            answers[weights] = evaluate(str(out), chosen, weights, processes)
+    return answers
+
+
+def as_json(
+    model: str,
+    judged: list[Judged],
+    table: dict[str, Row],
+    drops: dict[str, dict[str, float]],
+    seconds: float,
+) -> str:
+    """Scores, what copies lose, and every wrong answer, for machines."""
+    wrong = [
+        {"picture": one.picture, **asdict(one.exchange), "said": one.said}
+        for one in judged
+        if one.score < WRONG
+    ]
+    topics = {topic.strip(): {**asdict(row), "passes": row.passes} for topic, row in table.items()}
+    value = {
+        "model": model,
+        "seconds": round(seconds),
+        "topics": topics,
+        "points_lost": drops,
+        "wrong": wrong,
+    }
+    return json.dumps(value, indent=1) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m training.mini.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", default="mini", help="mini, or a checkpoint folder")
-    parser.add_argument("--questions", type=Path, default=SHIPPED)
-    parser.add_argument("--json", type=Path, help="write scores and wrong answers here")
-    arguments = parser.parse_args()
+    add = parser.add_argument
+    add("--model", default="mini", help="mini, or a checkpoint folder (default: mini, the one that ships)")
+    add("--questions", type=Path, default=SHIPPED, metavar="FILE.zip", help="default: those that ship")
+    add("--clothes", type=Path, metavar="FOLDER", help="also ask what each photo of FOLDER/CLASS/* shows")
+    add("--only", action="append", metavar="TOPIC", help="only this topic; may be given several times")
+    add("--sample", type=_count, metavar="N", help="about N of the questions, of every topic its share")
+    add("--processes", type=_count, default=0, metavar="N", help="default: as many as there are cores")
+    add("--copies", action="store_true", help="also score the FP8 and int4 copies that vlfit convert makes")
+    add("--json", type=Path, metavar="FILE", help="write scores and wrong answers there")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is too few: give a whole number from 1 on")
+    return int(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Ask, print, judge; returns the exit status."""
+    options = parser().parse_args(arguments)
     started = time.monotonic()
-    judged = []
-    with VLM(arguments.model) as vlm:
-        for one in ask_all(vlm, read(arguments.questions)):
-            judged.append(one)
-            if sys.stderr.isatty():
-                print(f"\r{len(judged)} answers", end="", file=sys.stderr, flush=True)
-    table = summarize(judged)
-    print_table(table)
-    print(f"{len(judged)} questions in {time.monotonic() - started:.0f} s")
-    if arguments.json:
-        wrong = [
-            {"picture": one.picture, "topic": one.exchange.topic, "question": one.exchange.question,
-             "truth": one.exchange.answer, "said": one.said}
-            for one in judged if one.score < 0.5
-        ]  # fmt: skip
-        arguments.json.write_text(json.dumps({"topics": table, "wrong": wrong}, indent=1) + "\n")
-    return 0 if all(passes(row) for row in table.values()) and set(GATES) <= set(table) else 1
+    try:
+        items = questions_for(options)
+        judged = evaluate(options.model, items, "original", options.processes)
+        table = summarize(judged)
+        print("\n".join(table_lines(table)), flush=True)
+        copies = ask_copies(options.model, items, options.processes) if options.copies else {}
+    except (OSError, ValueError, VlfitError, subprocess.CalledProcessError) as error:
+        hint = getattr(error, "hint", "")
+        print(f"evaluate: {error}" + (f"; {hint}" if hint else ""), file=sys.stderr)
+        return 2
+    drops = {weights: drop(judged, answers) for weights, answers in copies.items()}
+    for weights, lost in drops.items():
+        print("\n".join(drop_lines(weights, lost, len(copies[weights]))))
+    if not options.clothes:
+        print(NOT_ASKED)
+    seconds = time.monotonic() - started
+    print(f"{len(judged)} questions in {seconds:.0f} s")
+    if options.json:
+        options.json.write_text(as_json(options.model, judged, table, drops, seconds))
+    partial = bool(options.only or options.sample)
+    return 0 if gates_pass(table, partial) and copies_pass(drops) else 1
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ FOUND, GOOD_OVERLAP = 0.5, 0.7
 ALIKE = 0.7
 # Words that carry no meaning of their own in small talk.
 FILLERS = frozenset({
-    "a", "an", "and", "are", "at", "be", "can", "do", "i", "in", "is", "it", "me", "my", "of", "on", "or", "so",
-    "that", "the", "to", "with", "you", "your",
+    "a", "an", "and", "are", "at", "be", "can", "do", "i", "in", "is", "it", "me", "my", "of", "on", "or",
+    "so", "that", "the", "to", "with", "you", "your",
 })  # fmt: skip
 LIGHT = frozenset({"bright", "dark"})
 
