@@ -217,7 +217,7 @@ def test_an_empty_folder_may_be_filled(plain: Checkpoint, out: Path) -> None:
 def test_source_and_target_are_not_mixed(tiny: Tiny, tmp_path: Path, place: str) -> None:
     source = copy_of(tiny("tied"), tmp_path / "models" / "source")
     before = fingerprint(source)
-    with pytest.raises(UsageError, match="each other's place"):
+    with pytest.raises(UsageError, match="is, holds, or lies in"):
         convert(open_checkpoint(source), "fp8", source / place, replace=True)
     assert fingerprint(source) == before
 
@@ -267,6 +267,35 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(plain: Checkpoint, 
     assert not (left / "config.json").exists()
     convert(plain, "int4", out)
     assert [path.name for path in out.parent.iterdir()] == ["out"]  # and the next one cleans up
+
+
+def test_a_replacement_that_fails_gives_the_old_one_back(
+    plain: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(plain, "fp8", out)
+    before = fingerprint(out)
+    rename = Path.rename
+
+    def refusing(path: Path, target: Path) -> Path:
+        if path.name.endswith(".incomplete"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    with pytest.raises(KeyboardInterrupt):
+        convert(plain, "int4", out, replace=True)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert fingerprint(out) == before
+
+
+def test_an_old_one_is_kept_while_it_is_the_only_one(plain: Checkpoint, out: Path) -> None:
+    """As after a power cut between two renames; process 2**22 + 1 cannot be running."""
+    old = out.parent / f".out.{2**22 + 1}.old"
+    old.mkdir()
+    convert(plain, "int4", out)
+    assert old.is_dir()
+    convert(plain, "fp8", out, replace=True)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 def test_what_another_conversion_is_writing_is_left_alone(plain: Checkpoint, out: Path) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from vlfit.checkpoint.headers import INDEX_FILE
 from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format, Int4Format
@@ -29,36 +28,17 @@ from vlfit.engine.convert.layout import (
     quantization_config,
     shards,
 )
-from vlfit.engine.convert.quantize import quantize_fp8, quantize_int4
-from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4
+from vlfit.engine.convert.weights import Converter, Errors
 from vlfit.engine.loader import Loader
-from vlfit.errors import BrokenShard, VlfitError
+from vlfit.errors import VlfitError
 from vlfit.units import GIB, MIB
 
 GROUP_SIZES = (32, 64, 128)  # what the kernels of vLLM take
 DEFAULT_GROUP_SIZE = 32
 DEFAULT_SHARD_BYTES = 4 * GIB
 _SMALL_FILES_BYTES = 64 * MIB  # tokenizer, templates, card: a generous guess
-_ROWS_AT_ONCE = 1024  # a multiple of the rows of an FP8 block
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
-
-
-class Errors:
-    """Adds up what rounding changed, by kind of layer (``q_proj``, ``down_proj``, ...)."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
-
-    def add(self, kind: str, weight: Tensor, rounded: Tensor) -> None:
-        missed, size = self._sums.get(kind, (0.0, 0.0))
-        missed += float((rounded - weight).square_().sum(dtype=torch.float64))
-        size += float(weight.square().sum(dtype=torch.float64))
-        self._sums[kind] = missed, size
-
-    def relative(self) -> dict[str, float]:
-        """Root of the squared error over the root of the squared weights; 0 where all weights are 0."""
-        return {kind: (missed / size) ** 0.5 if size else 0.0 for kind, (missed, size) in self._sums.items()}
 
 
 def convert(
@@ -136,52 +116,20 @@ def _write_weights(
     progress: Progress | None,
 ) -> None:
     total, read = checkpoint.weight_bytes, 0
-    with torch.inference_mode(), Loader(checkpoint, torch.device("cpu"), torch.float32) as loader:
+    with (
+        Loader(checkpoint, torch.device("cpu"), torch.float32) as loader,
+        Converter(loader, form, errors) as converter,
+    ):
         for shard in files:
             with ShardWriter(folder, shard) as writer:
                 for job in shard.jobs:
                     if job.converted:
-                        _convert(job, form, loader, writer, errors)
+                        converter.convert(job, writer)
                     else:
                         writer.copy(job.source)
                     read += job.source.bytes
                     if progress:
                         progress(read, total)
-
-
-def _convert(
-    job: Job, form: Fp8Format | Int4Format, loader: Loader, writer: ShardWriter, errors: Errors
-) -> None:
-    """Read one weight [out, in] some rows at a time, and write the parts that stand for it."""
-    kind = job.source.name.split(".")[-2]
-    for rows in loader.rows(job.source.name, _ROWS_AT_ONCE):
-        if not bool(rows.isfinite().all()):
-            raise BrokenShard(
-                f"{job.source.name} holds NaN or infinity",
-                "The weights are broken: fetch or train them again.",
-            )
-        for piece, part in zip(job.pieces, _quantize(form, rows, kind, errors), strict=False):
-            writer.append(piece.name, _bytes(part))
-    if isinstance(form, Int4Format):
-        writer.append(job.pieces[-1].name, _bytes(torch.tensor(job.source.shape)))
-
-
-def _quantize(form: Fp8Format | Int4Format, rows: Tensor, kind: str, errors: Errors) -> tuple[Tensor, Tensor]:
-    """Codes and scales of ``rows`` [some, in], which are compared with them for the account of errors."""
-    if isinstance(form, Fp8Format):
-        block = (form.block_rows, form.block_columns)
-        codes, scale = quantize_fp8(rows, block)
-        rounded = dequantize_fp8(codes, scale, block, torch.float32)
-    else:
-        codes, scale = quantize_int4(rows, form.group_size)
-        rounded = dequantize_int4(codes, scale, None, torch.float32)
-    errors.add(kind, rows, rounded)
-    return codes, scale
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.contiguous().view(torch.uint8).numpy().data
-    return data
 
 
 def _config(checkpoint: Checkpoint, recipe: Recipe) -> str:

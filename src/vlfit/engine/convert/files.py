@@ -44,7 +44,7 @@ def new_folder(target: Path, source: Path, *, replace: bool) -> Iterator[Path]:
 def _check_target(target: Path, source: Path, *, replace: bool) -> None:
     if target == source or target in source.parents or source in target.parents:
         raise UsageError(
-            f"{target} and the checkpoint to convert ({source}) are in each other's place",
+            f"{target} is, holds, or lies in the checkpoint that is to be converted ({source})",
             "Give another folder with --out.",
         )
     if not os.path.lexists(target) or _is_empty_folder(target):
@@ -66,8 +66,10 @@ def _is_empty_folder(path: Path) -> bool:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove what conversions to the same place left that were killed."""
-    for path in target.parent.glob(f".{target.name}.*.incomplete"):
-        number = path.name.removeprefix(f".{target.name}.").removesuffix(".incomplete")
+    # An old checkpoint that was being replaced is the only one until the new one is there.
+    kinds = ["incomplete", "old"] if target.exists() else ["incomplete"]
+    for path in (path for kind in kinds for path in target.parent.glob(f".{target.name}.*.{kind}")):
+        number = path.name.removeprefix(f".{target.name}.").partition(".")[0]
         if number.isdecimal() and int(number) != os.getpid() and not _is_running(int(number)):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -83,13 +85,18 @@ def _is_running(process: int) -> bool:
 
 
 def _put_in_place(work: Path, target: Path) -> None:
-    if os.path.lexists(target) and not _is_empty_folder(target):
-        old = target.parent / f".{target.name}.{os.getpid()}.old"
+    if not os.path.lexists(target) or _is_empty_folder(target):
+        work.rename(target)
+        return
+    old = target.parent / f".{target.name}.{os.getpid()}.old"
+    try:
         target.rename(old)
         work.rename(target)
-        shutil.rmtree(old)
-    else:
-        work.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_disk(folder: Path, needed: int) -> None:
