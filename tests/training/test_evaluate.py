@@ -230,6 +230,7 @@ def test_a_full_run_without_all_gates_fails(questions: Path, answers: dict[str, 
     [
         (["--only", "cooking"], "no question is about cooking; the topics are name, colour, talk"),
         (["--clothes", "nowhere"], "nowhere must hold one folder of photos for each of dress"),
+        (["--json", "nowhere/scores.json"], "there is no folder nowhere"),
         (["--questions", "nowhere.zip"], "nowhere.zip: no such file"),
     ],
 )
@@ -277,6 +278,21 @@ def test_several_processes_give_the_same_answers(questions: Path) -> None:
     assert [(one.picture, one.exchange, one.said) for one in together[-len(alone) :]] == [
         (one.picture, one.exchange, one.said) for one in alone
     ]
+
+
+def test_copies_are_made_and_compared(
+    questions: Path, answers: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answers
+    path = tmp_path / "scores.json"
+    given = ["--questions", str(questions), "--only", "name", "--copies", "--json", str(path)]
+    assert main(given) == 0
+    assert "int4: +0.00 points lost of the overall score on 1 questions" in capsys.readouterr().out
+    assert json.loads(path.read_text())["points_lost"] == {
+        w: {"name": 0.0, "all": 0.0} for w in ("fp8", "int4")
+    }
+    assert main([*given, "--model", str(tmp_path)]) == 2
+    assert "vlfit convert --weights fp8 failed" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_is_none_is_told(

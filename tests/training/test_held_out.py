@@ -17,12 +17,13 @@ from training.mini.atlas import Atlas, Drawing, built_in_atlas, pack, to_photo
 from training.mini.gates import GATES, OPTIONAL
 from training.mini.held_out import LICENCES, SHIPPED, HeldOut, only, read, sample, topics_of, write
 from training.mini.judge import is_json, is_yes
+from training.mini.lettering import is_held_out
 from training.mini.lots import draw_scene
 from training.mini.quotas import Wanted, slot_of, slot_of_name, topic_of
 from training.mini.teller import Exchange
 from training.mini.things import THINGS
 
-MIB = 2**20
+MB = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_clips_and_sets_of_pictures_are_whole(shipped: list[HeldOut]) -> None:
 
 
 def test_the_file_is_small_and_says_whose_work_it_holds() -> None:
-    assert SHIPPED.stat().st_size <= 8 * MIB
+    assert SHIPPED.stat().st_size <= 8 * MB
     with zipfile.ZipFile(SHIPPED) as packed:
         licences = packed.read(LICENCES).decode()
     assert "Twemoji" in licences
@@ -289,3 +290,15 @@ def test_questions_are_json_that_people_can_read() -> None:
     with zipfile.ZipFile(SHIPPED) as packed:
         entries = json.loads(packed.read("questions.json"))
     assert {"name", "pictures", "is_clip", "system", "dialogues"} == set(entries[0])
+
+
+def test_words_to_read_are_held_out_and_of_every_length(tmp_path: Path) -> None:
+    path = tmp_path / "words.txt"
+    letters = "abcdefghij"
+    words = [letters[n % 10] * (2 + n % 7) + letters[n // 10 % 10] for n in range(400)]
+    path.write_text("\n".join(words))
+    drawn = draw_held_out.unseen_words(path, np.random.default_rng(0))
+    read_aloud = [text for text in drawn if not text.isdigit()]
+    assert read_aloud
+    assert all(is_held_out(word) for word in read_aloud)
+    assert {str(number) for number in range(1, 21)} <= set(drawn), "what stands on the bars of charts"

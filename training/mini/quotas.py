@@ -16,12 +16,12 @@ from training.mini.vocabulary import with_article
 
 # By slot: how many questions about drawn scenes.
 DRAWN: dict[str, int] = {
-    "colour": 120, "shape": 60, "place": 120, "relation": 120, "bigger": 80, "group": 80, "background": 60,
+    "colour": 200, "shape": 60, "place": 200, "relation": 160, "bigger": 80, "group": 80, "background": 60,
     "caption": 120, "detail": 80, "scene, one": 10, "scene, more": 50, "locate all, one": 20,
     "locate all, more": 90, "locate one": 110, "locate one, none": 10, "unanswerable": 80, "chart": 110,
     "count all, one": 6, "count all, more": 34, "kind, drawing": 14, "kind, chart": 14, "kind, picture": 6,
-    "is there, yes": 75, "is there, no": 75,
-    **{f"count {number}": 18 for number in range(7)},
+    "is there, yes": 100, "is there, no": 100,
+    **{f"count {number}": 24 for number in range(7)},
     **{f"count {number}": 34 for number in (7, 8, 9)},
     **{f"written {letters}": 20 for letters in range(3, 9)},
     **{f"number {digits}": 20 for digits in range(1, 4)},
