@@ -64,7 +64,7 @@ def convert(
         typer.Option(
             "--head",
             help="int4: the output head too, where it is not tied to the embedding (in 8B it saves 0.8 GiB)."
-            " Not every program reads that.",
+            " vLLM 0.32 reads it; others may not.",
         ),
     ] = False,
     shard_mib: Annotated[

@@ -98,15 +98,45 @@ def test_small_files_go_along_and_config_keeps_its_fields(plain: Checkpoint, out
     assert "up_proj" in card
 
 
-def test_fp8_config_is_the_official_one(tiny: Tiny, out: Path) -> None:
+@pytest.fixture
+def wide(tiny: Tiny, tmp_path: Path) -> Path:
+    """The checkpoint "fp8", whose layers are larger than one block, as it was before it was converted."""
+    folder = copy_of(tiny("fp8"), tmp_path / "wide")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    values = {name: value.bfloat16() for name, value in widened(tiny("fp8")).items()}
+    save_file(values, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_how_many_rows_are_done_at_a_time_changes_nothing(
+    wide: Path, out: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(open_checkpoint(wide), weights, out / "whole")
+    monkeypatch.setattr("vlfit.engine.convert.weights._ROWS_READ", 256)
+    monkeypatch.setattr("vlfit.engine.convert.weights._ROWS_ROUNDED", 256)
+    convert(open_checkpoint(wide), weights, out / "parts")
+    files = [(out / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert files[0] == files[1]
+
+
+def test_torch_has_its_threads_back(plain: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            convert(plain, "int4", out, progress=failing(KeyboardInterrupt()))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_fp8_config_is_the_official_one(tiny: Tiny, wide: Path, out: Path) -> None:
     """tests/tiny.py writes it as the official FP8 checkpoints have it."""
-    plain = copy_of(tiny("fp8"), out.parent / "plain")
-    config = json.loads((plain / "config.json").read_text())
-    official = config.pop("quantization_config")
-    (plain / "config.json").write_text(json.dumps(config))
-    values = widened(tiny("fp8"))
-    save_file({name: value.bfloat16() for name, value in values.items()}, plain / "model.safetensors")
-    convert(open_checkpoint(plain), "fp8", out)
+    official = json.loads((tiny("fp8") / "config.json").read_text())["quantization_config"]
+    convert(open_checkpoint(wide), "fp8", out)
     written = json.loads((out / "config.json").read_text())["quantization_config"]
     listed = "modules_to_not_convert"
     assert sorted(written.pop(listed)) == sorted([*official.pop(listed), "model.visual.pos_embed"])
@@ -166,7 +196,9 @@ def test_what_is_converted_already_is_refused(tiny: Tiny, plain: Checkpoint, out
 def test_the_head_is_converted_where_there_is_one(tiny: Tiny, plain: Checkpoint, out: Path) -> None:
     convert(open_checkpoint(tiny("untied_sharded")), "int4", out, head=True)
     assert "lm_head.weight_packed" in read_headers(out)
-    assert "lm_head" not in json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert "lm_head" not in config["ignore"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "re:.*lm_head$"]  # as vLLM wants it
     with pytest.raises(UsageError, match="tied"):
         convert(plain, "int4", out.parent / "b", head=True)
     with pytest.raises(UsageError, match="FP8 form"):
@@ -299,10 +331,15 @@ def test_an_old_one_is_kept_while_it_is_the_only_one(plain: Checkpoint, out: Pat
 
 
 def test_what_another_conversion_is_writing_is_left_alone(plain: Checkpoint, out: Path) -> None:
-    other = out.parent / f".out.{os.getppid()}.incomplete"
-    other.mkdir()
+    others = [
+        out.parent / f".out.{os.getppid()}.incomplete",  # a process that runs
+        out.parent / f".elsewhere.{2**22 + 1}.incomplete",  # another target
+        out.parent / ".out.notes",
+    ]
+    for other in others:
+        other.mkdir()
     convert(plain, "int4", out)
-    assert other.is_dir()
+    assert all(other.is_dir() for other in others)
 
 
 def test_a_disk_without_room_is_said_before_anything_is_written(

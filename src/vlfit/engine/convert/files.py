@@ -67,10 +67,12 @@ def _is_empty_folder(path: Path) -> bool:
 def _remove_leftovers(target: Path) -> None:
     """Remove what conversions to the same place left that were killed."""
     # An old checkpoint that was being replaced is the only one until the new one is there.
-    kinds = ["incomplete", "old"] if target.exists() else ["incomplete"]
-    for path in (path for kind in kinds for path in target.parent.glob(f".{target.name}.*.{kind}")):
-        number = path.name.removeprefix(f".{target.name}.").partition(".")[0]
-        if number.isdecimal() and int(number) != os.getpid() and not _is_running(int(number)):
+    kinds = ("incomplete", "old") if target.exists() else ("incomplete",)
+    for path in target.parent.iterdir():
+        number, _, kind = path.name.removeprefix(f".{target.name}.").partition(".")
+        if path.name != f".{target.name}.{number}.{kind}" or kind not in kinds or not number.isdecimal():
+            continue
+        if int(number) != os.getpid() and not _is_running(int(number)):
             shutil.rmtree(path, ignore_errors=True)
 
 

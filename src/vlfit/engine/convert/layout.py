@@ -233,7 +233,8 @@ def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any
         "format": PACKED_FORMAT,
         "input_activations": None,
         "output_activations": None,
-        "targets": ["Linear"],
+        # To vLLM the output head is no linear layer: it goes by its name.
+        "targets": ["Linear", "re:.*lm_head$"] if recipe.head else ["Linear"],
         "weights": weights,
     }
     return {
