@@ -272,6 +272,9 @@ def test_photos_are_cut_from_the_photo_itself(drawer: draw_held_out.Drawer) -> N
     scene = replace(scene, background=replace(scene.background, photo=whole))
     picture = Image.open(io.BytesIO(other.cropped(scene)))
     assert picture.size == (300, 150)
+    for bent in (replace(whole, turn=9.0), replace(whole, mix=0.2)):
+        with pytest.raises(ValueError, match="one upright photo"):
+            other.cropped(replace(scene, background=replace(scene.background, photo=bent)))
     assert np.abs(np.array(picture.getpixel((20, 75))) - right).max() < 8
     assert np.abs(np.array(picture.getpixel((280, 75))) - left).max() < 8
 

@@ -174,6 +174,8 @@ class Drawer:
         while wanted.total:
             number = next(self.numbers)
             scene = draw_scene(number, self.pick(SIZES), self.atlas, sort="photo")
+            if not _is_as_it_is(scene):
+                continue
             teller = Teller(scene, self.random)
             asked = [texts.ask(teller, topic) for topic in self.shuffled([*renamed, "photo limits", "kind"])]
             told = [replace(e, topic=renamed.get(e.topic, e.topic)) for e in asked if e is not None]
@@ -232,8 +234,8 @@ class Drawer:
     def cropped(self, scene: Scene) -> bytes:
         """The part of the photo that a scene shows, from the photo itself: the atlas holds a small copy."""
         shown = scene.background.photo
-        if shown is None:
-            raise ValueError("a scene of a photo shows none")
+        if shown is None or not _is_as_it_is(scene):
+            raise ValueError("only a scene of one upright photo can be cut from that photo")
         whole = self.photos[shown.index]
         left, top, width, height = shown.crop
         edges = (
@@ -252,6 +254,12 @@ class Drawer:
     def shuffled(self, values: list[Choice]) -> list[Choice]:
         """In another order."""
         return [values[int(index)] for index in self.random.permutation(len(values))]
+
+
+def _is_as_it_is(scene: Scene) -> bool:
+    """Whether a scene shows a photo as a camera took it, neither turned nor mixed with another."""
+    photo = scene.background.photo
+    return photo is not None and not photo.turn and not photo.mix
 
 
 def to_jpeg(picture: Image.Image) -> bytes:
