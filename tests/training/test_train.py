@@ -4,12 +4,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+import numpy as np
 import torch
 
 from training.mini.atlas import built_in_atlas
-from training.mini.measure import box_overlap, overlap, score
+from training.mini.data import KINDS, make_batch, one_batch
+from training.mini.export import export
+from training.mini.model import Model
 from training.mini.muon import orthogonalize
+from training.mini.refine import refine
+from training.mini.render import Renderer
+from training.mini.sequences import BLIND, Words
+from training.mini.tokenizer import PACKAGE
 from training.mini.train import TINY, Plan, Trainer
 
 
@@ -46,30 +52,46 @@ def test_muon_makes_directions_orthogonal() -> None:
     assert float(values.max()) < 1.5
 
 
-@pytest.mark.parametrize(
-    ("topic", "truth", "said", "worth"),
-    [
-        ("colour", "The square is red.", "The square is red", 1.0),
-        ("colour", "The square is red.", "The square is blue.", 0.0),
-        ("grounding", '```json\n[{"bbox_2d": [0, 0, 10, 10], "label": "dog"}]\n```', "I see a dog", 0.0),
-        (
-            "grounding",
-            '[{"bbox_2d": [0, 0, 10, 10], "label": "dog"}]',
-            '[{"bbox_2d": [0, 0, 10, 5], "label": "dog"}]',
-            0.5,
-        ),
-        ("photo", "A photo, mostly red and blue.", "A dark photo, mostly blue, red and grey.", 1.0),
-        ("photo", "A photo, mostly red and blue.", "A photo, mostly blue.", 0.0),
-        ("analysis", '{"objects": [], "text": ["7"]}', '{"objects": [], "text": ["1"]}', 0.0),
-        ("analysis", '{"objects": [], "text": ["7"]}', '{"objects": [], "text": ["7"]}', 1.0),
-    ],
-)
-def test_scores(topic: str, truth: str, said: str, worth: float) -> None:
-    assert score(topic, truth, said) == worth
+def test_every_kind_of_batch_holds_its_pictures_and_what_is_to_be_learnt() -> None:
+    atlas, words = built_in_atlas(), Words(str(PACKAGE / "tokenizer.json"))
+    renderer = Renderer(atlas, torch.device("cpu"))
+    met = set()
+    for seed in range(60):
+        batch = make_batch(seed, 24, atlas, words, 0.0)
+        kind = (batch.pictures > 1, batch.frames)
+        if kind in met:
+            continue
+        met.add(kind)
+        layout = batch.layout
+        rows = len(layout.tokens)
+        tokens_of_one = batch.size[0] * batch.size[1] // 1024
+        assert (layout.slots.max(1) == batch.pictures * tokens_of_one - 1).all()
+        pictures = renderer.render(batch.numbers, batch.size, batch.scale)
+        assert len(pictures) == rows * batch.pictures * batch.frames
+        # What is learnt follows a question, never the pictures or the questions themselves.
+        learnt = layout.targets >= 0
+        assert learnt.any(1).all()
+        assert (layout.segments[learnt] > 0).all()
+        assert (layout.positions[0][layout.segments >= BLIND] < 200).all(), "talk starts from zero"
+    assert met == {(False, 1), (True, 1), (True, 2)}, f"{len(KINDS)} kinds, one of them with longer answers"
 
 
-def test_overlap() -> None:
-    assert overlap((0, 0, 2, 2), (1, 0, 3, 2)) == pytest.approx(1 / 3)
-    assert overlap((0, 0, 1, 1), (2, 2, 3, 3)) == 0
-    assert box_overlap([("dog", (0, 0, 1, 1))], [("cat", (0, 0, 1, 1))]) == 0
-    assert box_overlap([("dog", (0, 0, 1, 1))], [("dog", (0, 0, 1, 1)), ("dog", (0, 0, 1, 1))]) == 0.5
+def test_refining_leaves_the_vision_tower_alone(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Model(TINY)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    words = Words(str(PACKAGE / "tokenizer.json"))
+    steps = refine(model, built_in_atlas(), words, "chart", seconds=4.0, batch=2, rate=1e-3)
+    assert steps >= 1
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed
+    assert not any("visual" in name for name in changed)
+    export(model.state_dict(), model.shape, tmp_path)
+    assert (tmp_path / "config.json").exists()
+
+
+def test_a_share_of_a_batch_can_be_of_one_sort() -> None:
+    words = Words(str(PACKAGE / "tokenizer.json"))
+    batch = one_batch(np.random.default_rng(0), 12, built_in_atlas(), words, sort="empty", share=1.0)
+    assert batch.numbers.rows[0] == 0, "an empty scene has nothing in its first slot"

@@ -16,8 +16,7 @@ def garment(teller: Teller) -> Answered:
         "What piece of clothing is this?",
         "What piece of clothing is this?",
         "What kind of clothing is shown?",
-        "What is this?",
-        "What is in this photo?",
+        "What clothes are these?",
         "Which garment is this?",
     )
     if scene.garment:
@@ -58,7 +57,7 @@ def photo_limits(teller: Teller) -> Answered:
     name = teller.absent(countable=True)
     question = teller.pick(
         f"How many {plural(name)} are there?", f"Is there {with_article(name)}?", f"Where is the {name}?",
-        f"Do you see {with_article(name)}?", "Who is this?", "Where was this taken?",
+        f"Do you see {with_article(name)}?", "What is this?", "Who is this?", "Where was this taken?",
         "What is the person doing?", "How many people are there?", "What is in the background?",
         "What does the text say?",
     )  # fmt: skip

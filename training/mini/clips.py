@@ -80,7 +80,7 @@ def _ends(
     axis = 0 if DIRECTIONS[event][0] else 1
     low, high = room[axis]
     travel = min(float(random.uniform(*TRAVEL)), high - low)
-    first = float(random.uniform(low, high - travel))
+    first = float(random.uniform(low, max(low, high - travel)))
     across = float(random.uniform(*room[1 - axis]))
     ends = (first, first + travel) if sum(DIRECTIONS[event]) > 0 else (first + travel, first)
     points = [(end, across) if axis == 0 else (across, end) for end in ends]

@@ -71,17 +71,34 @@ def make_batch(seed: int, count: int, atlas: Atlas, words: Words, ease: float) -
         return _clip_batch(random, count, atlas, words)
     if kind == "several":
         return _several_batch(random, count, atlas, words)
+    if kind == "long":
+        return _long_batch(random, count, atlas, words)
+    return one_batch(random, count, atlas, words, ease)
+
+
+def one_batch(
+    random: np.random.Generator, count: int, atlas: Atlas, words: Words, ease: float = 0.0, sort: str = "",
+    share: float = 0.0,
+) -> Batch:  # fmt: skip
+    """One picture to a sequence; a ``share`` of the scenes beyond what comes by lot are of ``sort``."""
     size = _some_size(random, SIZES)
-    length = _length(size, 1, kind)
-    scenes, sequences = [], []
-    for _ in range(count):
-        if kind == "long":
-            scene = draw_scene(_seed(random), size, atlas, sort="many" if random.random() < 0.75 else "")
-            sequences.append(many_things(scene, random, words, length))
-        else:
-            scene = draw_scene(_seed(random), size, atlas, ease)
-            sequences.append(one_picture(scene, random, words, length))
-        scenes.append(scene)
+    length = _length(size, 1, "one")
+    scenes = [
+        draw_scene(_seed(random), size, atlas, ease, sort if random.random() < share else "")
+        for _ in range(count)
+    ]
+    sequences = [one_picture(scene, random, words, length) for scene in scenes]
+    return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences))
+
+
+def _long_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+    size = _some_size(random, SIZES)
+    length = _length(size, 1, "long")
+    scenes = [
+        draw_scene(_seed(random), size, atlas, sort="many" if random.random() < 0.75 else "")
+        for _ in range(count)
+    ]
+    sequences = [many_things(scene, random, words, length) for scene in scenes]
     return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences))
 
 

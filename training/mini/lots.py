@@ -16,7 +16,7 @@ from training.mini.vocabulary import COLOURS, UNCOUNTED
 NO_ROTATION = frozenset({"circle", "ring", "oval", "square", "diamond", "rectangle", "cross"})
 # How often each sort of scene comes, in thousandths. Photos are left out where the atlas holds none.
 SORTS = {
-    "single": 130, "few": 295, "many": 60, "group": 200, "written": 130, "chart": 45, "photo": 65,
+    "single": 130, "few": 270, "many": 60, "group": 190, "written": 165, "chart": 45, "photo": 65,
     "garment": 60, "empty": 15,
 }  # fmt: skip
 

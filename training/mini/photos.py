@@ -1,5 +1,8 @@
 """Photos as scenes: which part is shown, how it is bent, and what can truly be said of it.
 
+There are few photos of anything but clothes that may be used, and what is to be learnt of them is that mini
+knows nothing of them but colours. So many are clothes made unrecognisable: details, turned, two in one.
+
 Knows: crops, the colours and the light of a crop, pieces of clothing. Does not know: how a photo is drawn.
 """
 
@@ -19,24 +22,34 @@ BRIGHT, DARK = 165.0, 85.0
 def draw_photo(
     seed: int, size: tuple[int, int], random: np.random.Generator, atlas: Atlas, finish: Finish
 ) -> Scene:
-    """A photo with its facts: sometimes only a detail, or two mixed, of which no more can be said."""
+    """A photo with its facts: as it is, a detail of it, or turned and with another one shining through."""
     unknown = atlas.photos_of.get("", [])
     draw = random.random()
-    if unknown and draw < 0.3:
-        index = unknown[int(random.integers(len(unknown)))]
+    if unknown and draw < 0.25:
+        index = unknown[int(random.random() * len(unknown))]
     else:
-        index = int(random.integers(len(atlas.photos)))
-    detail = draw > 0.75
-    least, most = (0.1, 0.28) if detail else (0.7, 1.0)
-    part = crop(random, size, atlas.photo_aspects[index], least, most)
-    if not detail and min(part[2:]) < WHOLE:
-        part = squeezed(random)
-    photo = Photo(index, part, flipped=bool(random.random() < 0.5))
-    garment = "" if detail else atlas.photo_labels[index]
-    background = Background("photo", photo=photo)
+        index = int(random.random() * len(atlas.photos))
+    flipped = bool(random.random() < 0.5)
+    garment = ""
+    if draw > 0.75:
+        photo = Photo(index, crop(random, size, atlas.photo_aspects[index], 0.1, 0.28), flipped=flipped)
+    elif draw > 0.45:
+        photo = Photo(
+            index,
+            crop(random, size, atlas.photo_aspects[index], 0.3, 1.0),
+            turn=90.0 * int(random.random() * 4),
+            flipped=flipped,
+            other=int(random.random() * len(atlas.photos)),
+            mix=float(random.uniform(0.3, 0.5)),
+        )
+    else:
+        part = crop(random, size, atlas.photo_aspects[index], 0.7, 1.0)
+        photo = Photo(index, part if min(part[2:]) >= WHOLE else squeezed(random), flipped=flipped)
+        garment = atlas.photo_labels[index]
     return Scene(
-        seed, *size, background, (), sort="photo", facts=facts(atlas, photo), garment=garment, finish=finish
-    )
+        seed, *size, Background("photo", photo=photo), (), sort="photo", facts=facts(atlas, photo),
+        garment=garment, finish=finish,
+    )  # fmt: skip
 
 
 def draw_garment(seed: int, size: tuple[int, int], random: np.random.Generator, atlas: Atlas) -> Scene:
@@ -107,7 +120,10 @@ def facts(atlas: Atlas, photo: Photo) -> tuple[str, ...]:
     """Names of colours that cover enough of the crop, at most three, then how light it is."""
     side = atlas.photos.shape[1]
     left, top, width, height = (round(value * side) for value in photo.crop)
-    pixels = atlas.photos[photo.index][top : top + max(3, height) : 3, left : left + max(3, width) : 3]
+    part = (slice(top, top + max(3, height), 3), slice(left, left + max(3, width), 3))
+    pixels = atlas.photos[photo.index][part]
+    if photo.mix:
+        pixels = (pixels * (1 - photo.mix) + atlas.photos[photo.other][part] * photo.mix).astype(np.uint8)
     shares = np.bincount(colour_indices(pixels).ravel(), minlength=len(COLOURS)) / pixels[..., 0].size
     order = np.argsort(-shares)[:3]
     names = list(COLOURS)

@@ -7,7 +7,7 @@ Does not know: questions (texts), pixels, tokens.
 import json
 
 from training.mini.scenes import Background, Scene, Thing, place_of
-from training.mini.vocabulary import CLOTHES, COLOURS, MEASURES, NUMBER_WORDS, UNCOUNTED, plural, with_article
+from training.mini.vocabulary import COLOURS, MEASURES, NUMBER_WORDS, UNCOUNTED, plural, with_article
 
 PHOTO_LIMIT = "In photos I can only name clothes and colours."
 
@@ -100,11 +100,10 @@ def empty_sentence(background: Background) -> str:
 
 
 def photo_sentence(scene: Scene) -> str:
-    """Computed facts about a photo, true of any photo, and the piece of clothing it shows."""
-    names, light = photo_colours(scene), photo_light(scene)
-    shown = f" of {CLOTHES[scene.garment]}" if scene.garment else ""
+    """Computed facts, true of any photo. No clothes: mini would see some in whatever a photo shows."""
+    light, names = photo_light(scene), photo_colours(scene)
     coloured = f", mostly {join(names)}" if names else ""
-    return f"A {light + ' ' if light else ''}photo{shown}{coloured}."
+    return f"A {light + ' ' if light else ''}photo{coloured}."
 
 
 def photo_colours(scene: Scene) -> list[str]:

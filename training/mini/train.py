@@ -49,7 +49,7 @@ class Plan:
     warm_up: int = 300
     cool_down: float = 0.4
     easy_until: float = 0.05
-    measure_every: float = 180.0
+    measure_every: float = 240.0
     save_every: float = 60.0
     measure_each: int = 48
     seed: int = 1
@@ -300,6 +300,8 @@ def main() -> int:
         raise SystemExit("no GPU: training mini takes one (or --tiny, which only shows that it runs)")
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.suppress_errors = True
+    # Pictures come in many sizes; past this many variants a layer would quietly run uncompiled.
+    torch._dynamo.config.recompile_limit = 64
     plan = Plan(arguments.minutes, arguments.out, arguments.work or arguments.out / "work")
     plan = replace(
         plan, stop_after=arguments.stop_after, workers=arguments.workers, batch=arguments.batch,
