@@ -1,8 +1,46 @@
-"""Bytes and durations as people read them. Knows nothing else."""
+"""Bytes and durations as people write and read them. Knows nothing else."""
+
+import math
+import re
+
+from vlfit.errors import UsageError
 
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+
+# A GB is 10^9 bytes, a GiB 2^30, as the standards have it; a lone letter is the binary unit, as in `free -h`.
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power, _letter: 1024**_power}
+_SIZE = re.compile(r"([+-]?)\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)")
+_MOST = 2**60
+
+
+def parse_bytes(text: str, name: str = "") -> int:
+    """Bytes of ``"8151MiB"``, ``"8 GB"`` or ``"7.5 GiB"``, rounded; ``name`` is an option, for messages.
+
+    Raises ``UsageError`` for a size that is negative, that lacks a unit (but for 0) or is none.
+    """
+    about = f"{name}: " if name else ""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"{about}{text!r} is not a size", "write it like 951MiB, 8 GB or 7.5GiB")
+    sign, number, unit = found[1], float(found[2]), found[3]
+    if sign == "-" and number:
+        raise UsageError(
+            f"{about}a size cannot be negative: {text!r}", "write it like 951MiB, 8 GB or 7.5GiB"
+        )
+    if not unit and number:
+        raise UsageError(f"{about}{text!r} has no unit", f"write {found[2]}MiB, or {found[2]}B for bytes")
+    factor = _UNITS.get(unit.lower(), 0) if unit else 1
+    if not factor:
+        raise UsageError(
+            f"{about}unknown unit {unit!r} in {text!r}", "units are B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+        )
+    if not math.isfinite(number) or number * factor > _MOST:
+        raise UsageError(f"{about}{text!r} is larger than any memory", "is the unit right?")
+    return round(number * factor)
 
 
 def format_bytes(count: int) -> str:
@@ -15,6 +53,12 @@ def format_bytes(count: int) -> str:
     if magnitude < GIB:
         return f"{count / MIB:.1f} MiB" if magnitude < 100 * MIB else f"{count / MIB:.0f} MiB"
     return f"{count / GIB:.2f} GiB"
+
+
+def format_bandwidth(bytes_per_second: int) -> str:
+    """``448 * 10**9`` as ``"448 GB/s"``, decimal as data sheets have it."""
+    speed = bytes_per_second / 10**9
+    return f"{speed:.1f} GB/s" if speed < 100 else f"{speed:.0f} GB/s"
 
 
 def format_seconds(seconds: float) -> str:

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from vlfit.checkpoint.cache import LocalModel
-from vlfit.machine.gpu import Gpu
-from vlfit.machine.host import Host
-from vlfit.machine.survey import Machine
+from vlfit.machine.model import Gpu, Host, Machine
 from vlfit.plan.choose import GPU_MARGIN, SUGGESTION, choose_checkpoint
 from vlfit.units import GIB, MIB
 
@@ -25,11 +23,15 @@ EIGHT_INT4 = model("org/8B-INT4", 8.767, 7.03, "int4")
 
 
 def machine(*free_mib: int, ram: int = 16) -> Machine:
+    total = 24576 * MIB
     gpus = tuple(
-        Gpu(index, "NVIDIA GeForce RTX 5060", f"GPU-{index}", 8151 * MIB, free * MIB, (12, 0))
+        Gpu(
+            index, "NVIDIA", total, free * MIB, total - free * MIB, (), "", "", (12, 0), None, "unknown", None
+        )
         for index, free in enumerate(free_mib)
     )
-    return Machine(Host(32 * GIB, ram * GIB, False), gpus, "" if gpus else "no NVIDIA driver is installed")
+    host = Host(32 * GIB, ram * GIB, 0, None, False, False, "none", 8, "Linux")
+    return Machine(gpus, host, () if gpus else ("No NVIDIA driver is installed.",))
 
 
 # The card of the documents: 8151 MiB, of which a desktop holds 951.

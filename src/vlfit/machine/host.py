@@ -1,12 +1,16 @@
-"""The computer around the GPU: how much RAM there is and may be used, and whether this is WSL2.
+"""The computer around the GPU: how much RAM there is and may be used, WSL2 or not, container or not.
 
 Knows: Linux' ``/proc`` and control groups. Does not know: GPUs (``gpu.py``), or who uses the RAM.
 """
 
 import os
-from dataclasses import dataclass
+import platform
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
+from vlfit.machine.display import read_display
+from vlfit.machine.model import Host
 from vlfit.units import KIB
 
 # Files of a control group: its limit, what it uses, and the line of memory.stat with reclaimable pages.
@@ -14,24 +18,53 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """``ram_total`` and ``ram_available`` in bytes; both respect the limit of a container."""
-
-    ram_total: int
-    ram_available: int
-    wsl2: bool
+# Container runtimes leave their names in the control group of the first process (version 1), or these files.
+_RUNTIMES = re.compile(r"docker|kubepods|containerd|libpod|/lxc/")
+_CONTAINER_FILES = (".dockerenv", "run/.containerenv")
 
 
-def read_host(proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")) -> Host:
-    """What this computer has now. Reads two or three small files; never fails."""
+def read_host(
+    proc: Path = Path("/proc"),
+    control_groups: Path = Path("/sys/fs/cgroup"),
+    root: Path = Path("/"),
+    environment: Mapping[str, str] = os.environ,
+) -> Host:
+    """What this computer has now. Reads small files only; never fails."""
     meminfo = _meminfo(proc)
-    total = meminfo.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = meminfo.get("MemAvailable", total)
+    ram = meminfo.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = meminfo.get("MemAvailable", ram)
+    tightest = ram
     for limit, used in _limits(proc, control_groups):
-        total = min(total, limit)
+        tightest = min(tightest, limit)
         available = min(available, max(limit - used, 0))
-    return Host(total, available, _is_wsl2(proc))
+    wsl2 = _is_wsl2(proc)
+    return Host(
+        ram_total=tightest,
+        ram_available=min(available, tightest),
+        swap_total=meminfo.get("SwapTotal", 0),
+        memory_limit=tightest if tightest < ram else None,
+        wsl2=wsl2,
+        container=_is_container(proc, root, environment),
+        display="windows" if wsl2 else read_display(proc, environment),
+        cores=_cores(),
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+    )
+
+
+def _cores() -> int:
+    """Cores that this process may run on; ``taskset`` and a container can leave it fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _is_container(proc: Path, root: Path, environment: Mapping[str, str]) -> bool:
+    if any((root / name).exists() for name in _CONTAINER_FILES):
+        return True
+    # podman, LXC and systemd-nspawn set the first, Kubernetes the second.
+    if environment.get("container") or environment.get("KUBERNETES_SERVICE_HOST"):
+        return True
+    return _RUNTIMES.search(_read(proc / "1" / "cgroup")) is not None
 
 
 def _meminfo(proc: Path) -> dict[str, int]:

@@ -1,21 +1,16 @@
 """One look at this computer: its GPUs, its RAM, its kind. Takes milliseconds and changes nothing."""
 
-from dataclasses import dataclass
+from vlfit.machine.gpu import read_gpus
+from vlfit.machine.host import read_host
+from vlfit.machine.model import Machine
+from vlfit.machine.problems import Surroundings
+from vlfit.machine.remarks import remarks
 
-from vlfit.machine.gpu import Gpu, read_gpus
-from vlfit.machine.host import Host, read_host
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What this computer has now. ``no_gpu_reason`` says why ``gpus`` is empty; it is "" when it is not."""
-
-    host: Host
-    gpus: tuple[Gpu, ...]
-    no_gpu_reason: str
+__all__ = ["Machine", "survey"]
 
 
 def survey() -> Machine:
-    """Look at the machine. Never fails: what cannot be found out is left out."""
-    gpus, reason = read_gpus()
-    return Machine(read_host(), gpus, reason)
+    """Look at the machine. Never fails: what cannot be found out is left out, and the notes say why."""
+    host = read_host()
+    gpus, problems = read_gpus(around=Surroundings(host.wsl2, host.container))
+    return Machine(gpus, host, (*(problem.sentences for problem in problems), *remarks(gpus, host)))

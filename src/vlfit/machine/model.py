@@ -1,0 +1,151 @@
+"""What a machine is: its GPUs, the computer around them, and remarks, as frozen records.
+
+Knows the fields, their units, and the JSON form of a machine file. Does not know how a machine is looked at
+(``survey.py``) or where the table of cards is (``cards.py``).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vlfit.errors import UsageError
+from vlfit.machine.records import HINT, decode, encode, wrong
+
+FILE_VERSION = 1
+DISPLAYS = ("wayland", "x11", "none", "windows")
+BANDWIDTH_SOURCES = ("measured", "clocks", "table", "unknown")
+# No GPU, computer or link comes near; a file that says more has its units wrong.
+MOST_BYTES = 2**50
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process on the GPU. ``bytes`` is None where the driver does not tell (N/A, as under WSL2)."""
+
+    pid: int
+    name: str
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU, sizes in bytes and bandwidths in bytes per second.
+
+    ``desktop`` is what others than this process hold now, the driver's own share (``reserved``, 0 where it is
+    not told) included. ``driver`` and ``cuda`` (the newest that it runs) are "" for a card from the table.
+    ``bandwidth`` is the peak of the card's memory; ``bandwidth_how`` says where the number comes from.
+    ``pcie_bandwidth`` is the speed of the link one way, as the standard has it; copies reach less.
+    ``pcie_lanes`` and ``pcie_generation`` are those of the link between this card and this slot.
+    """
+
+    index: int
+    name: str
+    total: int
+    free: int
+    desktop: int
+    processes: tuple[GpuProcess, ...]
+    driver: str
+    cuda: str
+    compute_capability: tuple[int, int]
+    bandwidth: int | None
+    bandwidth_how: str
+    pcie_bandwidth: int | None
+    pcie_generation: int | None = None
+    pcie_lanes: int | None = None
+    reserved: int = 0
+    uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The computer around the GPUs, sizes in bytes.
+
+    ``ram_total`` and ``ram_available`` respect ``memory_limit``, the tightest limit of a control group (None
+    if there is none below the RAM). ``display`` is one of ``DISPLAYS``; "windows" means WSL2.
+    """
+
+    ram_total: int
+    ram_available: int
+    swap_total: int
+    memory_limit: int | None
+    wsl2: bool
+    container: bool
+    display: str
+    cores: int
+    platform: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """GPUs in the driver's order, the host, and ``notes``: plain sentences, first why there is no GPU."""
+
+    gpus: tuple[Gpu, ...]
+    host: Host
+    notes: tuple[str, ...]
+
+    @property
+    def no_gpu_reason(self) -> str:
+        """Why there is no GPU; "" if there is one."""
+        return "" if self.gpus else next(iter(self.notes), "no GPU is described")
+
+    def to_json(self) -> dict[str, Any]:
+        """This machine as a machine file holds it, in bytes and bytes per second."""
+        return {"version": FILE_VERSION, **encode(self)}
+
+    @staticmethod
+    def from_json(facts: Any) -> "Machine":
+        """The machine of a machine file. Raises ``UsageError`` that names the field that is wrong."""
+        if not isinstance(facts, dict):
+            raise wrong("a machine file", "an object", facts)
+        _check_version(facts.get("version"))
+        machine = decode(Machine, {name: value for name, value in facts.items() if name != "version"})
+        for place, gpu in enumerate(machine.gpus):
+            _check_gpu(gpu, f"gpus[{place}]")
+        _check_host(machine.host)
+        return machine
+
+
+def _check_version(version: Any) -> None:
+    if version is None:
+        raise UsageError("the machine file has no field 'version'", HINT)
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise wrong("version", f"a whole number from 1 to {FILE_VERSION}", version)
+    if version > FILE_VERSION:
+        raise UsageError(
+            f"the machine file is of version {version}; this vlfit reads version {FILE_VERSION}",
+            "update vlfit, or write the file again with this one: vlfit machine --save FILE",
+        )
+
+
+def _check_gpu(gpu: Gpu, where: str) -> None:
+    for name in ("total", "free", "desktop", "reserved", "bandwidth", "pcie_bandwidth"):
+        _check_size(getattr(gpu, name), f"{where}.{name}")
+    for process in gpu.processes:
+        _check_size(process.bytes, f"{where}.processes: {process.name or process.pid}")
+    if gpu.total == 0 or gpu.bandwidth == 0 or gpu.pcie_bandwidth == 0:
+        raise UsageError(f"{where}: total, bandwidth and pcie_bandwidth cannot be 0", HINT)
+    if gpu.free + gpu.desktop > gpu.total:
+        raise UsageError(
+            f"{where}: free ({gpu.free}) and desktop ({gpu.desktop}) are more than total ({gpu.total})", HINT
+        )
+    if gpu.bandwidth_how not in BANDWIDTH_SOURCES:
+        raise wrong(f"{where}.bandwidth_how", " or ".join(BANDWIDTH_SOURCES), gpu.bandwidth_how)
+    if not 1 <= gpu.compute_capability[0] <= 99 or not 0 <= gpu.compute_capability[1] <= 99:
+        raise wrong(f"{where}.compute_capability", "like [12, 0]", list(gpu.compute_capability))
+
+
+def _check_host(host: Host) -> None:
+    for name in ("ram_total", "ram_available", "swap_total", "memory_limit"):
+        _check_size(getattr(host, name), f"host.{name}")
+    if host.ram_available > host.ram_total:
+        raise UsageError(
+            f"host: ram_available ({host.ram_available}) is more than ram_total ({host.ram_total})", HINT
+        )
+    if host.display not in DISPLAYS:
+        raise wrong("host.display", " or ".join(DISPLAYS), host.display)
+    if host.cores < 1:
+        raise wrong("host.cores", "at least 1", host.cores)
+
+
+def _check_size(size: int | None, where: str) -> None:
+    if size is not None and not 0 <= size <= MOST_BYTES:
+        raise wrong(where, "from 0 to 1 PiB, in bytes", size)
