@@ -17,6 +17,8 @@ from vlfit.cli.ask import ask
 from vlfit.cli.caption import caption
 from vlfit.cli.chat import chat
 from vlfit.cli.convert import convert
+from vlfit.cli.machine import EXAMPLES as _MACHINE_EXAMPLES
+from vlfit.cli.machine import machine
 from vlfit.cli.models import models_app
 from vlfit.cli.printing import cannot_write, print_error
 from vlfit.cli.pull import pull
@@ -96,6 +98,7 @@ app.command()(chat)
 app.command()(serve)
 app.command(epilog=_PULL_EXAMPLES)(pull)
 app.command(epilog=_CONVERT_EXAMPLES)(convert)
+app.command(epilog=_MACHINE_EXAMPLES)(machine)
 app.add_typer(models_app, name="models", help=_MODELS_HELP)
 
 

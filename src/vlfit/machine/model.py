@@ -97,7 +97,9 @@ class Machine:
         if not isinstance(facts, dict):
             raise wrong("a machine file", "an object", facts)
         _check_version(facts.get("version"))
-        machine = decode(Machine, {name: value for name, value in facts.items() if name != "version"})
+        # The advice of `vlfit machine --json` follows from the rest.
+        fields = {name: value for name, value in facts.items() if name not in ("version", "advice")}
+        machine = decode(Machine, fields)
         for place, gpu in enumerate(machine.gpus):
             _check_gpu(gpu, f"gpus[{place}]")
         _check_host(machine.host)

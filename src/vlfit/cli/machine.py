@@ -1,0 +1,158 @@
+"""``vlfit machine``: what this computer has, who holds its GPU memory, and how to get some of it back."""
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vlfit.cli.machine_options import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
+from vlfit.cli.printing import Printer
+from vlfit.units import MIB, format_bandwidth, format_bytes
+
+if TYPE_CHECKING:
+    from vlfit.machine.model import Gpu, Host, Machine
+
+EXAMPLES = """\b
+Examples:
+  vlfit machine
+  vlfit machine --save this.json
+  vlfit machine --machine other.json --json
+  vlfit machine --gpu "RTX 5060" --desktop 951MiB --wsl2 --save card.json
+"""
+
+_WIDTH = 100
+_HOW = {
+    "measured": "measured",
+    "clocks": "from memory clock and bus width",
+    "table": "from the table of cards",
+    "unknown": "",
+}
+
+
+def machine(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, in bytes and bytes per second.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Write a machine file, for --machine.")
+    ] = None,
+    machine: MachineFile = None,
+    gpu: GpuName = None,
+    desktop: DesktopSize = None,
+    wsl2: UnderWsl2 = False,
+) -> None:
+    """Show GPUs, who holds their memory, RAM, WSL2 or container, and what is wrong if no GPU is seen.
+
+    Ends with 0 also where there is no GPU.
+    """
+    chosen = chosen_machine(machine, gpu, desktop, wsl2)
+    printer = Printer(json=as_json)
+    if save is not None:
+        from vlfit.machine.file import save_machine
+
+        save_machine(chosen, save)
+        printer.note(f"written to {save}")
+    if as_json:
+        printer.data(_facts(chosen))
+    else:
+        printer.line("\n".join(_page(chosen)))
+
+
+def _facts(chosen: "Machine") -> dict[str, Any]:
+    """A machine file, and the advice, which a machine file may hold too."""
+    from vlfit.machine.desktop import advice
+
+    tips = [
+        {"gpu": gpu.index, "kind": tip.kind, "what": tip.what, "frees": tip.frees}
+        for gpu in chosen.gpus
+        for tip in advice(gpu, chosen.host)
+    ]
+    return {**chosen.to_json(), "advice": tips}
+
+
+def _page(chosen: "Machine") -> list[str]:
+    lines = []
+    for gpu in chosen.gpus:
+        lines += [f"GPU {gpu.index}: {gpu.name}", *_about_gpu(gpu), *_about_holders(gpu, chosen.host), ""]
+    if not chosen.gpus:
+        lines += ["GPU: none", ""]
+    lines += ["Computer", *_about_host(chosen.host)]
+    if chosen.notes:
+        lines += ["", "Notes"]
+    for note in chosen.notes:
+        lines += textwrap.wrap(
+            note, _WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False
+        )
+    return lines
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<12} {text}"
+
+
+def _about_gpu(gpu: "Gpu") -> list[str]:
+    memory = f"{_mib(gpu.total)} in all, {_mib(gpu.free)} free, {_mib(gpu.desktop)} held by others"
+    if gpu.reserved:
+        memory += f" ({_mib(gpu.reserved)} of it by the driver itself)"
+    bandwidth = "unknown"
+    if gpu.bandwidth is not None:
+        bandwidth = f"{format_bandwidth(gpu.bandwidth)}, {_HOW[gpu.bandwidth_how]}".rstrip(", ")
+    link = "unknown"
+    if gpu.pcie_bandwidth is not None:
+        link = f"{format_bandwidth(gpu.pcie_bandwidth)} one way"
+        if gpu.pcie_generation and gpu.pcie_lanes:
+            link = f"{gpu.pcie_generation}.0 x{gpu.pcie_lanes}, {link}"
+    rows = [
+        _row("memory", memory),
+        _row("bandwidth", bandwidth),
+        _row("PCIe", link),
+        _row("compute", "capability " + ".".join(map(str, gpu.compute_capability))),
+    ]
+    if gpu.driver:
+        rows.append(_row("driver", f"{gpu.driver}, CUDA {gpu.cuda or 'unknown'}"))
+    return rows
+
+
+def _about_holders(gpu: "Gpu", host: "Host") -> list[str]:
+    from vlfit.machine.desktop import advice, untold
+
+    rows = [
+        (process.name or f"process {process.pid}", "N/A" if process.bytes is None else _mib(process.bytes))
+        for process in gpu.processes
+    ]
+    rest = untold(gpu)
+    if gpu.driver and rest >= MIB:
+        rows.append(("not told by the driver", _mib(rest)))
+    width = max((len(name) for name, _ in rows), default=0)
+    lines = [f"{name:<{width}}  {held:>10}" for name, held in rows]
+    tips = []
+    for tip in advice(gpu, host):
+        freed = "how much, the driver does not tell" if tip.frees is None else _mib(tip.frees)
+        tips += textwrap.wrap(
+            f"{tip.what}: {freed}", _WIDTH - 15, subsequent_indent="  ", break_on_hyphens=False
+        )
+    return [*_block("held by", lines), *_block("to free", tips)]
+
+
+def _block(name: str, lines: list[str]) -> list[str]:
+    return [_row(name if place == 0 else "", line) for place, line in enumerate(lines)]
+
+
+def _about_host(host: "Host") -> list[str]:
+    ram = f"{format_bytes(host.ram_total)} in all, {format_bytes(host.ram_available)} available"
+    if host.memory_limit is not None:
+        ram += " (limited by a control group)"
+    kinds = [kind for kind, true in (("WSL2", host.wsl2), ("container", host.container)) if true]
+    return [
+        _row("RAM", ram),
+        _row("swap", format_bytes(host.swap_total) if host.swap_total else "none"),
+        _row("cores", str(host.cores)),
+        _row("display", host.display),
+        _row("system", ", ".join([host.platform, *kinds])),
+    ]
+
+
+def _mib(count: int) -> str:
+    """GPU memory as ``nvidia-smi`` counts it, so that numbers can be compared."""
+    return f"{round(count / MIB)} MiB"
