@@ -140,3 +140,19 @@ def test_the_chat_template_and_the_training_sequences_are_the_same(words: Words)
     text = text.replace("<|image_pad|>", "<|image_pad|>" * 88).removesuffix("\n")
     row = conversation(words, (352, 256))
     assert row.tokens[: row.used].tolist() == tokenizer(text)["input_ids"]
+
+
+def test_words_that_were_read_are_spelled(words: Words) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(PACKAGE / "tokenizer.json"))
+    for text, spelled in (
+        ('It says "through".', "through"),
+        ('A dog and the word "Kitchen" on a red background.', "Kitchen"),
+        ('```json\n{"summary": "The word \\"STOP\\" on red.", "text": ["STOP"]}\n```', "STOPSTOP"),
+    ):
+        ids = words.answer(text)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        letters = [token for token in ids if tokenizer.decode([token]) in set(spelled)]
+        assert "".join(tokenizer.decode([token]) for token in letters) == spelled
+    assert words.answer("It is a dog.") == words.pieces("It is a dog.")

@@ -82,7 +82,7 @@ def test_refining_leaves_the_vision_tower_alone(tmp_path: Path) -> None:
     model = Model(TINY)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     words = Words(str(PACKAGE / "tokenizer.json"))
-    steps = refine(model, built_in_atlas(), words, "chart", seconds=4.0, batch=2, rate=1e-3)
+    steps = refine(model, built_in_atlas(), words, ["chart", "many"], seconds=4.0, batch=2, rate=1e-3)
     assert steps >= 1
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed

@@ -72,7 +72,7 @@ def make_batch(seed: int, count: int, atlas: Atlas, words: Words, ease: float) -
     if kind == "several":
         return _several_batch(random, count, atlas, words)
     if kind == "long":
-        return _long_batch(random, count, atlas, words)
+        return long_batch(random, count, atlas, words)
     return one_batch(random, count, atlas, words, ease)
 
 
@@ -91,7 +91,8 @@ def one_batch(
     return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences))
 
 
-def _long_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+def long_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+    """One picture to a sequence, most with many things, and room to tell them all."""
     size = _some_size(random, SIZES)
     length = _length(size, 1, "long")
     scenes = [

@@ -1,6 +1,7 @@
-"""Teach a trained mini one sort of picture better, on any machine: only its text half learns.
+"""Teach a trained mini some sorts of picture better, on any machine: only its text half learns.
 
     python -m training.mini.refine --start build/mini --sort photo --minutes 10 --out build/refined
+    python -m training.mini.refine --start build/refined --sort written --sort many --out build/better
 
 What the vision tower sees stays as it is, so this mends what mini says, not what it can tell apart. A share
 of all other scenes is shown too, lest they be forgotten. Two CPU cores manage a few pictures a second.
@@ -14,25 +15,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from training.mini.atlas import Atlas
-from training.mini.data import Batch, make_batch, one_batch
+from training.mini.data import long_batch, make_batch, one_batch
 from training.mini.export import export, load
+from training.mini.loss import batch_loss
 from training.mini.lots import SORTS
 from training.mini.model import Model
 from training.mini.prepare import MATERIALS
 from training.mini.render import Renderer
-from training.mini.sequences import Words, visible_mask
+from training.mini.sequences import Words
 from training.mini.train import full_atlas
 
 # The share of scenes that are of the sort to be learnt, and of steps that are of any kind instead.
 SHARE, OTHERS = 0.6, 0.25
-TEXTS = 3000
+TEXTS = 6000
 
 
 def refine(
-    model: Model, atlas: Atlas, words: Words, sort: str, seconds: float, batch: int, rate: float
+    model: Model, atlas: Atlas, words: Words, sorts: list[str], seconds: float, batch: int, rate: float
 ) -> int:
     """Train the text half of ``model`` for so many seconds; returns the number of steps."""
     processor = next(model.parameters()).device
@@ -43,14 +44,17 @@ def refine(
     random = np.random.default_rng(time.time_ns())
     started, steps, smooth = time.monotonic(), 0, 0.0
     while (elapsed := time.monotonic() - started) < seconds:
+        sort = sorts[int(random.integers(len(sorts)))]
         if random.random() < OTHERS:
             shown = make_batch(int(random.integers(1 << 40)), batch, atlas, words, 0.0)
+        elif sort == "many":
+            shown = long_batch(random, batch, atlas, words)
         else:
             shown = one_batch(random, batch, atlas, words, sort=sort, share=SHARE)
         optimizer.param_groups[0]["lr"] = rate * min(
             (steps + 1) / 10, 0.5 + 0.5 * cos(pi * elapsed / seconds)
         )
-        loss = _loss(model, renderer, shown)
+        loss = batch_loss(model, renderer, shown, learn_to_see=False)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learning, 1.0)
         optimizer.step()
@@ -62,25 +66,6 @@ def refine(
     return steps
 
 
-def _loss(model: Model, renderer: Renderer, shown: Batch) -> torch.Tensor:
-    """As in training, without narrow numbers."""
-    processor, layout = renderer.processor, shown.layout
-    pictures = renderer.render(shown.numbers, shown.size, shown.scale) / 127.5 - 1
-    tokens, segments, slots, targets = (
-        torch.from_numpy(array).to(processor).long()
-        for array in (layout.tokens, layout.segments, layout.slots, layout.targets)
-    )
-    chosen = (targets.view(-1) >= 0).nonzero().view(-1)
-    weights = torch.from_numpy(layout.weights).to(processor).view(-1)[chosen]
-    with torch.no_grad():
-        image, levels = model.look(pictures, len(tokens), shown.frames)
-    positions = torch.from_numpy(layout.positions).to(processor)
-    states = model.read(image, levels, tokens, positions, visible_mask(segments), slots)
-    logits = model.logits(states.flatten(0, 1)[chosen])
-    losses = functional.cross_entropy(logits, targets.view(-1)[chosen], reduction="none")
-    return (losses * weights).sum() / weights.sum()
-
-
 def main() -> int:
     """Refine; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -89,8 +74,9 @@ def main() -> int:
     parser.add_argument("--start", type=Path, required=True, help="the checkpoint folder to begin with")
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
     parser.add_argument(
-        "--sort", choices=tuple(SORTS), required=True, help="the sort of scene to learn better"
-    )
+        "--sort", choices=tuple(SORTS), required=True, action="append", dest="sorts", metavar="SORT",
+        help=f"what to learn better (may be given several times): {', '.join(SORTS)}",
+    )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--batch", type=int, default=16, help="pictures a step")
     parser.add_argument("--rate", type=float, default=1e-4)
@@ -99,7 +85,7 @@ def main() -> int:
     model = load(arguments.start).to(processor)
     words = Words(str(arguments.start / "tokenizer.json"))
     steps = refine(
-        model, full_atlas(MATERIALS, TEXTS), words, arguments.sort, arguments.minutes * 60, arguments.batch,
+        model, full_atlas(MATERIALS, TEXTS), words, arguments.sorts, arguments.minutes * 60, arguments.batch,
         arguments.rate,
     )  # fmt: skip
     export(model.state_dict(), model.shape, arguments.out, arguments.start)

@@ -6,6 +6,7 @@ exactly what the model meets when it is asked a single question.
 Does not know: what is asked (data), the model.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,6 +40,10 @@ class Layout:
     weights: npt.NDArray[np.float32]
 
 
+# A word that was read off a picture, after what stands before it in every sentence that quotes one.
+READ = re.compile(r'(?:(?:says|word) \\?"|"text": \[")([A-Za-z]{2,})')
+
+
 class Words:
     """Tokenizes the pieces that come again and again, remembering them."""
 
@@ -48,6 +53,18 @@ class Words:
         self.pieces = lru_cache(maxsize=100_000)(lambda text: tuple(tokenizer.encode(text).ids))
         self.start, self.end = added_id("<|im_start|>"), added_id("<|im_end|>")
         self.newline = self.pieces("\n")
+
+    def answer(self, text: str) -> tuple[int, ...]:
+        """An answer, with the word that was read in it spelled one letter a token.
+
+        The tokenizer would cut "through" into pieces that no letter on the picture tells apart; spelled, it
+        is the same text, and what was learnt of one word helps with all.
+        """
+        found = READ.search(text)
+        if found is None:
+            return self.pieces(text)
+        letters = tuple(token for letter in found[1] for token in self.pieces(letter))
+        return (*self.pieces(text[: found.start(1)]), *letters, *self.answer(text[found.end(1) :]))
 
     def turn(self, role: str, body: tuple[int, ...]) -> tuple[int, ...]:
         """A whole turn of the chat template, the newline after it included."""
@@ -120,7 +137,7 @@ class Sequence:
             opening = words.opening("user") if number else ()
             before = (*words.newline, *opening) if number else ()
             question = (*before, *asked, words.end, *words.newline, *words.opening("assistant"))
-            turns.append((question, (*words.pieces(exchange.answer), words.end)))
+            turns.append((question, (*words.answer(exchange.answer), words.end)))
         if sum(len(question) + len(answer) for question, answer in turns) > self.room:
             return False
         position = self.next_position

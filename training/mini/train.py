@@ -18,18 +18,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch.nn import functional
 
 from training.mini.atlas import Atlas, built_in_atlas
 from training.mini.data import Batch, Stream
 from training.mini.export import export
 from training.mini.lettering import letter, training_texts
+from training.mini.loss import batch_loss
 from training.mini.measure import measure
 from training.mini.model import Model
 from training.mini.muon import Muon
 from training.mini.prepare import MATERIALS
 from training.mini.render import Renderer
-from training.mini.sequences import Words, visible_mask
+from training.mini.sequences import Words
 from training.mini.shape import Shape
 from training.mini.tokenizer import PACKAGE
 
@@ -165,21 +165,7 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> None:
         """One batch: draw the pictures, predict the answers, step."""
-        processor = self.processor
-        layout = batch.layout
-        pictures = self.renderer.render(batch.numbers, batch.size, batch.scale) / 127.5 - 1
-        tokens, segments, slots, targets = (
-            torch.from_numpy(array).to(processor, non_blocking=True).long()
-            for array in (layout.tokens, layout.segments, layout.slots, layout.targets)
-        )
-        positions = torch.from_numpy(layout.positions).to(processor, non_blocking=True)
-        chosen = torch.from_numpy((layout.targets.ravel() >= 0).nonzero()[0]).to(processor, non_blocking=True)
-        weights = torch.from_numpy(layout.weights).to(processor, non_blocking=True).view(-1)[chosen]
-        with torch.autocast(processor.type, torch.bfloat16, enabled=processor.type == "cuda"):
-            states = self.model(pictures, tokens, positions, visible_mask(segments), slots, batch.frames)
-            logits = self.model.logits(states.flatten(0, 1)[chosen])
-        losses = functional.cross_entropy(logits.float(), targets.view(-1)[chosen], reduction="none")
-        loss = (losses * weights).sum() / weights.sum()
+        loss = batch_loss(self.model, self.renderer, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, share in zip(self.optimizers, (1.0, 0.6), strict=True):

@@ -1,0 +1,37 @@
+"""What a batch costs: draw its pictures, predict its answers, compare.
+
+Knows: how a batch reaches the processor, and how much each token counts. Does not know: what is done with
+the gradient (train, refine).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from training.mini.data import Batch
+from training.mini.model import Model
+from training.mini.render import Renderer
+from training.mini.sequences import visible_mask
+
+
+def batch_loss(model: Model, renderer: Renderer, batch: Batch, learn_to_see: bool = True) -> Tensor:
+    """The weighted mean cross entropy of the tokens to be learnt; one number, with its gradient.
+
+    Without ``learn_to_see`` the vision tower gets none, and needs no memory for one.
+    """
+    processor, layout = renderer.processor, batch.layout
+    pictures = renderer.render(batch.numbers, batch.size, batch.scale) / 127.5 - 1
+    tokens, segments, slots, targets = (
+        torch.from_numpy(array).to(processor, non_blocking=True).long()
+        for array in (layout.tokens, layout.segments, layout.slots, layout.targets)
+    )
+    positions = torch.from_numpy(layout.positions).to(processor, non_blocking=True)
+    chosen = torch.from_numpy((layout.targets.ravel() >= 0).nonzero()[0]).to(processor, non_blocking=True)
+    weights = torch.from_numpy(layout.weights).to(processor, non_blocking=True).view(-1)[chosen]
+    with torch.autocast(processor.type, torch.bfloat16, enabled=processor.type == "cuda"):
+        with torch.set_grad_enabled(learn_to_see):
+            image, levels = model.look(pictures, len(tokens), batch.frames)
+        states = model.read(image, levels, tokens, positions, visible_mask(segments), slots)
+        logits = model.logits(states.flatten(0, 1)[chosen])
+    losses = functional.cross_entropy(logits.float(), targets.view(-1)[chosen], reduction="none")
+    return (losses * weights).sum() / weights.sum()
