@@ -24,6 +24,7 @@ def parse_bytes(text: str, name: str = "") -> int:
     """
     about = f"{name}: " if name else ""
     found = _SIZE.fullmatch(text.strip())
+    text = text if len(text) <= 40 else text[:37] + "..."
     if found is None:
         raise UsageError(f"{about}{text!r} is not a size", "write it like 951MiB, 8 GB or 7.5GiB")
     sign, number, unit = found[1], float(found[2]), found[3]

@@ -1,122 +1,183 @@
 """GPUs as NVML reports them, with a stand-in for the driver: few machines that run tests have one."""
 
+import os
 import sys
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
+import pynvml  # type: ignore[import-untyped]
 import pytest
 
+from tests.machine.nvml import (
+    DESKTOP,
+    LAPTOP,
+    LARGE,
+    LIBRARY_NOT_FOUND,
+    WSL2,
+    FakeCard,
+    FakeNvml,
+    Process,
+    install,
+)
 from vlfit.machine.gpu import read_gpus
+from vlfit.machine.model import Gpu, GpuProcess
+from vlfit.machine.problems import Surroundings
 from vlfit.units import MIB
 
 
-class NvmlError(Exception):
-    pass
+def read_one() -> Gpu:
+    (gpu,), problems = read_gpus({})
+    assert problems == ()
+    return gpu
 
 
-class LibraryNotFound(NvmlError):
-    pass
+def test_a_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install(monkeypatch, DESKTOP)
+    assert read_one() == Gpu(
+        index=0,
+        name="NVIDIA GeForce RTX 5060",
+        total=8151 * MIB,
+        free=7200 * MIB,
+        desktop=951 * MIB,
+        processes=(
+            GpuProcess(1200, "Xorg", 310 * MIB),
+            GpuProcess(2600, "firefox", 298 * MIB),
+            GpuProcess(1400, "gnome-shell", 122 * MIB),
+            GpuProcess(3100, "Discord", 96 * MIB),
+        ),
+        driver="596.49",
+        cuda="13.2",
+        compute_capability=(12, 0),
+        bandwidth=448_032_000_000,
+        bandwidth_how="clocks",
+        pcie_bandwidth=31_507_692_308,
+        pcie_generation=5,
+        pcie_lanes=8,
+        reserved=207 * MIB,
+        uuid="GPU-aaaa",
+    )
+    assert nvml.open == 0
 
 
-CARDS = [
-    SimpleNamespace(
-        name="NVIDIA GeForce RTX 5060", uuid="GPU-aaaa", total=8151, free=7200, capability=(12, 0)
-    ),
-    SimpleNamespace(
-        name="NVIDIA GeForce RTX 3090", uuid="GPU-bbbb", total=24576, free=24000, capability=(8, 6)
-    ),
-]
+def test_the_stand_in_has_no_function_that_nvml_lacks() -> None:
+    names = [name for name in dir(FakeNvml) if name.startswith(("nvml", "NVML"))]
+    assert len(names) > 15
+    assert [name for name in names if not hasattr(pynvml, name)] == []
 
 
-class FakeNvml:
-    """The functions of pynvml that are used. ``broken`` names one that fails."""
-
-    NVMLError = NvmlError
-    NVMLError_LibraryNotFound = LibraryNotFound
-
-    def __init__(self, cards: list[Any], broken: str = "", error: Exception | None = None) -> None:
-        self.cards, self.broken, self.error = cards, broken, error
-        self.open = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self.broken and self.error is not None:
-            raise self.error
-        return getattr(self, f"_{name}")
-
-    def _nvmlInit(self) -> None:  # noqa: N802
-        self.open += 1
-
-    def _nvmlShutdown(self) -> None:  # noqa: N802
-        self.open -= 1
-
-    def _nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.cards)
-
-    def _nvmlDeviceGetHandleByIndex(self, index: int) -> Any:  # noqa: N802
-        return self.cards[index]
-
-    def _nvmlDeviceGetMemoryInfo(self, card: Any) -> Any:  # noqa: N802
-        return SimpleNamespace(total=card.total * MIB, free=card.free * MIB)
-
-    def _nvmlDeviceGetCudaComputeCapability(self, card: Any) -> tuple[int, int]:  # noqa: N802
-        return card.capability  # type: ignore[no-any-return]
-
-    def _nvmlDeviceGetName(self, card: Any) -> str | bytes:  # noqa: N802
-        return card.name  # type: ignore[no-any-return]
-
-    def _nvmlDeviceGetUUID(self, card: Any) -> str:  # noqa: N802
-        return card.uuid  # type: ignore[no-any-return]
+def test_wsl2_does_not_tell_processes_clocks_and_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, WSL2)
+    gpu = read_one()
+    assert gpu.processes == (GpuProcess(400, "Xwayland", None),)
+    assert gpu.desktop == 951 * MIB
+    assert (gpu.bandwidth, gpu.bandwidth_how) == (448_000_000_000, "table")
+    assert (gpu.pcie_bandwidth, gpu.pcie_generation, gpu.pcie_lanes) == (None, None, None)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, nvml: object) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+def test_a_laptop_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 GB/s are the laptop's; the card of the same number in a desktop has 272."""
+    install(monkeypatch, LAPTOP)
+    gpu = read_one()
+    assert (gpu.bandwidth, gpu.bandwidth_how) == (256_000_000_000, "table")
+
+
+def test_a_card_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, replace(LAPTOP, name="NVIDIA Quantum 1"))
+    gpu = read_one()
+    assert (gpu.bandwidth, gpu.bandwidth_how) == (None, "unknown")
+
+
+def test_clocks_that_make_no_sense_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, replace(DESKTOP, memory_clock=1))
+    assert read_one().bandwidth_how == "table"
+
+
+def test_an_old_driver_without_reserve_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install(monkeypatch, replace(DESKTOP, reserved=None, name=b"Old name"))
+    nvml.driver, nvml.cuda, nvml.old = b"470.1", None, True
+    gpu = read_one()
+    assert len(gpu.processes) == 4
+    assert (gpu.reserved, gpu.name, gpu.driver, gpu.cuda) == (0, "Old name", "470.1", "")
+
+
+def test_a_process_that_draws_and_computes_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Process(7, "/usr/bin/blender", 500)
+    install(monkeypatch, replace(DESKTOP, graphics=(both,), compute=(both,)))
+    assert read_one().processes == (GpuProcess(7, "blender", 500 * MIB),)
+
+
+def test_told_in_one_list_and_not_in_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, unknown = Process(7, "a", 500), Process(7, "a", None)
+    for lists in ((known, unknown), (unknown, known)):
+        install(monkeypatch, replace(DESKTOP, graphics=lists[:1], compute=lists[1:]))
+        assert read_one().processes == (GpuProcess(7, "a", 500 * MIB),)
+
+
+def test_our_own_process_is_no_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Process(os.getpid(), "/usr/bin/python3", 900)
+    install(monkeypatch, replace(DESKTOP, graphics=(), compute=(ours,)))
+    gpu = read_one()
+    assert (gpu.processes, gpu.desktop) == ((), 51 * MIB)
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs Linux")
+def test_a_name_that_says_nothing_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = os.getppid()
+    comm = Path(f"/proc/{parent}/comm").read_text().strip()
+    for command in ("/proc/self/exe --type=gpu-process", ""):
+        install(monkeypatch, replace(DESKTOP, graphics=(Process(parent, command, 5),)))
+        assert read_one().processes == (GpuProcess(parent, comm, 5 * MIB),)
 
 
 def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml(CARDS)
-    install(monkeypatch, nvml)
-    (first, second), reason = read_gpus({})
-    assert reason == ""
-    assert (first.name, first.index, first.total) == ("NVIDIA GeForce RTX 5060", 0, 8151 * MIB)
-    assert (first.free, first.compute_capability) == (7200 * MIB, (12, 0))
-    assert (second.index, second.uuid) == (1, "GPU-bbbb")
+    install(monkeypatch, DESKTOP, LARGE)
+    (first, second), problems = read_gpus({})
+    assert problems == ()
+    assert (first.index, second.index, second.uuid) == (0, 1, "GPU-bbbb")
+    assert (second.total, second.bandwidth) == (24576 * MIB, 936_096_000_000)
+    assert second.pcie_bandwidth == 31_507_692_308
+
+
+def test_one_of_two_gpus_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install(monkeypatch, replace(DESKTOP, broken=15), LARGE)
+    gpus, (problem,) = read_gpus({})
+    assert [gpu.index for gpu in gpus] == [1]
+    assert problem.id == "gpu.lost"
+    assert problem.what.startswith("GPU 0 fails: ")
     assert nvml.open == 0
 
 
-def test_names_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeNvml([SimpleNamespace(**{**vars(CARDS[0]), "name": b"Old name"})]))
-    assert read_gpus({})[0][0].name == "Old name"
+def test_the_only_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, replace(DESKTOP, broken=15))
+    gpus, (problem,) = read_gpus({})
+    assert (gpus, problem.id) == ((), "gpu.lost")
 
 
 @pytest.mark.parametrize(
-    ("broken", "error", "words"),
+    ("cards", "failure", "kind"),
     [
-        ("nvmlInit", LibraryNotFound("NVML Shared Library Not Found"), "no NVIDIA driver is installed"),
-        ("nvmlInit", NvmlError("Driver/library version mismatch"), "does not answer: Driver/library version"),
-        ("nvmlDeviceGetMemoryInfo", NvmlError("GPU is lost"), "does not describe its GPUs: GPU is lost"),
+        ((DESKTOP,), LIBRARY_NOT_FOUND, "container.no_gpu"),
+        ((DESKTOP,), 18, "driver.mismatch"),
+        ((), None, "gpu.none"),
     ],
 )
-def test_driver_that_fails_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch, broken: str, error: Exception, words: str
+def test_no_gpu_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    cards: tuple[FakeCard, ...],
+    failure: int | None,
+    kind: str,
 ) -> None:
-    nvml = FakeNvml(CARDS, broken, error)
-    install(monkeypatch, nvml)
-    gpus, reason = read_gpus({})
-    assert gpus == ()
-    assert words in reason
-    assert nvml.open == 0
-
-
-def test_driver_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeNvml([]))
-    assert read_gpus({}) == ((), "the NVIDIA driver finds no GPU")
+    nvml = install(monkeypatch, *cards, failure=failure)
+    gpus, (problem,) = read_gpus({}, Surroundings(container=True, root=tmp_path))
+    assert (gpus, problem.id, nvml.open) == ((), kind, 0)
 
 
 def test_no_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, None)
-    gpus, reason = read_gpus({})
-    assert gpus == ()
-    assert "nvidia-ml-py" in reason
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    gpus, (problem,) = read_gpus({})
+    assert (gpus, problem.id) == ((), "python.nvml")
+    assert "pip install nvidia-ml-py" in problem.fix
 
 
 @pytest.mark.parametrize(
@@ -131,10 +192,11 @@ def test_no_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0,0", [0]),
         ("", []),
         ("-1", []),
+        ("MIG-1234", []),
     ],
 )
 def test_visible_devices(monkeypatch: pytest.MonkeyPatch, setting: str, indexes: list[int]) -> None:
-    install(monkeypatch, FakeNvml(CARDS))
-    gpus, reason = read_gpus({"CUDA_VISIBLE_DEVICES": setting})
+    install(monkeypatch, DESKTOP, LARGE)
+    gpus, problems = read_gpus({"CUDA_VISIBLE_DEVICES": setting})
     assert [gpu.index for gpu in gpus] == indexes
-    assert ("CUDA_VISIBLE_DEVICES" in reason) is (not indexes)
+    assert ["CUDA_VISIBLE_DEVICES" in problem.what for problem in problems] == ([] if indexes else [True])

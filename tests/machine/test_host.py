@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from vlfit.machine.host import read_host
-from vlfit.machine.survey import survey
+from vlfit.machine.host import read_host as read
+from vlfit.machine.model import Host
 from vlfit.units import GIB, KIB, MIB
 
 MEMINFO = (
     "MemTotal:       16384000 kB\nMemFree:          500000 kB\nMemAvailable:    8192000 kB\nHugePages: 0\n"
+    "SwapTotal:       4194304 kB\n"
 )
 LINUX = "6.8.0-49-generic\n"
 WSL2 = "5.15.167.4-microsoft-standard-WSL2\n"
@@ -25,6 +26,11 @@ def proc(tmp_path: Path) -> Path:
     return folder
 
 
+def read_host(proc: Path, control_groups: Path, **environment: str) -> Host:
+    """On a file system that holds nothing else."""
+    return read(proc, control_groups, proc.parent / "root", environment)
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -36,7 +42,8 @@ def test_ram(proc: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "wsl2"), [(WSL2, True), (LINUX, False), ("4.4.0-19041-Microsoft\n", False), ("", False)]
+    ("release", "wsl2"),
+    [(WSL2, True), (LINUX, False), ("4.4.0-19041-Microsoft\n", False), ("", False)],
 )
 def test_wsl2(proc: Path, tmp_path: Path, release: str, wsl2: bool) -> None:
     write(proc / "sys" / "kernel" / "osrelease", release)
@@ -52,7 +59,7 @@ def test_limit_of_a_container(proc: Path, tmp_path: Path) -> None:
     write(groups / "user.slice" / "memory.current", f"{3 * GIB}\n")
     write(groups / "user.slice" / "memory.stat", f"anon 5\ninactive_file {2 * GIB}\n")
     host = read_host(proc, groups)
-    assert (host.ram_total, host.ram_available) == (4 * GIB, 3 * GIB)
+    assert (host.ram_total, host.ram_available, host.memory_limit) == (4 * GIB, 3 * GIB, 4 * GIB)
 
 
 def test_limit_of_an_older_container(proc: Path, tmp_path: Path) -> None:
@@ -69,7 +76,8 @@ def test_limit_above_the_ram_is_no_limit(proc: Path, tmp_path: Path) -> None:
     groups = tmp_path / "cgroup"
     write(groups / "memory.max", f"{2**63 - 4096}\n")
     write(groups / "memory.current", "0\n")
-    assert read_host(proc, groups).ram_available == 8192000 * KIB
+    host = read_host(proc, groups)
+    assert (host.ram_available, host.memory_limit) == (8192000 * KIB, None)
 
 
 def test_group_over_its_limit_has_nothing_left(proc: Path, tmp_path: Path) -> None:
@@ -84,9 +92,57 @@ def test_computer_without_proc(tmp_path: Path) -> None:
     assert host.ram_total == host.ram_available == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_this_computer() -> None:
-    machine = survey()
-    assert 0 < machine.host.ram_available <= machine.host.ram_total
-    assert (machine.no_gpu_reason == "") is bool(machine.gpus)
-    for gpu in machine.gpus:
-        assert 0 <= gpu.free <= gpu.total
+def test_swap_cores_and_system(proc: Path, tmp_path: Path) -> None:
+    host = read_host(proc, tmp_path / "none")
+    assert host.swap_total == 4 * GIB
+    assert host.memory_limit is None
+    assert 1 <= host.cores <= (os.cpu_count() or 1)
+    assert host.platform.split()[0] in ("Linux", "Darwin")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "environment"),
+    [
+        ("root/.dockerenv", "", {}),
+        ("root/run/.containerenv", "", {}),
+        ("proc/1/cgroup", "9:memory:/docker/0a1b\n", {}),
+        ("proc/1/cgroup", "9:memory:/kubepods.slice/pod1\n", {}),
+        ("unrelated", "", {"container": "podman"}),
+        ("unrelated", "", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}),
+    ],
+)
+def test_container(proc: Path, tmp_path: Path, file: str, text: str, environment: dict[str, str]) -> None:
+    write(proc / "1" / "cgroup", "0::/init.scope\n")
+    assert read_host(proc, tmp_path / "none").container is False
+    write(tmp_path / file, text)
+    assert read_host(proc, tmp_path / "none", **environment).container is True
+
+
+@pytest.mark.parametrize(
+    ("programs", "environment", "display"),
+    [
+        ([], {}, "none"),
+        (["bash", "sshd"], {}, "none"),
+        (["Xorg", "gnome-shell"], {}, "x11"),
+        (["gnome-shell"], {}, "wayland"),
+        (["gnome-shell", "Xwayland"], {}, "wayland"),
+        (["kwin_wayland"], {"DISPLAY": ":0"}, "wayland"),
+        ([], {"WAYLAND_DISPLAY": "wayland-0", "DISPLAY": ":0"}, "wayland"),
+        ([], {"DISPLAY": ":1"}, "x11"),
+        (["sshd"], {"DISPLAY": "localhost:10.0"}, "none"),  # ssh -X: the screen is elsewhere
+        (["Xvfb"], {}, "none"),  # draws into RAM
+    ],
+)
+def test_display(
+    proc: Path, tmp_path: Path, programs: list[str], environment: dict[str, str], display: str
+) -> None:
+    for pid, program in enumerate(programs, 100):
+        write(proc / str(pid) / "comm", f"{program}\n")
+    (proc / "999").mkdir()  # ended while we looked
+    assert read_host(proc, tmp_path / "none", **environment).display == display
+
+
+def test_under_wsl2_windows_draws(proc: Path, tmp_path: Path) -> None:
+    write(proc / "sys" / "kernel" / "osrelease", WSL2)
+    write(proc / "400" / "comm", "Xwayland\n")
+    assert read_host(proc, tmp_path / "none", WAYLAND_DISPLAY="wayland-0").display == "windows"

@@ -11,6 +11,7 @@ from vlfit.cli.printing import Printer
 from vlfit.units import MIB, format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
+    from vlfit.machine.desktop import Advice
     from vlfit.machine.model import Gpu, Host, Machine
 
 EXAMPLES = """\b
@@ -117,22 +118,22 @@ def _about_gpu(gpu: "Gpu") -> list[str]:
 def _about_holders(gpu: "Gpu", host: "Host") -> list[str]:
     from vlfit.machine.desktop import advice, untold
 
-    rows = [
-        (process.name or f"process {process.pid}", "N/A" if process.bytes is None else _mib(process.bytes))
-        for process in gpu.processes
-    ]
+    held = [(process.bytes, process.name or f"process {process.pid}") for process in gpu.processes]
+    lines = [_amount(count, name, "N/A") for count, name in held]
     rest = untold(gpu)
     if gpu.driver and rest >= MIB:
-        rows.append(("not told by the driver", _mib(rest)))
-    width = max((len(name) for name, _ in rows), default=0)
-    lines = [f"{name:<{width}}  {held:>10}" for name, held in rows]
-    tips = []
-    for tip in advice(gpu, host):
-        freed = "how much, the driver does not tell" if tip.frees is None else _mib(tip.frees)
-        tips += textwrap.wrap(
-            f"{tip.what}: {freed}", _WIDTH - 15, subsequent_indent="  ", break_on_hyphens=False
-        )
+        lines.append(_amount(rest, "not told by the driver"))
+    tips = [line for tip in advice(gpu, host) for line in _tip(tip)]
     return [*_block("held by", lines), *_block("to free", tips)]
+
+
+def _amount(count: int | None, text: str, otherwise: str = "unknown") -> str:
+    return f"{otherwise if count is None else _mib(count):>10}  {text}"
+
+
+def _tip(tip: "Advice") -> list[str]:
+    first, *others = textwrap.wrap(tip.what, _WIDTH - 27, break_on_hyphens=False)
+    return [_amount(tip.frees, first), *(f"{'':12}{line}" for line in others)]
 
 
 def _block(name: str, lines: list[str]) -> list[str]:

@@ -2,25 +2,21 @@
 
 Knows numbers and where they are from. Does not know how a name is looked up (``cards.py``).
 
-Sources. Total: the MiB that ``nvidia-smi`` prints for that card (NVML's total), as seen in public logs of
-owners. It is a little less than the size on the box from Ada on, and with ECC. "derived" marks those of which
-no log was at hand: there it is the total of a card of the same generation and size. Bandwidth: bus width by
-data rate of the vendor's data sheet, in 10^9 bytes per second; a laptop's can be lower where its maker clocks
-the memory down. Compute capability: NVIDIA's list of CUDA GPUs. PCIe: the card's own; a slot can offer less.
+Sources. Total: the MiB that ``nvidia-smi`` prints for that card (NVML's total), as owners have published it
+for each card here with drivers of 2023 to 2026; from Ada on, and with ECC, it is a little less than the size
+on the box. Bandwidth: bus width by data rate of the vendor's data sheet, in 10^9 bytes per second; a laptop's
+can be lower, where its maker clocks the memory down. Compute capability: NVIDIA's list of CUDA GPUs. PCIe:
+the card's own connector; a slot can offer less.
 """
 
 from dataclasses import dataclass
-
-SEEN = "nvidia-smi"
-DERIVED = "derived"
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
     """One model of card. ``total`` in MiB, ``bandwidth`` in 10^9 bytes per second.
 
-    ``total_how`` is ``SEEN`` or ``DERIVED``; ``name`` is the driver's without "NVIDIA", followed by the size
-    where cards of one name come with several.
+    ``name`` is the driver's without "NVIDIA", followed by the size where cards of one name come with several.
     """
 
     name: str
@@ -29,7 +25,6 @@ class Card:
     compute_capability: tuple[int, int]
     pcie_generation: int
     pcie_lanes: int
-    total_how: str = SEEN
 
 
 CARDS = (
@@ -41,7 +36,7 @@ CARDS = (
     Card("GeForce RTX 5060 Ti 16GB", 16311, 448, (12, 0), 5, 8),
     Card("GeForce RTX 5060 Ti 8GB", 8151, 448, (12, 0), 5, 8),
     Card("GeForce RTX 5060", 8151, 448, (12, 0), 5, 8),
-    Card("GeForce RTX 5050", 8151, 320, (12, 0), 5, 8, DERIVED),
+    Card("GeForce RTX 5050", 8151, 320, (12, 0), 5, 8),
     # Blackwell, laptop.
     Card("GeForce RTX 5090 Laptop GPU", 24463, 896, (12, 0), 5, 16),
     Card("GeForce RTX 5080 Laptop GPU", 16303, 896, (12, 0), 5, 16),
@@ -87,7 +82,7 @@ CARDS = (
     Card("GeForce RTX 3070 Laptop GPU", 8192, 448, (8, 6), 4, 16),
     Card("GeForce RTX 3060 Laptop GPU", 6144, 336, (8, 6), 4, 16),
     Card("GeForce RTX 3050 Ti Laptop GPU", 4096, 192, (8, 6), 4, 8),
-    Card("GeForce RTX 3050 Laptop GPU 6GB", 6144, 168, (8, 6), 4, 8),
+    Card("GeForce RTX 3050 6GB Laptop GPU", 6144, 144, (8, 6), 4, 8),
     Card("GeForce RTX 3050 Laptop GPU 4GB", 4096, 192, (8, 6), 4, 8),
     # Turing.
     Card("GeForce RTX 2080 Ti", 11264, 616, (7, 5), 3, 16),
@@ -105,6 +100,7 @@ CARDS = (
     Card("GeForce GTX 1650", 4096, 128, (7, 5), 3, 16),
     # Workstation.
     Card("RTX PRO 6000 Blackwell Workstation Edition", 97887, 1792, (12, 0), 5, 16),
+    Card("RTX PRO 6000 Blackwell Server Edition", 97887, 1597, (12, 0), 5, 16),
     Card("RTX 6000 Ada Generation", 49140, 960, (8, 9), 4, 16),
     Card("RTX 5000 Ada Generation", 32760, 576, (8, 9), 4, 16),
     Card("RTX 4000 Ada Generation", 20475, 360, (8, 9), 4, 16),
@@ -117,6 +113,7 @@ CARDS = (
     Card("RTX A2000 6GB", 6138, 288, (8, 6), 4, 16),
     # Data centre. Those with GDDR6 and ECC on show about 6 % less than on the box.
     Card("H200", 143771, 4917, (9, 0), 5, 16),
+    Card("H200 NVL", 143771, 4917, (9, 0), 5, 16),
     Card("H100 80GB HBM3", 81559, 3352, (9, 0), 5, 16),
     Card("H100 PCIe", 81559, 2039, (9, 0), 5, 16),
     Card("H100 NVL", 95830, 3938, (9, 0), 5, 16),

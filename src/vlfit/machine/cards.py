@@ -7,7 +7,7 @@ import re
 from difflib import get_close_matches
 
 from vlfit.errors import UsageError
-from vlfit.machine.card_table import CARDS, DERIVED, Card
+from vlfit.machine.card_table import CARDS, Card
 from vlfit.machine.host import read_host
 from vlfit.machine.links import pcie_bandwidth
 from vlfit.machine.model import Gpu, Host, Machine
@@ -72,10 +72,12 @@ def _host(desktop: int, wsl2: bool) -> Host:
 
 def _notes(found: Card, desktop: int) -> tuple[str, ...]:
     notes = [f"The {found.name} is from the table of cards; RAM and processor are this computer's."]
-    if found.total_how == DERIVED:
-        notes.append("Its total is that of a card of the same size and generation, not one that was seen.")
     if not desktop:
-        notes.append("Nothing else is counted on the card; --desktop says what other programs hold of it.")
+        # The owner of an RTX 3050 reports 373 of 8192 MiB as nvidia-smi's memory.reserved.
+        notes.append(
+            "Nothing else is counted on the card, not even the few hundred MiB that its driver keeps:"
+            " --desktop says what is held of it."
+        )
     return tuple(notes)
 
 

@@ -71,7 +71,7 @@ _ADVICE = {
     "editor": "close {names}, or start it with --disable-gpu",
     "games": "close {names}",
     "media": "close {names}",
-    "display": "draw the desktop with the processor's graphics (screen in the mainboard's socket), or log out",
+    "display": "let the processor's graphics draw the desktop (screen in the mainboard's socket), or log out",
     "model": "stop {names}, which holds a model",
     "python": "stop {names} if it is not needed (process {pids})",
     "other": "close {names} (process {pids})",

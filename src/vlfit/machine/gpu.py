@@ -5,7 +5,7 @@ Does not know: CUDA. Asking NVML takes milliseconds and no GPU memory; a CUDA co
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,14 +116,23 @@ def _processes(nvml: Any, handle: Any) -> tuple[tuple[GpuProcess, ...], int]:
     """Other processes on the GPU, largest first, and the bytes that our own process holds."""
     found: dict[int, int | None] = {}
     # A process that draws and computes is in both lists, with the same bytes.
-    for question in (nvml.nvmlDeviceGetGraphicsRunningProcesses, nvml.nvmlDeviceGetComputeRunningProcesses):
-        for process in _ask(nvml, question, handle) or ():
-            used = process.usedGpuMemory
-            held = None if used is None else int(used)
-            found[int(process.pid)] = max(held or 0, found.get(int(process.pid)) or 0) or held
+    for process in (*_listed(nvml, handle, "Graphics"), *_listed(nvml, handle, "Compute")):
+        used = process.usedGpuMemory
+        held = None if used is None else int(used)
+        found[int(process.pid)] = max(held or 0, found.get(int(process.pid)) or 0) or held
     ours = found.pop(os.getpid(), None) or 0
     processes = (GpuProcess(pid, _process_name(nvml, pid), held) for pid, held in found.items())
     return tuple(sorted(processes, key=lambda each: (-(each.bytes or 0), each.pid))), ours
+
+
+def _listed(nvml: Any, handle: Any, kind: str) -> Sequence[Any]:
+    """Processes that draw ("Graphics") or compute. Old drivers know the older question only."""
+    for version in ("v3", "v2"):
+        question = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_{version}")
+        processes: Sequence[Any] | None = _ask(nvml, question, handle)
+        if processes is not None:
+            return processes
+    return ()
 
 
 def _process_name(nvml: Any, pid: int) -> str:

@@ -1,0 +1,167 @@
+"""The table of cards, and the names by which people ask for them."""
+
+import pytest
+
+from vlfit.errors import UsageError
+from vlfit.machine.card_table import CARDS, Card
+from vlfit.machine.cards import card, card_of_driver, find_card
+from vlfit.machine.links import memory_bandwidth, pcie_bandwidth
+from vlfit.units import MIB
+
+
+def test_the_worked_example() -> None:
+    machine = card("RTX 5060", desktop=951 * MIB, wsl2=True)
+    (gpu,) = machine.gpus
+    assert (gpu.name, gpu.total, gpu.free) == ("NVIDIA GeForce RTX 5060", 8151 * MIB, 7200 * MIB)
+    assert (gpu.desktop, gpu.compute_capability) == (951 * MIB, (12, 0))
+    assert (gpu.bandwidth, gpu.bandwidth_how) == (448 * 10**9, "table")
+    assert (machine.host.wsl2, machine.host.display) == (True, "windows")
+
+
+def test_without_wsl2_no_desktop_draws_on_an_empty_card() -> None:
+    machine = card("RTX 4090")
+    assert (machine.host.wsl2, machine.host.display) == (False, "none")
+    assert any("--desktop" in note for note in machine.notes)
+
+
+def test_the_table_is_large_and_each_name_finds_its_own_card() -> None:
+    assert len(CARDS) >= 40
+    for each in CARDS:
+        assert find_card(each.name) is each
+        assert find_card(f"NVIDIA {each.name}".upper()) is each
+
+
+@pytest.mark.parametrize("each", CARDS, ids=lambda each: each.name)
+def test_numbers_are_of_this_world(each: Card) -> None:
+    assert 4000 <= each.total <= 200_000
+    assert 100 <= each.bandwidth <= 10_000
+    assert (7, 5) <= each.compute_capability <= (12, 9)
+    generation = {(7, 5): 3, (8, 0): 4, (8, 6): 4, (8, 9): 4, (9, 0): 5, (12, 0): 5}
+    assert each.pcie_generation == generation[each.compute_capability]
+    assert each.pcie_lanes in (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("5060", "GeForce RTX 5060"),
+        ("rtx5060", "GeForce RTX 5060"),
+        ("  RTX-5060 ", "GeForce RTX 5060"),
+        ("RTX 5060 8GB", "GeForce RTX 5060"),
+        ("rtx 5060 ti 16gb", "GeForce RTX 5060 Ti 16GB"),
+        ("5060ti 8 GB", "GeForce RTX 5060 Ti 8GB"),
+        ("5060 Ti 16 GiB", "GeForce RTX 5060 Ti 16GB"),
+        ("4060 laptop", "GeForce RTX 4060 Laptop GPU"),
+        ("RTX 4060 Mobile", "GeForce RTX 4060 Laptop GPU"),
+        ("4070 super", "GeForce RTX 4070 SUPER"),
+        ("4070 ti super", "GeForce RTX 4070 Ti SUPER"),
+        ("3050 laptop 6GB", "GeForce RTX 3050 6GB Laptop GPU"),
+        ("2080ti", "GeForce RTX 2080 Ti"),
+        ("gtx 1660 ti", "GeForce GTX 1660 Ti"),
+        ("a6000", "RTX A6000"),
+        ("6000 ada", "RTX 6000 Ada Generation"),
+        ("t4", "Tesla T4"),
+        ("l40s", "L40S"),
+        ("H200", "H200"),
+        ("h100 nvl", "H100 NVL"),
+        ("a100 pcie 80gb", "A100 80GB PCIe"),
+    ],
+)
+def test_names_match_loosely(typed: str, name: str) -> None:
+    assert find_card(typed).name == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("5060 ti", "means several cards: GeForce RTX 5060 Ti 16GB, GeForce RTX 5060 Ti 8GB"),
+        ("3060", "means several cards: GeForce RTX 3060 12GB, GeForce RTX 3060 8GB"),
+        ("A100", "means several cards: A100-SXM4-80GB"),
+        ("a100 80gb", "means several cards: A100-SXM4-80GB, A100 80GB PCIe"),
+        ("RTX 5060 16GB", "no card 'RTX 5060 16GB' in the table; nearest: GeForce RTX 5060"),
+        ("RTX 5061", "nearest: GeForce RTX 50"),
+        ("4080 laptop 24GB", "nearest: GeForce RTX 4080 Laptop GPU"),
+        ("rx 7900 xtx", "no card 'rx 7900 xtx' in the table"),
+        ("", "no card '' in the table"),
+        ("rtx", "no card 'rtx' in the table"),
+        ("5060\n; rm", "no card"),
+    ],
+)
+def test_names_that_are_none_or_several(typed: str, words: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        find_card(typed)
+    assert words in raised.value.message
+    assert "--" in raised.value.hint
+
+
+@pytest.mark.parametrize("desktop", [-1, 8151 * MIB + 1])
+def test_a_desktop_that_cannot_be(desktop: int) -> None:
+    with pytest.raises(UsageError, match="a desktop cannot hold"):
+        card("RTX 5060", desktop)
+    assert card("RTX 5060", 8151 * MIB).gpus[0].free == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "found"),
+    [
+        ("NVIDIA GeForce RTX 3060", 12288, "GeForce RTX 3060 12GB"),
+        ("NVIDIA GeForce RTX 3060", 8192, "GeForce RTX 3060 8GB"),
+        ("NVIDIA GeForce RTX 3090", 24268, "GeForce RTX 3090"),  # an older driver
+        ("NVIDIA A40", 49140, "A40"),  # ECC off
+        ("NVIDIA GeForce RTX 3050 6GB Laptop GPU", 6144, "GeForce RTX 3050 6GB Laptop GPU"),
+        ("NVIDIA GeForce RTX 4080 SUPER", 32760, None),  # rebuilt with twice the memory
+        ("NVIDIA GeForce RTX 3080", 20480, None),  # the same
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", 8188, "GeForce RTX 4060 Laptop GPU"),
+        ("NVIDIA H100", 81559, None),
+        ("", 8192, None),
+    ],
+)
+def test_the_driver_is_taken_at_its_word(name: str, mib: int, found: str | None) -> None:
+    each = card_of_driver(name, mib * MIB)
+    assert (each.name if each else None) == found
+
+
+# --- speeds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generation", "lanes", "gigabytes"),
+    [(3, 16, 15.75), (4, 8, 15.75), (4, 16, 31.51), (5, 8, 31.51), (1, 1, 0.25)],
+)
+def test_pcie(generation: int, lanes: int, gigabytes: float) -> None:
+    speed = pcie_bandwidth(generation, lanes)
+    assert speed is not None
+    assert speed / 10**9 == pytest.approx(gigabytes, abs=0.005)
+
+
+@pytest.mark.parametrize(("generation", "lanes"), [(None, 8), (4, None), (0, 8), (9, 16), (4, 0), (4, -8)])
+def test_pcie_that_is_not_known(generation: int | None, lanes: int | None) -> None:
+    assert pcie_bandwidth(generation, lanes) is None
+
+
+@pytest.mark.parametrize(
+    ("clock", "width", "name"),
+    [
+        (14001, 128, "5060"),
+        (14001, 512, "5090"),
+        (10501, 384, "4090"),
+        (9751, 384, "3090"),
+        (7001, 256, "3070"),
+        (6251, 192, "L4"),
+        (5001, 256, "T4"),
+        (1593, 5120, "A100-SXM4-80GB"),
+        (1215, 5120, "A100-PCIE-40GB"),
+        (2619, 5120, "H100 80GB HBM3"),
+        (3201, 6144, "H200"),
+    ],
+)
+def test_clocks_and_table_agree(clock: int, width: int, name: str) -> None:
+    """Memory clocks as nvidia-smi reports them, of GDDR6, GDDR6X, GDDR7 and HBM."""
+    speed = memory_bandwidth(clock, width)
+    assert speed is not None
+    assert speed / 10**9 == pytest.approx(find_card(name).bandwidth, rel=0.002)
+
+
+@pytest.mark.parametrize(("clock", "width"), [(None, 128), (14001, None), (0, 128), (1, 32), (10**9, 128)])
+def test_clocks_that_make_no_sense(clock: int | None, width: int | None) -> None:
+    assert memory_bandwidth(clock, width) is None

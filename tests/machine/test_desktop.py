@@ -1,0 +1,161 @@
+"""Who holds a GPU's memory, what to do about it, and what is said of WSL2 and limits."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.machine.nvml import DESKTOP, LAPTOP, WSL2, FakeCard, install
+from vlfit.machine.desktop import advice, kind_of, untold
+from vlfit.machine.gpu import read_gpus
+from vlfit.machine.model import Gpu, GpuProcess, Host
+from vlfit.machine.remarks import remarks
+from vlfit.machine.survey import survey
+from vlfit.units import GIB, MIB
+
+HOST = Host(16 * GIB, 8 * GIB, 0, None, False, False, "x11", 8, "Linux")
+UNDER_WSL2 = replace(HOST, wsl2=True, display="windows")
+CONTAINER = replace(HOST, container=True, display="none")
+
+
+def read(monkeypatch: pytest.MonkeyPatch, card: FakeCard) -> Gpu:
+    install(monkeypatch, card)
+    return read_gpus({})[0][0]
+
+
+def test_a_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
+    tips = advice(read(monkeypatch, DESKTOP), HOST)
+    assert [(tip.kind, tip.frees) for tip in tips] == [
+        ("display", 432 * MIB),
+        ("browser", 298 * MIB),
+        ("chat", 96 * MIB),
+    ]
+    assert tips[2].what == "close Discord, or turn off hardware acceleration in it"
+
+
+def test_several_programs_of_a_kind_are_one_tip() -> None:
+    processes = tuple(
+        GpuProcess(pid, name, 50 * MIB) for pid, name in ((1, "steam"), (2, "steamwebhelper"), (3, "steam"))
+    )
+    (tip,) = advice(replace(gpu(), processes=processes, desktop=150 * MIB), HOST)
+    assert (tip.what, tip.frees) == ("close steam and steamwebhelper", 150 * MIB)
+
+
+def gpu(desktop: int = 0) -> Gpu:
+    total = 8151 * MIB
+    return Gpu(
+        0, "A card", total, total - desktop, desktop, (), "596.49", "13.2", (12, 0), None, "unknown", None
+    )
+
+
+def test_small_change_is_not_worth_a_tip() -> None:
+    small = replace(gpu(30 * MIB), processes=(GpuProcess(1, "steam", 19 * MIB),))
+    assert advice(small, HOST) == ()
+
+
+def test_a_program_that_nobody_knows_is_named_with_its_number() -> None:
+    held = replace(gpu(GIB), processes=(GpuProcess(77, "quake", GIB), GpuProcess(78, "", 40 * MIB)))
+    (tip,) = advice(held, HOST)
+    assert tip.what == "close process 78 and quake (process 77, 78)"
+
+
+def test_under_wsl2_the_programs_are_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = read(monkeypatch, WSL2)
+    assert untold(card) == (951 - 207) * MIB
+    (tip,) = advice(card, UNDER_WSL2)
+    assert (tip.kind, tip.frees) == ("windows", None)
+    assert "in Windows" in tip.what
+
+
+def test_our_own_programs_under_wsl2_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(read(monkeypatch, WSL2), processes=(GpuProcess(9, "ollama", 500 * MIB),))
+    tips = advice(card, UNDER_WSL2)
+    assert [(tip.kind, tip.frees) for tip in tips] == [("model", 500 * MIB), ("windows", None)]
+
+
+def test_in_a_container_the_programs_are_outside() -> None:
+    (tip,) = advice(gpu(5 * GIB), CONTAINER)
+    assert (tip.kind, tip.frees) == ("outside", None)
+
+
+def test_a_free_card_needs_no_advice() -> None:
+    for host in (HOST, UNDER_WSL2, CONTAINER):
+        assert advice(gpu(), host) == ()
+
+
+def test_what_the_driver_keeps_is_not_untold() -> None:
+    assert untold(replace(gpu(300 * MIB), reserved=300 * MIB)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("firefox", "browser"),
+        ("firefox-bin", "browser"),
+        ("chrome.exe", "browser"),
+        ("msedge", "browser"),
+        ("Discord", "chat"),
+        ("Xwayland", "display"),
+        ("gnome-shell", "display"),
+        ("kwin_wayland", "display"),
+        ("X", "display"),
+        ("xterm", "other"),
+        ("code", "editor"),
+        ("codec-server", "other"),
+        ("steamwebhelper", "games"),
+        ("python3.11", "python"),
+        ("ollama_llama_server", "model"),
+        ("VLLM::EngineCore", "model"),
+        ("obs", "media"),
+        ("obsidian", "editor"),
+        ("", "other"),
+    ],
+)
+def test_kinds(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+# --- remarks -----------------------------------------------------------------------------------------------
+
+
+def test_remarks_on_wsl2() -> None:
+    notes = " ".join(remarks((gpu(),), UNDER_WSL2))
+    assert "WSL2 has 16.00 GiB of the computer's RAM" in notes
+    assert r"%UserProfile%\.wslconfig" in notes
+    assert "Task Manager" in notes
+    assert "spills into RAM" in notes
+
+
+def test_wsl2_without_a_gpu_has_no_remark_on_gpus() -> None:
+    assert len(remarks((), UNDER_WSL2)) == 1
+
+
+def test_remarks_on_limits_old_cards_and_unknown_speed() -> None:
+    old = replace(gpu(), compute_capability=(6, 1))
+    limited = replace(HOST, memory_limit=4 * GIB)
+    limit, age, speed = remarks((old,), limited)
+    assert "limits RAM to 4.00 GiB" in limit
+    assert "compute capability 6.1; current builds of torch want 7.5" in age
+    assert "bandwidth of GPU 0 is not known" in speed
+
+
+def test_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remarks((read(monkeypatch, LAPTOP),), HOST) == ()
+
+
+# --- survey ------------------------------------------------------------------------------------------------
+
+
+def test_the_survey_says_first_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, failure=18)
+    machine = survey()
+    assert machine.gpus == ()
+    assert machine.no_gpu_reason == machine.notes[0]
+    assert machine.notes[0].startswith("The NVIDIA driver's library and its loaded kernel module")
+
+
+def test_this_computer() -> None:
+    machine = survey()
+    assert 0 < machine.host.ram_available <= machine.host.ram_total
+    assert (machine.no_gpu_reason == "") is bool(machine.gpus)
+    for each in machine.gpus:
+        assert 0 <= each.free <= each.total

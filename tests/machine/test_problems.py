@@ -1,0 +1,161 @@
+"""Every way in which no GPU is seen, with its fix, from trees of files as such computers have them."""
+
+from pathlib import Path
+
+import pynvml  # type: ignore[import-untyped]
+import pytest
+
+from vlfit.machine.problems import (
+    Problem,
+    Surroundings,
+    all_hidden,
+    driver_failed,
+    library_missing,
+    no_gpu_found,
+)
+
+VERSION = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07  Fri May 31 09:35:42 UTC 2024\n"
+    "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n"
+)
+OPEN_VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
+
+
+def write(path: Path, text: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def plug_in(root: Path, slot: str, vendor: str, kind: str = "0x030000") -> None:
+    device = root / "sys/bus/pci/devices" / slot
+    write(device / "vendor", f"{vendor}\n")
+    write(device / "class", f"{kind}\n")
+
+
+def failed(name: str, around: Surroundings) -> Problem:
+    """What is made of an error of NVML, by its name in nvml.h."""
+    error = pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{name}"))
+    return driver_failed(error.value, str(error), around)
+
+
+def test_no_driver(tmp_path: Path) -> None:
+    problem = library_missing(Surroundings(root=tmp_path))
+    assert (problem.id, problem.what) == ("driver.missing", "no NVIDIA driver is installed")
+    assert "vlfit plan --gpu" in problem.fix
+
+
+@pytest.mark.parametrize("nouveau", [False, True])
+def test_a_card_without_its_driver(tmp_path: Path, nouveau: bool) -> None:
+    plug_in(tmp_path, "0000:01:00.0", "0x10de")
+    if nouveau:
+        (tmp_path / "sys/module/nouveau").mkdir(parents=True)
+    problem = library_missing(Surroundings(root=tmp_path))
+    assert problem.id == "driver.missing"
+    assert "an NVIDIA GPU is here" in problem.what
+    assert ("nouveau" in problem.what) is nouveau
+    assert "ubuntu-drivers install" in problem.fix
+
+
+def test_only_other_graphics(tmp_path: Path) -> None:
+    plug_in(tmp_path, "0000:00:02.0", "0x8086")
+    plug_in(tmp_path, "0000:01:00.0", "0x1002", "0x038000")
+    plug_in(tmp_path, "0000:02:00.0", "0x10de", "0x040300")  # the sound of a card is no card
+    problem = library_missing(Surroundings(root=tmp_path))
+    assert (problem.id, problem.what) == (
+        "gpu.other",
+        "no NVIDIA GPU is here, only graphics of AMD and Intel",
+    )
+
+
+def test_wsl2_without_a_driver_in_windows(tmp_path: Path) -> None:
+    problem = library_missing(Surroundings(wsl2=True, root=tmp_path))
+    assert problem.id == "wsl.no_driver"
+    assert "wsl --update" in problem.fix
+    assert "never one inside WSL" in problem.fix
+
+
+def test_wsl2_with_the_library_off_the_path(tmp_path: Path) -> None:
+    write(tmp_path / "usr/lib/wsl/lib/libnvidia-ml.so.1")
+    problem = library_missing(Surroundings(wsl2=True, root=tmp_path))
+    assert problem.id == "wsl.path"
+    assert "ldconfig" in problem.fix
+
+
+def test_container(tmp_path: Path) -> None:
+    problem = library_missing(Surroundings(container=True, root=tmp_path))
+    assert problem.id == "container.no_gpu"
+    assert "--gpus all" in problem.fix
+
+
+@pytest.mark.parametrize(("text", "module"), [(VERSION, "550.90.07"), (OPEN_VERSION, "580.95.05")])
+def test_mismatch_names_both_versions(tmp_path: Path, text: str, module: str) -> None:
+    write(tmp_path / "proc/driver/nvidia/version", text)
+    write(tmp_path / "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1")
+    write(tmp_path / "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.595.71.05")
+    problem = failed("LIB_RM_VERSION_MISMATCH", Surroundings(root=tmp_path))
+    assert problem.id == "driver.mismatch"
+    assert f"(module {module}, library 595.71.05)" in problem.what
+    assert "Restart the computer" in problem.fix
+
+
+def test_mismatch_without_evidence(tmp_path: Path) -> None:
+    problem = failed("LIB_RM_VERSION_MISMATCH", Surroundings(root=tmp_path))
+    assert problem.what.endswith("of different versions")
+
+
+def test_module_not_loaded(tmp_path: Path) -> None:
+    plug_in(tmp_path, "0000:01:00.0", "0x10de", "0x030200")
+    problem = failed("DRIVER_NOT_LOADED", Surroundings(root=tmp_path))
+    assert problem.id == "driver.not_loaded"
+    assert "modprobe nvidia" in problem.fix
+
+
+def test_driver_without_a_card(tmp_path: Path) -> None:
+    assert failed("DRIVER_NOT_LOADED", Surroundings(root=tmp_path)).id == "gpu.none"
+
+
+@pytest.mark.parametrize("name", ["LIB_RM_VERSION_MISMATCH", "DRIVER_NOT_LOADED"])
+def test_a_linux_driver_inside_wsl2(tmp_path: Path, name: str) -> None:
+    problem = failed(name, Surroundings(wsl2=True, root=tmp_path))
+    assert problem.id == "wsl.linux_driver"
+    assert "apt purge" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "around", "kind", "words"),
+    [
+        ("NO_PERMISSION", Surroundings(), "driver.permission", "/dev/nvidia"),
+        ("NO_PERMISSION", Surroundings(container=True), "driver.permission", "--gpus all"),
+        ("OPERATING_SYSTEM", Surroundings(), "driver.permission", "control group"),
+        ("OPERATING_SYSTEM", Surroundings(wsl2=True), "wsl.no_driver", "wsl --update"),
+        ("GPU_IS_LOST", Surroundings(), "gpu.lost", "xid"),
+        ("RESET_REQUIRED", Surroundings(), "gpu.lost", "Restart"),
+        ("INSUFFICIENT_POWER", Surroundings(), "gpu.power", "cables"),
+        ("FUNCTION_NOT_FOUND", Surroundings(), "driver.old", "newer driver"),
+        ("UNKNOWN", Surroundings(), "driver.broken", "Restart the computer"),
+        ("UNKNOWN", Surroundings(container=True), "container.lost_gpu", "restart the container"),
+        ("UNKNOWN", Surroundings(wsl2=True), "wsl.unknown", "wsl --shutdown"),
+        ("IRQ_ISSUE", Surroundings(), "driver.broken", "dmesg"),
+    ],
+)
+def test_other_failures(name: str, around: Surroundings, kind: str, words: str) -> None:
+    problem = failed(name, around)
+    assert problem.id == kind
+    assert words in problem.fix
+
+
+def test_a_failure_without_a_code_is_told_in_its_own_words() -> None:
+    problem = driver_failed(None, "the sky is falling", Surroundings())
+    assert problem.what.endswith("the sky is falling")
+
+
+def test_problems_read_as_sentences(tmp_path: Path) -> None:
+    for problem in (
+        no_gpu_found(Surroundings()),
+        all_hidden("7"),
+        all_hidden("MIG-1"),
+        library_missing(Surroundings(root=tmp_path)),
+    ):
+        assert problem.sentences[0].isupper()
+        assert problem.sentences.endswith(".")
+        assert ".." not in problem.sentences
