@@ -1,0 +1,189 @@
+"""``vlfit plan``: what fits on this machine, where every MiB goes, how fast it will be, what to change."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlfit.cli.machine_options import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
+from vlfit.cli.printing import Printer
+from vlfit.errors import DoesNotFit, UsageError, VlfitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlfit.machine.model import Machine
+    from vlfit.plan.search import Plan, Wishes
+
+    Planner = Callable[[Machine], Plan]
+
+EXAMPLES = """\b
+Examples:
+  vlfit plan
+  vlfit plan Qwen/Qwen3-VL-4B-Instruct-FP8 --context 4096
+  vlfit plan 4B --gpu "RTX 5060" --desktop 951MiB --wsl2
+  vlfit plan ~/models/my-qwen3-vl --weights int4 --json
+  vlfit plan 8B --gpu "RTX 4090" --svg plan.svg
+"""
+
+
+class Weights(StrEnum):
+    """What ``--weights`` takes."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+    int4 = "int4"
+
+
+class Backend(StrEnum):
+    """What ``--backend`` takes."""
+
+    native = "native"
+    transformers = "transformers"
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A folder, a hub id, mini, or a name of the catalog; 4B leaves the weights to the plan."
+            "  [default: all models of the catalog]",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(metavar="N", help="Most tokens of prompt and answer together.")
+    ] = None,
+    image_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Most tokens of one picture (1024x1024 pixels are 1024).")
+    ] = None,
+    sequences: Annotated[int | None, typer.Option(metavar="N", help="Requests that run at once.")] = None,
+    weights: Annotated[
+        Weights | None, typer.Option("--weights", "-w", help="Weights format.", show_default=False)
+    ] = None,
+    backend: Annotated[
+        Backend | None,
+        typer.Option(help="Who runs the model.  [default: native; transformers if it is text-only]"),
+    ] = None,
+    machine: MachineFile = None,
+    gpu: GpuName = None,
+    desktop: DesktopSize = None,
+    wsl2: UnderWsl2 = False,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Also plan for this machine with more memory free, and others.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the ledger of MODEL into an SVG file.")
+    ] = None,
+) -> None:
+    """Say what fits on a GPU before anything is downloaded or loaded, and where every MiB goes.
+
+    What you fix stays fixed. The rest is chosen in this order: the better model, a longer context, more image
+    tokens, more requests at once, more exact weights. Without a MODEL: everything in the catalog, best first.
+    Reads headers only. Exit code 0: it fits; 3: it does not, and the cheapest changes are listed.
+    """
+    from vlfit.plan.search import Wishes
+
+    wishes = Wishes(
+        context,
+        image_tokens,
+        sequences,
+        weights.value if weights else None,
+        backend.value if backend else None,
+    )
+    if svg is not None and model is None:
+        raise UsageError("--svg draws the ledger of one model", "name it: vlfit plan MODEL --svg FILE")
+    chosen = chosen_machine(machine, gpu, desktop, wsl2)
+    printer = Printer(json=json)
+    fits = (
+        _everything(chosen, wishes, printer, what_if, json)
+        if model is None
+        else _one(model, chosen, wishes, printer, what_if, json, svg)
+    )
+    if not fits:
+        raise typer.Exit(DoesNotFit.exit_code)
+
+
+def _one(
+    name: str,
+    machine: "Machine",
+    wishes: "Wishes",
+    printer: Printer,
+    what_if: bool,
+    json: bool,
+    svg: Path | None,
+) -> bool:
+    from vlfit.plan.search import emptiest, plan
+    from vlfit.plan.subjects import everything, subjects
+
+    emptiest(machine)  # without a GPU there is nothing to ask a hub for
+    models = subjects(name, wishes.weights)
+    edition = "Thinking" if "-thinking" in models[0].name.lower() else "Instruct"
+    made = plan(models, machine, wishes, lambda: everything(edition=edition))
+    rows = _what_if(machine, lambda other: plan(models, other, wishes)) if what_if else []
+    if svg is not None:
+        _write(svg, made)
+        printer.note(f"drawn into {svg}")
+    if json:
+        from vlfit.plan.report import facts, what_if_facts
+
+        printer.data({**facts(made), **({"what_if": what_if_facts(rows)} if what_if else {})})
+    else:
+        from vlfit.cli.plan_page import page, what_if_page
+
+        printer.line("\n".join([page(made), *([what_if_page(rows)] if rows else [])]))
+    return made.fits
+
+
+def _everything(machine: "Machine", wishes: "Wishes", printer: Printer, what_if: bool, json: bool) -> bool:
+    from vlfit.plan.search import emptiest
+
+    gpu = emptiest(machine)
+    plans = _all_plans(machine, wishes)
+    if not plans:
+        raise UsageError("no model of the catalog can have all of these wishes", "wish for less at once")
+    rows = _what_if(machine, lambda other: _all_plans(other, wishes)[0]) if what_if else []
+    if json:
+        from vlfit.plan.report import table_facts
+
+        printer.data(table_facts(plans, gpu, machine.host.wsl2, rows))
+    else:
+        from vlfit.cli.plan_page import table_page, what_if_page
+
+        text = [table_page(plans, gpu), *([what_if_page(rows)] if rows else [])]
+        printer.line("\n".join(text))
+    return plans[0].fits
+
+
+def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
+    """A plan for each model of the catalog that can have the wishes at all, best first."""
+    from vlfit.plan.search import plan
+    from vlfit.plan.subjects import everything
+
+    plans = []
+    for model in everything(wishes.weights):
+        try:
+            plans.append(plan([model], machine, wishes))
+        except UsageError:
+            continue  # a wish that only this model cannot have, such as pictures for a text-only one
+    return sorted(plans, key=lambda each: each.rank)
+
+
+def _what_if(machine: "Machine", planned: "Planner") -> "list[tuple[str, Plan]]":
+    from vlfit.plan.what_if import variants
+
+    return [(what, planned(other)) for what, other in variants(machine)]
+
+
+def _write(file: Path, made: "Plan") -> None:
+    from vlfit.plan.svg import draw
+
+    try:
+        file.write_text(draw(made), encoding="utf-8")
+    except OSError as error:
+        raise VlfitError(
+            f"cannot write {file}: {error.strerror}", "name a file in a folder of yours"
+        ) from None

@@ -1,0 +1,224 @@
+"""Plans as a person reads them in a terminal or a pipe: a verdict, a stacked bar, the ledger, speed, changes.
+
+Knows words and columns. Does not know how a plan is made.
+"""
+
+import io
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vlfit.plan.svg import COLOURS
+from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from vlfit.machine.model import Gpu
+    from vlfit.plan.search import Plan
+    from vlfit.plan.speed import Speed
+
+_LEGEND = (
+    "Negative: too much, even at the smallest settings that are tried. Instruct and Thinking have one size. "
+    "A model's ledger: vlfit plan MODEL. int4 copies are made by vlfit convert."
+)
+_BAR = 72
+_WIDTH = 110
+_TABLE_WIDTH = 130  # names are long, and cut names are of no use
+# In a pipe there are no colours: each line has its letter.
+_LETTERS = {
+    "desktop": "d",
+    "context": "c",
+    "weights.text": "T",
+    "weights.vision": "V",
+    "weights.embedding": "E",
+    "kv_cache": "k",
+    "vision_workspace": "v",
+    "text_workspace": "t",
+    "graphs": "g",
+    "reserve": "r",
+}
+
+
+def page(plan: "Plan") -> str:
+    """One plan, whole."""
+    console = _console()
+    console.print(Text(_head(plan), style="bold"))
+    console.print(_settings(plan))
+    console.print()
+    console.print(_bar(plan))
+    console.print(_ledger(plan))
+    console.print(_verdict(plan))
+    for line in _speed(plan):
+        console.print(line)
+    for line in _advice(plan):
+        console.print(line)
+    return _text(console)
+
+
+def table_page(plans: "list[Plan]", gpu: "Gpu") -> str:
+    """Everything that fits, best first, then what does not and by how much."""
+    console = _console(_TABLE_WIDTH)
+    console.print(Text(f"{gpu.name}: {_mib(gpu.free)} free of {_mib(gpu.total)}", style="bold"))
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    for name in ("model", "weights", "backend"):
+        table.add_column(name, no_wrap=True)
+    for name in ("context", "image tokens", "at once", "total MiB", "left MiB", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for plan in plans:
+        settings = plan.settings
+        chosen = [f"{settings.context}", f"{settings.image_tokens or '-'}", f"{settings.sequences}"]
+        row = [_short(plan), settings.weights, plan.backend, *(chosen if plan.fits else ["-"] * 3)]
+        row += [_count(plan.total), _count(plan.headroom), _between(plan.speed) if plan.fits else "-"]
+        table.add_row(*row, style="" if plan.fits else "dim")
+    console.print(table)
+    console.print()
+    console.print(_LEGEND)
+    return _text(console)
+
+
+def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
+    """What would fit on other machines."""
+    console = _console(_TABLE_WIDTH)
+    console.print(Text("What if", style="bold"))
+    table = Table(box=None, pad_edge=False)
+    for name in ("machine", "best", "weights"):
+        table.add_column(name, no_wrap=True)
+    for name in ("context", "image tokens", "left MiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for what, plan in rows:
+        settings = plan.settings
+        best = _short(plan) if plan.fits else f"{_short(plan)} does not fit"
+        numbers = (str(settings.context), str(settings.image_tokens or "-"), _count(plan.headroom))
+        table.add_row(what, best, settings.weights, *numbers)
+    console.print(table)
+    return _text(console)
+
+
+def _console(width: int = _WIDTH) -> Console:
+    lively = sys.stdout.isatty()
+    return Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=lively,
+        color_system="auto" if lively else None,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+
+
+def _text(console: Console) -> str:
+    file = console.file
+    written = file.getvalue() if isinstance(file, io.StringIO) else ""
+    return "\n".join(line.rstrip() for line in written.splitlines())
+
+
+def _short(plan: "Plan") -> str:
+    return plan.model.name.rpartition("/")[2]
+
+
+def _head(plan: "Plan") -> str:
+    place = " under WSL2" if plan.wsl2 else ""
+    return f"{plan.model.name} on {plan.gpu.name}{place}, {plan.backend} backend"
+
+
+def _settings(plan: "Plan") -> str:
+    settings = plan.settings
+    pictures = f", {settings.image_tokens} image tokens" if settings.image_tokens else ""
+    return (
+        f"{settings.weights} weights, context {settings.context}{pictures}, {settings.sequences} at once, "
+        f"{settings.chunk} tokens a pass"
+    )
+
+
+def _bar(plan: "Plan") -> Text:
+    """The card as one row of cells, what is too much behind its end."""
+    scale = _BAR / max(plan.total, plan.gpu.total)
+    bar, filled, spent = Text("["), 0, 0
+    lively = sys.stdout.isatty()
+    edge = round(plan.gpu.total * scale)
+    for line in plan.ledger:
+        spent += line.bytes
+        cells = round(spent * scale) - filled
+        sign = "█" if lively else _LETTERS[line.line]
+        for _ in range(cells):
+            if filled == edge and not plan.fits:
+                bar.append("|")
+            bar.append(sign, style=COLOURS[line.line])
+            filled += 1
+    bar.append(" " * (_BAR - filled))
+    bar.append("]")
+    return bar
+
+
+def _ledger(plan: "Plan") -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("line", no_wrap=True)
+    table.add_column("MiB", justify="right", no_wrap=True)
+    table.add_column("known", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    lively = sys.stdout.isatty()
+    for line in plan.ledger:
+        sign = Text("█" if lively else _LETTERS[line.line], style=COLOURS[line.line])
+        table.add_row(sign, line.line, f"{line.bytes / MIB:,.0f}", line.how, line.note)
+    table.add_row("", "total", f"{plan.total / MIB:,.0f}", "", f"of {plan.gpu.total / MIB:,.0f}")
+    return table
+
+
+def _verdict(plan: "Plan") -> Text:
+    if plan.fits:
+        return Text(f"Fits, with {_mib(plan.headroom)} left.", style="bold green")
+    return Text(f"Does not fit: {_mib(-plan.headroom)} too much.", style="bold red")
+
+
+def _speed(plan: "Plan") -> list[str]:
+    speed = plan.speed
+    if speed is None:
+        return ["Speed: unknown, as the card's memory bandwidth is not known."]
+    first = speed.first_token
+    lines = [
+        f"Speed, predicted: {_between(speed)} tokens/s; first token after {format_seconds(first.low)} to "
+        f"{format_seconds(first.high)}.",
+        f"  {format_bytes(speed.bytes_per_token)} are moved for a token; the card's limit is "
+        f"{speed.roof:.0f} tokens/s, each weight read once as it is stored "
+        f"({format_bandwidth(plan.gpu.bandwidth or 0)}).",
+    ]
+    if speed.offload is not None:
+        lines.append(
+            f"  {format_bytes(speed.offloaded)} of weights in RAM, read over PCIe for each token, would "
+            f"allow {speed.offload:.1f} tokens/s at most; no backend that is planned for does that."
+        )
+    return lines
+
+
+def _between(speed: "Speed | None") -> str:
+    if speed is None:
+        return "?"
+    digits = 0 if speed.decode.high >= 10 else 1
+    return f"{speed.decode.low:.{digits}f}-{speed.decode.high:.{digits}f}"
+
+
+def _advice(plan: "Plan") -> list[str]:
+    lines = []
+    if plan.changes:
+        enough = [change for change in plan.changes if change.frees >= -plan.headroom]
+        lines.append("What to change:" if enough else "What to change (none of these is enough alone):")
+        lines += [f"  {change.what}: {_mib(change.frees)}" for change in plan.changes]
+    if plan.fits and plan.model.converted_from:
+        made = f"vlfit convert {plan.model.converted_from} --weights {plan.model.weights}"
+        lines.append(f"Make it with: {made}")
+    if plan.command is not None:
+        lines.append(f"Start it with: {' '.join(plan.command)}")
+    return lines
+
+
+def _mib(count: int) -> str:
+    return f"{_count(count)} MiB"
+
+
+def _count(count: int) -> str:
+    return f"{round(count / MIB):,}"

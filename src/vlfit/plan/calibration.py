@@ -1,0 +1,95 @@
+"""The one table of numbers that only measurement can give, each with its source.
+
+Knows numbers and where they come from. Does not know formulas: whatever follows from shapes is in
+``costs.py``. A number marked ``modelled`` was not measured on the kind of card that it is used for; its
+source says so. Nothing here was measured on an 8 GB card yet.
+"""
+
+from dataclasses import dataclass
+
+from vlfit.units import MIB
+
+EXACT, MEASURED, MODELLED = "exact", "measured", "modelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """``value`` in bytes, seconds or as a plain factor; ``how`` it is known; ``source`` in words."""
+
+    value: float
+    how: str
+    source: str
+
+    @property
+    def bytes(self) -> int:
+        return round(self.value)
+
+
+_H200 = "one H200, driver 580.159.04, torch 2.11.0+cu130, 2026-11-21"
+
+# What the process holds on the device beside torch's own pool: CUDA context, cuBLAS, loaded kernels.
+_CONTEXT_MEASURED = {
+    (9, 0): Constant(704 * MIB, MEASURED, f"process less torch's pool, Qwen3-VL 2B and 4B, bf16; {_H200}"),
+}
+_CONTEXT_ELSEWHERE = Constant(
+    614 * MIB,
+    MODELLED,
+    "upper end of the 0.4-0.6 GiB that vLLM users see on small cards; a context grows with the number of "
+    "multiprocessors, an H200's (132 of them) measured 704 MiB",
+)
+CUBLAS_WORKSPACE = Constant(
+    32 * MIB, MEASURED, f"torch's workspace after the first matrix product; other cards take less; {_H200}"
+)
+# Reserved growth / peak of live tensors: 200/166, 802/665 and 3210/2660 MiB for 1024, 4096, 16384 image
+# tokens.
+ALLOCATOR_SLACK = Constant(
+    1.21, MEASURED, f"torch's pool grows by more than what lives in it, Qwen3-VL 2B's vision tower; {_H200}"
+)
+RESERVE = Constant(
+    128 * MIB, MODELLED, "a choice, not a measurement: air for the desktop, whose share moves by the minute"
+)
+
+# transformers 5.17 as a backend (sdpa, bf16).
+TRANSFORMERS_VISION_PER_TOKEN = Constant(
+    0.162 * MIB,
+    MEASURED,
+    f"peak of the 2B's tower in transformers 5.17, linear from 256 to 16384 tokens; {_H200}",
+)
+
+# Share of the card's peak bandwidth that a decode step reaches when nothing else holds it up.
+EFFICIENCY_LOW = Constant(0.42, MEASURED, "gpt-fast's README, Llama-2-7B int4 on an A100: 863 of 2039 GB/s")
+EFFICIENCY = Constant(
+    0.65,
+    MEASURED,
+    "llama.cpp, 8B in 4 bits: 62-66 % on an RTX 5090, RTX PRO 6000 and RTX 5060 (public threads)",
+)
+EFFICIENCY_HIGH = Constant(
+    0.82, MEASURED, "llama.cpp, Llama-7B in 16 bits on an RTX 4090 (pull request 4766)"
+)
+# Seconds that the CPU takes to launch one layer's kernels without CUDA graphs.
+LAUNCH_LOW = Constant(11.5e-3 / 28, MEASURED, f"vLLM 0.22 eager, Qwen3-VL 2B: 11.5 ms for 28 layers; {_H200}")
+LAUNCH = Constant(
+    20.6e-3 / 36,
+    MEASURED,
+    f"transformers eager, Qwen3-VL 4B: 20.6 ms for 36 layers (2B: 15.5 for 28); {_H200}",
+)
+# Multiplications per byte of bandwidth: how much arithmetic a card can do while it reads. The H200 measured
+# 750 TFLOP/s at 4.27 TB/s. No small card was measured: halving it is a guess, and so is the range around it.
+FLOPS_PER_BYTE_HIGH = Constant(
+    750e12 / 4.27e12, MEASURED, f"bf16 8192^3 matrix product against copy; {_H200}"
+)
+FLOPS_PER_BYTE = Constant(85.0, MODELLED, "half of the H200's: a guess for consumer cards, not measured")
+FLOPS_PER_BYTE_LOW = Constant(30.0, MODELLED, "a guess: older cards, and products that reach a third")
+
+# What WSL2 keeps from a Linux process of the card's memory, beside what Windows' own programs hold.
+WSL2_HIDES = Constant(
+    512 * MIB,
+    MEASURED,
+    "lower end of the 0.5-0.8 GiB that free memory inside WSL2 is below the card's"
+    " (github.com/Alex8791-cyber/cognithor/pull/318: 30.12 of 31.84 GiB)",
+)
+
+
+def context(compute_capability: tuple[int, int]) -> Constant:
+    """What CUDA and its libraries take of a card before the first tensor."""
+    return _CONTEXT_MEASURED.get(compute_capability, _CONTEXT_ELSEWHERE)

@@ -1,0 +1,135 @@
+"""The ledger: the lines that GPU memory is spent on, each with bytes, how they are known, and why.
+
+Knows: which formula or constant stands behind each line. Does not know: what to choose (``search.py`` does)
+or how it is shown (``report.py``).
+"""
+
+from dataclasses import dataclass
+
+from vlfit.checkpoint.config import VisionConfig
+from vlfit.machine.model import Gpu
+from vlfit.plan import calibration, costs
+from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
+from vlfit.plan.model import Model
+from vlfit.units import MIB
+
+NATIVE, TRANSFORMERS = "native", "transformers"
+BACKENDS = (NATIVE, TRANSFORMERS)
+IMAGE_CACHE = 64 * MIB  # features of pictures seen before (``EngineOptions.image_cache_bytes``)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a backend is started with: tokens of a request, of a picture, requests at once, tokens of a pass.
+
+    ``image_tokens`` is 0 for a model without eyes.
+    """
+
+    weights: str
+    context: int
+    image_tokens: int
+    sequences: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``how``: exact, measured or modelled."""
+
+    line: str
+    bytes: int
+    how: str
+    note: str
+
+
+def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Line, ...]:
+    """Every line, in the order in which the memory is taken."""
+    context = calibration.context(gpu.compute_capability)
+    return (
+        Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
+        Line(
+            "context",
+            context.bytes + calibration.CUBLAS_WORKSPACE.bytes,
+            context.how,
+            f"CUDA and its libraries: {context.source}; 32 MiB workspace of matrix products",
+        ),
+        *_weights(model),
+        _kv_cache(model, settings),
+        *_workspaces(model, backend, settings),
+        Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs"),
+        Line(
+            "reserve",
+            calibration.RESERVE.bytes + model.rounding,
+            MODELLED,
+            f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice); large tensors rounded up to 2 MiB",
+        ),
+    )
+
+
+def held_by_others(gpu: Gpu) -> int:
+    """All that is not free."""
+    return max(gpu.total - gpu.free, gpu.desktop)
+
+
+def _weights(model: Model) -> tuple[Line, Line, Line]:
+    head = "table of tokens" if model.text.tie_word_embeddings else "table of tokens and output head"
+    return (
+        Line("weights.text", model.text_bytes, EXACT, f"text layers in {model.weights}, {model.known_by}"),
+        Line(
+            "weights.vision", model.vision_bytes, EXACT, "vision tower" if model.vision else "no vision tower"
+        ),
+        Line("weights.embedding", model.embedding_bytes, EXACT, head),
+    )
+
+
+def _kv_cache(model: Model, settings: Settings) -> Line:
+    tokens = costs.kv_tokens(settings.context, settings.sequences)
+    note = f"{tokens} tokens of {model.kv_bytes_per_token:,} bytes, in blocks of {costs.BLOCK_SIZE}"
+    return Line("kv_cache", tokens * model.kv_bytes_per_token, EXACT, note)
+
+
+def _workspaces(model: Model, backend: str, settings: Settings) -> tuple[Line, Line]:
+    """Tower and text model never run at once and take their workspace from one pool.
+
+    So only the larger peak is counted; of the other only what stays when it is done.
+    """
+    slack = calibration.ALLOCATOR_SLACK.value
+    text = round(slack * _text_peak(model, backend, settings))
+    if model.vision is None or not settings.image_tokens:
+        return (
+            Line("vision_workspace", 0, EXACT, "no pictures"),
+            Line("text_workspace", text, MODELLED, _text_note(settings)),
+        )
+    vision = round(slack * _vision_peak(model.vision, backend, settings))
+    kept = costs.feature_bytes(model.vision, settings.image_tokens)
+    if backend == NATIVE:
+        kept += IMAGE_CACHE
+    stays = f"{kept / MIB:.0f} MiB of features stay"
+    peak = f"peak {vision / MIB:.0f} MiB for {settings.image_tokens} image tokens"
+    lent = "" if vision >= text else ", which text_workspace lends"
+    borrowed = "" if text > vision else ", which vision_workspace lends"
+    return (
+        Line("vision_workspace", kept + (0 if lent else vision), MODELLED, f"{stays}; {peak}{lent}"),
+        Line(
+            "text_workspace",
+            0 if borrowed else text,
+            MODELLED,
+            f"{_text_note(settings)}: peak {text / MIB:.0f} MiB{borrowed}",
+        ),
+    )
+
+
+def _text_note(settings: Settings) -> str:
+    return f"{settings.chunk} tokens a pass at a context of {settings.context}, and logits"
+
+
+def _text_peak(model: Model, backend: str, settings: Settings) -> int:
+    return costs.text_peak(
+        model, settings.chunk, settings.context, settings.sequences, native=backend == NATIVE
+    )
+
+
+def _vision_peak(vision: VisionConfig, backend: str, settings: Settings) -> int:
+    if backend == TRANSFORMERS:
+        return round(settings.image_tokens * calibration.TRANSFORMERS_VISION_PER_TOKEN.value)
+    return costs.vision_peak(vision, settings.image_tokens)

@@ -1,0 +1,175 @@
+"""A model as the plan sees it: shapes, and what its weights take once they are loaded.
+
+Knows: what the native engine's loader makes of each tensor (FP8 scales widened to float32, a head's norm
+repeated for each head, what is not loaded at all). Does not know: where the tensors were read, or machines.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vlfit.checkpoint.cache import count_parameters, weights_format
+from vlfit.checkpoint.catalog import BF16, TextOnlyConfig
+from vlfit.checkpoint.config import ModelConfig, VisionConfig
+from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4
+from vlfit.checkpoint.tensors import INT4_SUFFIXES, PACKED_SUFFIX, SCALE_SUFFIX
+from vlfit.units import MIB
+
+HALF = 2  # bytes of bfloat16 and float16, in which everything is computed on a GPU
+SINGLE = 4  # bytes of float32
+LAYER_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HEAD = "lm_head"
+# In the files, but not part of what runs: shapes said twice, scales of activations, computed frequencies.
+_NOT_LOADED = (".weight_shape", ".input_scale", ".inv_freq")
+# torch rounds what it takes from the driver: up to 2 MiB from this size on, below it from shared segments.
+_ROUNDED_FROM, _ROUNDED_TO = 10 * MIB, 2 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear layer of ``rows`` outputs and ``columns`` inputs, stored in ``form`` (bf16, fp8 or int4)."""
+
+    rows: int
+    columns: int
+    form: str
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a plan has to know of a checkpoint. All sizes in bytes, as loaded on a GPU.
+
+    ``embedding_bytes`` are the table of tokens and, if it has weights of its own, the output head.
+    ``layer`` has the matrices of one text layer by name, each as large as in the largest layer.
+    ``rounding`` is what torch's allocator adds by rounding large tensors up. ``converted_from`` names the
+    checkpoint that ``vlfit convert`` has to make this one of, "" if it exists.
+    ``known_by`` says in words where the sizes were read.
+    """
+
+    name: str
+    family: str
+    weights: str
+    parameters: int
+    text: TextOnlyConfig
+    vision: VisionConfig | None
+    text_bytes: int
+    vision_bytes: int
+    embedding_bytes: int
+    rounding: int
+    layer: Mapping[str, Matrix]
+    head: Matrix
+    known_by: str
+    converted_from: str = ""
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.text_bytes + self.vision_bytes + self.embedding_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers, in bfloat16."""
+        text = self.text
+        return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * HALF
+
+    @property
+    def head_and_layer_weights(self) -> int:
+        """Weights that each token is multiplied with: all text layers and the output head once."""
+        in_layer = sum(matrix.weights for matrix in self.layer.values())
+        return in_layer * self.text.num_hidden_layers + self.head.weights
+
+
+def model_of(
+    name: str,
+    config: ModelConfig | TextOnlyConfig,
+    tensors: Mapping[str, TensorInfo],
+    known_by: str,
+    *,
+    family: str = "",
+    converted_from: str = "",
+) -> Model:
+    """The model that ``tensors`` (a checkpoint's headers, or the catalog's) and ``config`` describe."""
+    text, vision = (config, None) if isinstance(config, TextOnlyConfig) else (_text(config), config.vision)
+    loaded = {
+        tensor: _loaded(info, text)
+        for tensor, info in tensors.items()
+        if not tensor.endswith(_NOT_LOADED) and not (tensor == "lm_head.weight" and text.tie_word_embeddings)
+    }
+    parts = {"text": 0, "vision": 0, "embedding": 0}
+    for tensor, size in loaded.items():
+        parts[_part(tensor)] += size
+    return Model(
+        name=name,
+        family=family or name.rpartition("/")[2],
+        weights=weights_format(dict(tensors)),
+        parameters=count_parameters(dict(tensors)),
+        text=text,
+        vision=vision,
+        text_bytes=parts["text"],
+        vision_bytes=parts["vision"],
+        embedding_bytes=parts["embedding"],
+        rounding=sum(-size % _ROUNDED_TO for size in loaded.values() if size >= _ROUNDED_FROM),
+        layer={part: _largest(part, tensors) for part in LAYER_PARTS},
+        head=_head(text, tensors),
+        known_by=known_by,
+        converted_from=converted_from,
+    )
+
+
+def _text(config: ModelConfig) -> TextOnlyConfig:
+    text = config.text
+    return TextOnlyConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_hidden_layers=text.num_hidden_layers,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        max_position_embeddings=text.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention_bias=text.attention_bias,
+    )
+
+
+def _loaded(info: TensorInfo, text: TextOnlyConfig) -> int:
+    """Bytes that the engine allocates for one tensor of the files (``engine/loader.py``)."""
+    if info.name.endswith(".q_norm.weight"):  # a row for each head (``engine/qwen3_vl/text.py``)
+        return text.num_attention_heads * info.count * HALF
+    if info.name.endswith(".k_norm.weight"):
+        return text.num_key_value_heads * info.count * HALF
+    if info.name.endswith(SCALE_SUFFIX):
+        return info.count * SINGLE
+    if info.dtype == "F8_E4M3" or info.name.endswith(INT4_SUFFIXES):
+        return info.bytes
+    return info.count * HALF
+
+
+def _part(tensor: str) -> str:
+    if tensor.startswith("model.visual."):
+        return "vision"
+    return "embedding" if "embed_tokens" in tensor or tensor.startswith("lm_head.") else "text"
+
+
+def _largest(part: str, tensors: Mapping[str, TensorInfo]) -> Matrix:
+    endings = (f".{part}.weight", f".{part}{PACKED_SUFFIX}")
+    found = [_matrix(info) for name, info in tensors.items() if name.endswith(endings)]
+    # Layers may be stored in several forms (a converter skips what it cannot divide): the dearest counts.
+    return max(found, key=lambda matrix: (matrix.form != BF16, matrix.weights))
+
+
+def _head(text: TextOnlyConfig, tensors: Mapping[str, TensorInfo]) -> Matrix:
+    if not text.tie_word_embeddings:
+        for name in ("lm_head.weight", f"{HEAD}{PACKED_SUFFIX}"):
+            if name in tensors:
+                return _matrix(tensors[name])
+    return Matrix(text.vocab_size, text.hidden_size, BF16)
+
+
+def _matrix(info: TensorInfo) -> Matrix:
+    rows, columns = info.shape
+    if info.name.endswith(PACKED_SUFFIX):
+        return Matrix(rows, columns * CODES_PER_WORD, INT4)
+    return Matrix(rows, columns, FP8 if info.dtype == "F8_E4M3" else BF16)

@@ -1,0 +1,222 @@
+"""From a machine, a model and wishes to a plan: what is fixed stays so, the rest is chosen in a stated order.
+
+The order: the better model first, then context, image tokens, sequences, weights format (the more exact), and
+last tokens of a pass, which cost only time. Of each the largest that fits is taken, down the steps below.
+Knows that order and those steps. Does not know what a line costs (``ledger.py``) or how to get memory back
+(``changes.py``).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlfit.checkpoint.catalog import FORMATS
+from vlfit.errors import DeviceError, UsageError
+from vlfit.machine.model import Gpu, Machine
+from vlfit.plan.changes import Change, Refused, cheapest
+from vlfit.plan.commands import command_of
+from vlfit.plan.ledger import BACKENDS, NATIVE, TRANSFORMERS, Line, Settings, ledger
+from vlfit.plan.model import Model
+from vlfit.plan.speed import Speed, predict
+
+CONTEXTS = (8192, 4096, 2048)
+IMAGE_TOKENS = (2560, 1280, 1024, 768, 512, 256)
+SEQUENCES = (4, 2, 1)
+CHUNKS = (1024, 512, 256, 128)
+_LEAST_CONTEXT = 16  # of ``EngineOptions``
+_LEAST_IMAGE_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for what makes no sense."""
+
+    context: int | None = None
+    image_tokens: int | None = None
+    sequences: int | None = None
+    weights: str | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {"context": _LEAST_CONTEXT, "image_tokens": _LEAST_IMAGE_TOKENS, "sequences": 1}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                option = name.replace("_", "-")
+                raise UsageError(f"--{option} is {value}", f"it must be at least {lowest}", param=name)
+        for name, known in (("weights", FORMATS), ("backend", BACKENDS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise UsageError(
+                    f"--{name} is {value!r}", f"plans are made for {', '.join(known)}", param=name
+                )
+        if self.context and self.image_tokens and self.image_tokens >= self.context:
+            raise UsageError(
+                f"a picture of {self.image_tokens} tokens fills a context of {self.context}",
+                "ask for a larger --context or fewer --image-tokens",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One model on one GPU: settings, ledger, speed, and what to change if it does not fit."""
+
+    model: Model
+    backend: str
+    gpu: Gpu
+    wsl2: bool
+    settings: Settings
+    ledger: tuple[Line, ...]
+    speed: Speed | None
+    command: tuple[str, ...] | None
+    environment: dict[str, str] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Bytes of all lines."""
+        return sum(line.bytes for line in self.ledger)
+
+    @property
+    def headroom(self) -> int:
+        """Bytes left over; negative: the deficit."""
+        return self.gpu.total - self.total
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Sorts plans, best first: what fits, sees pictures, knows more, then the order of preference."""
+        settings = self.settings
+        preference = (settings.context, settings.image_tokens, settings.sequences)
+        format_rank = FORMATS.index(self.model.weights) if self.model.weights in FORMATS else len(FORMATS)
+        return (
+            not self.fits,
+            self.model.vision is None,
+            -self.model.parameters,
+            tuple(-value for value in preference),
+            format_rank,
+        )
+
+
+def plan(
+    models: list[Model], machine: Machine, wishes: Wishes, others: Callable[[], list[Model]] = list
+) -> Plan:
+    """The best plan for one of ``models`` (one model in several formats); it may not fit, and then says why.
+
+    ``others`` gives models that may be proposed instead; it is asked if the plan does not fit. Raises
+    ``DeviceError`` where there is no GPU, and ``UsageError`` for wishes that this model cannot have.
+    """
+    gpu = emptiest(machine)
+    candidates = [(model, _backend(model, wishes)) for model in models]
+    smallest: tuple[int, Model, str, Settings] | None = None
+    for settings, model, backend in _candidates(candidates, wishes):
+        lines = ledger(model, gpu, backend, settings)
+        spent = sum(line.bytes for line in lines)
+        if spent <= gpu.total:
+            return _finished(model, backend, machine, gpu, settings, lines)
+        if smallest is None or spent < smallest[0]:
+            smallest = (spent, model, backend, settings)
+    if smallest is None:
+        raise UsageError(
+            f"no settings are left to try for {models[0].name if models else 'this model'}",
+            "wish for a smaller --context or fewer --image-tokens",
+        )
+    _, model, backend, settings = smallest
+    return _refused(model, backend, machine, gpu, settings, tuple(others()))
+
+
+def emptiest(machine: Machine) -> Gpu:
+    """The GPU with the most free memory. Raises ``DeviceError`` where there is none."""
+    if not machine.gpus:
+        raise DeviceError(
+            f"there is no GPU to plan for: {machine.no_gpu_reason}",
+            'Plan for a card that you might use: --gpu "RTX 5060" --desktop 951MiB, or --machine FILE.',
+        )
+    return max(machine.gpus, key=lambda gpu: gpu.free)
+
+
+def _backend(model: Model, wishes: Wishes) -> str:
+    backend = wishes.backend or (NATIVE if model.vision is not None else TRANSFORMERS)
+    if backend == NATIVE and model.vision is None:
+        raise UsageError(
+            f"{model.name} is a text-only model, which the native engine does not run",
+            "leave out --backend, or take --backend transformers",
+        )
+    if backend == TRANSFORMERS and model.weights != FORMATS[0]:
+        raise UsageError(
+            f"{model.name} is in {model.weights}; transformers is planned for with bf16 weights only",
+            "leave out --backend, or add --weights bf16",
+        )
+    return backend
+
+
+def _candidates(models: list[tuple[Model, str]], wishes: Wishes) -> Iterator[tuple[Settings, Model, str]]:
+    """Settings in the order of preference, each with every format before the next step down."""
+    sees = [model.vision is not None for model, _ in models]
+    if not all(sees) and wishes.image_tokens is not None:
+        raise UsageError(
+            f"{models[sees.index(False)][0].name} is a text-only model and takes no pictures",
+            "leave out --image-tokens",
+        )
+    for context in _steps(wishes.context, CONTEXTS):
+        for image_tokens in _steps(wishes.image_tokens, IMAGE_TOKENS if all(sees) else (0,)):
+            for sequences in _steps(wishes.sequences, SEQUENCES):
+                for model, backend in models:
+                    if not _possible(model, context, image_tokens, wishes):
+                        continue
+                    for chunk in CHUNKS if backend == NATIVE else (context,):
+                        settings = Settings(model.weights, context, image_tokens, sequences, chunk)
+                        yield settings, model, backend
+
+
+def _steps(wish: int | None, steps: Iterable[int]) -> tuple[int, ...]:
+    return tuple(steps) if wish is None else (wish,)
+
+
+def _possible(model: Model, context: int, image_tokens: int, wishes: Wishes) -> bool:
+    most = model.text.max_position_embeddings
+    if context > most and wishes.context is not None:
+        raise UsageError(
+            f"a context of {context} tokens was asked for; {model.name} was made for at most {most}",
+            f"use --context {most} or less",
+        )
+    return context <= most and image_tokens < context
+
+
+def _finished(
+    model: Model, backend: str, machine: Machine, gpu: Gpu, settings: Settings, lines: tuple[Line, ...]
+) -> Plan:
+    words, environment = command_of(model, backend, settings)
+    return Plan(
+        model=model,
+        backend=backend,
+        gpu=gpu,
+        wsl2=machine.host.wsl2,
+        settings=settings,
+        ledger=lines,
+        speed=predict(model, gpu, backend, settings),
+        command=None if words is None else tuple(words),
+        environment=environment,
+    )
+
+
+def _refused(
+    model: Model, backend: str, machine: Machine, gpu: Gpu, settings: Settings, others: tuple[Model, ...]
+) -> Plan:
+    lines = ledger(model, gpu, backend, settings)
+    deficit = sum(line.bytes for line in lines) - gpu.total
+    refused = Refused(model, gpu, machine.host, backend, settings, deficit, others)
+    return Plan(
+        model=model,
+        backend=backend,
+        gpu=gpu,
+        wsl2=machine.host.wsl2,
+        settings=settings,
+        ledger=lines,
+        speed=predict(model, gpu, backend, settings, deficit),
+        command=None,
+        changes=cheapest(refused, CONTEXTS, IMAGE_TOKENS),
+    )

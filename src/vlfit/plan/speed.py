@@ -1,0 +1,118 @@
+"""How fast it will be, from bytes moved, the card's bandwidth and measured efficiencies: always a range.
+
+Knows: what the native engine reads and writes for one token, counted from its code. Does not know: the card's
+arithmetic, which drivers do not tell; time to the first token rests on a guess and says so by its width.
+"""
+
+from dataclasses import dataclass
+
+from vlfit.checkpoint.config import VisionConfig
+from vlfit.checkpoint.quantization import FP8, INT4
+from vlfit.machine.model import Gpu
+from vlfit.plan import calibration
+from vlfit.plan.ledger import NATIVE, Settings
+from vlfit.plan.model import HALF, Matrix, Model
+
+TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
+# Bytes read and written for each weight in one pass (``engine/layers/linear.py``). FP8: float32 copy (1 + 4),
+# scales spread (4), product (4 + 4 + 4), bfloat16 (4 + 2), and read by the product (2). int4: unpacked in
+# three steps (1 + 1 + 2), float32 (1 + 4), less its zero (8), times its scale (8), bfloat16 (4 + 2), and read
+# (2).
+_MOVED = {FP8: 29, INT4: 33}
+_STORED = {FP8: 1.0, INT4: 0.5 + HALF / 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A prediction between two bounds."""
+
+    low: float
+    expected: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """``decode``: tokens per second of one request alone. ``first_token``: seconds, picture decoded.
+
+    ``roof`` is the card's limit: tokens per second if every weight were read once as it is stored, at peak
+    bandwidth. ``offload``: tokens per second at most if ``offloaded`` bytes of weights came from RAM over
+    PCIe for each token; None where the plan fits or the link is not known.
+    """
+
+    decode: Range
+    first_token: Range
+    roof: float
+    bytes_per_token: int
+    offload: float | None = None
+    offloaded: int = 0
+
+
+def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: int = 0) -> Speed | None:
+    """The speed of one request with a picture of ``settings.image_tokens``; None if no bandwidth is known."""
+    if gpu.bandwidth is None:
+        return None
+    bandwidth = gpu.bandwidth
+    cached = settings.image_tokens + TEXT_TOKENS
+    weights = _pass_bytes(model, backend)
+    moved = weights + cached * model.kv_bytes_per_token * (5 if backend == NATIVE else 1)
+    stored = sum(_STORED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model))
+    layers = model.text.num_hidden_layers
+    fast = max(moved / (bandwidth * calibration.EFFICIENCY_HIGH.value), layers * calibration.LAUNCH_LOW.value)
+    expected = max(moved / (bandwidth * calibration.EFFICIENCY.value), layers * calibration.LAUNCH.value)
+    slow = moved / (bandwidth * calibration.EFFICIENCY_LOW.value) + layers * calibration.LAUNCH.value
+    offload = gpu.pcie_bandwidth / deficit if deficit > 0 and gpu.pcie_bandwidth else None
+    return Speed(
+        decode=Range(1 / slow, 1 / expected, 1 / fast),
+        first_token=_first_token(model, bandwidth, weights, settings),
+        roof=bandwidth / (stored + cached * model.kv_bytes_per_token),
+        bytes_per_token=round(moved),
+        offload=offload,
+        offloaded=max(deficit, 0),
+    )
+
+
+def _matrices(model: Model) -> list[Matrix]:
+    return [*(list(model.layer.values()) * model.text.num_hidden_layers), model.head]
+
+
+def _pass_bytes(model: Model, backend: str) -> float:
+    """Bytes that one pass of the text model moves for its weights, however few tokens are in it."""
+    if backend != NATIVE:
+        return sum(_STORED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model))
+    return float(sum(_MOVED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model)))
+
+
+def _first_token(model: Model, bandwidth: int, weights: float, settings: Settings) -> Range:
+    prompt = settings.image_tokens + TEXT_TOKENS
+    passes = -(-prompt // settings.chunk)
+    work = 2.0 * model.head_and_layer_weights * prompt + _tower_work(model.vision, settings.image_tokens)
+    layers = model.text.num_hidden_layers * passes + (model.vision.depth if model.vision else 0)
+
+    def seconds(flops_per_byte: float, efficiency: float, launch: float) -> float:
+        computing = work / (bandwidth * flops_per_byte)
+        return max(computing + passes * weights / (bandwidth * efficiency), layers * launch)
+
+    return Range(
+        seconds(
+            calibration.FLOPS_PER_BYTE_HIGH.value,
+            calibration.EFFICIENCY_HIGH.value,
+            calibration.LAUNCH_LOW.value,
+        ),
+        seconds(calibration.FLOPS_PER_BYTE.value, calibration.EFFICIENCY.value, calibration.LAUNCH.value),
+        seconds(
+            calibration.FLOPS_PER_BYTE_LOW.value, calibration.EFFICIENCY_LOW.value, calibration.LAUNCH.value
+        ),
+    )
+
+
+def _tower_work(vision: VisionConfig | None, image_tokens: int) -> float:
+    """Floating-point operations of the tower: its matrices for each patch, and each patch with all others."""
+    if vision is None:
+        return 0.0
+    patches = image_tokens * vision.spatial_merge_size**2
+    in_block = vision.hidden_size * (4 * vision.hidden_size + 2 * vision.intermediate_size)
+    merged = vision.hidden_size * vision.spatial_merge_size**2
+    mergers = (1 + len(vision.deepstack_visual_indexes)) * merged * (merged + vision.out_hidden_size)
+    linear = 2.0 * (patches * vision.depth * in_block + image_tokens * mergers)
+    return linear + 4.0 * patches**2 * vision.hidden_size * vision.depth

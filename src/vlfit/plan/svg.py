@@ -1,0 +1,79 @@
+"""A plan's ledger as a picture for documents: one stacked bar and its lines, in SVG.
+
+Knows how it is drawn. Does not know where the numbers come from.
+"""
+
+from html import escape
+
+from vlfit.plan.search import Plan
+from vlfit.units import MIB
+
+# One colour for each line, for people who see red and green alike too (after Okabe and Ito).
+COLOURS = {
+    "desktop": "#999999",
+    "context": "#666666",
+    "weights.text": "#0072b2",
+    "weights.vision": "#56b4e9",
+    "weights.embedding": "#004b76",
+    "kv_cache": "#e69f00",
+    "vision_workspace": "#009e73",
+    "text_workspace": "#66c2a5",
+    "graphs": "#cc79a7",
+    "reserve": "#f0e442",
+}
+_FREE, _OVER = "#ffffff", "#d55e00"
+_WIDTH, _LEFT, _BAR, _ROW = 760, 20, 36, 22
+
+
+def draw(plan: Plan) -> str:
+    """The picture as text. A line at the card's total shows what is left of it, or what is too much."""
+    whole = max(plan.total, plan.gpu.total)
+    scale = (_WIDTH - 2 * _LEFT) / whole
+    lines = [line for line in plan.ledger if line.bytes]
+    height = 96 + _ROW * (len(lines) + 1)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+        _text(_LEFT, 24, _title(plan)),
+    ]
+    at = float(_LEFT)
+    for line in lines:
+        width = line.bytes * scale
+        parts.append(_box(at, 36, width, _BAR, COLOURS[line.line]))
+        at += width
+    if plan.headroom > 0:
+        parts.append(_box(at, 36, plan.headroom * scale, _BAR, _FREE))
+    edge = _LEFT + plan.gpu.total * scale
+    parts.append(f'<path d="M{edge:.1f} 30V78" stroke="{_OVER}" stroke-width="2"/>')
+    y = 96
+    for line in lines:
+        parts += [_box(_LEFT, y - 11, 12, 12, COLOURS[line.line]), _text(_LEFT + 20, y, line.line)]
+        parts += [_text(260, y, f"{line.bytes / MIB:,.0f} MiB", "end"), _text(276, y, line.how)]
+        y += _ROW
+    parts += [_text(_LEFT + 20, y, _verdict(plan)), "</svg>", ""]
+    return "\n".join(parts)
+
+
+def _title(plan: Plan) -> str:
+    settings = plan.settings
+    pictures = f", {settings.image_tokens} image tokens" if settings.image_tokens else ""
+    return f"{plan.model.name} on {plan.gpu.name}: context {settings.context}{pictures}"
+
+
+def _verdict(plan: Plan) -> str:
+    total = f"{plan.total / MIB:,.0f} of {plan.gpu.total / MIB:,.0f} MiB"
+    if plan.fits:
+        return f"fits: {total}, {plan.headroom / MIB:,.0f} MiB left"
+    return f"does not fit: {total}, {-plan.headroom / MIB:,.0f} MiB too much"
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height}" fill="{colour}" '
+        'stroke="#333333" stroke-width="0.5"/>'
+    )
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{escape(words)}</text>'
