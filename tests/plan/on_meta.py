@@ -1,7 +1,7 @@
 """The engine's own modules at the true shapes of real models, on torch's meta device: sizes without numbers.
 
-``Live`` counts the bytes of every tensor that lives, operation by operation, so that a test can compare what the
-engine's code holds with what the plan says it does. No GPU, no weights, no arithmetic.
+``Live`` counts the bytes of every tensor that lives, operation by operation, so that a test can compare what
+the engine's code holds with what the plan says it does. No GPU, no weights, no arithmetic.
 """
 
 import weakref
@@ -23,10 +23,10 @@ META = torch.device("meta")
 
 
 class Live(TorchDispatchMode):
-    """Bytes of storages that were made in this ``with`` block and still live (``now``), and the most (``peak``)."""
+    """Bytes of storages that were made in this ``with`` block and live ``now``, and their ``peak``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self._seen: dict[int, Any] = {}

@@ -82,7 +82,7 @@ def test_head_dim_is_its_own_field() -> None:
 
 
 def test_the_engine_has_the_numbers_that_the_plan_repeats() -> None:
-    assert costs.BLOCK_SIZE == EngineOptions().block_size
+    assert EngineOptions().block_size == costs.BLOCK_SIZE
     assert costs.TYPICAL_REQUEST == engine.TYPICAL_REQUEST
 
 
@@ -95,8 +95,8 @@ def close(planned: int, counted: int, most: float) -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention as torch runs it on a consumer card.
 
-    Without a mask in a fused kernel, which makes only its output. With a mask and shared key heads by the plain
-    path: flash refuses masks, and the memory-efficient kernel refuses shared heads (torch 2.13, sdp_utils.cpp).
+    Without a mask in a fused kernel, which makes only its output. With a mask and shared key heads by the
+    plain path: flash refuses masks, the memory-efficient kernel shared heads (torch 2.13, sdp_utils.cpp).
     """
 
     def attention(

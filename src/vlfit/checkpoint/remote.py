@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from vlfit.checkpoint import hub
+from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import INDEX_FILE, SINGLE_FILE, shard_names
 from vlfit.checkpoint.source import Checkpoint, read_checkpoint
 from vlfit.errors import (
@@ -89,6 +90,7 @@ class _Files:
                 f"{self.repository} on the hub holds no config.json",
                 "vlfit plans for safetensors checkpoints; GGUF ones have none. Name the original model.",
             )
+        ModelConfig.read(self.folder)  # before anything is asked for that would be of no use
         self._whole(INDEX_FILE)
         for shard in shard_names(self.folder):
             self._header(shard)

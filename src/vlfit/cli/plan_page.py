@@ -4,6 +4,7 @@ Knows words and columns. Does not know how a plan is made.
 """
 
 import io
+import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vlfit.plan.commands import SERVE_CHUNK
+from vlfit.plan.ledger import NATIVE
 from vlfit.plan.svg import COLOURS
 from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
 
@@ -99,6 +102,8 @@ def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
 
 def _console(width: int = _WIDTH) -> Console:
     lively = sys.stdout.isatty()
+    if lively and width == _WIDTH:
+        width = min(width, max(shutil.get_terminal_size().columns, _BAR + 2))
     return Console(
         file=io.StringIO(),
         width=width,
@@ -213,6 +218,11 @@ def _advice(plan: "Plan") -> list[str]:
         lines.append(f"Make it with: {made}")
     if plan.command is not None:
         lines.append(f"Start it with: {' '.join(plan.command)}")
+    elif plan.fits and plan.backend == NATIVE:
+        lines.append(
+            f"No command starts it yet: vlfit serve takes {SERVE_CHUNK} tokens a pass, and this plan "
+            f"{plan.settings.chunk} (EngineOptions(chunk={plan.settings.chunk}) in Python)."
+        )
     return lines
 
 

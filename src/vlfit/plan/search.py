@@ -110,7 +110,7 @@ def plan(
     ``DeviceError`` where there is no GPU, and ``UsageError`` for wishes that this model cannot have.
     """
     gpu = emptiest(machine)
-    candidates = [(model, _backend(model, wishes)) for model in models]
+    candidates = _runnable(models, wishes)
     smallest: tuple[int, Model, str, Settings] | None = None
     for settings, model, backend in _candidates(candidates, wishes):
         lines = ledger(model, gpu, backend, settings)
@@ -136,6 +136,19 @@ def emptiest(machine: Machine) -> Gpu:
             'Plan for a card that you might use: --gpu "RTX 5060" --desktop 951MiB, or --machine FILE.',
         )
     return max(machine.gpus, key=lambda gpu: gpu.free)
+
+
+def _runnable(models: list[Model], wishes: Wishes) -> list[tuple[Model, str]]:
+    """Each model with its backend; of several, those that the wished backend runs. Raises if it runs none."""
+    found, refusals = [], []
+    for model in models:
+        try:
+            found.append((model, _backend(model, wishes)))
+        except UsageError as error:
+            refusals.append(error)
+    if refusals and not found:
+        raise refusals[0]
+    return found
 
 
 def _backend(model: Model, wishes: Wishes) -> str:

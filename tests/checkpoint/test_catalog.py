@@ -1,0 +1,96 @@
+"""The built-in catalog: its sizes follow from shapes, and are those of the published checkpoints."""
+
+import pytest
+
+from vlfit.checkpoint import catalog
+from vlfit.checkpoint.cache import count_parameters, weights_format
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.tensors import check_tensors
+from vlfit.units import GIB
+
+
+def file_bytes(name: str) -> int:
+    entry = catalog.find(name)
+    assert entry is not None, name
+    return sum(info.bytes for info in entry.tensors.values())
+
+
+# Counted on the published configs with the reference's own classes, on the meta device.
+@pytest.mark.parametrize(
+    ("size", "billions", "bf16", "fp8"),
+    [("2B", 2.128, 3.96, 2.65), ("4B", 4.438, 8.27, 4.88), ("8B", 8.767, 16.33, 9.86)],
+)
+def test_sizes_are_those_of_the_published_checkpoints(
+    size: str, billions: float, bf16: float, fp8: float
+) -> None:
+    for edition in ("Instruct", "Thinking"):
+        name = f"Qwen/Qwen3-VL-{size}-{edition}"
+        entry = catalog.find(name)
+        assert entry is not None
+        assert count_parameters(entry.tensors) / 1e9 == pytest.approx(billions, abs=0.0005)
+        assert file_bytes(name) / GIB == pytest.approx(bf16, abs=0.005)
+        assert file_bytes(f"{name}-FP8") / GIB == pytest.approx(fp8, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("size", "linears", "embedding", "tower", "mergers"),
+    [
+        ("2B", 1409.3, 311.2, 306.2, 100.7),
+        ("4B", 3633.3, 389.0, 306.2, 109.1),
+        ("8B", 6945.8, 2 * 622.3, 415.9, 160.5),
+    ],
+)
+def test_parts_in_millions_of_parameters(
+    size: str, linears: float, embedding: float, tower: float, mergers: float
+) -> None:
+    entry = catalog.find(f"Qwen/Qwen3-VL-{size}-Instruct")
+    assert entry is not None
+    counts = {"linears": 0, "embedding": 0, "tower": 0, "mergers": 0}
+    for name, info in entry.tensors.items():
+        if "merger" in name:
+            counts["mergers"] += info.count
+        elif name.startswith("model.visual."):
+            counts["tower"] += info.count
+        elif "embed_tokens" in name or name == "lm_head.weight":
+            counts["embedding"] += info.count
+        elif len(info.shape) == 2:
+            counts["linears"] += info.count
+    wanted = {"linears": linears, "embedding": embedding, "tower": tower, "mergers": mergers}
+    assert {part: count / 1e6 for part, count in counts.items()} == pytest.approx(wanted, abs=0.06)
+
+
+def test_int4_is_what_vlfit_convert_writes() -> None:
+    """8B in groups of 32: its size was measured on a converted checkpoint of these shapes."""
+    assert file_bytes("Qwen3-VL-8B-Instruct-INT4") / GIB == pytest.approx(7.03, abs=0.005)
+    entry = catalog.find("qwen3-vl-8b-instruct-int4")
+    assert entry is not None
+    assert entry.converted_from == "Qwen/Qwen3-VL-8B-Instruct"
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
+def test_entries_are_sound_checkpoints_in_the_format_they_claim(entry: catalog.CatalogEntry) -> None:
+    assert weights_format(entry.tensors) == entry.weights
+    if isinstance(entry.config, ModelConfig):
+        check_tensors(entry.config, entry.tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen2.5-3B-Instruct", 3.086),
+        ("microsoft/Phi-3-mini-4k-instruct", 3.821),
+        ("meta-llama/Llama-2-7b-hf", 6.738),
+    ],
+)
+def test_text_only_models_have_their_published_parameters(name: str, billions: float) -> None:
+    entry = catalog.find(name)
+    assert entry is not None
+    assert count_parameters(entry.tensors) / 1e9 == pytest.approx(billions, abs=0.0005)
+
+
+def test_names() -> None:
+    assert catalog.find("QWEN3-VL-4b-instruct-fp8") is catalog.find("Qwen/Qwen3-VL-4B-Instruct-FP8")
+    assert catalog.find("Qwen/Qwen3-VL-4B") is None
+    assert [entry.weights for entry in catalog.family("4B")] == ["bf16", "fp8", "int4"]
+    assert [entry.name for entry in catalog.family("Qwen/Qwen3-VL-2B")][1] == "Qwen/Qwen3-VL-2B-Instruct-FP8"
+    assert catalog.family("3B") == []

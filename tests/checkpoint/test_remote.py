@@ -1,0 +1,126 @@
+"""Headers of a hub checkpoint by HTTP ranges, against a hub on this computer."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hub import Hub, running_hub
+from vlfit.checkpoint import remote
+from vlfit.checkpoint.headers import SINGLE_FILE
+from vlfit.checkpoint.remote import read_remote
+from vlfit.checkpoint.source import read_checkpoint
+from vlfit.errors import (
+    BrokenShard,
+    HubAccessDenied,
+    HubError,
+    HubModelNotFound,
+    HubUnreachable,
+    NotACheckpoint,
+    NotDownloaded,
+    UnknownArchitecture,
+)
+
+NAME = "org/tiny"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    from huggingface_hub import constants
+
+    with running_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield server
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    return {name: info.bytes for name, info in read_checkpoint("tiny", folder).tensors.items()}
+
+
+@pytest.mark.parametrize("kind", ["tied", "fp8_untied_sharded"])
+def test_sizes_are_those_of_the_files(hub: Hub, tiny: Callable[[str], Path], kind: str) -> None:
+    hub.add(NAME, tiny(kind))
+    checkpoint = read_remote(NAME)
+    assert {name: info.bytes for name, info in checkpoint.tensors.items()} == sizes(tiny(kind))
+    assert checkpoint.name == NAME
+
+
+def test_a_long_header_takes_a_second_request_and_no_weights_come(
+    hub: Hub, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_FIRST_BYTES", 512)
+    hub.add(NAME, tiny("tied"))
+    assert {name: info.bytes for name, info in read_remote(NAME).tensors.items()} == sizes(tiny("tied"))
+    starts = [request.bytes_from for request in hub.downloads(SINGLE_FILE)]
+    assert starts == [0, 512]
+
+
+def test_a_token_that_is_set_is_used(
+    hub: Hub, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(NAME, tiny("tied"), gated=True)
+    with pytest.raises(HubAccessDenied, match="gated"):
+        read_remote(NAME)
+    monkeypatch.setenv("HF_TOKEN", "hf_goodtoken")
+    assert read_remote(NAME).tensors
+
+
+def test_refusals_say_what_is_wrong(hub: Hub, tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(HubModelNotFound, match="no model org/none, or it is private"):
+        read_remote("org/none")
+    hub.add(NAME, tiny("tied"))
+    with pytest.raises(HubModelNotFound, match="no revision v9"):
+        read_remote(f"{NAME}@v9")
+    del hub.repositories[NAME].files[SINGLE_FILE]
+    with pytest.raises(HubModelNotFound, match="no safetensors weights"):
+        read_remote(NAME)
+    del hub.repositories[NAME].files["config.json"]
+    with pytest.raises(NotACheckpoint, match=r"holds no config\.json") as caught:
+        read_remote(NAME)
+    assert "GGUF" in caught.value.hint
+    hub.repositories[NAME].fail_with = 503
+    with pytest.raises(HubUnreachable, match="HTTP 503"):
+        read_remote(NAME)
+
+
+def test_another_architecture_is_refused_before_its_weights_are_asked_for(
+    hub: Hub, tiny: Callable[[str], Path]
+) -> None:
+    files = hub.add(NAME, tiny("tied")).files
+    config = json.loads(files["config.json"])
+    files["config.json"] = json.dumps({**config, "model_type": "llama"}).encode()
+    with pytest.raises(UnknownArchitecture, match="llama"):
+        read_remote(NAME)
+    assert hub.downloads(SINGLE_FILE) == []
+
+
+def test_wrong_bytes_are_refused(hub: Hub, tiny: Callable[[str], Path]) -> None:
+    hub.add(NAME, tiny("tied")).files[SINGLE_FILE] = b"<!doctype html><html>sign in</html>"
+    with pytest.raises(BrokenShard, match="web page"):
+        read_remote(NAME)
+
+
+def test_a_silent_hub_is_not_waited_for(
+    hub: Hub, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_SILENCE_S", 0.3)
+    hub.add(NAME, tiny("tied"), stall_after=100)
+    with pytest.raises(HubUnreachable, match="ReadTimeout"):
+        read_remote(NAME)
+
+
+def test_no_network_a_wrong_address_and_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(HubUnreachable, match="ConnectError"):
+        read_remote(NAME)
+    monkeypatch.setattr(constants, "ENDPOINT", "huggingface.co")
+    with pytest.raises(HubError, match=r"could not be read|no URL"):
+        read_remote(NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(NotDownloaded, match="HF_HUB_OFFLINE"):
+        read_remote(NAME)

@@ -1,0 +1,240 @@
+"""``vlfit plan``: the page, the JSON, the picture, exit codes, bad input, and a cold start."""
+
+import json
+import os
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.cli.conftest import Terminal, Vlfit
+from tests.hub import running_hub
+from vlfit.machine.cards import card
+from vlfit.machine.file import save_machine
+from vlfit.units import MIB
+
+CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB", "--wsl2")
+FIELDS = [
+    "version",
+    "model",
+    "backend",
+    "fits",
+    "machine",
+    "settings",
+    "ledger",
+    "total",
+    "headroom",
+    "speed",
+    "command",
+    "environment",
+    "changes",
+]
+
+
+def test_a_plan_that_fits(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "Qwen/Qwen3-VL-2B-Instruct-FP8", *CARD)
+    assert ended.code == 0
+    assert "Fits, with " in ended.out
+    assert "weights.vision" in ended.out
+    assert "Start it with: vlfit serve Qwen/Qwen3-VL-2B-Instruct-FP8 --context 8192" in ended.out
+    assert "\x1b" not in ended.out
+    assert ended.err == ""
+
+
+def test_a_plan_that_does_not_fit_ends_with_3_and_the_deficit(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "Qwen/Qwen3-VL-8B-Instruct-FP8", *CARD, "--context", 4096)
+    assert ended.code == 3
+    assert "Does not fit: " in ended.out
+    assert "weights fp8 -> int4 (vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4)" in ended.out
+    assert "|" in ended.out.splitlines()[3]  # where the card ends
+
+
+def test_json_is_version_1_in_bytes_and_seconds(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "4B", "-w", "fp8", *CARD, "--json")
+    facts = json.loads(ended.out)
+    assert list(facts) == FIELDS
+    assert facts["version"] == 1
+    assert facts["machine"] == {
+        "gpu": "NVIDIA GeForce RTX 5060",
+        "total": 8151 * MIB,
+        "free": 7200 * MIB,
+        "desktop": 951 * MIB,
+        "bandwidth": 448 * 10**9,
+        "compute_capability": [12, 0],
+        "wsl2": True,
+    }
+    assert facts["total"] == sum(line["bytes"] for line in facts["ledger"])
+    assert facts["headroom"] == 8151 * MIB - facts["total"]
+    assert all(list(line) == ["line", "bytes", "how", "note"] for line in facts["ledger"])
+    assert {"weights", "context", "image_tokens", "sequences"} <= facts["settings"].keys()
+    low, high = facts["speed"]["decode_tokens_per_s_range"]
+    assert low < facts["speed"]["decode_tokens_per_s"] < high
+    assert facts["speed"]["ttft_s"] > 0
+    assert facts["changes"] == []
+
+
+def test_json_of_a_refusal(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "4B", "-w", "bf16", *CARD, "--json")
+    assert ended.code == 3
+    facts = json.loads(ended.out)
+    assert facts["fits"] is False
+    assert facts["command"] is None
+    assert facts["headroom"] < -2 * 1024 * MIB
+    assert len(facts["changes"]) == 3
+    assert all(set(change) == {"what", "frees"} and change["frees"] > 0 for change in facts["changes"])
+
+
+def test_without_a_model_everything_that_fits_best_first(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", *CARD, "--json", "--what-if")
+    facts = json.loads(ended.out)
+    fits = [plan["fits"] for plan in facts["plans"]]
+    assert fits == sorted(fits, reverse=True)
+    names = [plan["model"] for plan in facts["plans"]]
+    assert names[0].startswith("Qwen3-VL-4B-Instruct")
+    assert names.index("Qwen/Qwen3-VL-2B-Instruct-FP8") < names.index("Qwen/Qwen3-VL-8B-Instruct-FP8")
+    assert [row["what"].split()[0] for row in facts["what_if"]] == ["native", "headless:", "12", "16", "24"]
+    assert "8B" in facts["what_if"][-1]["plan"]["model"]
+    page = vlfit("plan", *CARD, "--what-if").out
+    assert "What if" in page
+    assert "Qwen3-VL-4B-Instruct-FP8" in page
+
+
+def test_nothing_fits_a_card_that_is_full(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "--gpu", "RTX 5060", "--desktop", "7GiB")
+    assert ended.code == 3
+
+
+def test_wishes_narrow_the_table(vlfit: Vlfit) -> None:
+    facts = json.loads(vlfit("plan", *CARD, "--json", "--image-tokens", 1024, "-w", "fp8").out)
+    assert {plan["settings"]["weights"] for plan in facts["plans"]} == {"fp8"}
+    assert {plan["settings"]["image_tokens"] for plan in facts["plans"]} == {1024}
+
+
+def test_a_machine_file_is_planned_for(vlfit: Vlfit, tmp_path: Path) -> None:
+    save_machine(card("RTX 3090"), tmp_path / "machine.json")
+    ended = vlfit("plan", "8B", "--machine", tmp_path / "machine.json", "--json")
+    assert json.loads(ended.out)["machine"]["gpu"].endswith("RTX 3090")
+
+
+def test_the_picture_is_well_formed_and_has_every_line(vlfit: Vlfit, tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    ended = vlfit("plan", "8B", "-w", "fp8", *CARD, "--svg", file)
+    assert f"drawn into {file}" in ended.err
+    root = ElementTree.parse(file).getroot()
+    words = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert {"desktop", "weights.text", "kv_cache", "reserve"} <= set(words)
+    assert any("too much" in (word or "") for word in words)
+
+
+def test_colours_on_a_terminal(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    vlfit("plan", "2B", *CARD)
+    assert "█" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("no such thing", *CARD), 1, "neither a folder"),
+        (("model.gguf", *CARD), 1, "GGUF"),
+        (("4B", *CARD, "--context", "-1"), 2, "--context is -1"),
+        (("4B", *CARD, "--image-tokens", "-4"), 2, "--image-tokens is -4"),
+        (("4B", *CARD, "--sequences", "0"), 2, "--sequences is 0"),
+        (("4B", "--gpu", "RTX 5060", "--desktop", "951 MBi"), 2, "unknown unit 'MBi'"),
+        (("4B", "--gpu", "RTX 5060", "--desktop", "-1GiB"), 2, "negative"),
+        (("4B", "--gpu", "RTX 50600"), 2, "no card"),
+        (("4B", "--machine", "no-such-file.json"), 2, "no-such-file.json"),
+        (("--svg", "x.svg", *CARD), 2, "--svg draws the ledger of one model"),
+        (("4B", *CARD, "--svg", "/no/such/folder/x.svg"), 1, "cannot write /no/such/folder/x.svg"),
+    ],
+)
+def test_bad_input_is_told(vlfit: Vlfit, arguments: tuple[str, ...], code: int, words: str) -> None:
+    ended = vlfit("plan", *arguments)
+    assert words in ended.err
+    assert "hint:" in ended.err
+    assert ended.code == code
+    assert ended.out == ""
+
+
+def test_a_machine_file_with_a_missing_field(vlfit: Vlfit, tmp_path: Path) -> None:
+    facts = card("RTX 5060").to_json()
+    del facts["gpus"][0]["total"]
+    (tmp_path / "machine.json").write_text(json.dumps(facts))
+    ended = vlfit("plan", "4B", "--machine", tmp_path / "machine.json")
+    assert ended.code == 2
+    assert "gpus[0].total" in ended.err
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"
+EXAMPLES = re.findall(r"^```console\n\$ vlfit (.*)\n((?s:.*?))```", DOCUMENT.read_text("utf-8"), re.MULTILINE)
+
+
+def test_the_document_has_examples() -> None:
+    assert len(EXAMPLES) == 5
+
+
+@pytest.mark.parametrize(("command", "printed"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
+def test_the_document_shows_what_is_printed(vlfit: Vlfit, command: str, printed: str) -> None:
+    assert vlfit(*shlex.split(command)).out == printed
+
+
+def test_a_hub_model_is_planned_from_its_headers_alone(
+    vlfit: Vlfit, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    with running_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        hub.add("org/tiny", tiny("fp8"))
+        ended = vlfit("plan", "org/tiny", *CARD, "--context", 512, "--json")
+        missing = vlfit("plan", "org/none", *CARD)
+    facts = json.loads(ended.out)
+    assert ended.code == 0
+    assert facts["settings"]["weights"] == "fp8"
+    assert "read from its headers" in facts["ledger"][2]["note"]
+    assert not (tmp_path / "cache").exists()
+    assert missing.code == 1
+    assert "has no model org/none" in missing.err
+
+
+# What a cold start may cost in processor time. The wall clock of a busy machine says nothing.
+SECONDS = 1.0
+
+
+@pytest.mark.parametrize("model", [("4B",), ()], ids=["one model", "everything"])
+def test_a_cold_start_takes_less_than_a_second_and_no_torch(model: tuple[str, ...]) -> None:
+    program = (
+        "import sys\nfrom vlfit.cli.main import app\n"
+        "try:\n    app(sys.argv[1:], prog_name='vlfit')\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)\n"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLFIT_")}
+    best = SECONDS * 10
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-c", program, "plan", *model, *CARD],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=kept,
+            check=False,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.stderr == "[]\n"
+        assert "Qwen3-VL-4B" in done.stdout
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert best < SECONDS
