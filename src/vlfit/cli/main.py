@@ -20,6 +20,8 @@ from vlfit.cli.convert import convert
 from vlfit.cli.machine import EXAMPLES as _MACHINE_EXAMPLES
 from vlfit.cli.machine import machine
 from vlfit.cli.models import models_app
+from vlfit.cli.plan import EXAMPLES as _PLAN_EXAMPLES
+from vlfit.cli.plan import plan
 from vlfit.cli.printing import cannot_write, print_error
 from vlfit.cli.pull import pull
 from vlfit.cli.scene import scene
@@ -99,6 +101,7 @@ app.command()(serve)
 app.command(epilog=_PULL_EXAMPLES)(pull)
 app.command(epilog=_CONVERT_EXAMPLES)(convert)
 app.command(epilog=_MACHINE_EXAMPLES)(machine)
+app.command(epilog=_PLAN_EXAMPLES)(plan)
 app.add_typer(models_app, name="models", help=_MODELS_HELP)
 
 
