@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.plan.on_meta import META, Live, loader
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.quantization import Int4Format
 from vlfit.engine import engine
 from vlfit.engine.kv_cache import BlockPool, KVCache
 from vlfit.engine.layers.attention import AttentionPlan, DecodeGroup, PrefillChunk
@@ -19,6 +21,7 @@ from vlfit.engine.qwen3_vl.text import TextModel, VisualRows
 from vlfit.engine.qwen3_vl.vision import VisionTower
 from vlfit.plan import costs
 from vlfit.plan.model import Model, model_of
+from vlfit.units import GIB
 
 SIZES = ("2B", "4B", "8B")
 
@@ -166,11 +169,25 @@ def run_text(entry: CatalogEntry, chunk: int, past: int, decoding: int, longest:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("weights", catalog.FORMATS)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("chunk", "context"), [(1024, 1024), (256, 4096), (1024, 4096), (1024, 8192)])
+@pytest.mark.parametrize(("chunk", "context"), [(1024, 1024), (256, 4096), (1024, 8192)])
 def test_peak_of_a_prompts_last_chunk(size: str, weights: str, chunk: int, context: int) -> None:
     entry = entry_of(size, weights)
     counted = run_text(entry, chunk, context - chunk, 0, 0, chunk)
     close(costs.text_peak(model(entry), chunk, context, 1), counted, 1.15)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_an_output_head_in_int4_is_widened_whole() -> None:
+    """What ``vlfit convert --head`` saves of a file, the engine takes many times over to use it."""
+    entry = entry_of("8B", "int4")
+    config = replace(config_of(entry), quantization=Int4Format(32, True, (r"re:model\.visual\.",)))
+    entry = replace(entry, config=config)
+    planned = model(entry)
+    assert planned.head.form == "int4"
+    assert planned.weight_bytes < model(entry_of("8B", "int4")).weight_bytes
+    counted = run_text(entry, 128, 0, 0, 0, 0)
+    assert counted > 5 * GIB
+    close(costs.text_peak(planned, 128, 128, 1), counted, 1.05)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

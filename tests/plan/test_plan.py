@@ -106,9 +106,13 @@ def test_the_workspaces_share_one_pool() -> None:
 
 
 # transformers 5.17 on an H200, bf16: a picture of 768 tokens, a prompt of 808, 128 tokens out; what the
-# process held on the device, in MiB. The plan must not be below, nor more than 5 % above (its air left out).
-@pytest.mark.parametrize(("size", "measured"), [("2B", 4986), ("4B", 9550)])
-def test_the_total_against_a_measured_process(size: str, measured: int) -> None:
+# process held on the device, in MiB. The plan must not be below, and little above (its air left out). The
+# last is eight such requests as one batch.
+@pytest.mark.parametrize(
+    ("size", "sequences", "measured", "most"),
+    [("2B", 1, 4986, 1.05), ("4B", 1, 9550, 1.05), ("2B", 8, 6348, 1.1)],
+)
+def test_the_total_against_a_measured_process(size: str, sequences: int, measured: int, most: float) -> None:
     made = planned(
         size,
         card("H200"),
@@ -116,10 +120,10 @@ def test_the_total_against_a_measured_process(size: str, measured: int) -> None:
         backend="transformers",
         context=936,
         image_tokens=768,
-        sequences=1,
+        sequences=sequences,
     )
     predicted = (made.total - calibration.RESERVE.bytes) / MIB
-    assert measured <= predicted <= 1.05 * measured
+    assert measured <= predicted <= most * measured, predicted / measured
 
 
 # --- search ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Knows: the options of ``vlfit serve``. A backend that has no command (a library,
 option carries) has none here.
 """
 
-from vlfit.plan import costs
 from vlfit.plan.ledger import NATIVE, Settings
 from vlfit.plan.model import Model
 
@@ -26,8 +25,3 @@ def _native(model: Model, settings: Settings) -> tuple[list[str] | None, dict[st
     if settings.image_tokens:
         words += ["--image-tokens", str(settings.image_tokens)]
     return words, {}
-
-
-def pool_tokens(settings: Settings) -> int:
-    """Tokens of the KV pool that the settings mean."""
-    return costs.kv_tokens(settings.context, settings.sequences)

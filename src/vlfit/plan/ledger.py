@@ -54,7 +54,7 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
             f"CUDA and its libraries: {context.source}; 32 MiB workspace of matrix products",
         ),
         *_weights(model),
-        _kv_cache(model, settings),
+        _kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings),
         Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs"),
         Line(
@@ -82,9 +82,17 @@ def _weights(model: Model) -> tuple[Line, Line, Line]:
     )
 
 
-def _kv_cache(model: Model, settings: Settings) -> Line:
-    tokens = costs.kv_tokens(settings.context, settings.sequences)
-    note = f"{tokens} tokens of {model.kv_bytes_per_token:,} bytes, in blocks of {costs.BLOCK_SIZE}"
+def pool_tokens(backend: str, settings: Settings) -> int:
+    """Tokens that the KV cache holds: the engine's pool, or in transformers every request at full length."""
+    if backend == NATIVE:
+        return costs.kv_tokens(settings.context, settings.sequences)
+    return settings.context * settings.sequences
+
+
+def _kv_cache(model: Model, backend: str, settings: Settings) -> Line:
+    tokens = pool_tokens(backend, settings)
+    blocks = f", in blocks of {costs.BLOCK_SIZE}" if backend == NATIVE else ""
+    note = f"{tokens} tokens of {model.kv_bytes_per_token:,} bytes{blocks}"
     return Line("kv_cache", tokens * model.kv_bytes_per_token, EXACT, note)
 
 
@@ -102,8 +110,7 @@ def _workspaces(model: Model, backend: str, settings: Settings) -> tuple[Line, L
         )
     vision = round(slack * _vision_peak(model.vision, backend, settings))
     kept = costs.feature_bytes(model.vision, settings.image_tokens)
-    if backend == NATIVE:
-        kept += IMAGE_CACHE
+    kept = kept + IMAGE_CACHE if backend == NATIVE else kept * settings.sequences
     stays = f"{kept / MIB:.0f} MiB of features stay"
     peak = f"peak {vision / MIB:.0f} MiB for {settings.image_tokens} image tokens"
     lent = "" if vision >= text else ", which text_workspace lends"
@@ -124,12 +131,16 @@ def _text_note(settings: Settings) -> str:
 
 
 def _text_peak(model: Model, backend: str, settings: Settings) -> int:
-    return costs.text_peak(
-        model, settings.chunk, settings.context, settings.sequences, native=backend == NATIVE
-    )
+    chunk, context, sequences = settings.chunk, settings.context, settings.sequences
+    if backend == NATIVE:
+        return costs.text_peak(model, chunk, context, sequences)
+    # The prompts of all requests at once, padded to the longest.
+    return costs.text_peak(model, chunk * sequences, context, sequences, native=False)
 
 
 def _vision_peak(vision: VisionConfig, backend: str, settings: Settings) -> int:
     if backend == TRANSFORMERS:
-        return round(settings.image_tokens * calibration.TRANSFORMERS_VISION_PER_TOKEN.value)
+        # The pictures of all requests in one call.
+        tokens = settings.image_tokens * settings.sequences
+        return round(tokens * calibration.TRANSFORMERS_VISION_PER_TOKEN.value)
     return costs.vision_peak(vision, settings.image_tokens)

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vlfit.machine.model import Gpu
-from vlfit.plan import costs
-from vlfit.plan.ledger import held_by_others
+from vlfit.plan.ledger import held_by_others, pool_tokens
 from vlfit.plan.search import Plan
 from vlfit.plan.speed import Range, Speed
 
@@ -30,7 +29,7 @@ def facts(plan: Plan) -> dict[str, Any]:
             "image_tokens": settings.image_tokens,
             "sequences": settings.sequences,
             "chunk": settings.chunk,
-            "kv_tokens": costs.kv_tokens(settings.context, settings.sequences),
+            "kv_tokens": pool_tokens(plan.backend, settings),
         },
         "ledger": [
             {"line": line.line, "bytes": line.bytes, "how": line.how, "note": line.note}

@@ -5,6 +5,7 @@ machines. Nothing is downloaded here but headers, and those only of a hub model 
 nor on disk.
 """
 
+from functools import lru_cache
 from pathlib import Path
 
 from vlfit.checkpoint import catalog
@@ -51,6 +52,7 @@ def everything(weights: str | None = None, *, edition: str = "Instruct") -> list
     ]
 
 
+@lru_cache(maxsize=64)
 def of_entry(entry: CatalogEntry) -> Model:
     """The model of a catalog entry."""
     return model_of(
