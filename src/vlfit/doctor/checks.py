@@ -1,0 +1,271 @@
+"""Looks at this computer: what would keep a model from running here, each thing green, yellow or red.
+
+Knows: what to look at and what is enough. Does not import torch: its build is read from its files. Red means
+that something is broken or that nothing will run; yellow that it will run worse, or that a look is due.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from vlfit.doctor.builds import driver_is_too_old, install_command, lacks_code_for, wanted_build
+from vlfit.machine.gpu import read_gpus
+from vlfit.machine.host import read_host
+from vlfit.machine.model import Gpu, Host
+from vlfit.machine.problems import Problem, Surroundings
+from vlfit.units import GIB, format_bytes
+
+OLDEST_PYTHON = (3, 11)
+# The smallest Qwen3-VL on the hub, 2B in FP8: 2.65 GiB of weights; a CUDA context and workspace beside them
+# take about 1.1 GiB (616 MiB of context, measured with torch 2.11 on an H200; the rest is workspace and KV).
+SMALLEST_ON_GPU = int(3.75 * GIB)
+RAM_TO_LOAD = 4 * GIB  # one shard of an official checkpoint is up to 4.6 GiB, read through the page cache
+DISK_FOR_ONE = int(2.65 * GIB) + GIB
+DISK_FOR_MOST = int(9.86 * GIB) + GIB  # 8B in FP8
+# No sign of a GPU that ought to work: vlfit runs on the processor.
+_NO_GPU_HERE = {"gpu.none", "gpu.other", "container.no_gpu"}
+_WSL_FOLDER = "usr/lib/wsl/lib"
+_LINUX_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib64")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. ``level`` is green, yellow or red; ``fix`` is "" where none is needed."""
+
+    id: str
+    level: str
+    says: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """The installed PyTorch. ``cuda`` is None for the build without a GPU."""
+
+    version: str
+    cuda: tuple[int, int] | None
+    other: str = ""  # another kind of accelerator that the build is for
+
+
+def check_all(port: int, environment: Mapping[str, str] = os.environ) -> list[Check]:
+    """Every check of this computer. Takes milliseconds, changes nothing and loads no model."""
+    host = read_host()
+    gpus, problems = read_gpus(environment, Surroundings(host.wsl2, host.container))
+    cache = hub_cache(environment)
+    checks = [check_python(sys.version_info[:2]), check_driver(gpus, problems)]
+    if host.wsl2:
+        checks.append(check_wsl(Path("/"), can_load))
+    checks += [check_torch(installed_torch(), gpus), *(check_gpu_memory(gpu) for gpu in gpus)]
+    checks += [check_ram(host)]
+    if host.memory_limit is not None:
+        checks.append(check_memory_limit(host.memory_limit))
+    return [*checks, check_cache(cache), check_disk(cache), check_port(port)]
+
+
+def check_python(version: tuple[int, ...]) -> Check:
+    """Whether this Python is one that vlfit supports."""
+    shown = ".".join(map(str, version))
+    if version < OLDEST_PYTHON:
+        return Check("python", "red", f"Python {shown}; vlfit needs 3.11 or newer", "Install Python 3.12.")
+    return Check("python", "green", f"Python {shown}")
+
+
+def check_driver(gpus: tuple[Gpu, ...], problems: tuple[Problem, ...]) -> Check:
+    """Whether the driver and its library answer, and which GPUs they see."""
+    if gpus and not problems:
+        names = ", ".join(gpu.name for gpu in gpus)
+        return Check("driver", "green", f"driver {gpus[0].driver} (CUDA up to {gpus[0].cuda}) sees {names}")
+    if not problems:
+        return Check("driver", "yellow", "no NVIDIA GPU is seen", "")
+    first = problems[0]
+    # A driver that is missing is a fault only beside a GPU that wants it.
+    harmless = first.id in _NO_GPU_HERE or (first.id == "driver.missing" and "GPU is here" not in first.what)
+    return Check("driver", "yellow" if harmless else "red", first.what, first.fix)
+
+
+def check_wsl(root: Path, loads: Callable[[str], bool]) -> Check:
+    """Whether WSL2 passes on the Windows driver's libraries, and no Linux driver stands before them."""
+    folder = root / _WSL_FOLDER
+    missing = [name for name in ("libcuda.so.1", "libnvidia-ml.so.1") if not (folder / name).exists()]
+    if missing:
+        says = f"/{_WSL_FOLDER} has no {' and no '.join(missing)}"
+        fix = "Update NVIDIA's driver in Windows, then run `wsl --update` and `wsl --shutdown` there."
+        return Check("wsl.libraries", "red", says, fix)
+    linux = [f"/{place}" for place in _LINUX_FOLDERS if any((root / place).glob("libnvidia-ml.so.[0-9]*.*"))]
+    if linux:
+        fix = (
+            "Remove it: `sudo apt purge 'nvidia-driver-*' 'libnvidia-compute-*'`, then `wsl --shutdown` in "
+            "Windows."
+        )
+        return Check(
+            "wsl.libraries", "red", f"a Linux driver in {linux[0]} stands before the one of Windows", fix
+        )
+    if not loads("libcuda.so.1"):
+        fix = f"Run `echo /{_WSL_FOLDER} | sudo tee /etc/ld.so.conf.d/wsl.conf && sudo ldconfig`."
+        return Check("wsl.libraries", "red", f"programs do not find libcuda.so.1 in /{_WSL_FOLDER}", fix)
+    return Check("wsl.libraries", "green", f"the Windows driver's libraries are in /{_WSL_FOLDER} and load")
+
+
+def can_load(library: str) -> bool:
+    """Whether the dynamic linker finds ``library``. Loading libcuda touches no GPU."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def installed_torch() -> TorchBuild | None:
+    """The build of PyTorch beside us, read from its version.py; None if it is not installed."""
+    try:
+        installed = distribution("torch")
+    except PackageNotFoundError:
+        return None
+    try:
+        text = Path(str(installed.locate_file("torch/version.py"))).read_text("utf-8")
+    except OSError:
+        text = ""
+    return torch_build(installed.version, text)
+
+
+def torch_build(version: str, text: str) -> TorchBuild:
+    """What a version number and the text of ``torch/version.py`` say."""
+    values = dict(re.findall(r"^(cuda|hip|xpu)\b[^=\n]*= *'([^'\n]+)'", text, re.MULTILINE))
+    if found := re.match(r"(\d+)\.(\d+)", values.get("cuda", "")):
+        return TorchBuild(version, (int(found.group(1)), int(found.group(2))))
+    return TorchBuild(version, None, next((name for name in ("hip", "xpu") if name in values), ""))
+
+
+def check_torch(build: TorchBuild | None, gpus: tuple[Gpu, ...]) -> Check:
+    """Whether the installed PyTorch has code for the GPUs that are here and suits their driver."""
+    capability = gpus[0].compute_capability if gpus else None
+    fix = f"Run `{install_command(wanted_build(capability))}`."
+    if build is None:
+        return Check("torch", "red", "PyTorch is not installed", fix)
+    if build.cuda is None:
+        kind = {"hip": "AMD GPUs", "xpu": "Intel GPUs"}.get(build.other, "computers without a GPU")
+        if gpus:
+            return Check(
+                "torch", "red", f"PyTorch {build.version} is a build for {kind}; an NVIDIA GPU is here", fix
+            )
+        return Check("torch", "green", f"PyTorch {build.version}, a build for {kind}")
+    name = f"PyTorch {build.version} for CUDA {build.cuda[0]}.{build.cuda[1]}"
+    for gpu in gpus:
+        if reason := lacks_code_for(build.cuda, gpu.compute_capability):
+            return Check("torch", "red", f"{name} cannot run on the {gpu.name}: {reason}", fix)
+        driver_cuda = re.match(r"(\d+)\.(\d+)", gpu.cuda)
+        if driver_cuda and driver_is_too_old(
+            build.cuda, (int(driver_cuda.group(1)), int(driver_cuda.group(2)))
+        ):
+            says = f"{name} needs a driver for CUDA {build.cuda[0]}; this one runs up to {gpu.cuda}"
+            update = f"Update the driver, or run `{install_command('cu128')}`."
+            return Check("torch", "red", says, update)
+    return Check("torch", "green", name)
+
+
+def check_gpu_memory(gpu: Gpu) -> Check:
+    """How much of a GPU is free, and who holds the rest."""
+    says = f"GPU {gpu.index}: {format_bytes(gpu.free)} of {format_bytes(gpu.total)} free"
+    if gpu.total < SMALLEST_ON_GPU:
+        return Check("gpu.memory", "yellow", f"{says}: too small for Qwen3-VL-2B in FP8", "Run `vlfit plan`.")
+    if gpu.free < SMALLEST_ON_GPU:
+        says += f", {format_bytes(gpu.desktop)} held by other programs: too little for Qwen3-VL-2B in FP8"
+        return Check(
+            "gpu.memory", "yellow", says, "Close programs that use the GPU: `vlfit machine` names them."
+        )
+    return Check("gpu.memory", "green", f"{says}, {format_bytes(gpu.desktop)} held by other programs")
+
+
+def check_ram(host: Host) -> Check:
+    """Whether there is RAM to load a checkpoint through."""
+    says = f"RAM: {format_bytes(host.ram_available)} of {format_bytes(host.ram_total)} available"
+    if host.ram_available < RAM_TO_LOAD:
+        fix = "Close programs, or loading is slow."
+        if host.wsl2:
+            fix = "Raise `memory=` in .wslconfig in your Windows home, then run `wsl --shutdown` in Windows."
+        return Check("ram", "yellow", says, fix)
+    return Check("ram", "green", says)
+
+
+def check_memory_limit(limit: int) -> Check:
+    """Whether a container's limit leaves RAM to load a checkpoint through."""
+    says = f"this container or session may use {format_bytes(limit)} of RAM"
+    if limit < RAM_TO_LOAD:
+        return Check(
+            "ram.limit", "yellow", says, "Raise it: docker run --memory, or MemoryMax of the systemd unit."
+        )
+    return Check("ram.limit", "green", says)
+
+
+def hub_cache(environment: Mapping[str, str]) -> Path:
+    """Where huggingface_hub keeps models: its own rules, without importing it."""
+    if folder := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(folder).expanduser()
+    home = environment.get("HF_HOME")
+    if not home:
+        base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+        home = os.path.join(base, "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def check_cache(cache: Path) -> Check:
+    """Whether models can be written into the cache of the hub."""
+    place = _existing(cache)
+    if not place.is_dir():
+        return Check(
+            "hub.cache", "red", f"{place} is no folder, but models are kept in {cache}", "Set HF_HOME."
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        fix = f"Run `sudo chown -R $USER {place}`, or set HF_HOME to a folder of your own."
+        return Check("hub.cache", "red", f"{place} cannot be written, and models are kept in {cache}", fix)
+    return Check("hub.cache", "green", f"models are kept in {cache}")
+
+
+def check_disk(cache: Path) -> Check:
+    """Whether the disk of the cache has room for a checkpoint."""
+    try:
+        free = shutil.disk_usage(_existing(cache)).free
+    except OSError as error:
+        return Check("disk", "yellow", f"the disk of {cache} cannot be asked: {error.strerror}", "")
+    says = f"{format_bytes(free)} free on the disk of {cache}"
+    if free < DISK_FOR_ONE:
+        fix = "Make room (`vlfit models rm NAME`), or set HF_HOME to another disk."
+        return Check("disk", "yellow", f"{says}: too little to download Qwen3-VL-2B in FP8", fix)
+    if free < DISK_FOR_MOST:
+        return Check(
+            "disk", "yellow", f"{says}: too little for Qwen3-VL-8B in FP8", "Make room for that one."
+        )
+    return Check("disk", "green", says)
+
+
+def check_port(port: int) -> Check:
+    """Whether `vlfit serve` can listen where it does by default."""
+    if port == 0:
+        return Check("port", "green", "vlfit serve takes any free port")
+    with socket.socket() as listener:
+        if sys.platform != "win32":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            says = f"port {port} cannot be listened on: {error.strerror}"
+            return Check("port", "yellow", says, f"Run `vlfit serve --port {port % 65535 + 1}`.")
+    return Check("port", "green", f"port {port} is free for vlfit serve")
+
+
+def worst(checks: Iterable[Check]) -> str:
+    """The worst level among ``checks``."""
+    levels = {check.level for check in checks}
+    return next((level for level in ("red", "yellow") if level in levels), "green")
+
+
+def _existing(path: Path) -> Path:
+    """``path`` or the nearest folder above it that is there."""
+    return next((place for place in (path, *path.parents) if place.exists()), Path("/"))

@@ -1,0 +1,170 @@
+"""Driver, CUDA and the build of PyTorch: the GPU is there, but the program cannot reach it.
+
+Knows: the messages of PyTorch, the CUDA runtime, NVML and the dynamic linker. What fits what is in
+``vlfit.doctor.builds``.
+"""
+
+from vlfit.doctor.builds import install_command, wanted_build
+from vlfit.doctor.rule import Case, Rule, Values
+
+_LINUX_DRIVER = "sudo apt update && ubuntu-drivers devices"
+_UPDATE_WSL = "wsl.exe --update"
+
+
+def _library(case: Case) -> Values:
+    if not case.wsl2:
+        return {
+            "why": "The NVIDIA driver is not installed, or the container was started without it",
+            "advice": (
+                "Install the driver; in a container, start it with --gpus all. Under WSL2 the library lies "
+                "in "
+                "/usr/lib/wsl/lib: add that to LD_LIBRARY_PATH, and never install a Linux driver there."
+            ),
+            "run": "nvidia-smi",
+        }
+    return {
+        "why": "Under WSL2 it lies in /usr/lib/wsl/lib, which the program does not search",
+        "advice": (
+            "Tell it where. Never install a Linux driver inside WSL2: the Windows driver brings these files."
+        ),
+        "run": "export LD_LIBRARY_PATH=/usr/lib/wsl/lib:$LD_LIBRARY_PATH",
+    }
+
+
+def _old_driver(case: Case) -> Values:
+    version = int(case.found.groups["version"])
+    where = "the Windows driver, then `wsl.exe --update`" if case.wsl2 else "the driver"
+    build = "cu130" if version >= 13000 else "cu128" if version >= 12080 else "cu126"
+    return {
+        "cuda": f"{version // 1000}.{version % 1000 // 10}",
+        "where": where,
+        "run": install_command(build),
+    }
+
+
+def _no_driver(case: Case) -> Values:
+    if case.wsl2:
+        return {"advice": "Update the Windows driver and WSL, then look again.", "run": _UPDATE_WSL}
+    advice = "Install the NVIDIA driver and restart; in a container, start it with --gpus all."
+    return {"advice": advice, "run": _LINUX_DRIVER}
+
+
+def _build(case: Case) -> Values:
+    capability = case.gpu.compute_capability if case.gpu else None
+    if (name := case.found.groups.get("capability")) is not None:
+        capability = (int(name[:-1]), int(name[-1]))
+    build = wanted_build(capability)
+    card = case.found.groups.get("card") or "this GPU"
+    number = f" (compute capability {capability[0]}.{capability[1]})" if capability else ""
+    return {"card": card.strip(), "number": number, "run": install_command(build)}
+
+
+DRIVER = (
+    Rule(
+        id="nvml.mismatch",
+        words=("Driver/library version mismatch",),
+        pattern=r"Driver/library version mismatch",
+        cause="The NVIDIA driver was updated, but the old one is still running in the kernel.",
+        remedy="Restart the computer.",
+        command="sudo reboot",
+        hides=("vllm.no_device", "torch.no_driver"),
+    ),
+    Rule(
+        id="wsl.lib_missing",
+        words=("libcuda.so", "libnvidia-ml.so"),
+        pattern=r"(?P<library>(?:libcuda|libnvidia-ml)\.so(?:\.1)?): cannot open shared object file",
+        cause="{library}, which the NVIDIA driver brings, was not found. {why}.",
+        remedy="{advice}",
+        command="{run}",
+        compute=_library,
+        hides=("vllm.no_device", "torch.no_driver"),
+    ),
+    Rule(
+        id="torch.no_driver",
+        words=("Found no NVIDIA driver on your system",),
+        pattern=r"Found no NVIDIA driver on your system",
+        cause="PyTorch finds no NVIDIA driver.",
+        remedy="{advice}",
+        command="{run}",
+        compute=_no_driver,
+        hides=("vllm.no_device",),
+    ),
+    Rule(
+        id="torch.old_driver",
+        words=("driver on your system is too old",),
+        pattern=r"driver on your system is too old \(found version (?P<version>\d{4,6})\)",
+        cause=(
+            "The driver runs CUDA up to {cuda}, and this PyTorch was built for a newer one (vLLM from 0.24 "
+            "on brings "
+            "builds for CUDA 13)."
+        ),
+        remedy=(
+            "Update {where}. Where that cannot be, install a PyTorch built for this driver; vLLM then has "
+            "to match it."
+        ),
+        command="{run}",
+        compute=_old_driver,
+        hides=("vllm.no_device",),
+    ),
+    Rule(
+        id="torch.forward_compatibility",
+        words=("forward compatibility was attempted",),
+        pattern=r"(?:Error 804: )?forward compatibility was attempted on non supported HW",
+        cause=(
+            "A container or a toolkit brings a libcuda newer than the driver (compat), which consumer cards "
+            "do not "
+            "accept (error 804)."
+        ),
+        remedy=(
+            "Update the driver, or take an image for the CUDA that `nvidia-smi` names; the compat libraries "
+            "must go."
+        ),
+        command="nvidia-smi",
+    ),
+    Rule(
+        id="torch.sm_not_in_build",
+        words=("is not compatible with the current PyTorch installation",),
+        pattern=(
+            r"(?:(?P<card>(?:NVIDIA|GeForce|Tesla|Quadro) [\w ]{1,60}?) )?with CUDA capability "
+            r"sm_(?P<capability>\d{2,3}) is not compatible with the current PyTorch installation"
+        ),
+        cause="This PyTorch has no code for the {card}{number}: its build is for other cards.",
+        remedy="Install the build that has it.",
+        command="{run}",
+        compute=_build,
+        hides=("cuda.no_kernel_image",),
+    ),
+    Rule(
+        id="cuda.no_kernel_image",
+        words=("no kernel image is available for execution",),
+        pattern=r"no kernel image is available for execution on the device",
+        cause="This build of PyTorch, vLLM or an extension has no code for {card}{number}.",
+        remedy=(
+            "Install a build that has it: RTX 50 cards (12.0) need CUDA 12.8 or newer, builds for CUDA 13 "
+            "start at 7.5."
+        ),
+        command="{run}",
+        compute=_build,
+    ),
+    Rule(
+        id="torch.cpu_build",
+        words=("Torch not compiled with CUDA enabled",),
+        pattern=r"Torch not compiled with CUDA enabled",
+        cause="The installed PyTorch is the build for computers without a GPU.",
+        remedy="Replace it by one for CUDA.",
+        command="{run}",
+        compute=_build,
+    ),
+    Rule(
+        id="vllm.no_device",
+        words=("Failed to infer device type",),
+        pattern=r"Failed to infer device type",
+        cause=(
+            "vLLM found no GPU: it asks the driver's management library (NVML), which does not answer, or "
+            "it is the "
+            "build for CPUs."
+        ),
+        remedy="See whether the driver answers; `vlfit doctor` names what is wrong with it.",
+        command="vlfit doctor",
+    ),
+)

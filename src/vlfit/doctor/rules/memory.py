@@ -1,0 +1,237 @@
+"""vLLM's own account of GPU memory: budget, KV cache, profiling, sampler.
+
+Knows: what each message means, and the sums (``arithmetic.py``) that make a remedy fit. Messages as in the
+sources of vLLM 0.8.5 to 0.33.0.
+"""
+
+from vlfit.doctor.arithmetic import (
+    CONTEXT_WISHED,
+    GROWTH,
+    SAMPLER_ROW,
+    largest_utilization,
+    length_that_fits,
+)
+from vlfit.doctor.command import serve, without_model
+from vlfit.doctor.rule import Case, Rule, Values
+from vlfit.doctor.rules.shortfall import make_room
+
+_NUMBER = r"-?\d+(?:\.\d+)?"
+_FEW_SEQUENCES = 8
+
+
+def _utilization_that_is_free(case: Case) -> Values:
+    """The share of the GPU that is free now, less what vLLM takes beyond its budget later."""
+    free, total = case.found.number("free"), case.found.number("total")
+    share = largest_utilization(free, total)
+    holders = f"{total - free:.2f} GiB of the {total:g} GiB are taken by other programs and the CUDA context"
+    if share < 0.1:
+        return {
+            "holders": holders,
+            "advice": "No share is worth trying: free the GPU first.",
+            "run": "nvidia-smi",
+        }
+    advice = (
+        f"Ask for {share:.2f}: {share:.2f} x {total:g} = {share * total:.2f} GiB, and with the {GROWTH:g} "
+        f"GiB that a "
+        f"vLLM process grows beyond its budget this is within the {free:g} GiB that are free. Raising the "
+        f"value cannot help; closing programs that use the GPU can. Whether the model fits "
+        f"{share * total:.2f} GiB is the next question: the next log will say." + without_model(case.facts)
+    )
+    return {"holders": holders, "advice": advice, "run": serve(case.facts, {"gpu_memory_utilization": share})}
+
+
+def _negative(case: Case) -> Values:
+    missing = -case.found.number("kv")
+    return make_room(case, missing)
+
+
+def _none(case: Case) -> Values:
+    known = case.facts.kv_gib
+    return make_room(case, -known if known is not None and known <= 0 else None)
+
+
+def _shorter_context(case: Case) -> Values:
+    length, needed = int(case.found.groups["length"]), case.found.number("needed")
+    available = case.found.number("available")
+    if available <= 0:
+        return {**make_room(case, -available), "why": ""}
+    estimate = case.found.groups.get("estimate")
+    fits = min(length_that_fits(length, needed, available), int(estimate or length))
+    per_token = needed * 2**20 / length
+    why = f"{length} tokens x {per_token:.0f} KiB = {needed:g} GiB."
+    if fits < CONTEXT_WISHED:
+        room = make_room(case, None, have=available)
+        return {
+            **room,
+            "why": why + f" What is left holds {fits} tokens, too few for a picture and an answer.",
+        }
+    advice = (
+        f"Ask for at most {fits} tokens: {fits} x {per_token:.0f} KiB = {fits * needed / length:.2f} GiB, "
+        f"within "
+        f"{available:g} GiB." + without_model(case.facts)
+    )
+    return {"why": why, "advice": advice, "run": serve(case.facts, {"max_model_len": fits})}
+
+
+def _stored(case: Case) -> Values:
+    stored = int(case.found.groups["stored"])
+    return {"fits": str(stored), "run": serve(case.facts, {"max_model_len": stored})}
+
+
+def _again(case: Case) -> Values:
+    return {"run": serve(case.facts), "model": without_model(case.facts)}
+
+
+def _fewer_sequences(case: Case) -> Values:
+    rows = int(case.found.groups["rows"])
+    few = min(_FEW_SEQUENCES, max(rows // 2, 1))
+    return {
+        "few": str(few),
+        "before": f"{rows * SAMPLER_ROW:.2f}",
+        "after": f"{few * SAMPLER_ROW:.2f}",
+        "run": serve(case.facts, {"max_num_seqs": few}),
+    }
+
+
+def _cpu_room(case: Case) -> Values:
+    free = case.found.number("free")
+    gib = max(min(int(free / 4), 4), 1)
+    changes = {"kv_cache_memory_bytes": gib * 2**30}
+    return {"gib": str(gib), "run": serve(case.facts, changes)}
+
+
+MEMORY = (
+    Rule(
+        id="vllm.free_lt_util",
+        words=("is less than desired GPU memory utilization",),
+        pattern=(
+            rf"Free memory on device ?(?:cuda:\d+ ?)?\((?P<free>{_NUMBER})/(?P<total>{_NUMBER}) GiB\) on "
+            rf"startup is less than "
+            rf"desired GPU memory utilization \((?P<share>{_NUMBER}), (?P<wanted>{_NUMBER}) GiB\)"
+        ),
+        cause=(
+            "vLLM was told to take {share} of the whole GPU ({wanted} GiB of {total} GiB), but only {free} "
+            "GiB are free: "
+            "{holders}. --gpu-memory-utilization is a share of all memory, checked against what is free."
+        ),
+        remedy="{advice}",
+        command="{run}",
+        compute=_utilization_that_is_free,
+    ),
+    Rule(
+        id="vllm.kv_negative",
+        words=("Available KV cache memory: -", "reserved for KV Cache is -"),
+        pattern=(
+            rf"(?:Available KV cache memory: |reserved for KV Cache is "
+            rf")(?P<kv>-{_NUMBER.removeprefix('-?')}) ?GiB"
+        ),
+        cause=(
+            "Weights and the peak of vLLM's trial run need more than its share of the GPU: {kv} GiB are "
+            "left for the KV "
+            "cache. {why}"
+        ),
+        remedy="{advice}",
+        command="{run}",
+        compute=_negative,
+        hides=("vllm.no_kv", "vllm.kv_too_small"),
+    ),
+    Rule(
+        id="vllm.no_kv",
+        words=("No available memory for the cache blocks",),
+        pattern=r"No available memory for the cache blocks",
+        cause=(
+            "Weights and the peak of vLLM's trial run fill its share of the GPU: nothing is left for the KV "
+            "cache. {why}"
+        ),
+        remedy="{advice}",
+        command="{run}",
+        compute=_none,
+    ),
+    Rule(
+        id="vllm.kv_too_small",
+        words=("KV cache is needed, which is larger",),
+        pattern=(
+            rf"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\), "
+            rf"\((?P<needed>{_NUMBER}) GiB KV cache is needed, which is larger than the available KV cache "
+            rf"memory "
+            rf"\((?P<available>{_NUMBER}) GiB\)"
+            r"(?:\. ?Based on the available memory, the estimated maximum model length is (?P<estimate>\d+))?"
+        ),
+        cause=(
+            "The KV cache of one request of {length} tokens needs {needed} GiB, and {available} GiB are "
+            "left for it "
+            "beside weights and workspace. {why}"
+        ),
+        remedy="{advice}",
+        command="{run}",
+        compute=_shorter_context,
+    ),
+    Rule(
+        id="vllm.kv_too_small_v0",
+        words=("that can be stored in KV cache",),
+        pattern=(
+            r"The model's max seq len \((?P<length>\d+)\) is larger than the maximum number of tokens that "
+            r"can be "
+            r"stored in KV cache \((?P<stored>\d+)\)"
+        ),
+        cause="The context was to be {length} tokens, and the memory left for the KV cache holds {stored}.",
+        remedy="Ask for at most {fits} tokens: that is what vLLM itself counted on this GPU.",
+        command="{run}",
+        compute=_stored,
+    ),
+    Rule(
+        id="vllm.profile_race",
+        words=("Error in memory profiling",),
+        pattern=(
+            rf"Error in memory profiling\. Initial free memory (?P<before>{_NUMBER})(?: GiB)?, ?"
+            rf"current free memory (?P<now>{_NUMBER})"
+        ),
+        cause=(
+            "Another program gave GPU memory back while vLLM measured its own: free memory was {before} "
+            "before and {now} "
+            "after. vLLM takes growth for an error; nothing is wrong with the settings."
+        ),
+        remedy=(
+            "Start it again with the same settings, and leave other programs on the GPU alone while it "
+            "starts.{model}"
+        ),
+        command="{run}",
+        compute=_again,
+    ),
+    Rule(
+        id="vllm.sampler_oom",
+        words=("when warming up sampler",),
+        pattern=r"CUDA out of memory occurred when warming up sampler with (?P<rows>\d+) dummy requests",
+        cause=(
+            "vLLM rehearsed the choice of the next token for {rows} requests at once, and that took the "
+            "last memory: the "
+            "logits of {rows} requests take up to {before} GiB for Qwen3's 151,936 tokens."
+        ),
+        remedy=(
+            "Allow fewer requests at once: {few} take up to {after} GiB. Lowering --gpu-memory-utilization, "
+            "as the "
+            "message says, costs KV cache instead."
+        ),
+        command="{run}",
+        compute=_fewer_sequences,
+        hides=("torch.oom", "vllm.no_kv"),
+    ),
+    Rule(
+        id="vllm.cpu_kv",
+        words=("on kv cache allocation is less than",),
+        pattern=(
+            rf"Available memory on node \d+ \((?P<free>{_NUMBER})/(?P<total>{_NUMBER}) GiB\) on kv cache "
+            rf"allocation is less "
+            rf"than requested memory for kv \((?P<kv>{_NUMBER})/(?P<wanted>{_NUMBER}) GiB\)"
+        ),
+        cause=(
+            "vLLM runs on the CPU and found no room in RAM for its KV cache: {free} GiB of {total} GiB are "
+            "free, it "
+            "wanted {wanted} GiB and counted {kv} GiB left."
+        ),
+        remedy="Name the size of the KV cache, a part of what is free: {gib} GiB.",
+        command="{run}",
+        compute=_cpu_room,
+        hides=("vllm.no_kv",),
+    ),
+)

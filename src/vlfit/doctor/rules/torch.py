@@ -1,0 +1,196 @@
+"""Out of memory as PyTorch says it, and what transformers says when it has no room.
+
+Knows: at which stage a traceback stands, as that decides what helps. Does not know how large the model is.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlfit.doctor.arithmetic import PICTURE_CAP, fp8_name, is_quantized, size_of
+from vlfit.doctor.command import serve, without_model
+from vlfit.doctor.rule import Case, Rule, Values
+
+_SIZE = r"[\d.]+ [KMGT]i?B"
+_CAP = {"size": {"longest_edge": PICTURE_CAP, "shortest_edge": 65536}}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where in a program's life memory ran out: names of functions in the traceback, and what helps there."""
+
+    functions: str
+    when: str
+    remedy: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+# The first that stands in the traceback counts: a capture runs inside a warm-up, a picture in a trial run.
+VLLM_STAGES = (
+    Stage(
+        r"capture_model|cudagraph_utils|torch/cuda/graphs\.py",
+        "while CUDA graphs were captured",
+        "Do without graphs (slower), or capture few: --cudagraph-capture-sizes 1 2 4.",
+        {"enforce_eager": True},
+    ),
+    Stage(
+        r"_dummy_sampler_run|\bsampler\.py",
+        "while the next tokens were chosen",
+        "Allow fewer requests at once.",
+        {"max_num_seqs": 4},
+    ),
+    Stage(
+        r"embed_multimodal|get_multimodal_embeddings|_execute_mm_encoder|_process_image_input|_process_video_input"
+        r"|embed_images|self\.visual\(",
+        "while a picture was encoded",
+        "Cap the pictures at 1,024 tokens and forbid video: the encoder's peak grows with the largest "
+        "picture.",
+        {"mm_processor_kwargs": _CAP, "limit_mm_per_prompt": {"image": 1, "video": 0}, "max_num_seqs": 4},
+    ),
+    Stage(
+        r"load_model|initialize_model|_initialize_model|create_weights|process_weights_after_loading",
+        "while the weights were loaded",
+        "The weights alone are too large. {smaller}",
+    ),
+    Stage(
+        r"profile_run|_dummy_run|determine_available_memory|determine_num_available_blocks",
+        "during the trial run before the start",
+        "Take fewer tokens and requests in one step.",
+        {"max_num_batched_tokens": 1024, "max_num_seqs": 4},
+    ),
+    Stage(
+        r"execute_model|engine_step|run_busy_loop|worker_busy_loop|_merge_multimodal_embeddings",
+        "while a request was answered",
+        "Its growth beyond the budget found no room: leave more of the GPU free, cap the pictures, take "
+        "fewer requests.",
+        {"mm_processor_kwargs": _CAP, "max_num_seqs": 4},
+    ),
+)
+_TRANSFORMERS = (
+    (r"transformers/.{0,80}?vision|modeling_qwen\w*vl", "while transformers ran the model"),
+    (r"from_pretrained|load_checkpoint|_load_state_dict", "while transformers loaded the weights"),
+    (r"transformers/generation|\.generate\(", "while transformers wrote an answer"),
+)
+
+
+def _smaller(case: Case) -> tuple[str, str]:
+    """What to load instead, in words, and the name for a command ("" if none is known)."""
+    model = case.facts.model or ""
+    if size_of(model) is not None and not is_quantized(model):
+        return f"Take the FP8 checkpoint, {fp8_name(model)}.", fp8_name(model)
+    return "Take a smaller model, or weights of fewer bits.", ""
+
+
+def _out_of_memory(case: Case) -> Values:
+    groups, before = case.found.groups, case.found.before
+    numbers = ""
+    if groups.get("total"):
+        free = groups.get("free") or groups.get("free_old")
+        numbers = f", of which {free} were free" if free else ""
+        numbers = f" on a GPU of {groups['total']}{numbers}"
+    values = {"numbers": numbers}
+    for functions, when in _TRANSFORMERS:
+        if "vllm" not in before and re.search(functions, before):
+            return values | {"when": f" {when}", "advice": _TRANSFORMERS_ADVICE, "run": "vlfit plan"}
+    for stage in VLLM_STAGES:
+        if "vllm" in before and re.search(stage.functions, before):
+            words, name = _smaller(case)
+            advice = stage.remedy.replace("{smaller}", words) + without_model(case.facts)
+            known = stage.changes or name
+            run = serve(case.facts, stage.changes, model=name or None) if known else "vlfit plan"
+            return values | {"when": f" {stage.when}", "advice": advice + _UNCHECKED, "run": run}
+    return values | {"when": "", "advice": _NO_STAGE, "run": "vlfit plan"}
+
+
+_UNCHECKED = " The log does not hold what would prove that this is enough."
+_TRANSFORMERS_ADVICE = (
+    "transformers makes no plan: it loads all weights in one format and takes pictures at full size. Take "
+    "weights of "
+    "fewer bits or smaller pictures; `vlfit plan` shows which fit this GPU."
+)
+_NO_STAGE = (
+    "The lines above the error, which say at what it failed, are missing. `vlfit plan` shows what fits this "
+    "GPU; "
+    "paste the whole traceback for more."
+)
+
+
+def _graphs(case: Case) -> Values:
+    changes = {"enforce_eager": True}
+    return {"run": serve(case.facts, changes), "model": without_model(case.facts)}
+
+
+TORCH = (
+    Rule(
+        id="cuda.graph_oom",
+        words=("CUDA error: out of memory",),
+        pattern=(
+            r"(?:capture_end\(\)|capture_begin\([^)]{0,80}\)) "
+            r"{1,4}(?:torch\.AcceleratorError|RuntimeError): CUDA error: out of memory"
+        ),
+        cause=(
+            "The memory left beside weights and KV cache was too little to capture CUDA graphs (0.3 to 0.7 "
+            "GiB by default)."
+        ),
+        remedy=(
+            "Start without CUDA graphs (slower), or capture few: --cudagraph-capture-sizes 1 2 4 (vLLM "
+            "0.12).{model}"
+        ),
+        command="{run}",
+        compute=_graphs,
+        hides=("cuda.oom", "torch.oom"),
+    ),
+    Rule(
+        id="torch.oom",
+        words=("out of memory. Tried to allocate",),
+        pattern=(
+            rf"(?:CUDA|HIP) out of memory\. Tried to allocate (?P<wanted>{_SIZE})\b\.?"
+            rf"(?: GPU \d+ has a total capac(?:i)?ty of (?P<total>{_SIZE}) of which (?P<free>{_SIZE}) is free"
+            rf"| \(GPU \d+; (?P<total_old>{_SIZE}) total capacity; {_SIZE} already allocated; "
+            rf"(?P<free_old>{_SIZE}) free)?"
+        ),
+        cause="GPU memory ran out{when}: {wanted} more were asked for{numbers}.",
+        remedy="{advice}",
+        command="{run}",
+        compute=lambda case: _out_of_memory(_with_total(case)),
+    ),
+    Rule(
+        id="cuda.oom",
+        words=("CUDA error: out of memory",),
+        pattern=r"(?:RuntimeError|AcceleratorError): CUDA error: out of memory",
+        cause="The driver had no GPU memory left, for a CUDA context or for what PyTorch does not count.",
+        remedy="See who holds the GPU (under WSL2 no names are shown), close it, and leave a larger reserve.",
+        command="nvidia-smi",
+    ),
+    Rule(
+        id="transformers.dispatched",
+        words=("Some modules are dispatched on the CPU or the disk",),
+        pattern=r"Some modules are dispatched on the CPU or the disk",
+        cause=(
+            "The quantized weights do not fit the GPU memory that is free, so transformers wanted to put "
+            "some of them "
+            "into RAM, where bitsandbytes cannot use them."
+        ),
+        remedy=(
+            "Free GPU memory, or take a smaller model; `vlfit plan` shows which fit. How much is missing is "
+            "not said."
+        ),
+        command="vlfit plan",
+    ),
+    Rule(
+        id="transformers.architecture",
+        words=("Transformers does not recognize this architecture",),
+        pattern=r"model type `(?P<kind>[\w.-]{1,60})` but Transformers does not recognize this architecture",
+        cause="The installed transformers is older than the model ({kind}). Qwen3-VL came with 4.57.0.",
+        remedy="Update it in the environment that runs the model.",
+        command='pip install --upgrade "transformers>=4.57"',
+    ),
+)
+
+
+def _with_total(case: Case) -> Case:
+    """The old form of the message has the same numbers under other names."""
+    groups = dict(case.found.groups)
+    groups["total"] = groups.get("total") or groups.get("total_old") or ""
+    found = case.found
+    return Case(type(found)(found.start, groups, found.evidence, found.before), case.facts, case.machine)
