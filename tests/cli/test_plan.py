@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -138,7 +139,35 @@ def test_colours_on_a_terminal(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     vlfit("plan", "2B", *CARD)
+    assert "\x1b[" in screen.getvalue()
     assert "█" in screen.getvalue()
+    assert "\\x1b" not in screen.getvalue()
+
+
+def test_names_cannot_drive_a_terminal(vlfit: Vlfit, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "evil\x1b[2Jname"
+    shutil.copytree(tiny("tied"), folder)
+    ended = vlfit("plan", folder, *CARD, "--context", 512)
+    assert "\x1b" not in ended.out
+    assert "evil\\x1b[2Jname" in ended.out
+    ended = vlfit("plan", folder, *CARD, "--context", 512, "--json", "--svg", tmp_path / "plan.svg")
+    assert json.loads(ended.out)["fits"]
+    assert ElementTree.parse(tmp_path / "plan.svg").getroot() is not None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_is_told() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "vlfit", "plan", "2B", *CARD]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert b"No space left on device" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+def test_a_card_without_bfloat16_is_told_apart(vlfit: Vlfit) -> None:
+    assert "no units for bfloat16" in vlfit("plan", "2B", "--gpu", "GTX 1660").out
+    assert "no units for bfloat16" not in vlfit("plan", "2B", *CARD).out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """``vlfit plan``: what fits on this machine, where every MiB goes, how fast it will be, what to change."""
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlfit.cli.machine_options import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
-from vlfit.cli.printing import Printer
+from vlfit.cli.printing import Printer, cannot_write
 from vlfit.errors import DoesNotFit, UsageError, VlfitError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def plan(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A folder, a hub id, mini, or a name of the catalog; 4B leaves the weights to the plan."
             "  [default: all models of the catalog]",
             show_default=False,
@@ -134,7 +135,7 @@ def _one(
     else:
         from vlfit.cli.plan_page import page, what_if_page
 
-        printer.line("\n".join([page(made), *([what_if_page(rows)] if rows else [])]))
+        _show([page(made), *([what_if_page(rows)] if rows else [])])
     return made.fits
 
 
@@ -153,8 +154,7 @@ def _everything(machine: "Machine", wishes: "Wishes", printer: Printer, what_if:
     else:
         from vlfit.cli.plan_page import table_page, what_if_page
 
-        text = [table_page(plans, gpu), *([what_if_page(rows)] if rows else [])]
-        printer.line("\n".join(text))
+        _show([table_page(plans, gpu), *([what_if_page(rows)] if rows else [])])
     return plans[0].fits
 
 
@@ -176,6 +176,17 @@ def _what_if(machine: "Machine", planned: "Planner") -> "list[tuple[str, Plan]]"
     from vlfit.plan.what_if import variants
 
     return [(what, planned(other)) for what, other in variants(machine)]
+
+
+def _show(pages: list[str]) -> None:
+    """Pages as they are: they hold the terminal's colours, and what came from outside was made harmless."""
+    try:
+        sys.stdout.write("\n".join(pages) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise cannot_write(error) from error
 
 
 def _write(file: Path, made: "Plan") -> None:

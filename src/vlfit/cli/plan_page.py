@@ -4,6 +4,7 @@ Knows words and columns. Does not know how a plan is made.
 """
 
 import io
+import shlex
 import shutil
 import sys
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vlfit.cli.printing import plain
 from vlfit.plan.commands import SERVE_CHUNK
 from vlfit.plan.ledger import NATIVE
 from vlfit.plan.svg import COLOURS
@@ -26,6 +28,7 @@ _LEGEND = (
     "Negative: too much, even at the smallest settings that are tried. Instruct and Thinking have one size. "
     "A model's ledger: vlfit plan MODEL. int4 copies are made by vlfit convert."
 )
+_BFLOAT16_FROM = (8, 0)  # compute capability
 _BAR = 72
 _WIDTH = 110
 _TABLE_WIDTH = 130  # names are long, and cut names are of no use
@@ -63,7 +66,9 @@ def page(plan: "Plan") -> str:
 def table_page(plans: "list[Plan]", gpu: "Gpu") -> str:
     """Everything that fits, best first, then what does not and by how much."""
     console = _console(_TABLE_WIDTH)
-    console.print(Text(f"{gpu.name}: {_mib(gpu.free)} free of {_mib(gpu.total)}", style="bold"))
+    console.print(
+        Text(f"{plain(gpu.name, terminal=True)}: {_mib(gpu.free)} free of {_mib(gpu.total)}", style="bold")
+    )
     console.print()
     table = Table(box=None, pad_edge=False)
     for name in ("model", "weights", "backend"):
@@ -122,12 +127,12 @@ def _text(console: Console) -> str:
 
 
 def _short(plan: "Plan") -> str:
-    return plan.model.name.rpartition("/")[2]
+    return plain(plan.model.name.rpartition("/")[2], terminal=True)
 
 
 def _head(plan: "Plan") -> str:
     place = " under WSL2" if plan.wsl2 else ""
-    return f"{plan.model.name} on {plan.gpu.name}{place}, {plan.backend} backend"
+    return plain(f"{plan.model.name} on {plan.gpu.name}{place}, {plan.backend} backend", terminal=True)
 
 
 def _settings(plan: "Plan") -> str:
@@ -197,6 +202,8 @@ def _speed(plan: "Plan") -> list[str]:
             f"  {format_bytes(speed.offloaded)} of weights in RAM, read over PCIe for each token, would "
             f"allow {speed.offload:.1f} tokens/s at most; no backend that is planned for does that."
         )
+    if plan.gpu.compute_capability < _BFLOAT16_FROM:
+        lines.append("  This card has no units for bfloat16, in which everything is computed: expect less.")
     return lines
 
 
@@ -212,12 +219,12 @@ def _advice(plan: "Plan") -> list[str]:
     if plan.changes:
         enough = [change for change in plan.changes if change.frees >= -plan.headroom]
         lines.append("What to change:" if enough else "What to change (none of these is enough alone):")
-        lines += [f"  {change.what}: {_mib(change.frees)}" for change in plan.changes]
+        lines += [f"  {plain(change.what, terminal=True)}: {_mib(change.frees)}" for change in plan.changes]
     if plan.fits and plan.model.converted_from:
         made = f"vlfit convert {plan.model.converted_from} --weights {plan.model.weights}"
-        lines.append(f"Make it with: {made}")
+        lines.append(f"Make it with: {plain(made, terminal=True)}")
     if plan.command is not None:
-        lines.append(f"Start it with: {' '.join(plan.command)}")
+        lines.append(f"Start it with: {plain(shlex.join(plan.command), terminal=True)}")
     elif plan.fits and plan.backend == NATIVE:
         lines.append(
             f"No command starts it yet: vlfit serve takes {SERVE_CHUNK} tokens a pass, and this plan "

@@ -76,4 +76,6 @@ def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{escape(words)}</text>'
+    # XML has no place for control characters, which the name of a folder may hold.
+    shown = escape("".join(sign if sign.isprintable() else "?" for sign in words))
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{shown}</text>'
