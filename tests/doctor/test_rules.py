@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.doctor.real_lines import REAL_LINES, RealLine
-from vlfit.doctor.arithmetic import GROWTH, QWEN3_VL, fp8_name, kv_gib
+from vlfit.doctor.arithmetic import CONTEXT, GROWTH, QWEN3_VL, fp8_name, kv_gib
 from vlfit.doctor.diagnose import examine
 from vlfit.doctor.rule import Diagnosis
 from vlfit.doctor.rules import RULES
@@ -226,6 +226,43 @@ def test_a_machine_with_room_gives_a_larger_share() -> None:
     assert share * gpu.total <= gpu.free
     # Without the machine there is nothing left to change.
     assert only(text).command == "vlfit plan"
+
+
+def test_a_share_that_is_more_than_free_is_lowered_and_counted() -> None:
+    """0.80 starts on the worked example, and has no room to grow: the context and the growth count, too."""
+    text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, gpu_memory_utilization=0.8)
+    set_to = flags(only(text, WORKED_EXAMPLE).command)
+    gpu = WORKED_EXAMPLE.gpus[0]
+    assert set_to["model"].endswith("-FP8")
+    assert float(set_to["gpu-memory-utilization"]) * gpu.total + (CONTEXT + GROWTH) * 2**30 <= gpu.free
+    assert "-0." in only(text, WORKED_EXAMPLE).remedy
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "non-default args: {'model': 'Qwen/Qwen3-VL-4B-Instruct', 'max_model_len': 'auto', 'max_num_seqs': "
+        "'4k'}\nAvailable KV cache memory: -0.5 GiB",
+        "non-default args: {'model': 'Qwen/Qwen3-VL-4B-Instruct', 'max_model_len': -1, 'max_num_seqs': None}"
+        "\nAvailable KV cache memory: -0.5 GiB",
+        "Free memory on device (0/0 GiB) on startup is less than desired GPU memory utilization (0.9, 0 GiB)",
+        "To serve at least one request with the model's max seq len (2048), (0.3 GiB KV cache is needed, "
+        "which is larger than the available KV cache memory (-1.00 GiB).",
+        "CUDA out of memory occurred when warming up sampler with 0 dummy requests",
+        "vllm serve a/b --port x\naddress already in use",
+        "vllm serve a/b --max-num-batched-tokens auto\nChunked MM input disabled but max_tokens_per_mm_item "
+        "(16384)",
+        "The quantization method x is not supported for the current GPU. Minimum capability: 9. Current "
+        "capability: 0.",
+        "RTX with CUDA capability sm_75 is not compatible with the current PyTorch installation",
+        "driver on your system is too old (found version 11040)",
+        "NVRM: Xid (PCI:0000:01:00): 999, what is this",
+    ],
+)
+def test_odd_numbers_are_ordinary(text: str) -> None:
+    found = only(text, WORKED_EXAMPLE)
+    assert found.command
+    assert "the this" not in found.cause
 
 
 def test_what_is_not_known_is_said() -> None:

@@ -66,7 +66,7 @@ def floor_share(share: float) -> float:
 
 def largest_utilization(free: float, total: float) -> float:
     """The largest share of ``total`` that is free with what grows later; ``free`` after the CUDA context."""
-    return floor_share((free - GROWTH) / total)
+    return floor_share((free - GROWTH) / total) if total > 0 else 0.0
 
 
 def kv_gib(model: Model, tokens: int) -> float:

@@ -35,6 +35,8 @@ _FLOATS = {
     "utilization": re.compile(rf"gpu_memory_utilization (?:\(|is \()({_NUMBER})"),
 }
 _OF_VLLM = ("vLLM", "vllm", "config: model=", "non-default args")
+# As vLLM reads them: lower case counts in thousands.
+_SUFFIXES = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 _WSL = ("WSL is detected", "microsoft-standard-WSL", "/usr/lib/wsl/", "wsl2", "WSL2")
 STARTS = re.compile(r"vLLM API server version|Initializing a V\d LLM engine|INFO server config env=")
 
@@ -94,6 +96,12 @@ class Facts:
         self.arguments = arguments
         if isinstance(model, str) and model:
             self.model = model
+
+    def whole(self, name: str, otherwise: int) -> int:
+        """The argument ``name`` as a whole number above 0; ``otherwise`` where it is none ("auto", -1)."""
+        found = re.fullmatch(r"(\d{1,12})([kKmM]?)", str(self.arguments.get(name)))
+        number = int(found.group(1)) * _SUFFIXES[found.group(2)] if found else 0
+        return number or otherwise
 
     def at_least(self, *version: int) -> bool:
         """Whether the run was of this version of vLLM or later; an unknown one counts as recent."""

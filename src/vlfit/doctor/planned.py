@@ -31,8 +31,8 @@ def own_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
             settings = found.settings
             says = (
                 f" vlfit's own engine fits {found.model.name} there: context {settings.context}, pictures of "
-                f"{settings.image_tokens} tokens, {format_bytes(found.total)} of {format_bytes(found.gpu.total)} "
-                "by its plan."
+                f"{settings.image_tokens} tokens, {format_bytes(found.total)} of "
+                f"{format_bytes(found.gpu.total)} by its plan."
             )
             command = found.command or ("vlfit", "plan", found.model.name)
             return says, shlex.join(command)

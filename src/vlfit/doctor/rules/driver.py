@@ -35,10 +35,13 @@ def _old_driver(case: Case) -> Values:
     version = int(case.found.groups["version"])
     where = "the Windows driver, then `wsl.exe --update`" if case.wsl2 else "the driver"
     build = "cu130" if version >= 13000 else "cu128" if version >= 12080 else "cu126"
+    # Within CUDA 12 every driver of 12 will do; there is no build of today's PyTorch for one of 11.
+    otherwise = "Where that cannot be, install a PyTorch built for this driver; vLLM then has to match it."
     return {
         "cuda": f"{version // 1000}.{version % 1000 // 10}",
         "where": where,
-        "run": install_command(build),
+        "otherwise": otherwise if version >= 12000 else "No PyTorch of today runs with it.",
+        "run": install_command(build) if version >= 12000 else "nvidia-smi",
     }
 
 
@@ -51,12 +54,13 @@ def _no_driver(case: Case) -> Values:
 
 def _build(case: Case) -> Values:
     capability = case.gpu.compute_capability if case.gpu else None
-    if (name := case.found.groups.get("capability")) is not None:
-        capability = (int(name[:-1]), int(name[-1]))
+    if digits := case.found.groups.get("capability"):
+        capability = (int(digits[:-1]), int(digits[-1]))
     build = wanted_build(capability)
-    card = case.found.groups.get("card") or "this GPU"
+    name = (case.found.groups.get("card") or "").strip()
+    card = f"the {name}" if name else "this GPU"
     number = f" (compute capability {capability[0]}.{capability[1]})" if capability else ""
-    return {"card": card.strip(), "number": number, "run": install_command(build)}
+    return {"card": card, "number": number, "run": install_command(build)}
 
 
 DRIVER = (
@@ -98,10 +102,7 @@ DRIVER = (
             "on brings "
             "builds for CUDA 13)."
         ),
-        remedy=(
-            "Update {where}. Where that cannot be, install a PyTorch built for this driver; vLLM then has "
-            "to match it."
-        ),
+        remedy="Update {where}. {otherwise}",
         command="{run}",
         compute=_old_driver,
         hides=("vllm.no_device",),
@@ -128,7 +129,7 @@ DRIVER = (
             r"(?:(?P<card>(?:NVIDIA|GeForce|Tesla|Quadro) [\w ]{1,60}?) )?with CUDA capability "
             r"sm_(?P<capability>\d{2,3}) is not compatible with the current PyTorch installation"
         ),
-        cause="This PyTorch has no code for the {card}{number}: its build is for other cards.",
+        cause="This PyTorch has no code for {card}{number}: its build is for other cards.",
         remedy="Install the build that has it.",
         command="{run}",
         compute=_build,

@@ -9,9 +9,10 @@ from vlfit.doctor.rule import Case, Rule, Values
 
 def _port(case: Case) -> Values:
     groups = case.found.groups
-    port = groups.get("port") or str(case.facts.arguments.get("port") or 8000)
-    run = serve(case.facts, {"port": int(port) + 1}) if case.facts.model else f"ss -ltnp 'sport = :{port}'"
-    return {"port": port, "other": str(int(port) + 1), "run": run}
+    port = groups.get("port") or str(case.facts.whole("port", 8000))
+    other = int(port) % 65535 + 1
+    run = serve(case.facts, {"port": other}) if case.facts.model else f"ss -ltnp 'sport = :{port}'"
+    return {"port": port, "other": str(other), "run": run}
 
 
 def _repository(case: Case) -> Values:

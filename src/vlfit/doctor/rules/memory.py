@@ -151,7 +151,7 @@ MEMORY = (
         id="vllm.kv_too_small",
         words=("KV cache is needed, which is larger",),
         pattern=(
-            rf"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\), "
+            rf"To serve at least one request with the models?'s max seq len \((?P<length>[1-9]\d*)\), "
             rf"\((?P<needed>{_NUMBER}) GiB KV cache is needed, which is larger than the available KV cache "
             rf"memory "
             rf"\((?P<available>{_NUMBER}) GiB\)"
@@ -170,9 +170,8 @@ MEMORY = (
         id="vllm.kv_too_small_v0",
         words=("that can be stored in KV cache",),
         pattern=(
-            r"The model's max seq len \((?P<length>\d+)\) is larger than the maximum number of tokens that "
-            r"can be "
-            r"stored in KV cache \((?P<stored>\d+)\)"
+            r"The model's max seq len \((?P<length>[1-9]\d*)\) is larger than the maximum number of tokens "
+            r"that can be stored in KV cache \((?P<stored>\d+)\)"
         ),
         cause="The context was to be {length} tokens, and the memory left for the KV cache holds {stored}.",
         remedy="Ask for at most {fits} tokens: that is what vLLM itself counted on this GPU.",

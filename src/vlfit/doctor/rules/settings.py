@@ -57,15 +57,14 @@ def _pixels(case: Case) -> Values:
 
 def _chunk(case: Case) -> Values:
     tokens = int(case.found.groups["tokens"])
-    most = int(case.facts.arguments.get("max_num_batched_tokens") or 2048)
+    most = case.facts.whole("max_num_batched_tokens", 2048)
     cap = {"size": {"longest_edge": most * 1024, "shortest_edge": 65536}}
     return {"most": str(most), "tokens": str(tokens), "run": serve(case.facts, {"mm_processor_kwargs": cap})}
 
 
 def _format(case: Case) -> Values:
-    has = case.found.groups["has"].replace(".", "")
-    need = case.found.groups["need"].replace(".", "")
-    return {"has": f"{has[:-1]}.{has[-1]}", "need": f"{need[:-1]}.{need[-1]}"}
+    """Capabilities as vLLM prints them: 86 is 8.6."""
+    return {name: f"{int(case.found.groups[name]) / 10:.1f}" for name in ("has", "need")}
 
 
 def _quarter(case: Case) -> Values:

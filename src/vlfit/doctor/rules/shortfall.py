@@ -57,7 +57,7 @@ def make_room(case: Case, missing: float | None, have: float = 0.0) -> Values:
     if size is None:
         return _unknown_model(case)
     model = QWEN3_VL[size]
-    length = min(int(facts.arguments.get("max_model_len") or CONTEXT_WISHED), CONTEXT_WISHED)
+    length = min(facts.whole("max_model_len", CONTEXT_WISHED), CONTEXT_WISHED)
     wanted = kv_gib(model, length)
     needed = (missing or 0.0) + wanted - have
     changes = _cheapest(case, model, needed if missing is not None or have else None)
@@ -90,6 +90,7 @@ def _cheapest(case: Case, model: Model, needed: float | None) -> _Changes:
     """Changes in order of what they cost the person, until ``needed`` GiB are freed (None: the free ones)."""
     facts, changes = case.facts, _Changes()
     arguments = facts.arguments
+    _change_share(case, changes, lower=True)
     if not arguments.get("language_model_only") and not _pictures_capped(arguments):
         cap = {"size": {"longest_edge": PICTURE_CAP, "shortest_edge": 65536}}
         changes.add(
@@ -98,7 +99,7 @@ def _cheapest(case: Case, model: Model, needed: float | None) -> _Changes:
             mm_processor_kwargs=cap,
             limit_mm_per_prompt={"image": 1, "video": 0},
         )
-    if int(arguments.get("max_num_seqs") or DEFAULT_SEQUENCES) > 16 and not arguments.get("enforce_eager"):
+    if facts.whole("max_num_seqs", DEFAULT_SEQUENCES) > 16 and not arguments.get("enforce_eager"):
         changes.add(
             "two requests at once, which need few CUDA graphs",
             GRAPHS_OF_MANY,
@@ -107,7 +108,7 @@ def _cheapest(case: Case, model: Model, needed: float | None) -> _Changes:
         )
     if needed is None or changes.frees >= needed:
         return changes
-    _raise_share(case, changes)
+    _change_share(case, changes, lower=False)
     name = facts.model or ""
     if changes.frees < needed and not is_quantized(name) and "quantization" not in arguments:
         changes.add(f"the FP8 checkpoint {fp8_name(name)}", model.bf16 - model.fp8)
@@ -115,15 +116,19 @@ def _cheapest(case: Case, model: Model, needed: float | None) -> _Changes:
     return changes
 
 
-def _raise_share(case: Case, changes: _Changes) -> None:
-    """A larger share of the GPU, where the machine that was named has it free."""
+def _change_share(case: Case, changes: _Changes, *, lower: bool) -> None:
+    """The share that is free on the machine that was named, with what vLLM takes beside its budget."""
     gpu, now = case.gpu, _share(case)
     if gpu is None or now is None:
         return
     share = floor_share((gpu.free / 2**30 - CONTEXT - GROWTH) / (gpu.total / 2**30))
     gain = (share - now) * gpu.total / 2**30
-    if gain > 0:
-        changes.add(f"{share:.2f} of the GPU instead of {now:g}", gain, gpu_memory_utilization=share)
+    if lower and gain < 0:
+        words = f"{share:.2f} of the GPU instead of {now:g}, which is more than is free once vLLM has grown"
+        changes.add(words, gain, gpu_memory_utilization=share)
+    elif not lower and gain > 0:
+        words = f"{share:.2f} of the GPU instead of {now:g}"
+        changes.add(words, gain, gpu_memory_utilization=share)
 
 
 def _share(case: Case) -> float | None:

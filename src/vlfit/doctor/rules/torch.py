@@ -9,6 +9,7 @@ from typing import Any
 
 from vlfit.doctor.arithmetic import PICTURE_CAP, fp8_name, is_quantized, size_of
 from vlfit.doctor.command import serve, without_model
+from vlfit.doctor.planned import own_plan
 from vlfit.doctor.rule import Case, Rule, Values
 
 _SIZE = r"[\d.]+ [KMGT]i?B"
@@ -89,17 +90,20 @@ def _out_of_memory(case: Case) -> Values:
         numbers = f", of which {free} were free" if free else ""
         numbers = f" on a GPU of {groups['total']}{numbers}"
     values = {"numbers": numbers}
+    planned, run = own_plan(case.machine, size_of(case.facts.model))
     for functions, when in _TRANSFORMERS:
         if "vllm" not in before and re.search(functions, before):
-            return values | {"when": f" {when}", "advice": _TRANSFORMERS_ADVICE, "run": "vlfit plan"}
+            return values | {"when": f" {when}", "advice": _TRANSFORMERS_ADVICE + planned, "run": run}
     for stage in VLLM_STAGES:
         if "vllm" in before and re.search(stage.functions, before):
             words, name = _smaller(case)
             advice = stage.remedy.replace("{smaller}", words) + without_model(case.facts)
             known = stage.changes or name
-            run = serve(case.facts, stage.changes, model=name or None) if known else "vlfit plan"
-            return values | {"when": f" {stage.when}", "advice": advice + _UNCHECKED, "run": run}
-    return values | {"when": "", "advice": _NO_STAGE, "run": "vlfit plan"}
+            if known:
+                command = serve(case.facts, stage.changes, model=name or None)
+                return values | {"when": f" {stage.when}", "advice": advice + _UNCHECKED, "run": command}
+            return values | {"when": f" {stage.when}", "advice": advice + planned, "run": run}
+    return values | {"when": "", "advice": _NO_STAGE + planned, "run": run}
 
 
 _UNCHECKED = " The log does not hold what would prove that this is enough."
