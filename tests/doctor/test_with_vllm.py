@@ -1,0 +1,85 @@
+"""Every ``vllm serve`` command that the doctor writes, read by vLLM's own parser.
+
+Needs a Python that has vLLM: this one, or the one that VLFIT_VLLM_PYTHON names.
+"""
+
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.doctor.real_lines import REAL_LINES
+from vlfit.doctor.diagnose import examine
+from vlfit.machine.cards import card
+from vlfit.units import MIB
+
+PYTHON = os.environ.get("VLFIT_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
+# The parser moved house: vLLM 0.33, 0.29 to 0.32, and before.
+PROGRAM = """
+import contextlib, importlib, io, json, sys
+for home in ("common", "launchers", "openai"):
+    with contextlib.suppress(ModuleNotFoundError):
+        module = importlib.import_module(f"vllm.entrypoints.{home}.cli_args")
+        break
+try:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+except ImportError:
+    from vllm.utils import FlexibleArgumentParser
+parser = module.make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+refused = {}
+for words in json.load(sys.stdin):
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            module.validate_parsed_serve_args(parser.parse_args(words))
+    except SystemExit:
+        refused[" ".join(words)] = said.getvalue()[-300:]
+print("REFUSED " + json.dumps(refused))
+"""
+
+
+def commands() -> list[list[str]]:
+    """The words after ``vllm serve`` of each remedy, for real lines alone and after a run's settings."""
+    machine = card("RTX 5060", desktop=951 * MIB, wsl2=True)
+    run = (
+        "INFO vLLM API server version 0.32.0\nnon-default args: {'model_tag': 'a/b', 'model': "
+        "'Qwen/Qwen3-VL-4B-Instruct', 'max_model_len': 8192, 'gpu_memory_utilization': 0.9, "
+        "'enforce_eager': True, 'limit_mm_per_prompt': {'image': 2}, 'mm_processor_cache_gb': 0.0}\n"
+    )
+    found = set()
+    for line in REAL_LINES:
+        for text, place in ((line.text, None), (run + line.text, None), (run + line.text, machine)):
+            for one in examine(io.BytesIO(text.encode()), place).diagnoses:
+                command = one.command.partition(" 2>&1")[0]
+                words = [word for word in shlex.split(command) if not re.match(r"[A-Z0-9_]+=", word)]
+                if words[:2] == ["vllm", "serve"] and not words[2].startswith("--help"):
+                    found.add(tuple(words[2:]))
+    return [list(words) for words in sorted(found)]
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands()) > 30
+    assert any("--mm-processor-kwargs" in words for words in commands())
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
+def test_vllm_takes_every_command() -> None:
+    wanted = [*commands(), ["a/b", "--no-such-flag"]]
+    ended = subprocess.run(
+        [PYTHON, "-c", PROGRAM], input=json.dumps(wanted), capture_output=True, text=True, timeout=280
+    )
+    answers = [line for line in ended.stdout.splitlines() if line.startswith("REFUSED ")]
+    assert answers, ended.stderr[-2000:]
+    refused = json.loads(answers[0].removeprefix("REFUSED "))
+    # The parser does refuse: else this test would prove nothing.
+    assert "a/b --no-such-flag" in refused
+    del refused["a/b --no-such-flag"]
+    assert refused == {}
