@@ -228,6 +228,23 @@ def test_a_machine_with_room_gives_a_larger_share() -> None:
     assert only(text).command == "vlfit plan"
 
 
+def test_what_an_earlier_line_says_is_free_counts() -> None:
+    """Two runs in one log: the first tells what is free, so the second can be given more."""
+    first = (
+        "ValueError: Free memory on device cuda:0 (6.94/7.96 GiB) on startup is less than desired GPU memory "
+        "utilization (0.95, 7.56 GiB).\n"
+    )
+    second = started("Qwen/Qwen3-VL-4B-Instruct-FP8", 4.85, -1.93, gpu_memory_utilization=0.7)
+    alone = only(second)
+    assert "No flag makes" in alone.remedy
+    assert "--gpu NAME" in alone.remedy
+    both = diagnoses(first + second)
+    assert [one.id for one in both] == ["vllm.kv_negative", "vllm.free_lt_util"]
+    share = float(flags(both[0].command)["gpu-memory-utilization"])
+    assert share > 0.7
+    assert share * 7.96 + GROWTH <= 6.94
+
+
 def test_a_share_that_is_more_than_free_is_lowered_and_counted() -> None:
     """0.80 starts on the worked example, and has no room to grow: the context and the growth count, too."""
     text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, gpu_memory_utilization=0.8)

@@ -32,6 +32,7 @@ _FLOATS = {
         rf"(?:total_gpu_memory \(|total capacity of |Free memory on device ?(?:cuda:\d+)? "
         rf"?\({_NUMBER}/)({_NUMBER}) ?GiB"
     ),
+    "free_gib": re.compile(rf"Free memory on device ?(?:cuda:\d+)? ?\(({_NUMBER})/"),
     "utilization": re.compile(rf"gpu_memory_utilization (?:\(|is \()({_NUMBER})"),
 }
 _OF_VLLM = ("vLLM", "vllm", "config: model=", "non-default args")
@@ -53,6 +54,7 @@ class Facts:
     weights_gib: float | None = None
     kv_gib: float | None = None
     total_gib: float | None = None
+    free_gib: float | None = None  # when vLLM started, its own CUDA context taken off
     utilization: float | None = None
     wsl2: bool = False
     last_start: int = -1  # where in the log the last run begins

@@ -12,15 +12,14 @@ from vlfit.doctor.arithmetic import (
     CONTEXT_WISHED,
     DEFAULT_SEQUENCES,
     GRAPHS_OF_MANY,
-    GROWTH,
     PICTURE_CAP,
     QWEN3_VL,
     UNCAPPED_PICTURE,
     Model,
-    floor_share,
     fp8_name,
     is_quantized,
     kv_gib,
+    largest_utilization,
     size_of,
 )
 from vlfit.doctor.command import serve, without_model
@@ -82,6 +81,8 @@ def make_room(case: Case, missing: float | None, have: float = 0.0) -> Values:
         )
         says, run = own_plan(case.machine, size)
         says = says or " `vlfit plan` shows which fit this GPU."
+        if _memory(case) is None:
+            says += " What is free is not in the log: with --gpu NAME the doctor counts a larger share, too."
         return {"why": why, "advice": advice + says, "run": run}
     return {"why": why, "advice": advice, "run": serve(facts, changes.flags, model=changes.model)}
 
@@ -117,18 +118,27 @@ def _cheapest(case: Case, model: Model, needed: float | None) -> _Changes:
 
 
 def _change_share(case: Case, changes: _Changes, *, lower: bool) -> None:
-    """The share that is free on the machine that was named, with what vLLM takes beside its budget."""
-    gpu, now = case.gpu, _share(case)
-    if gpu is None or now is None:
+    """The share that is free, where that is known, with what vLLM takes beside its budget."""
+    memory, now = _memory(case), _share(case)
+    if memory is None or now is None:
         return
-    share = floor_share((gpu.free / 2**30 - CONTEXT - GROWTH) / (gpu.total / 2**30))
-    gain = (share - now) * gpu.total / 2**30
+    free, total = memory
+    share = largest_utilization(free, total)
+    gain = (share - now) * total
     if lower and gain < 0:
         words = f"{share:.2f} of the GPU instead of {now:g}, which is more than is free once vLLM has grown"
         changes.add(words, gain, gpu_memory_utilization=share)
     elif not lower and gain > 0:
         words = f"{share:.2f} of the GPU instead of {now:g}"
         changes.add(words, gain, gpu_memory_utilization=share)
+
+
+def _memory(case: Case) -> tuple[float, float] | None:
+    """GiB that are free once vLLM has its CUDA context, and all GiB: of the named machine, else the log."""
+    facts, gpu = case.facts, case.gpu
+    if gpu is not None:
+        return gpu.free / 2**30 - CONTEXT, gpu.total / 2**30
+    return (facts.free_gib, facts.total_gib) if facts.free_gib and facts.total_gib else None
 
 
 def _share(case: Case) -> float | None:
