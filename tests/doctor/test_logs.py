@@ -14,8 +14,8 @@ from vlfit.doctor.logs import AFTER, clean, pieces
 
 CAUSE = (
     "ValueError: Free memory on device cuda:0 (6.9/7.96 GiB) on startup is less than desired GPU memory "
-    "utilization "
-    "(0.92, 7.32 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+    "utilization (0.92, 7.32 GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
+    "processes."
 )
 WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
@@ -99,6 +99,7 @@ def test_a_wrapper_alone_is_no_cause() -> None:
         b"Actual usage is 4.85 GiB for consumed memory (weights + non-torch), 0.4 GiB for peak activation",
         b"Available KV cache memory: 1.69 GiB",
         b"the job was Killed by the user",
+        b"CUDA out of memory occurred when warming up sampler with " + b"9" * 5000 + b" dummy requests",
     ],
 )
 def test_nothing_is_made_up(data: bytes) -> None:

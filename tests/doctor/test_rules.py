@@ -117,8 +117,7 @@ def test_the_share_that_is_advised_is_free(free: float, total: float, share: flo
 def test_no_share_is_advised_where_nothing_is_free() -> None:
     found = only(
         "ValueError: Free memory on device cuda:0 (0.6/8.0 GiB) on startup is less than desired GPU memory "
-        "utilization "
-        "(0.92, 7.36 GiB)."
+        "utilization (0.92, 7.36 GiB)."
     )
     assert found.command == "nvidia-smi"
     assert "free the GPU first" in found.remedy
@@ -138,9 +137,8 @@ def test_the_length_that_is_advised_fits(
     )
     found = only(
         f"ValueError: To serve at least one request with the models's max seq len ({length}), ({needed:.2f} "
-        f"GiB KV cache is "
-        f"needed, which is larger than the available KV cache memory ({available:.2f} GiB).{known} Try "
-        f"increasing"
+        f"GiB KV cache is needed, which is larger than the available KV cache memory ({available:.2f} "
+        f"GiB).{known} Try increasing"
     )
     advised = int(flags(found.command)["max-model-len"])
     assert advised % 16 == 0
@@ -296,10 +294,8 @@ def test_too_little_for_a_picture_leads_to_room_and_not_to_a_useless_length() ->
     found = only(
         "config: model='Qwen/Qwen3-VL-4B-Instruct-FP8', max_seq_len=262144\n"
         "ValueError: To serve at least one request with the model's max seq len (262144), (36.00 GiB KV "
-        "cache is needed, "
-        "which is larger than the available KV cache memory (0.10 GiB). Based on the available memory, the "
-        "estimated maximum "
-        "model length is 720."
+        "cache is needed, which is larger than the available KV cache memory (0.10 GiB). Based on the "
+        "available memory, the estimated maximum model length is 720."
     )
     set_to = flags(found.command)
     assert int(set_to["max-model-len"]) == 4096
@@ -310,8 +306,8 @@ def test_too_little_for_a_picture_leads_to_room_and_not_to_a_useless_length() ->
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.25 GiB. GPU 0 has a total capacity of "
-    "7.96 GiB of "
-    "which 0.41 GiB is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use."
+    "7.96 GiB of which 0.41 GiB is free. Including non-PyTorch memory, this process has 17179869184.00 GiB "
+    "memory in use."
 )
 
 

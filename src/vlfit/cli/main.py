@@ -17,6 +17,8 @@ from vlfit.cli.ask import ask
 from vlfit.cli.caption import caption
 from vlfit.cli.chat import chat
 from vlfit.cli.convert import convert
+from vlfit.cli.doctor import EXAMPLES as _DOCTOR_EXAMPLES
+from vlfit.cli.doctor import doctor
 from vlfit.cli.machine import EXAMPLES as _MACHINE_EXAMPLES
 from vlfit.cli.machine import machine
 from vlfit.cli.models import models_app
@@ -102,6 +104,7 @@ app.command(epilog=_PULL_EXAMPLES)(pull)
 app.command(epilog=_CONVERT_EXAMPLES)(convert)
 app.command(epilog=_MACHINE_EXAMPLES)(machine)
 app.command(epilog=_PLAN_EXAMPLES)(plan)
+app.command(epilog=_DOCTOR_EXAMPLES)(doctor)
 app.add_typer(models_app, name="models", help=_MODELS_HELP)
 
 

@@ -15,6 +15,7 @@ from vlfit.machine.model import Machine
 
 _LONGEST_LINE = 400
 _MOST_LINES = 3
+_ABSURD = re.compile(r"-?[\d.]{16,}")
 
 
 @dataclass
@@ -62,7 +63,7 @@ def _search(rule: Rule, piece: Piece, seen: dict[str, _Seen]) -> None:
     matches = 0
     first = last = None
     for match in rule.expression.finditer(text):
-        if piece.first <= match.start() < piece.last:
+        if piece.first <= match.start() < piece.last and not any(map(_absurd, match.groups())):
             first, last, matches = first or match, match, matches + 1
     if first is None or last is None:
         return
@@ -70,6 +71,11 @@ def _search(rule: Rule, piece: Piece, seen: dict[str, _Seen]) -> None:
         seen[rule.id] = _Seen(rule, _found(first, piece), _found(last, piece), matches)
     else:
         known.last, known.count = _found(last, piece), known.count + matches
+
+
+def _absurd(group: str | None) -> bool:
+    """Whether a number is longer than any that these programs print."""
+    return group is not None and _ABSURD.fullmatch(group) is not None
 
 
 def _found(match: re.Match[str], piece: Piece) -> Found:

@@ -30,8 +30,8 @@ def own_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
         if found.fits:
             settings = found.settings
             says = (
-                f" vlfit's own engine fits {found.model.name} there: context {settings.context}, pictures of "
-                f"{settings.image_tokens} tokens, {format_bytes(found.total)} of "
+                f" vlfit's own engine fits {found.model.name} there: context {settings.context}, pictures "
+                f"of {settings.image_tokens} tokens, {format_bytes(found.total)} of "
                 f"{format_bytes(found.gpu.total)} by its plan."
             )
             command = found.command or ("vlfit", "plan", found.model.name)

@@ -13,9 +13,9 @@ COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
 SIGNS = {"green": "ok", "yellow": "look", "red": "bad"}
 UNKNOWN = (
     "nothing in this log is known to the doctor",
-    "It knows vLLM, transformers, PyTorch, llama.cpp, Ollama and the kernel. If it is one of them, send the "
-    "log from its "
-    "first line, `vlfit doctor --json` and `vlfit machine --json` to the project, so that it learns it.",
+    "It knows vLLM, transformers, PyTorch, llama.cpp, Ollama and the kernel. If it is one of them, send "
+    "the log from its first line, `vlfit doctor --json` and `vlfit machine --json` to the project, so that "
+    "it learns it.",
 )
 
 

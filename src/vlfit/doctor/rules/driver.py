@@ -17,8 +17,7 @@ def _library(case: Case) -> Values:
             "why": "The NVIDIA driver is not installed, or the container was started without it",
             "advice": (
                 "Install the driver; in a container, start it with --gpus all. Under WSL2 the library lies "
-                "in "
-                "/usr/lib/wsl/lib: add that to LD_LIBRARY_PATH, and never install a Linux driver there."
+                "in /usr/lib/wsl/lib: add that to LD_LIBRARY_PATH, and never install a Linux driver there."
             ),
             "run": "nvidia-smi",
         }
@@ -99,8 +98,7 @@ DRIVER = (
         pattern=r"driver on your system is too old \(found version (?P<version>\d{4,6})\)",
         cause=(
             "The driver runs CUDA up to {cuda}, and this PyTorch was built for a newer one (vLLM from 0.24 "
-            "on brings "
-            "builds for CUDA 13)."
+            "on brings builds for CUDA 13)."
         ),
         remedy="Update {where}. {otherwise}",
         command="{run}",
@@ -113,8 +111,7 @@ DRIVER = (
         pattern=r"(?:Error 804: )?forward compatibility was attempted on non supported HW",
         cause=(
             "A container or a toolkit brings a libcuda newer than the driver (compat), which consumer cards "
-            "do not "
-            "accept (error 804)."
+            "do not accept (error 804)."
         ),
         remedy=(
             "Update the driver, or take an image for the CUDA that `nvidia-smi` names; the compat libraries "
@@ -162,8 +159,7 @@ DRIVER = (
         pattern=r"Failed to infer device type",
         cause=(
             "vLLM found no GPU: it asks the driver's management library (NVML), which does not answer, or "
-            "it is the "
-            "build for CPUs."
+            "it is the build for CPUs."
         ),
         remedy="See whether the driver answers; `vlfit doctor` names what is wrong with it.",
         command="vlfit doctor",

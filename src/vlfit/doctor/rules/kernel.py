@@ -33,15 +33,13 @@ def _ram(case: Case) -> Values:
             "held": held,
             "advice": (
                 "WSL2 gets half of the computer's RAM unless told otherwise: write memory= and swap= into "
-                ".wslconfig "
-                "in your Windows home, then restart WSL."
+                ".wslconfig in your Windows home, then restart WSL."
             ),
             "run": "wsl.exe --shutdown",
         }
     advice = (
         "Close programs or add swap. vLLM keeps processed pictures in RAM (4 GiB for each server process by "
-        "default): "
-        "--mm-processor-cache-gb 0 gives that back. Under WSL2 raise memory= in .wslconfig."
+        "default): --mm-processor-cache-gb 0 gives that back. Under WSL2 raise memory= in .wslconfig."
     )
     return {"held": held, "advice": advice, "run": "free -h"}
 
@@ -119,8 +117,7 @@ KERNEL = (
         one_line=True,
         cause=(
             "The program was ended from outside (signal 9). While a model loads that is nearly always the "
-            "kernel, out "
-            "of RAM; this log does not hold the proof."
+            "kernel, out of RAM; this log does not hold the proof."
         ),
         remedy=(
             "Look at what the kernel wrote; if it is RAM, free some, or raise memory= in .wslconfig under "

@@ -116,13 +116,12 @@ LLAMA = (
         ),
         cause=(
             "Ollama means to hold the model in RAM: it wants {needed} GiB and {available} GiB are free, "
-            "{missing} GiB "
-            "too few. That it looks at RAM at all means that it did not count on the GPU for all of it."
+            "{missing} GiB too few. That it looks at RAM at all means that it did not count on the GPU for "
+            "all of it."
         ),
         remedy=(
             "Shorten the context, of which Ollama reserves every token at once, and see in the first lines "
-            "of its log "
-            "whether it found the GPU. That 4,096 tokens are few enough is unchecked."
+            "of its log whether it found the GPU. That 4,096 tokens are few enough is unchecked."
         ),
         command=_OLLAMA_SHORT,
         compute=_ram_short,

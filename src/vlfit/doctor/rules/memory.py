@@ -32,9 +32,8 @@ def _utilization_that_is_free(case: Case) -> Values:
         }
     advice = (
         f"Ask for {share:.2f}: {share:.2f} x {total:g} = {share * total:.2f} GiB, and with the {GROWTH:g} "
-        f"GiB that a "
-        f"vLLM process grows beyond its budget this is within the {free:g} GiB that are free. Raising the "
-        f"value cannot help; closing programs that use the GPU can. Whether the model fits "
+        f"GiB that a vLLM process grows beyond its budget this is within the {free:g} GiB that are free. "
+        f"Raising the value cannot help; closing programs that use the GPU can. Whether the model fits "
         f"{share * total:.2f} GiB is the next question: the next log will say." + without_model(case.facts)
     )
     return {"holders": holders, "advice": advice, "run": serve(case.facts, {"gpu_memory_utilization": share})}
@@ -111,8 +110,8 @@ MEMORY = (
         ),
         cause=(
             "vLLM was told to take {share} of the whole GPU ({wanted} GiB of {total} GiB), but only {free} "
-            "GiB are free: "
-            "{holders}. --gpu-memory-utilization is a share of all memory, checked against what is free."
+            "GiB are free: {holders}. --gpu-memory-utilization is a share of all memory, checked against "
+            "what is free."
         ),
         remedy="{advice}",
         command="{run}",
@@ -127,8 +126,7 @@ MEMORY = (
         ),
         cause=(
             "Weights and the peak of vLLM's trial run need more than its share of the GPU: {kv} GiB are "
-            "left for the KV "
-            "cache. {why}"
+            "left for the KV cache. {why}"
         ),
         remedy="{advice}",
         command="{run}",
@@ -159,8 +157,7 @@ MEMORY = (
         ),
         cause=(
             "The KV cache of one request of {length} tokens needs {needed} GiB, and {available} GiB are "
-            "left for it "
-            "beside weights and workspace. {why}"
+            "left for it beside weights and workspace. {why}"
         ),
         remedy="{advice}",
         command="{run}",
@@ -187,8 +184,7 @@ MEMORY = (
         ),
         cause=(
             "Another program gave GPU memory back while vLLM measured its own: free memory was {before} "
-            "before and {now} "
-            "after. vLLM takes growth for an error; nothing is wrong with the settings."
+            "before and {now} after. vLLM takes growth for an error; nothing is wrong with the settings."
         ),
         remedy=(
             "Start it again with the same settings, and leave other programs on the GPU alone while it "
@@ -203,13 +199,11 @@ MEMORY = (
         pattern=r"CUDA out of memory occurred when warming up sampler with (?P<rows>\d+) dummy requests",
         cause=(
             "vLLM rehearsed the choice of the next token for {rows} requests at once, and that took the "
-            "last memory: the "
-            "logits of {rows} requests take up to {before} GiB for Qwen3's 151,936 tokens."
+            "last memory: the logits of {rows} requests take up to {before} GiB for Qwen3's 151,936 tokens."
         ),
         remedy=(
             "Allow fewer requests at once: {few} take up to {after} GiB. Lowering --gpu-memory-utilization, "
-            "as the "
-            "message says, costs KV cache instead."
+            "as the message says, costs KV cache instead."
         ),
         command="{run}",
         compute=_fewer_sequences,
@@ -225,8 +219,7 @@ MEMORY = (
         ),
         cause=(
             "vLLM runs on the CPU and found no room in RAM for its KV cache: {free} GiB of {total} GiB are "
-            "free, it "
-            "wanted {wanted} GiB and counted {kv} GiB left."
+            "free, it wanted {wanted} GiB and counted {kv} GiB left."
         ),
         remedy="Name the size of the KV cache, a part of what is free: {gib} GiB.",
         command="{run}",

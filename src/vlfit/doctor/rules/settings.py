@@ -160,8 +160,7 @@ SETTINGS = (
         cause="{method} weights need a GPU of compute capability {need}, and this one has {has}.",
         remedy=(
             "Take another format of the same model: 0.33 runs awq and fp8 from 7.5 and compressed-tensors "
-            "from 7.0. "
-            "`vlfit plan` shows which formats fit this card."
+            "from 7.0. `vlfit plan` shows which formats fit this card."
         ),
         command="vlfit plan",
         compute=_format,
@@ -208,8 +207,7 @@ SETTINGS = (
         cause="One {kind} has {tokens} tokens, and this server was started with room for {most}.",
         remedy=(
             "For Qwen3-VL a picture has width x height / 1024 tokens: send at most {pixels} pixels, or let "
-            "the server "
-            "scale pictures down."
+            "the server scale pictures down."
         ),
         command="{run}",
         compute=_pixels,
@@ -228,8 +226,7 @@ SETTINGS = (
         ),
         remedy=(
             "Send smaller pictures (width x height / 1024 tokens each for Qwen3-VL) or less text, or let "
-            "the server "
-            "scale pictures down to a quarter of its context: {quarter} tokens."
+            "the server scale pictures down to a quarter of its context: {quarter} tokens."
         ),
         command="{run}",
         compute=_quarter,
@@ -256,8 +253,7 @@ SETTINGS = (
         ),
         cause=(
             "vLLM wants memory of the computer that the GPU reads directly, and switches that off under "
-            "WSL2 by default "
-            "(0.24 to 0.29 need it to start at all)."
+            "WSL2 by default (0.24 to 0.29 need it to start at all)."
         ),
         remedy="{advice}{model}",
         command="{run}",

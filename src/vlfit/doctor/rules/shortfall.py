@@ -180,8 +180,8 @@ def _unknown_model(case: Case) -> Values:
     changes: dict[str, Any] = {**flags, "max_model_len": CONTEXT_WISHED}
     advice = (
         "Allow two requests at once, small batches, a context of 4,096 tokens and no CUDA graphs. What that "
-        "frees "
-        "cannot be counted for a model that is not known here, so it is unchecked; if it is not enough, take "
+        "frees cannot be counted for a model that is not known here, so it is unchecked; if it is not "
+        "enough, take "
         "weights of fewer bits." + without_model(case.facts)
     )
     return {"why": _why(case), "advice": advice, "run": serve(case.facts, changes)}

@@ -109,13 +109,11 @@ def _out_of_memory(case: Case) -> Values:
 _UNCHECKED = " The log does not hold what would prove that this is enough."
 _TRANSFORMERS_ADVICE = (
     "transformers makes no plan: it loads all weights in one format and takes pictures at full size. Take "
-    "weights of "
-    "fewer bits or smaller pictures; `vlfit plan` shows which fit this GPU."
+    "weights of fewer bits or smaller pictures; `vlfit plan` shows which fit this GPU."
 )
 _NO_STAGE = (
     "The lines above the error, which say at what it failed, are missing. `vlfit plan` shows what fits this "
-    "GPU; "
-    "paste the whole traceback for more."
+    "GPU; paste the whole traceback for more."
 )
 
 
@@ -172,8 +170,7 @@ TORCH = (
         pattern=r"Some modules are dispatched on the CPU or the disk",
         cause=(
             "The quantized weights do not fit the GPU memory that is free, so transformers wanted to put "
-            "some of them "
-            "into RAM, where bitsandbytes cannot use them."
+            "some of them into RAM, where bitsandbytes cannot use them."
         ),
         remedy=(
             "Free GPU memory, or take a smaller model; `vlfit plan` shows which fit. How much is missing is "

@@ -20,8 +20,7 @@ WRAPPERS = (
         ),
         cause=(
             "These lines only say that a process of vLLM died. Its own last words, the cause, stand further "
-            "up and are "
-            "not in this log."
+            "up and are not in this log."
         ),
         remedy="Paste the log from its first line, or let the doctor read it whole.",
         command="{run} 2>&1 | tee vllm.log; vlfit doctor --log vllm.log",
