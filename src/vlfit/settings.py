@@ -31,6 +31,7 @@ class Settings(BaseSettings):
     context: int | None = Field(None, ge=1, description="most tokens of one request, prompt and answer")
     sequences: int = Field(4, ge=1, description="requests that run at once at full context")
     image_tokens: int | None = Field(None, ge=1, description="most tokens of one picture")
+    chunk: int = Field(1024, ge=1, description="most tokens of one pass through the model")
     max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
 
     host: str = Field("127.0.0.1", description="address that the server listens on")

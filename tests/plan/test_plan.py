@@ -298,6 +298,8 @@ def test_the_command_is_given_only_if_it_starts_this_very_plan() -> None:
     assert made.command is not None
     assert made.command[:3] == ("vlfit", "serve", "Qwen/Qwen3-VL-2B-Instruct-FP8")
     smaller_passes = planned("Qwen3-VL-4B-Instruct-FP8")
-    assert smaller_passes.settings.chunk < 1024  # which no option of vlfit serve sets
-    assert smaller_passes.command is None
+    assert smaller_passes.settings.chunk < 1024
+    assert smaller_passes.command is not None
+    assert smaller_passes.command[-2:] == ("--chunk", str(smaller_passes.settings.chunk))
+    assert "--chunk" not in made.command
     assert planned("Qwen3-VL-8B-Instruct-FP8").command is None

@@ -14,8 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from vlfit.cli.printing import plain
-from vlfit.plan.commands import SERVE_CHUNK
-from vlfit.plan.ledger import NATIVE
 from vlfit.plan.svg import COLOURS
 from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
 
@@ -225,11 +223,6 @@ def _advice(plan: "Plan") -> list[str]:
         lines.append(f"Make it with: {plain(made, terminal=True)}")
     if plan.command is not None:
         lines.append(f"Start it with: {plain(shlex.join(plan.command), terminal=True)}")
-    elif plan.fits and plan.backend == NATIVE:
-        lines.append(
-            f"No command starts it yet: vlfit serve takes {SERVE_CHUNK} tokens a pass, and this plan "
-            f"{plan.settings.chunk} (EngineOptions(chunk={plan.settings.chunk}) in Python)."
-        )
     return lines
 
 

@@ -79,6 +79,14 @@ def serve(
             "  [env VLFIT_IMAGE_TOKENS]",
         ),
     ] = None,
+    chunk: Annotated[
+        Count,
+        typer.Option(
+            metavar="N",
+            help="Most tokens of one pass through the model; fewer take less memory and more time."
+            "  [default: 1024; env VLFIT_CHUNK]",
+        ),
+    ] = None,
     max_tokens: Annotated[
         Count,
         typer.Option(
@@ -146,6 +154,7 @@ def serve(
         context=context,
         sequences=sequences,
         image_tokens=image_tokens,
+        chunk=chunk,
         max_tokens=max_tokens,
         api_key=api_key,
         allow_private_urls=allow_private_urls,
@@ -190,6 +199,7 @@ def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
         context=settings.context,
         sequences=settings.sequences,
         image_tokens=settings.image_tokens,
+        chunk=settings.chunk,
     )
     if settings.max_tokens is not None:
         options = replace(options, max_tokens=settings.max_tokens)

@@ -7,7 +7,7 @@ option carries) has none here.
 from vlfit.plan.ledger import NATIVE, Settings
 from vlfit.plan.model import Model
 
-SERVE_CHUNK = 1024  # tokens of a pass when `vlfit serve` starts an engine: no option of it sets another
+SERVE_CHUNK = 1024  # tokens of a pass when `vlfit serve` is not told otherwise
 
 
 def command_of(model: Model, backend: str, settings: Settings) -> tuple[list[str] | None, dict[str, str]]:
@@ -18,10 +18,10 @@ def command_of(model: Model, backend: str, settings: Settings) -> tuple[list[str
 
 
 def _native(model: Model, settings: Settings) -> tuple[list[str] | None, dict[str, str]]:
-    if settings.chunk != SERVE_CHUNK:
-        return None, {}
     words = ["vlfit", "serve", model.name, "--context", str(settings.context)]
     words += ["--sequences", str(settings.sequences)]
     if settings.image_tokens:
         words += ["--image-tokens", str(settings.image_tokens)]
+    if settings.chunk != SERVE_CHUNK:
+        words += ["--chunk", str(settings.chunk)]
     return words, {}
