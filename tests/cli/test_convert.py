@@ -121,7 +121,8 @@ def test_what_is_no_plain_qwen3_vl_is_refused(vlfit: Vlfit, tiny: Tiny, source: 
     assert list(here.iterdir()) == []
 
 
-def test_ctrl_c_ends_it_and_leaves_nothing(tiny: Tiny, here: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_leaves_nothing(tiny: Tiny, here: Path, how: signal.Signals) -> None:
     """In a process of its own, while a large file is being copied."""
     source = copy_of(tiny("tied"), here / "source")
     slow = (
@@ -136,7 +137,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(tiny: Tiny, here: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "busy\n"
     assert any(path.name.endswith(".incomplete") for path in here.iterdir())
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, how)
     started = time.monotonic()
     _, complaint = process.communicate(timeout=60)
     assert time.monotonic() - started < 20

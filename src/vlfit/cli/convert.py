@@ -1,8 +1,13 @@
 """``vlfit convert``: a checkpoint's weights in 8 or 4 bits, in a new folder that other programs read too."""
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,9 +85,9 @@ def convert(
     """Write a copy of a checkpoint with its text layers in FP8 or int4. Prints the new folder.
 
     FP8 is the form of the official Qwen3-VL FP8 checkpoints, int4 the pack-quantized form of
-    compressed-tensors (W4A16): vLLM and transformers read both. Embeddings, output head, norms and the
-    vision tower keep their bytes. The folder appears when it is whole; some rows of one tensor are in
-    memory at a time.
+    compressed-tensors (W4A16): vLLM reads both, transformers too with the package accelerate (FP8) or
+    compressed-tensors (int4). Embeddings, output head, norms and the vision tower keep their bytes. The
+    folder appears when it is whole; some rows of one tensor are in memory at a time.
     """
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.cli.printing import Printer
@@ -101,16 +106,17 @@ def convert(
 
     progress = None if quiet else StderrProgress(f"{checkpoint.name} to {weights}")
     try:
-        done = run(
-            checkpoint,
-            weights.value,
-            target,
-            group_size=DEFAULT_GROUP_SIZE if group_size is None else int(group_size),
-            head=head,
-            shard_bytes=shard_mib * MIB,
-            replace=force,
-            progress=progress,
-        )
+        with _terminated_as_interrupted():
+            done = run(
+                checkpoint,
+                weights.value,
+                target,
+                group_size=DEFAULT_GROUP_SIZE if group_size is None else int(group_size),
+                head=head,
+                shard_bytes=shard_mib * MIB,
+                replace=force,
+                progress=progress,
+            )
     finally:
         if progress:
             progress.close()
@@ -120,6 +126,23 @@ def convert(
         printer.data({**asdict(done), "folder": str(done.folder), "seconds": round(done.seconds, 2)})
     else:
         printer.line(str(done.folder))
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Within the block SIGTERM is what Ctrl-C is, as in ``vlfit serve``: what was half written is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _default_target(model: str, name: str, weights: Weights) -> Path:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -24,6 +25,7 @@ from vlfit.checkpoint.tensors import is_text_layer
 from vlfit.engine.convert import files
 from vlfit.engine.convert.convert import convert
 from vlfit.errors import BrokenShard, UsageError, VlfitError
+from vlfit.units import format_bytes
 
 Tiny = Callable[[str], Path]
 UP = "model.language_model.layers.0.mlp.up_proj"
@@ -96,6 +98,9 @@ def test_small_files_go_along_and_config_keeps_its_fields(plain: Checkpoint, out
     card = (out / "README.md").read_text()
     assert "int4" in card
     assert "up_proj" in card
+    assert "pip install compressed-tensors" in card, "what transformers needs to read it"
+    convert(open_checkpoint(source), "fp8", out.parent / "fp8")
+    assert "pip install accelerate" in (out.parent / "fp8" / "README.md").read_text()
 
 
 @pytest.fixture
@@ -297,6 +302,8 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(plain: Checkpoint, 
     (left,) = out.parent.iterdir()
     assert left.name.endswith(".incomplete")
     assert not (left / "config.json").exists()
+    # In a container the next one may have the same number; elsewhere it has not.
+    (out.parent / f".out.{os.getpid()}.incomplete").mkdir()
     convert(plain, "int4", out)
     assert [path.name for path in out.parent.iterdir()] == ["out"]  # and the next one cleans up
 
@@ -353,6 +360,25 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     assert list(out.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize("shard_bytes", [2**32, 300_000])
+def test_the_room_that_is_asked_for_is_the_room_that_is_taken(
+    plain: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    asked = []
+    monkeypatch.setattr("vlfit.engine.convert.convert.check_disk", lambda _, needed: asked.append(needed))
+    convert(plain, "int4", out, shard_bytes=shard_bytes)
+    card = (out / "README.md").stat().st_size
+    assert asked == [sum(path.stat().st_size for path in out.iterdir()) - card]
+    disk = type(shutil.disk_usage(out.parent))
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(10**9, 10**9, asked[0] + 2**18))
+    convert(plain, "int4", out.parent / "fits", shard_bytes=shard_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(10**9, 10**9, asked[0] + 2**18 - 1))
+    takes = f"takes {format_bytes(asked[0])} (and 256.0 KiB must be left"
+    with pytest.raises(VlfitError, match=re.escape(takes)):
+        convert(plain, "int4", out.parent / "does-not", shard_bytes=shard_bytes)
+
+
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
     """Within the block, writing past ``size`` bytes of a file fails as on a disk that refuses it."""
@@ -365,8 +391,13 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def test_a_write_that_fails_leaves_nothing(plain: Checkpoint, out: Path) -> None:
-    with largest_file(300_000), pytest.raises(VlfitError, match=r"cannot write .*out: File too large"):
+    with (
+        largest_file(300_000),
+        pytest.raises(VlfitError, match=r"cannot write .*out: File too large") as caught,
+    ):
         convert(plain, "int4", out)
+    assert "--shard-mib" in caught.value.hint
+    assert "you may write" not in caught.value.hint
     assert list(out.parent.iterdir()) == []
 
 

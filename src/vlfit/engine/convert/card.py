@@ -35,10 +35,12 @@ def card(done: Conversion) -> str:
     if done.weights == FP8:
         title, form = "FP8", "8-bit floats (e4m3) with a scale for each block of 128 x 128"
         reads = "the form of the official Qwen3-VL FP8 checkpoints, which vLLM and transformers read too"
+        package = "accelerate"
     else:
         title = "int4"
         form = f"4-bit integers with a scale for each group of {done.group_size} inputs (symmetric, W4A16)"
         reads = "the form `pack-quantized` of compressed-tensors, which vLLM and transformers read too"
+        package = "compressed-tensors"
     kept = (
         f" {len(done.kept)} of those layers do not divide into groups and kept 16 bits." if done.kept else ""
     )
@@ -54,6 +56,9 @@ are stored as {form}:
 Embeddings, norms{own_head} and the vision tower are those of the original, byte for byte.
 The weights take {format_bytes(done.bytes_after)}; they took {format_bytes(done.bytes_before)}.
 No example data was used.
+
+vlfit and vLLM read these files as they are. For transformers, install the package `{package}` beside it:
+`pip install {package}`.
 
 What rounding changed, relative to the weights (root mean square):
 

@@ -4,7 +4,6 @@ Some rows of one tensor are in memory at a time, whatever the size of the model.
 the vision tower keep their bytes, as in the official FP8 checkpoints: few weights, where bits matter most.
 """
 
-import errno
 import json
 import time
 from collections.abc import Callable
@@ -16,7 +15,15 @@ from vlfit.checkpoint.headers import INDEX_FILE
 from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format, Int4Format
 from vlfit.checkpoint.source import Checkpoint, read_checkpoint
 from vlfit.engine.convert.card import Conversion, card
-from vlfit.engine.convert.files import ShardWriter, check_disk, copy_small_files, new_folder, write_text
+from vlfit.engine.convert.files import (
+    ShardWriter,
+    cannot_write,
+    check_disk,
+    copy_small_files,
+    new_folder,
+    small_bytes,
+    write_text,
+)
 from vlfit.engine.convert.layout import (
     Job,
     Recipe,
@@ -30,13 +37,11 @@ from vlfit.engine.convert.layout import (
 )
 from vlfit.engine.convert.weights import Converter, Errors
 from vlfit.engine.loader import Loader
-from vlfit.errors import VlfitError
-from vlfit.units import GIB, MIB
+from vlfit.units import GIB
 
 GROUP_SIZES = (32, 64, 128)  # what the kernels of vLLM take
 DEFAULT_GROUP_SIZE = 32
 DEFAULT_SHARD_BYTES = 4 * GIB
-_SMALL_FILES_BYTES = 64 * MIB  # tokenizer, templates, card: a generous guess
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
@@ -67,18 +72,21 @@ def convert(
     errors = Errors()
     try:
         with new_folder(target, checkpoint.folder, replace=replace) as folder:
-            check_disk(folder, sum(job.bytes for job in all_jobs) + _SMALL_FILES_BYTES)
+            config = _config(checkpoint, recipe)
+            listing = json.dumps(index(files), indent=2) + "\n" if len(files) > 1 else ""
+            weight_bytes = sum(len(file.head) for file in files) + sum(job.bytes for job in all_jobs)
+            check_disk(folder, weight_bytes + len(config + listing) + small_bytes(checkpoint.folder))
             _write_weights(checkpoint, recipe.form, files, folder, errors, progress)
             copy_small_files(checkpoint.folder, folder)
-            if len(files) > 1:
-                write_text(folder / INDEX_FILE, json.dumps(index(files), indent=2) + "\n")
+            if listing:
+                write_text(folder / INDEX_FILE, listing)
             # Last: a folder without it is no checkpoint to anybody.
-            write_text(folder / "config.json", _config(checkpoint, recipe))
+            write_text(folder / "config.json", config)
             read_checkpoint(target.name, folder)  # what cannot be opened again is not handed out
             done = _account(checkpoint, recipe, target, all_jobs, errors, time.perf_counter() - started)
             write_text(folder / "README.md", card(done))
     except OSError as error:
-        raise _cannot_write(target, error) from error
+        raise cannot_write(target, error) from error
     return done
 
 
@@ -137,12 +145,3 @@ def _config(checkpoint: Checkpoint, recipe: Recipe) -> str:
     config = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = quantization_config(checkpoint, recipe)
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-
-
-def _cannot_write(target: Path, error: OSError) -> VlfitError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "Make room, or give a place on another disk with --out. What was written has been removed."
-        return VlfitError(f"the disk is full: {target} was not written", hint)
-    return VlfitError(
-        f"cannot write {target}: {error.strerror or error}", "Give a folder that you may write to with --out."
-    )

@@ -4,6 +4,7 @@ Knows: safetensors files written piece by piece, the small files that go along, 
 once. Does not know: what the pieces are or how they are made.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,19 +14,22 @@ from pathlib import Path
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.engine.convert.layout import Shard
 from vlfit.errors import UsageError, VlfitError
-from vlfit.units import format_bytes
+from vlfit.units import MIB, format_bytes
 
 ORIGINAL_CARD = "README.original.md"
 _SMALL = (".json", ".jinja", ".txt", ".model")
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
-_COPIED_AT_ONCE = 16 * 1024**2
+_COPIED_AT_ONCE = 16 * MIB
+# The card, and that a file takes whole blocks of the disk: a few KiB. The weights' bytes are known exactly.
+_RESERVE = MIB // 4
 
 
 @contextmanager
 def new_folder(target: Path, source: Path, *, replace: bool) -> Iterator[Path]:
     """A folder to write into; when the block ends well, it becomes ``target``, else it is removed.
 
-    A program that is killed leaves a folder named ``.NAME.PID.incomplete``, which the next one removes.
+    A program that is killed leaves a folder named ``.NAME.PID.incomplete``, which the next one to write
+    ``target`` removes, unless another process of that number runs by then.
     Raises ``UsageError`` when ``target`` is taken and not to be replaced, or must not be.
     """
     target = target.resolve()
@@ -72,7 +76,8 @@ def _remove_leftovers(target: Path) -> None:
         number, _, kind = path.name.removeprefix(f".{target.name}.").partition(".")
         if path.name != f".{target.name}.{number}.{kind}" or kind not in kinds or not number.isdecimal():
             continue
-        if int(number) != os.getpid() and not _is_running(int(number)):
+        # Ours, too: nothing has been written yet, and in a container numbers come again with every start.
+        if int(number) == os.getpid() or not _is_running(int(number)):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -102,13 +107,37 @@ def _put_in_place(work: Path, target: Path) -> None:
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """Raises ``VlfitError`` when the disk of ``folder`` has no room for ``needed`` bytes."""
+    """Raises ``VlfitError`` when the disk of ``folder`` has no room for ``needed`` bytes and a few more."""
     free = shutil.disk_usage(folder).free
-    if free < needed:
+    if free < needed + _RESERVE:
         raise VlfitError(
-            f"{folder.parent} has {format_bytes(free)} free; the new checkpoint takes {format_bytes(needed)}",
+            f"{folder.parent} has {format_bytes(free)} free; the new checkpoint takes {format_bytes(needed)} "
+            f"(and {format_bytes(_RESERVE)} must be left for its card)",
             "Make room, or give a place on another disk with --out.",
         )
+
+
+def cannot_write(target: Path, error: OSError) -> VlfitError:
+    """What to tell a person when ``error`` ended the writing of ``target``; its folder is removed by then."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "Make room, or give a place on another disk with --out. What was written has been removed."
+        return VlfitError(f"the disk is full: {target} was not written", hint)
+    if error.errno == errno.EFBIG:
+        hint = (
+            "A single file may not grow so large here (a limit of the shell, see `ulimit -f`, or of the file "
+            "system): write smaller ones with --shard-mib, or to another place with --out."
+        )
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "Give a folder that you may write to with --out."
+    else:
+        hint = "Nothing was left behind. Try another place with --out."
+    named = f" ({error.filename})" if error.filename else ""
+    return VlfitError(f"cannot write {target}: {error.strerror or error}{named}", hint)
+
+
+def small_bytes(source: Path) -> int:
+    """What ``copy_small_files`` will write."""
+    return sum(path.stat().st_size for path, _ in _small_files(source))
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
@@ -116,13 +145,19 @@ def copy_small_files(source: Path, folder: Path) -> None:
 
     The card is kept under another name: what it says of files and scores is about the original.
     """
+    for path, name in _small_files(source):
+        shutil.copyfile(path, folder / name)
+
+
+def _small_files(source: Path) -> Iterator[tuple[Path, str]]:
+    """Files that go along, each with its new name."""
     for path in sorted(source.iterdir()):
         name = path.name
         wanted = name.endswith(_SMALL) or name.upper().startswith(_LEGAL)
         if name == "README.md":
-            shutil.copyfile(path, folder / ORIGINAL_CARD)
+            yield path, ORIGINAL_CARD
         elif wanted and path.is_file() and name != "config.json" and not name.endswith(".index.json"):
-            shutil.copyfile(path, folder / name)
+            yield path, name
 
 
 class ShardWriter:
