@@ -3,6 +3,7 @@
 import io
 import random
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -245,3 +246,18 @@ def test_facts_of_the_servers_own_line() -> None:
     assert facts.arguments == {"max_model_len": 4096, "gpu_memory_utilization": 0.8, "enforce_eager": True}
     assert facts.max_model_len == 4096
     assert facts.wsl2
+
+
+def test_a_whole_log_of_vllm() -> None:
+    """vLLM 0.32 on a CPU from start to end, paths changed: its process died, and its server after it.
+
+    The command was tried: with it, that server started.
+    """
+    log = Path(__file__).parent / "logs" / "vllm-0.32-context-too-long.log"
+    (found,) = read(log.read_bytes()).diagnoses
+    assert found.id == "vllm.kv_too_small"
+    assert "262144" in found.cause
+    assert found.command == (
+        "vllm serve /models/tiny --host 127.0.0.1 --port 8077 --max-num-seqs 2 --enforce-eager "
+        "--kv-cache-memory-bytes 16M --max-model-len 32640"
+    )

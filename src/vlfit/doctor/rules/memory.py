@@ -55,9 +55,10 @@ def _shorter_context(case: Case) -> Values:
     if available <= 0:
         return {**make_room(case, -available), "why": ""}
     estimate = case.found.groups.get("estimate")
-    fits = min(length_that_fits(length, needed, available), int(estimate or length))
+    # vLLM's own estimate is exact where it is given: it knows the bytes, the log only two digits of GiB.
+    fits = int(estimate) if estimate else length_that_fits(length, needed, available)
     per_token = needed * 2**20 / length
-    why = f"{length} tokens x {per_token:.0f} KiB = {needed:g} GiB."
+    why = f"{length} tokens x {per_token:.3g} KiB = {needed:g} GiB."
     if fits < CONTEXT_WISHED:
         room = make_room(case, None, have=available)
         return {
@@ -65,7 +66,7 @@ def _shorter_context(case: Case) -> Values:
             "why": why + f" What is left holds {fits} tokens, too few for a picture and an answer.",
         }
     advice = (
-        f"Ask for at most {fits} tokens: {fits} x {per_token:.0f} KiB = {fits * needed / length:.2f} GiB, "
+        f"Ask for at most {fits} tokens: {fits} x {per_token:.3g} KiB = {fits * needed / length:.2f} GiB, "
         f"within "
         f"{available:g} GiB." + without_model(case.facts)
     )
