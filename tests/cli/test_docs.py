@@ -17,7 +17,10 @@ def test_the_page_equals_the_programs_help() -> None:
 def test_every_command_is_there_with_examples() -> None:
     page = help_page()
     commands = set(get_command(app).commands)  # type: ignore[attr-defined]
-    assert commands == {"caption", "ask", "scene", "chat", "serve", "pull", "convert", "models"}
+    assert commands == {
+        *("caption", "ask", "scene", "chat", "serve", "pull", "convert", "models"),
+        *("machine", "plan", "doctor"),
+    }
     for name in commands:
         section = page.split(f"## vlfit {name}\n")[1].split("\n## ")[0]
         assert f"Usage: vlfit {name}" in section
