@@ -100,6 +100,8 @@ def test_a_copy_is_compared_on_the_questions_it_was_asked() -> None:
     assert not copies_pass({"fp8": {OVERALL: 0.51}})
     assert not copies_pass({"fp8": {OVERALL: 0.0}, "int4": {OVERALL: 2.1}})
     assert "MISSED" in drop_lines("int4", {OVERALL: 2.1, "name": 3.0, "count": 0.0}, 3)[0]
+    assert "MISSED" in drop_lines("int4", {OVERALL: 2.1}, 50, sampled=True)[0]
+    assert "too few to tell" in drop_lines("int4", {OVERALL: 2.1}, 49, sampled=True)[0]
     assert [
         line.split() for line in drop_lines("int4", {OVERALL: 0.1, "name": 3.0, "count": 0.0}, 3)[1:]
     ] == [["name", "+3.00"]]
@@ -215,7 +217,14 @@ def test_the_table_the_exit_status_and_the_json(
     answers["name"] = "It is a cat."
     assert main([*given, "--json", str(tmp_path / "scores.json")]) == 1
     written = json.loads((tmp_path / "scores.json").read_text())
-    assert written["topics"]["name"] == {"asked": 1, "right": 0.0, "gate": 0.9, "passes": False}
+    assert written["topics"]["name"] == {
+        "asked": 1,
+        "right": 0.0,
+        "gate": 0.9,
+        "sampled": False,
+        "passes": False,
+        "missed": True,
+    }
     assert [wrong["said"] for wrong in written["wrong"]] == ["It is a cat."]
 
 
@@ -228,9 +237,9 @@ def test_a_full_run_without_all_gates_fails(questions: Path, answers: dict[str, 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--only", "cooking"], "no question is about cooking; the topics are name, colour, talk"),
+        (["--only", "cooking"], 'no question is about "cooking"; the topics are "name", "colour", "talk"'),
+        (["--only", "clothes"], "give --clothes FOLDER"),
         (["--clothes", "nowhere"], "nowhere must hold one folder of photos for each of dress"),
-        (["--json", "nowhere/scores.json"], "there is no folder nowhere"),
         (["--questions", "nowhere.zip"], "nowhere.zip: no such file"),
     ],
 )
@@ -241,10 +250,42 @@ def test_what_cannot_be_asked_is_told(
     assert said in capsys.readouterr().err
 
 
-def test_a_sample_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--sample", "0"])
-    assert "too few" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--sample", "0"], "'0': give a whole number from 1 on"),
+        (["--sample", "abc"], "'abc': give a whole number from 1 on"),
+        (["--processes", "-1"], "give a whole number from 1 on"),
+        (["--json", "nowhere/scores.json"], "there is no folder nowhere"),
+        (["--json", "."], "is a folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_gate_missed_on_a_few_of_a_sample_fails_nothing(
+    tmp_path: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers["name"] = "It is a cat."
+    dialogues = tuple((Exchange("name", f"What is this, {n}?", "It is a dog."),) for n in range(120))
+    path = tmp_path / "many.zip"
+    write(path, [HeldOut("red", (jpeg(),), False, "", dialogues)], "free")
+    given = ["--questions", str(path), "--only", "name"]
+    assert main([*given, "--sample", "49", "--json", str(tmp_path / "few.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "too few to tell" in printed
+    assert "MISSED" not in printed
+    row = json.loads((tmp_path / "few.json").read_text())["topics"]["name"]
+    assert (row["asked"], row["passes"], row["missed"]) == (49, False, False)
+    assert main([*given, "--sample", "50"]) == 1
+    assert "MISSED" in capsys.readouterr().out
+    assert main(given) == 1
 
 
 def test_mini_answers_through_the_engine(
@@ -291,8 +332,24 @@ def test_copies_are_made_and_compared(
     assert json.loads(path.read_text())["points_lost"] == {
         w: {"name": 0.0, "all": 0.0} for w in ("fp8", "int4")
     }
+    capsys.readouterr()
     assert main([*given, "--model", str(tmp_path)]) == 2
     assert "vlfit convert --weights fp8 failed" in capsys.readouterr().err
+
+
+def test_a_copy_that_loses_fails_but_not_on_a_few_of_a_sample(
+    questions: Path, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answers
+
+    def worse(_model: str, items: list[HeldOut], _processes: int) -> dict[str, list[Judged]]:
+        asked = [(item.name, e) for item in items for turns in item.dialogues for e in turns]
+        return {"int4": [Judged(name, exchange, "", 0.0) for name, exchange in asked]}
+
+    monkeypatch.setattr(evaluate, "ask_copies", worse)
+    given = ["--questions", str(questions), "--only", "name", "--copies"]
+    assert main(given) == 1
+    assert main([*given, "--sample", "3"]) == 0
 
 
 def test_a_checkpoint_that_is_none_is_told(
@@ -300,3 +357,7 @@ def test_a_checkpoint_that_is_none_is_told(
 ) -> None:
     assert main(["--questions", str(questions), "--model", str(tmp_path)]) == 2
     assert "evaluate: " in capsys.readouterr().err
+    assert main(["--questions", str(questions), "--model", "nosuch"]) == 2
+    message, hint = capsys.readouterr().err.strip().split("\n")
+    assert "nosuch" in message
+    assert hint not in message

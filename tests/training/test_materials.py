@@ -272,9 +272,35 @@ def test_clothes_are_read_by_class_and_never_from_the_test_split(tmp_path: Path)
             folder = tmp_path / split / label
             folder.mkdir(parents=True)
             Image.new("RGB", (30, 20), (10, 20, 30)).save(folder / "a.webp")
-    photos = photographs.clothes(tmp_path)
+    photos, found = photographs.clothes(tmp_path)
     assert [photo.label for photo in photos] == [*CLOTHES, *CLOTHES]
+    assert found == "20 photos of 10 classes (10 for train, 10 for validation)"
     assert photos[0].aspect == 1.5
     (tmp_path / "train" / "hat" / "a.webp").unlink()
-    with pytest.raises(SystemExit, match="leave --photos out"):
+    with pytest.raises(SystemExit, match=r"it is empty; .*leave --photos out"):
         photographs.clothes(tmp_path)
+    (tmp_path / "train" / "hat" / "a.gif").write_bytes(b"GIF89a")
+    with pytest.raises(SystemExit, match="it holds 1 other files"):
+        photographs.clothes(tmp_path)
+    (tmp_path / "train" / "hat" / "a.jpg").write_bytes(b"no photo")
+    with pytest.raises(SystemExit, match=r"hat/a\.jpg cannot be read as a photo"):
+        photographs.clothes(tmp_path)
+    with pytest.raises(SystemExit, match="there is no such folder"):
+        photographs.clothes(tmp_path / "nowhere")
+
+
+def test_clothes_may_be_jpeg_png_or_webp_and_what_is_left_out_is_said(tmp_path: Path) -> None:
+    names = ("a.JPG", "b.jpeg", "c.png", "d.webp")
+    for split in photographs.SPLITS:
+        for label in CLOTHES:
+            folder = tmp_path / split / label
+            folder.mkdir(parents=True)
+            for name in names:
+                Image.new("RGB", (30, 20), (10, 20, 30)).save(folder / name)
+    (tmp_path / "train" / "hat" / "Thumbs.db").write_bytes(b"")
+    photos, found = photographs.clothes(tmp_path)
+    assert len(photos) == 2 * 10 * len(names)
+    assert found == (
+        "80 photos of 10 classes (40 for train, 40 for validation); left out, as they are none: "
+        "train/hat/Thumbs.db"
+    )

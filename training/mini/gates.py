@@ -21,6 +21,8 @@ GATES: Final[dict[str, float]] = {
 OPTIONAL: Final = frozenset({"clothes"})
 # Points of the overall score that a copy may lose.
 MOST_LOST: Final[dict[str, float]] = {"fp8": 0.5, "int4": 2.0}
+# In a sample, a gate tells nothing on fewer questions than these: one wrong answer more or less decides.
+TELLING: Final = 50
 OVERALL: Final = "all"
 NOTES: Final[dict[str, str]] = {
     "count": "0 to 6",
@@ -52,29 +54,39 @@ class Judged:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: how many were asked, the share that is right, and the gate if there is one."""
+    """One line of the table: how many were asked, the share that is right, and the gate if there is one.
+
+    ``sampled``: the questions are a sample of those the gate is meant for.
+    """
 
     asked: int
     right: float
     gate: float | None = None
+    sampled: bool = False
 
     @property
     def passes(self) -> bool:
         """Whether the gate is reached; True without a gate."""
         return self.gate is None or self.right >= self.gate
 
+    @property
+    def missed(self) -> bool:
+        """Whether the gate is not reached, on enough questions to say so."""
+        return not self.passes and not (self.sampled and self.asked < TELLING)
 
-def summarize(judged: list[Judged]) -> dict[str, Row]:
+
+def summarize(judged: list[Judged], sampled: bool = False) -> dict[str, Row]:
     """The table by topic; then the overlap of boxes, JSON, and all questions together.
 
     "is there" is balanced where both kinds were asked; reading is also told apart by length.
+    ``sampled``: these are not all questions that there are, so that a gate missed on a few says nothing.
     """
     by_topic: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
         by_topic[one.exchange.topic].append(one)
     table: dict[str, Row] = {}
     for topic, ones in by_topic.items():
-        table[topic] = Row(len(ones), _right(topic, ones), GATES.get(topic))
+        table[topic] = Row(len(ones), _right(topic, ones), GATES.get(topic), sampled)
         if topic == "written":
             table |= _by_length(ones)
     boxes = [*by_topic.get("locate one", []), *by_topic.get("locate all", [])]
@@ -84,7 +96,7 @@ def summarize(judged: list[Judged]) -> dict[str, Row]:
     as_json = [one for one in judged if is_json(one.exchange.answer)]
     if as_json:
         good = sum(parses(one.exchange.answer, one.said) for one in as_json)
-        table["JSON"] = Row(len(as_json), good / len(as_json), GATES["JSON"])
+        table["JSON"] = Row(len(as_json), good / len(as_json), GATES["JSON"], sampled)
     if judged:
         table[OVERALL] = Row(len(judged), _mean(judged))
     return table
@@ -118,16 +130,16 @@ def table_lines(table: dict[str, Row]) -> list[str]:
     lines = [f"{'topic':<20}{'asked':>6}{'right':>8}{'gate':>8}"]
     for topic, row in table.items():
         gate = "" if row.gate is None else f"{row.gate:.1%}"
-        verdict = "" if row.passes else "MISSED  "
+        verdict = "" if row.passes else "MISSED  " if row.missed else "too few to tell  "
         note = verdict + NOTES.get(topic, "")
         lines.append(f"{topic:<20}{row.asked:>6}{row.right:>8.1%}{gate:>8}  {note}".rstrip())
     return lines
 
 
 def gates_pass(table: dict[str, Row], partial: bool) -> bool:
-    """Whether every gate is reached. A gate that was not asked fails, unless only a part was to be asked."""
+    """Whether no gate is missed. One that was not asked is, unless only a part was to be asked."""
     asked = partial or set(GATES) - OPTIONAL <= set(table)
-    return asked and all(row.passes for row in table.values())
+    return asked and not any(row.missed for row in table.values())
 
 
 def drop(original: list[Judged], copy: list[Judged]) -> dict[str, float]:
@@ -149,9 +161,10 @@ def drop(original: list[Judged], copy: list[Judged]) -> dict[str, float]:
     return {topic: 100 * sum(values) / len(values) for topic, values in losses.items()}
 
 
-def drop_lines(weights: str, lost: dict[str, float], asked: int) -> list[str]:
+def drop_lines(weights: str, lost: dict[str, float], asked: int, sampled: bool = False) -> list[str]:
     """What a copy loses, as people read it: overall, then every topic in which something changed."""
-    verdict = "" if lost[OVERALL] <= MOST_LOST[weights] else "  MISSED"
+    missed = "  too few to tell" if sampled and asked < TELLING else "  MISSED"
+    verdict = "" if lost[OVERALL] <= MOST_LOST[weights] else missed
     lines = [
         f"{weights}: {lost[OVERALL]:+.2f} points lost of the overall score on {asked} questions, "
         f"at most {MOST_LOST[weights]:.1f} allowed{verdict}"

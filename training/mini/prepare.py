@@ -4,11 +4,12 @@
 
 Knows: which materials there are and what each becomes: `atlas.npz` (drawings and photos), `twemoji.npz` (the
 things in a style that is never trained on), `fonts/`, `words.txt`, and `sources.json` with the package,
-version and licence of everything. It all comes from package registries through their own clients (npm, pip,
-apt). Does not know: what the materials are used for.
+version and licence of everything. All of it is written into the materials folder (--out), which is not
+shipped, and comes from package registries through their own clients (npm, pip, apt). Does not know: what the
+materials are used for.
 
-FOLDER is laid out as {train,validation}/CLASS/*.webp, CLASS a key of ``CLOTHES``; test photos are not
-read.
+FOLDER is laid out as {train,validation}/CLASS/*, CLASS a key of ``CLOTHES``; files are jpg, jpeg, png or
+webp. Test photos are not read.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from training.mini import openclipart, photographs
+from training.mini.arguments import folder_to_write
 from training.mini.atlas import MATERIALS as MATERIALS
 from training.mini.atlas import Atlas, Photo, pack, shape_drawings
 from training.mini.emoji import held_out_drawings, trained_drawings
@@ -31,11 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--photos", type=Path, metavar="FOLDER", help="photos of clothes, by split and class")
-    parser.add_argument("--photos-licence", default="CC0-1.0", help="their licence, for sources.json")
-    parser.add_argument("--out", type=Path, default=MATERIALS, metavar="FOLDER")
-    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="keep what is fetched here")
+    parser.add_argument("--photos-licence", default="CC0-1.0", help="their licence, for OUT/sources.json")
+    parser.add_argument(
+        "--out", type=folder_to_write, default=MATERIALS, metavar="OUT", help="the materials folder"
+    )
+    parser.add_argument("--scratch", type=folder_to_write, metavar="FOLDER", help="keep what is fetched here")
     chosen = parser.parse_args(arguments)
-    photos = photographs.clothes(chosen.photos) if chosen.photos else []
+    photos: list[Photo] = []
+    if chosen.photos:
+        photos, found = photographs.clothes(chosen.photos)
+        print(f"{chosen.photos}: {found}", flush=True)
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         fetcher = Fetcher((chosen.scratch or Path(temporary)).resolve())

@@ -15,17 +15,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
+from training.mini.arguments import folder_to_write, folder_with, positive, whole
 from training.mini.atlas import Atlas
 from training.mini.data import long_batch, make_batch, one_batch
-from training.mini.export import export, load
+from training.mini.export import TOKENIZER_FILES, export, load
 from training.mini.loss import batch_loss
 from training.mini.lots import SORTS
 from training.mini.model import Model
 from training.mini.prepare import MATERIALS
 from training.mini.render import Renderer
 from training.mini.sequences import Words
-from training.mini.train import full_atlas
+from training.mini.train import LEAST_BATCH, full_atlas
 
 # The share of scenes that are of the sort to be learnt, and of steps that are of any kind instead.
 SHARE, OTHERS = 0.6, 0.25
@@ -66,23 +68,49 @@ def refine(
     return steps
 
 
-def main() -> int:
-    """Refine; returns the exit status."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m training.mini.refine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--start", type=Path, required=True, help="the checkpoint folder to begin with")
-    parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
-    parser.add_argument(
+    add = parser.add_argument
+    add(
+        "--start", type=folder_with("*.safetensors", *TOKENIZER_FILES), required=True,
+        help="the checkpoint folder to begin with",
+    )  # fmt: skip
+    add("--out", type=folder_to_write, required=True, help="the checkpoint folder to write")
+    add(
         "--sort", choices=tuple(SORTS), required=True, action="append", dest="sorts", metavar="SORT",
         help=f"what to learn better (may be given several times): {', '.join(SORTS)}",
     )  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--batch", type=int, default=16, help="pictures a step")
-    parser.add_argument("--rate", type=float, default=1e-4)
-    arguments = parser.parse_args()
+    add("--minutes", type=positive, default=10.0)
+    add("--batch", type=whole(LEAST_BATCH), default=16, help="pictures a step")
+    add("--rate", type=positive, default=1e-4, help="the highest learning rate")
+    return parser
+
+
+def begin_with(folder: Path) -> Model:
+    """The model in ``folder``. Raises ``ValueError`` where its weights are not those of a mini."""
+    try:
+        return load(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch names every tensor that is at fault, some hundreds: the first show what is wrong.
+        what = " ".join(str(error).split())
+        raise ValueError(
+            f"{folder} does not hold the weights of a mini as train writes them: {what[:200]}"
+        ) from error
+
+
+def main(given: list[str] | None = None) -> int:
+    """Refine; returns the exit status."""
+    arguments = parser().parse_args(given)
     processor = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load(arguments.start).to(processor)
+    try:
+        model = begin_with(arguments.start).to(processor)
+    except ValueError as error:
+        parser().error(f"argument --start: {error}")
     words = Words(str(arguments.start / "tokenizer.json"))
     steps = refine(
         model, full_atlas(MATERIALS, TEXTS), words, arguments.sorts, arguments.minutes * 60, arguments.batch,

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from training.mini.arguments import folder_to_write, folder_with, positive, whole
 from training.mini.atlas import Atlas, built_in_atlas
 from training.mini.data import Batch, Stream
-from training.mini.export import export
+from training.mini.export import TOKENIZER_FILES, export
 from training.mini.lettering import letter, training_texts
 from training.mini.loss import batch_loss
 from training.mini.measure import measure
@@ -59,6 +60,8 @@ class Plan:
     measured_tokens: int | None = None
 
 
+# A clip is up to eight pictures: a smaller batch could hold none.
+LEAST_BATCH = 8
 TINY = Shape(
     vision_depth=3, vision_hidden=64, vision_feed_forward=128, vision_heads=2, deepstack=(0, 1), depth=2,
     hidden=64, feed_forward=128, heads=2, kv_heads=1, head_dim=32, mrope_section=(6, 5, 5),
@@ -263,22 +266,33 @@ def tiny(out: Path, steps: int = 30) -> Trainer:
     return trainer
 
 
-def main() -> int:
-    """Train; returns the exit status."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m training.mini.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=20.0, help="training time in all")
-    parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds for this call")
-    parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
-    parser.add_argument("--work", type=Path, help="where the resumable state lives (default: OUT/work)")
-    parser.add_argument("--tokenizer", type=Path, default=PACKAGE, help="a folder that tokenizer.py wrote")
-    parser.add_argument("--workers", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--rate", type=float, default=Plan.rate)
-    parser.add_argument("--tiny", action="store_true", help="a small model and a few steps on a CPU")
-    parser.add_argument("--no-compile", action="store_true")
-    arguments = parser.parse_args()
+    add, number = parser.add_argument, positive
+    add("--minutes", type=number, default=20.0, help="training time in all")
+    add("--stop-after", type=number, default=float("inf"), metavar="SECONDS", help="seconds for this call")
+    add("--out", type=folder_to_write, required=True, help="the checkpoint folder to write")
+    add("--work", type=folder_to_write, help="where the resumable state lives (default: OUT/work)")
+    add(
+        "--tokenizer", type=folder_with(*TOKENIZER_FILES), default=PACKAGE,
+        help="a folder that tokenizer.py wrote",
+    )  # fmt: skip
+    add("--workers", type=whole(0), default=15, help="processes that draw scenes by lot")
+    add("--batch", type=whole(LEAST_BATCH), default=256, help="pictures a step")
+    add("--rate", type=number, default=Plan.rate, help="the highest learning rate")
+    add("--tiny", action="store_true", help="a small model and a few steps on a CPU")
+    add("--no-compile", action="store_true")
+    return parser
+
+
+def main(given: list[str] | None = None) -> int:
+    """Train; returns the exit status."""
+    arguments = parser().parse_args(given)
     if arguments.tiny:
         tiny(arguments.out)
         return 0

@@ -1,0 +1,124 @@
+"""What the programs of training/mini refuse at once, before anything is fetched, drawn or learnt."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from training.mini import prepare, refine, train
+from training.mini.refine import begin_with
+from vlfit.checkpoint.source import mini_folder
+
+Main = Callable[[list[str]], int]
+
+
+@pytest.fixture(autouse=True)
+def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is refused must not have begun."""
+
+    def begun(*_: object, **__: object) -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr(train, "tiny", begun)
+    monkeypatch.setattr(train, "Trainer", begun)
+    monkeypatch.setattr(refine, "full_atlas", begun)
+    monkeypatch.setattr(prepare, "build", begun)
+
+
+def refused(main: Main, given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``main`` says as it ends with the status of wrong usage."""
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--minutes", "-1"], "--minutes: '-1': give a number above 0"),
+        (["--minutes", "nan"], "--minutes: 'nan': give a number above 0"),
+        (["--minutes", "inf"], "--minutes: 'inf': give a number above 0"),
+        (["--stop-after", "0"], "--stop-after: '0': give a number above 0"),
+        (["--rate", "fast"], "--rate: 'fast': give a number above 0"),
+        (["--batch", "0"], "--batch: '0': give a whole number from 8 on"),
+        (["--batch", "7"], "--batch: '7': give a whole number from 8 on"),
+        (["--workers", "-1"], "--workers: '-1': give a whole number from 0 on"),
+        (["--tokenizer", "nowhere"], "--tokenizer: nowhere is no folder"),
+        (["--tokenizer", "empty"], "holds no tokenizer.json and no tokenizer_config.json"),
+        (["--work", "file"], "file is a file: give a folder to write to"),
+    ],
+)
+def test_training_refuses_what_makes_no_sense(
+    given: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    assert said in refused(train.main, ["--tiny", "--out", "new", *given], capsys)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/below/it"])
+def test_a_place_that_is_no_folder_is_refused_before_the_work(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    out = ["--out", str(tmp_path / place)]
+    start = ["--start", str(mini_folder()), "--sort", "photo"]
+    for main, given in ((train.main, ["--tiny"]), (refine.main, start), (prepare.main, [])):
+        assert f"{tmp_path / 'file'} is a file" in refused(main, [*given, *out], capsys)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_place_that_may_not_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may write anywhere, so the answer of the system is what is given."""
+    monkeypatch.setattr("os.access", lambda *_: False)
+    said = refused(train.main, ["--tiny", "--out", str(tmp_path / "new" / "deep")], capsys)
+    assert f"{tmp_path} may not be written to" in said
+
+
+def test_refining_begins_with_the_weights_of_a_mini(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(folder: Path, *more: str) -> str:
+        given = ["--start", str(folder), "--sort", "photo", "--out", str(tmp_path / "new"), *more]
+        return refused(refine.main, given, capsys)
+
+    mini = mini_folder()
+    assert f"{tmp_path / 'nosuch'} is no folder" in said(tmp_path / "nosuch")
+    assert "--minutes: '-1': give a number above 0" in said(mini, "--minutes", "-1")
+    assert "--batch: '0': give a whole number" in said(mini, "--batch", "0")
+    folder = tmp_path / "part"
+    folder.mkdir()
+    for path in mini.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    assert "holds no *.safetensors" in said(folder)
+    shards = sorted(mini.glob("*.safetensors"))
+    assert len(shards) > 1
+    shutil.copy(shards[0], folder)
+    half = said(folder)
+    assert f"--start: {folder} does not hold the weights of a mini" in half
+    assert "Missing key" in half
+    assert len(half) < 1500, "not the names of all tensors"
+    (folder / shards[0].name).write_bytes(b"broken")
+    assert "does not hold the weights of a mini" in said(folder)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_mini_that_ships_can_be_begun_with() -> None:
+    assert sum(parameter.numel() for parameter in begin_with(mini_folder()).parameters()) > 10**7
+
+
+def test_help_says_where_the_sources_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        prepare.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "written into the materials folder (--out), which is not shipped" in said
