@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training.mini.manners import HELD_OUT, SYSTEMS, TOPIC, plain, read_talk, small_talk, talk_dialogue
+from training.mini.manners import (
+    HELD_OUT,
+    SYSTEMS,
+    TOPIC,
+    plain,
+    read_talk,
+    small_talk,
+    talk_dialogue,
+    talk_with_picture,
+)
 from training.mini.teller import Exchange
 from training.mini.wordings import BadWording, compiled, say
 from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT
@@ -129,6 +138,24 @@ def test_dialogues_begin_and_end_as_dialogues_do() -> None:
         assert all(exchange.answer not in answers["last"] for exchange in dialogue[:-1])
         assert len({exchange.question for exchange in dialogue}) == len(dialogue)
     assert lengths == {2, 3}
+
+
+def test_talk_beside_a_picture_denies_no_picture() -> None:
+    random = np.random.default_rng(6)
+    intents = read_talk()
+    said = {talk_with_picture(random).answer for _ in range(3000)}
+    assert said == {intent.answer for intent in intents.values() if not intent.blind}
+    assert intents["no picture"].answer not in said
+    between = {talk_with_picture(random, between=True).answer for _ in range(3000)}
+    assert intents["greeting"].answer not in between
+    assert intents["thanks"].answer in between
+
+
+def test_limits_are_told_to_who_asks_for_them() -> None:
+    random = np.random.default_rng(8)
+    limits = read_talk()["limits"]
+    asked = {plain(limits.ask(random).question) for _ in range(2000)}
+    assert {"what can ' t you do", "what are your limits"} <= asked
 
 
 def test_system_prompts_differ_in_length_and_manner() -> None:

@@ -12,13 +12,7 @@ def garment(teller: Teller) -> Answered:
     scene = teller.scene
     if scene.sort != "photo":
         return None
-    question = teller.pick(
-        "What piece of clothing is this?",
-        "What piece of clothing is this?",
-        "What kind of clothing is shown?",
-        "What clothes are these?",
-        "Which garment is this?",
-    )
+    question = teller.way("garment")
     if scene.garment:
         return question, f"It is {CLOTHES[scene.garment]}."
     return question, CANNOT_TELL
@@ -31,7 +25,7 @@ def garment_choice(teller: Teller) -> Answered:
     truth = CLOTHES[teller.scene.garment]
     other = teller.pick(*(phrase for phrase in CLOTHES.values() if phrase != truth))
     first, second = (truth, other) if teller.chance(0.5) else (other, truth)
-    return f"Is this {first} or {second}?", f"It is {truth}."
+    return teller.way("one or other", ONE=first, OTHER=second), f"It is {truth}."
 
 
 def photo_facts(teller: Teller) -> Answered:
@@ -40,13 +34,10 @@ def photo_facts(teller: Teller) -> Answered:
     if not scene.facts:
         return None
     if teller.chance(0.65):
-        question = teller.pick(
-            "What colours are in the photo?", "Which colours does the photo have?",
-            "What are the main colors?", "What are the dominant colours?",
-        )  # fmt: skip
+        question = teller.way("photo colours")
         return question, f"Mostly {join(photo_colours(scene))}."
     light = photo_light(scene)
-    question = teller.pick("Is the photo bright or dark?", "How bright is the photo?")
+    question = teller.way("photo light")
     return question, f"It is {light}." if light else "It is neither bright nor dark."
 
 
@@ -55,10 +46,5 @@ def photo_limits(teller: Teller) -> Answered:
     if teller.scene.sort != "photo":
         return None
     name = teller.absent(countable=True)
-    question = teller.pick(
-        f"How many {plural(name)} are there?", f"Is there {with_article(name)}?", f"Where is the {name}?",
-        f"Do you see {with_article(name)}?", "What is this?", "Who is this?", "Where was this taken?",
-        "What is the person doing?", "How many people are there?", "What is in the background?",
-        "What does the text say?",
-    )  # fmt: skip
+    question = teller.way("photo of what", NAME=name, NAMES=plural(name), A=with_article(name))
     return question, CANNOT_TELL

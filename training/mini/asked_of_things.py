@@ -16,39 +16,20 @@ from training.mini.phrases import (
 )
 from training.mini.scenes import CLEARLY_BIGGER, Scene, Thing, count_of, place_of
 from training.mini.teller import Answered, Teller
-from training.mini.vocabulary import COLOURS, GROUP_PLURALS, UNCOUNTED, plural, with_article
+from training.mini.vocabulary import COLOURS, GROUP_PLURALS, PLACES, UNCOUNTED, plural, with_article
 
 # Centres that lie closer are neither left nor right of each other.
 CLEARLY_APART = 0.15
 NOTHING = "There is nothing in the picture."
-FOUND_ONE = (
-    "Locate {} in this picture. Answer with JSON.",
-    "Locate {}, output the bbox coordinates in JSON format.",
-    "Give the bounding box of {} as JSON.",
-    "Where is {}? Answer with bbox_2d as JSON.",
-    "Detect {} and output the bbox_2d in JSON.",
-)
-FOUND_ALL = (
-    "Locate every object in this picture. Answer with JSON.",
-    "Locate all objects, output the bbox coordinates in JSON format.",
-    "Detect all objects in the image and output their bbox_2d and label as JSON.",
-    "Give the bounding boxes of all objects as JSON.",
-)
 
 
 def colour(teller: Teller) -> Answered:
     thing = teller.pick_thing([t for t in teller.unique if t.colour])
     if thing is None:
         return None
-    word = teller.pick("colour", "color")
     name = thing.kind if thing.written else thing.name
     verb = is_are(name)
-    question = teller.pick(
-        f"What {word} {verb} the {name}?",
-        f"What {word} {verb} the {name}?",
-        f"What is the {word} of the {name}?",
-        f"Which {word} {'do' if verb == 'are' else 'does'} the {name} have?",
-    )
+    question = teller.way("colour", NAME=name, IS=verb, DOES="do" if verb == "are" else "does")
     return question, f"The {name} {verb} {thing.colour}."
 
 
@@ -59,15 +40,15 @@ def shape(teller: Teller) -> Answered:
     if thing is None:
         return None
     if len(shapes) == 1 and teller.chance(0.4):
-        return "What shape is in the picture?", f"It is {with_article(thing.name)}."
-    question = teller.pick(f"What shape is {thing.colour}?", f"Which shape is {thing.colour}?")
+        return teller.way("shape only"), f"It is {with_article(thing.name)}."
+    question = teller.way("shape", COLOUR=thing.colour)
     return question, f"The {thing.name} is {thing.colour}."
 
 
 def name(teller: Teller) -> Answered:
     things = teller.scene.things
     if len(things) == 1 and not things[0].written and teller.chance(0.6):
-        question = teller.pick("What is this?", "What is this?", "Name this.", "What is shown here?")
+        question = teller.way("name only")
         return question, f"It is {with_article(things[0].label)}."
     places = [place_of(thing) for thing in things]
     thing = teller.pick_thing(
@@ -77,9 +58,7 @@ def name(teller: Teller) -> Answered:
     if thing is None or None in places:
         return None
     place = at_place(place_of(thing) or "")
-    question = teller.pick(
-        f"What is {place}?", f"What is {place} of the picture?", f"What do you see {place}?"
-    )
+    question = teller.way("name at", PLACE=place)
     return question, f"It is {with_article(thing.label)}."
 
 
@@ -89,20 +68,21 @@ def group(teller: Teller) -> Answered:
     if teller.scene.sort == "photo":
         return None
     if not groups or teller.chance(0.25):
-        asked = teller.pick(*GROUP_PLURALS)
+        asked = teller.pick(*groups) if groups and teller.chance(0.6) else teller.pick(*GROUP_PLURALS)
         article = with_article(asked)
-        there = f"Yes, there is {article}." if asked in groups else f"No, there is no {_one_of(asked)}."
-        return f"Is there {article} in the picture?", there
+        there = f"Yes, there is {article}." if asked in groups else f"No, there is no {one_of(asked)}."
+        question = teller.way("group there", A=article, NAMES=GROUP_PLURALS[asked])
+        return question, there
     asked = teller.pick(*groups)
     alike = [t for t in teller.scene.things if t.group == asked]
     if len(alike) == 1 and teller.chance(0.6):
-        return f"Which {_one_of(asked)} is in the picture?", f"It is {with_article(alike[0].name)}."
+        return teller.way("group which", NAME=one_of(asked)), f"It is {with_article(alike[0].name)}."
     several = GROUP_PLURALS[asked]
-    question = teller.pick(f"How many {several} are there?", f"How many {several} do you see?")
-    return question, _there_are(len(alike), _one_of(asked), several)
+    question = teller.way("how many", NAMES=several)
+    return question, there_are(len(alike), one_of(asked), several)
 
 
-def _one_of(group: str) -> str:
+def one_of(group: str) -> str:
     """ "animal", "piece of food"."""
     return with_article(group).partition(" ")[2]
 
@@ -115,28 +95,26 @@ def count(teller: Teller) -> Answered:
     thing = teller.pick_thing(things)
     if draw < 0.12 or thing is None:
         missing = plural(teller.absent(countable=True, like=thing if draw < 0.06 else None))
-        question = teller.pick(f"How many {missing} are there?", f"How many {missing} do you see?")
+        question = teller.way("how many", NAMES=missing)
         return question, f"There are no {missing}."
     coloured = f"{thing.colour} " if draw < 0.4 and thing.kind == "shape" else ""
     number = count_of(teller.scene, thing.name, coloured.strip())
     several = coloured + plural(thing.name)
-    question = teller.pick(
-        f"How many {several} are there?",
-        f"How many {several} are in the picture?",
-        f"How many {several} do you see?",
-        f"Count the {several}.",
-    )
-    return question, _there_are(number, coloured + thing.name, several)
+    question = teller.way("how many", NAMES=several)
+    return question, there_are(number, coloured + thing.name, several)
 
 
 def count_all(teller: Teller) -> Answered:
     if teller.scene.sort != "things":
         return None
-    question = teller.pick("How many things are there?", "How many objects are in the picture?")
-    return question, _there_are(len(teller.scene.things), "thing", "things")
+    question = teller.way("how many things")
+    return question, there_are(len(teller.scene.things), "thing", "things")
 
 
-def _there_are(number: int, one: str, several: str) -> str:
+def there_are(number: int, one: str, several: str) -> str:
+    """ "There is 1 dog.", "There are 3 dogs.", "There are no dogs."."""
+    if not number:
+        return f"There are no {several}."
     return f"There is 1 {one}." if number == 1 else f"There are {number} {several}."
 
 
@@ -146,12 +124,7 @@ def place(teller: Teller) -> Answered:
         return None
     named = teller.reference(thing)
     verb = is_are(thing.name)
-    question = teller.pick(
-        f"Where {verb} {named}?",
-        f"Where {verb} {named}?",
-        f"Where {verb} {named} in the picture?",
-        f"In which part of the picture {verb} {named}?",
-    )
+    question = teller.way("where", NAME=named, IS=verb)
     return question, f"{capital(named)} {verb} {at_place(place_of(thing) or '')}."
 
 
@@ -169,14 +142,13 @@ def relation(teller: Teller) -> Answered:
     one, other = teller.reference(first), teller.reference(second)
     verb = is_are(first.name)
     if teller.chance(0.5):
-        return (
-            f"{capital(verb)} {one} {side} or {opposite} {other}?",
-            f"{capital(one)} {verb} {truth} {other}.",
-        )
+        question = teller.way("side or", ONE=one, OTHER=other, IS=verb, SIDE=side, OPPOSITE=opposite)
+        return question, f"{capital(one)} {verb} {truth} {other}."
     asked = side if teller.chance(0.5) else opposite
     yes = "Yes" if asked == truth else "No"
     spoken = asked if not sideways or teller.chance(0.6) else f"to the {asked}"
-    return f"{capital(verb)} {one} {spoken} {other}?", f"{yes}, {one} {verb} {truth} {other}."
+    question = teller.way("side", ONE=one, OTHER=other, IS=verb, SIDE=spoken)
+    return question, f"{yes}, {one} {verb} {truth} {other}."
 
 
 def is_there(teller: Teller) -> Answered:
@@ -190,12 +162,7 @@ def is_there(teller: Teller) -> Answered:
     else:
         label, present = _missing(teller, thing), False
     article = label if is_are(label) == "are" else with_article(label)
-    question = teller.pick(
-        f"{capital(is_are(label))} there {article}?",
-        f"{capital(is_are(label))} there {article} in the picture?",
-        f"Do you see {article}?",
-        f"Can you see {article}?",
-    )
+    question = teller.way("is there", A=article, IS=is_are(label))
     there = f"there {is_are(label)}"
     return question, f"Yes, {there} {article}." if present else f"No, {there} no {label}."
 
@@ -222,13 +189,13 @@ def bigger(teller: Teller) -> Answered:
             return None
         named, verb = teller.reference(thing), is_are(thing.name)
         answer = f"{capital(named)} {verb} {thing.size_word.strip()}."
-        return f"{capital(verb)} {named} large or small?", answer
+        return teller.way("large or small", NAME=named, IS=verb), answer
     ordered = sorted(teller.scene.things, key=lambda thing: -thing.side)
     if draw < 0.5:
         clear = len(ordered) > 1 and ordered[0].side ** 2 > CLEARLY_BIGGER * ordered[1].side ** 2
         if not clear or ordered[0].written:
             return None
-        question = teller.pick("What is the biggest thing?", "What is the largest object in the picture?")
+        question = teller.way("biggest")
         return question, f"The biggest thing is the {ordered[0].label}."
     pair = teller.pair()
     if pair is None or not _clearly_bigger(*pair):
@@ -237,7 +204,8 @@ def bigger(teller: Teller) -> Answered:
     word = teller.pick("bigger", "bigger", "smaller")
     wins = (pair[0].side > pair[1].side) == (word == "bigger")
     winner, verb = (names[0], is_are(pair[0].name)) if wins else (names[1], is_are(pair[1].name))
-    return f"Which is {word}, {names[0]} or {names[1]}?", f"{capital(winner)} {verb} {word}."
+    question = teller.way("which is", WORD=word, ONE=names[0], OTHER=names[1])
+    return question, f"{capital(winner)} {verb} {word}."
 
 
 def _clearly_bigger(one: Thing, other: Thing) -> bool:
@@ -250,21 +218,16 @@ def written(teller: Teller) -> Answered:
     if thing is None:
         return None
     if thing.kind == "number":
-        question = teller.pick(
-            "What number is written?", "What number is in the picture?", "Read the number."
-        )
+        question = teller.way("number")
         return question, f"The number is {thing.name}."
-    question = teller.pick(
-        "What word is written?", "What does the text say?", "Read the text.", "What is written here?"
-    )
+    question = teller.way("word")
     return question, f'It says "{thing.name}".'
 
 
 def background(teller: Teller) -> Answered:
     if teller.scene.sort == "photo":
         return None
-    word = teller.pick("colour", "color")
-    question = teller.pick(f"What {word} is the background?", f"What is the {word} of the background?")
+    question = teller.way("background")
     return question, background_sentence(teller.scene.background)
 
 
@@ -275,16 +238,16 @@ def grounding(teller: Teller) -> Answered:
     thing = teller.pick_thing([t for t in teller.scene.things if not t.written])
     if thing is None or teller.chance(0.06):
         missing = teller.absent(like=thing)
-        return teller.pick(*FOUND_ONE).format(f"the {missing}"), fenced([])
+        return teller.way("box of", NAME=f"the {missing}", IS=is_are(missing)), fenced([])
     alike = [t for t in teller.scene.things if t.label == thing.label]
     named = f"the {thing.label}" if len(alike) == 1 else f"every {thing.label}"
-    return teller.pick(*FOUND_ONE).format(named), fenced(boxes(teller.scene, alike))
+    return teller.way("box of", NAME=named, IS=is_are(thing.label)), fenced(boxes(teller.scene, alike))
 
 
 def locate_all(teller: Teller) -> Answered:
     if teller.scene.sort == "photo":
         return None
-    return teller.pick(*FOUND_ALL), fenced(boxes(teller.scene, teller.scene.things))
+    return teller.way("box of all"), fenced(boxes(teller.scene, teller.scene.things))
 
 
 def unanswerable(teller: Teller) -> Answered:
@@ -292,18 +255,14 @@ def unanswerable(teller: Teller) -> Answered:
     if teller.scene.sort == "photo":
         return None
     if teller.scene.sort == "empty":
-        question = teller.pick("What is this?", "What is in the centre?", "What do you see on the left?")
+        question = teller.way("nothing", PLACE=at_place(teller.pick(*(p for row in PLACES for p in row))))
         return question, empty_sentence(teller.scene.background)
     if not teller.scene.texts and teller.chance(0.3):
-        question = teller.pick("What does the text say?", "What number is written?", "Read the text.")
+        question = teller.way("no text")
         return question, "There is no text in the picture."
     missing = teller.absent(like=teller.pick_thing(list(teller.scene.things)) if teller.chance(0.5) else None)
     verb = is_are(missing)
-    question = teller.pick(
-        f"What colour {verb} the {missing}?",
-        f"Where {verb} the {missing}?",
-        f"Where {verb} the {missing} in the picture?",
-    )
+    question = teller.way("where missing", NAME=missing, IS=verb)
     return question, f"There {verb} no {missing} in the picture."
 
 
@@ -326,13 +285,18 @@ def follow_up(teller: Teller) -> list[tuple[str, str]]:
         later += [
             ("Where is it?", f"It is {at_place(spot)}."),
             ("And where is it?", f"It is {at_place(spot)}."),
+            ("In which part of the picture?", f"It is {at_place(spot)}."),
+            ("And its position?", f"It is {at_place(spot)}."),
         ]
     if thing.colour:
         later += [
             ("What colour is it?", f"It is {thing.colour}."),
             ("What color is it?", f"It is {thing.colour}."),
+            ("And its colour?", f"It is {thing.colour}."),
+            ("Which color?", f"It is {thing.colour}."),
         ]
     if thing.size_word:
+        later += [("How big is it?", f"It is {thing.size_word.strip()}.")]
         later += [("Is it large or small?", f"It is {thing.size_word.strip()}.")]
     later += [("And the background?", background_sentence(scene.background)), ("Thanks!", "You are welcome.")]
     chosen = teller.random.permutation(len(later))[: 1 + int(teller.chance(0.5))]

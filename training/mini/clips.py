@@ -12,7 +12,7 @@ from training.mini.lots import draw_scene
 from training.mini.phrases import background_phrase, background_sentence, capital, group_phrase, is_are
 from training.mini.scenes import Scene, Thing
 from training.mini.teller import Exchange, Teller, as_typed
-from training.mini.vocabulary import with_article
+from training.mini.vocabulary import UNCOUNTED, plural, with_article
 from vlfit.tasks.prompts import CAPTION_SHORT
 
 # What may happen to the thing, and how it is said of "it".
@@ -22,6 +22,9 @@ EVENTS = {
     "still": "does not move",
 }  # fmt: skip
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
+# What may happen without a way, as it is asked after.
+CHANGES = {"appears": "appear", "disappears": "disappear", "grows": "grow", "shrinks": "shrink"}
+CANNOT_COUNT = "I cannot count frames or seconds."
 # How far a thing travels, as a fraction of the picture, and its size on the way.
 TRAVEL = (0.35, 0.6)
 SIDE = 0.28
@@ -98,10 +101,7 @@ def ask_clip(clip: Clip, random: np.random.Generator) -> list[Exchange]:
     turns = [
         (CAPTION_SHORT, capital(told)),
         (
-            teller.pick(
-                "What happens in this video?", "Describe this video.", "Describe this clip.",
-                "What happens?", "What happens in this clip?", "Describe what happens.",
-            ),
+            teller.way("clip"),
             capital(told),
         ),
         (f"What does {named} do?", f"{capital(named)} {happens}."),
@@ -109,18 +109,39 @@ def ask_clip(clip: Clip, random: np.random.Generator) -> list[Exchange]:
         ("What colour is the background?", background_sentence(scene.background)),
     ]  # fmt: skip
     if clip.event in DIRECTIONS:
-        turns.append(
-            (
-                teller.pick(f"Which way does {named} move?", "In which direction does it move?"),
-                f"It moves {happens.removeprefix('moves ')}.",
-            )
-        )
+        turns.append((teller.way("way", NAME=named), f"It moves {happens.removeprefix('moves ')}."))
     moves = clip.event in DIRECTIONS
+    still = f"Yes, it {happens}." if moves else "No, it does not move."
     if clip.event not in ("appears", "disappears"):
-        turns.append((f"Does {named} move?", f"Yes, it {happens}." if moves else "No, it does not move."))
+        turns.append((teller.way("moves", NAME=named), still))
     if thing.colour:
         turns.append((f"What colour is {named.replace(thing.colour + ' ', '')}?", f"It is {thing.colour}."))
+    turns += _in_doubt(clip, teller, named)
+    # All of them seldom find room: each is to have its turn.
+    turns = [turns[0], *(turns[1 + int(index)] for index in random.permutation(len(turns) - 1))]
     return [
         Exchange("clip", question if question == CAPTION_SHORT else as_typed(question, random), answer)
         for question, answer in turns
     ]
+
+
+def _in_doubt(clip: Clip, teller: Teller, named: str) -> list[tuple[str, str]]:
+    """Whether it moves to the left, whether it grows, how many there are, and what mini cannot tell."""
+    turns = [(teller.way("frames"), CANNOT_COUNT)]
+    thing, happens = clip.thing, EVENTS[clip.event]
+    if clip.event not in ("appears", "disappears"):
+        way = clip.event if clip.event in DIRECTIONS and teller.chance(0.5) else teller.pick(*DIRECTIONS)
+        truth = happens if clip.event in DIRECTIONS else EVENTS["still"]
+        question = teller.way("does it", NAME=named, WAY=EVENTS[way].removeprefix("moves "))
+        turns.append((question, f"{'Yes' if way == clip.event else 'No'}, it {truth}."))
+    else:
+        turns.append((teller.way("moves", NAME=named), f"No, it {happens}."))
+    asked = clip.event if clip.event in CHANGES and teller.chance(0.5) else teller.pick(*CHANGES)
+    subject = teller.pick("it", named)
+    yes = "Yes" if asked == clip.event else "No"
+    turns.append((f"Does {subject} {CHANGES[asked]}?", f"{yes}, it {happens}."))
+    if thing.name not in UNCOUNTED:
+        turns.append((teller.way("how many", NAMES=plural(thing.name)), f"There is 1 {thing.name}."))
+    missing = plural(teller.absent(countable=True, like=thing))
+    turns.append((teller.way("how many", NAMES=missing), f"There are no {missing}."))
+    return turns

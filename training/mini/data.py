@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from training.mini import brief
 from training.mini.atlas import Atlas
 from training.mini.clips import ask_clip, draw_clip
 from training.mini.lots import draw_scene
-from training.mini.manners import SYSTEMS, small_talk, talk_dialogue
+from training.mini.manners import SYSTEMS, small_talk, talk_dialogue, talk_with_picture
 from training.mini.render import Numbers, to_numbers
 from training.mini.scenes import Scene
 from training.mini.sequences import (
@@ -28,7 +29,8 @@ from training.mini.sequences import (
 from training.mini.several import MOST as MOST_PICTURES
 from training.mini.several import ask_several, draw_several
 from training.mini.teller import Exchange, Teller
-from training.mini.texts import ask, conversation, dialogue
+from training.mini.texts import ask, brief_conversation, conversation, dialogue
+from training.mini.tokenizer import added_id
 
 # Pictures in units of 32 pixels (columns, rows): 64 to 144 tokens, as the processor's limits have it.
 SIZES = (
@@ -40,8 +42,23 @@ CLIP_SIZES = ((8, 6), (6, 8), (6, 6), (7, 7), (8, 8), (8, 5), (7, 5))
 # How much text a sequence holds beside its pictures; scenes with many things need room for their JSON.
 TEXT_ROOM = {"one": 256, "long": 512, "several": 224, "clip": 192}
 # How often a batch is of each kind, in hundredths.
-KINDS = {"one": 77, "long": 9, "several": 8, "clip": 6}
+KINDS = {"one": 72, "long": 13, "several": 9, "clip": 6}
 FRAME_RATES = (1.0, 2.0, 2.0, 2.0, 4.0)
+# What people write before each of several pictures; "\n" at the start: each on a line of its own.
+LABELS = (
+    "Picture {}: ",
+    "Picture {}: ",
+    "Image {}: ",
+    "Image {}:",
+    "\nPicture {}: ",
+    "\nImage {}: ",
+    "{}. ",
+    " {}: ",
+)
+# How often small talk comes while a picture is shown: alone, and between two turns of a dialogue.
+TALK_SHOWN, TALK_BETWEEN = 0.12, 0.2
+# How often a system prompt asks for answers in a word, and gets them.
+BRIEF = 0.04
 # The share by which a picture is drawn smaller or larger and then resampled.
 SCALES = (1.0, 1.0, 1.0, 0.5, 0.7, 0.85, 1.4)
 
@@ -109,15 +126,35 @@ def _several_batch(random: np.random.Generator, count: int, atlas: Atlas, words:
     length = _length(size, pictures, "several")
     scenes: list[Scene] = []
     sequences = []
-    for _ in range(count // pictures):
+    for _ in range(max(1, count // pictures)):
         shown = draw_several(_seed(random), size, pictures, atlas)
         sequence = Sequence(length, words)
         system = some_system(random)
-        begin_with_pictures(sequence, size, system, count=pictures)
+        if random.random() < 0.3:
+            begin_with_labels(sequence, size, system, pictures, LABELS[int(random.random() * len(LABELS))])
+        else:
+            begin_with_pictures(sequence, size, system, count=pictures)
         fill(sequence, ask_several(shown, random), system, random)
         scenes += shown
         sequences.append(sequence)
     return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences), pictures)
+
+
+def begin_with_labels(sequence: Sequence, size: tuple[int, int], system: str, count: int, label: str) -> None:
+    """The common beginning of several pictures, each after its ``label``, which holds {} for its number."""
+    words = sequence.words
+    if system:
+        sequence.begin(words.turn("system", words.pieces(system)))
+    sequence.begin(words.opening("user"))
+    for number in range(1, count + 1):
+        between = words.newline if number > 1 and label.startswith("\n") else ()
+        sequence.begin((*between, *words.pieces(label.strip("\n").format(number))))
+        sequence.begin((added_id("<|vision_start|>"),))
+        sequence.picture(size[0] // UNIT, size[1] // UNIT)
+        sequence.begin((added_id("<|vision_end|>"),))
+    # People begin a line of their own for the question.
+    if label.startswith("\n"):
+        sequence.begin(words.newline)
 
 
 def _clip_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
@@ -126,7 +163,7 @@ def _clip_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Wo
     length = _length(size, pairs, "clip")
     scenes: list[Scene] = []
     sequences = []
-    for _ in range(count // (2 * pairs)):
+    for _ in range(max(1, count // (2 * pairs))):
         clip = draw_clip(_seed(random), size, 2 * pairs, atlas)
         sequence = Sequence(length, words)
         rate = FRAME_RATES[int(random.integers(len(FRAME_RATES)))]
@@ -164,7 +201,9 @@ def _length(size: tuple[int, int], pictures: int, kind: str) -> int:
 
 
 def fill(sequence: Sequence, exchanges: list[Exchange], system: str, random: np.random.Generator) -> None:
-    """Small talk now and then, and as many exchanges as there is room for."""
+    """Small talk now and then, with the pictures shown or without; as many exchanges as there is room for."""
+    if random.random() < TALK_SHOWN:
+        sequence.exchange([talk_with_picture(random)])
     if random.random() < 0.12:
         sequence.talk(talk_dialogue(random) if random.random() < 0.25 else [small_talk(random)], system)
     for exchange in exchanges:
@@ -184,16 +223,33 @@ def one_picture(scene: Scene, random: np.random.Generator, words: Words, length:
     exchanges = conversation(scene, random, 12)
     system = some_system(random)
     size = (scene.width, scene.height)
+    short = brief_conversation(scene, random, 8) if random.random() < BRIEF else []
+    if short:
+        # Everything after such a system prompt is answered in a word, so nothing else is said here.
+        begin_with_pictures(sequence, size, brief.SYSTEMS[int(random.random() * len(brief.SYSTEMS))])
+        for exchange in short:
+            sequence.exchange([exchange])
+        return sequence
     if random.random() < 0.06:
         # The words before the picture, as some people write it.
-        begin_with_pictures(sequence, size, system, exchanges[0].question)
-        sequence.exchange([Exchange(exchanges[0].topic, "", exchanges[0].answer)])
+        # There is room for one only, so not for the longest.
+        told = min(exchanges[:2], key=lambda exchange: len(exchange.answer))
+        begin_with_pictures(sequence, size, system, told.question)
+        sequence.exchange([Exchange(told.topic, "", told.answer)])
         return sequence
     begin_with_pictures(sequence, size, system)
     if random.random() < 0.22:
-        sequence.exchange(dialogue(scene, random))
+        sequence.exchange(with_talk(dialogue(scene, random), random))
     fill(sequence, exchanges, system, random)
     return sequence
+
+
+def with_talk(turns: list[Exchange], random: np.random.Generator) -> list[Exchange]:
+    """The turns of a dialogue, at times with small talk between two of them: the picture is still there."""
+    if len(turns) < 2 or random.random() > TALK_BETWEEN:
+        return turns
+    at = 1 + int(random.random() * (len(turns) - 1))
+    return [*turns[:at], talk_with_picture(random, between=True), *turns[at:]]
 
 
 def many_things(scene: Scene, random: np.random.Generator, words: Words, length: int) -> Sequence:

@@ -11,14 +11,22 @@ from training.mini.atlas import Atlas
 from training.mini.charts import draw_chart
 from training.mini.photos import draw_garment, draw_photo, photo_backdrop
 from training.mini.scenes import MAX_SLOTS, Background, Finish, Scene, Thing
-from training.mini.vocabulary import COLOURS, UNCOUNTED
+from training.mini.screens import draw_screen
+from training.mini.things import THINGS
+from training.mini.vocabulary import COLOURS, GROUP_PLURALS, UNCOUNTED
 
 NO_ROTATION = frozenset({"circle", "ring", "oval", "square", "diamond", "rectangle", "cross"})
 # How often each sort of scene comes, in thousandths. Photos are left out where the atlas holds none.
 SORTS = {
-    "single": 130, "few": 270, "many": 60, "group": 190, "written": 165, "chart": 45, "photo": 65,
-    "garment": 60, "empty": 15,
+    "single": 100, "few": 215, "many": 80, "group": 145, "kindred": 50, "written": 240, "chart": 35,
+    "photo": 55, "garment": 45, "screen": 20, "empty": 15,
 }  # fmt: skip
+
+# The names of each group that can be counted; a group of fewer is never shown as one.
+KINDRED = {g: [name for name, thing in THINGS.items() if thing.group == g] for g in GROUP_PLURALS}
+LEAST_KINDRED = 5
+# How often 2, 3, ... 9 of a group are wanted: the more, the likelier one of them finds no room.
+KINDRED_SHARES = np.cumsum([5, 6, 8, 10, 12, 14, 19, 26])
 
 
 def draw_scene(seed: int, size: tuple[int, int], atlas: Atlas, ease: float = 0.0, sort: str = "") -> Scene:
@@ -47,6 +55,8 @@ class Painter:
             return draw_photo(seed, self.size, self.random, self.atlas, self.finish())
         if sort == "garment":
             return draw_garment(seed, self.size, self.random, self.atlas)
+        if sort == "screen":
+            return draw_screen(seed, self.size, self.random, self.atlas, self.finish())
         background = self.background()
         finish = self.finish()
         if sort == "empty":
@@ -102,7 +112,7 @@ class Painter:
         if sort == "written":
             others = [self.thing(self.common_kind(), taken) for _ in range(int(self.random.integers(0, 3)))]
             return [self.thing(self.written_kind(), taken), *others]
-        return self.group(taken)
+        return self.kindred(taken) if sort == "kindred" else self.group(taken)
 
     def group(self, taken: set[str]) -> list[Thing]:
         """Several of one kind (the same drawing), sometimes with one or two others that are not of it."""
@@ -118,6 +128,27 @@ class Painter:
             # Two drawings of one thing in a group would be counted as one kind, but look like two.
             if other.label != model.label and (other.kind == "shape" or other.name != model.name):
                 things.append(other)
+        return things
+
+    def kindred(self, taken: set[str]) -> list[Thing]:
+        """Different things of one group, or shapes, up to nine; sometimes with one that is not of it."""
+        random = self.random
+        known = set(self.atlas.names_of("sprite"))
+        groups = {group: [name for name in names if name in known] for group, names in KINDRED.items()}
+        groups = {group: names for group, names in groups.items() if len(names) >= LEAST_KINDRED}
+        wanted = 2 + int(np.searchsorted(KINDRED_SHARES, random.random() * KINDRED_SHARES[-1], side="right"))
+        if not groups or random.random() < 0.2:
+            names, kind = self.atlas.names_of("shape"), "shape"
+        else:
+            # Animals are what people count; the other groups share the rest.
+            group = "animal" if "animal" in groups and random.random() < 0.4 else ""
+            names = groups[group or list(groups)[int(random.random() * len(groups))]]
+            kind = "sprite"
+        order = random.permutation(len(names))
+        things = [self.thing(kind, taken, names[int(order[n % len(names)])]) for n in range(wanted)]
+        if wanted < MAX_SLOTS and random.random() < 0.3:
+            other = self.thing("shape" if kind == "sprite" else self.common_kind(), taken)
+            things.append(other)
         return things
 
     def common_kind(self) -> str:

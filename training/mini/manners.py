@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from training.mini.teller import Exchange
-from training.mini.wordings import BadWording, Wording, compiled, say, sections
+from training.mini.wordings import LETTERS, BadWording, Wording, compiled, say, sections, slip
 
 TALK = Path(__file__).parent / "small_talk.txt"
 TOPIC = "talk"
@@ -66,7 +66,6 @@ AFTER = (
     " then", " again",
 )  # fmt: skip
 KEYS = ("asdf", "jkl", "qwer", "zxcv", "uiop", "fgh", "bnm", "xx", "hjk", "wert", "aaa", "lkj", "123", "rrr")
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,7 @@ class Intent:
 
     ``share``: how often it is drawn beside the others. ``alone``: no "please" goes around it. ``place``:
     where it belongs in a dialogue: "first", "last", "later" (after something else) or "" (anywhere).
+    ``blind``: its answer is true only where there is no picture.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Intent:
     place: str
     wordings: tuple[Wording, ...]
     held_out: tuple[str, ...]
+    blind: bool = False
 
     def ask(self, random: np.random.Generator) -> Exchange:
         """The intent in some wording that is not held out, as a person might type it."""
@@ -96,6 +97,11 @@ class Intent:
 def small_talk(random: np.random.Generator) -> Exchange:
     """Something that people say to a model without showing it a picture, and mini's answer."""
     return _pick(_drawn("single"), random).ask(random)
+
+
+def talk_with_picture(random: np.random.Generator, between: bool = False) -> Exchange:
+    """Small talk while a picture is shown; ``between``: what fits between two questions about it."""
+    return _pick(_drawn("between" if between else "seeing"), random).ask(random)
 
 
 def talk_dialogue(random: np.random.Generator) -> list[Exchange]:
@@ -138,21 +144,10 @@ def typed(text: str, alone: bool, random: np.random.Generator) -> str:
     elif draw < 0.29:
         text += text[-1] if text[-1] in "?!." else "!"
     elif draw < 0.37 and len(text) > 9:
-        text = _slip(text, random)
+        text = slip(text, random)
     elif draw < 0.385:
         text = f" {text}" if draw < 0.375 else f"{text}\n"
     return text
-
-
-def _slip(text: str, random: np.random.Generator) -> str:
-    """The text with two letters swapped, one left out, one doubled, or one hit wrongly."""
-    at = 1 + int(random.random() * (len(text) - 3))
-    one, two = text[at], text[at + 1]
-    if not (one.isalpha() and two.isalpha()):
-        return text
-    wrong = LETTERS[int(random.random() * len(LETTERS))]
-    slips = (two + one, two, one + one + two, wrong + two)
-    return text[:at] + slips[int(random.random() * len(slips))] + text[at + 2 :]
 
 
 def plain(text: str) -> str:
@@ -173,9 +168,12 @@ def _pick(drawn: tuple[tuple[Intent, ...], tuple[float, ...]], random: np.random
 
 @cache
 def _drawn(kind: str) -> tuple[tuple[Intent, ...], tuple[float, ...]]:
-    """What may be drawn ("single", "any", "first", "last" or "later"), and the sums of the shares."""
-    wanted = {"single": ("first", "last", "later", ""), "any": ("",)}.get(kind, (kind,))
-    intents = tuple(intent for intent in read_talk().values() if intent.place in wanted)
+    """What may be drawn ("single", "any", "seeing", "between", "first", ...), and the sums of the shares."""
+    everywhere = ("first", "last", "later", "")
+    wanted = {"single": everywhere, "seeing": everywhere, "between": ("last", "")}.get(kind, (kind,))
+    wanted = ("",) if kind == "any" else wanted
+    seeing = kind in ("seeing", "between")
+    intents = tuple(i for i in read_talk().values() if i.place in wanted and not (seeing and i.blind))
     return intents, tuple(accumulate(intent.share for intent in intents))
 
 
@@ -213,6 +211,7 @@ def read_talk(path: Path = TALK) -> dict[str, Intent]:
                 next((place for place in ("first", "last", "later") if place in facts), ""),
                 spoken,
                 tuple(line[2:] for line in body if line.startswith("* ")),
+                "blind" in facts,
             )
         except ValueError as error:
             raise BadWording(f"{path.name}, line {number}, {head}: {error}") from error

@@ -10,6 +10,8 @@ from training.mini.scenes import Background, Scene, Thing, place_of
 from training.mini.vocabulary import COLOURS, MEASURES, NUMBER_WORDS, UNCOUNTED, plural, with_article
 
 PHOTO_LIMIT = "In photos I can only name clothes and colours."
+SCREEN_CAPTION = "A picture with text that I cannot read."
+SCREEN_LIMIT = "I cannot read it. I only read single large words and numbers."
 
 
 def caption(scene: Scene) -> str:
@@ -23,6 +25,8 @@ def caption(scene: Scene) -> str:
             return f"A bar chart with {count} bars {background_phrase(scene.background)}: {bars}."
         case "empty":
             return empty_sentence(scene.background)
+        case "screen":
+            return SCREEN_CAPTION
     phrases = [group_phrase(group) for group in groups(scene)]
     return capital(f"{join(phrases)} {background_phrase(scene.background)}.")
 
@@ -127,6 +131,8 @@ def detail(scene: Scene) -> str:
             return f"{caption(scene)} The {tallest.label} is the tallest. {background}"
         case "empty":
             return f"There is nothing in the picture. {background}"
+        case "screen":
+            return f"{SCREEN_CAPTION} I only read single large words and numbers."
     return " ".join([*(group_sentence(group) for group in groups(scene)), background])
 
 

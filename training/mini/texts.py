@@ -8,32 +8,21 @@ from collections.abc import Callable
 
 import numpy as np
 
-from training.mini import asked_of_charts, asked_of_photos, asked_of_things
+from training.mini import (
+    asked_for_json,
+    asked_in_doubt,
+    asked_of_charts,
+    asked_of_groups,
+    asked_of_photos,
+    asked_of_screens,
+    asked_of_things,
+    brief,
+)
 from training.mini.phrases import analysis, caption, detail
 from training.mini.scenes import Scene
 from training.mini.teller import Answered, Exchange, Teller, as_typed
 from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT, SCENE
 
-CAPTION_ASKED = (
-    "What is in this picture?",
-    "What's in this picture?",
-    "Describe this picture.",
-    "Describe the picture.",
-    "What do you see?",
-    "What can you see?",
-    "What does this picture show?",
-    "Caption this picture.",
-    "What is shown in this picture?",
-    "Tell me what you see.",
-    "Describe this picture in one short sentence.",
-    "Give a short caption.",
-)
-DETAIL_ASKED = (
-    "Describe this picture in great detail.",
-    "Describe everything you see.",
-    "Give a detailed description.",
-    "Describe the picture in detail.",
-)
 # The prompts of vlfit's own tasks are asked word for word.
 TASKS = frozenset({CAPTION_SHORT, CAPTION_LONG, SCENE})
 
@@ -41,19 +30,27 @@ TASKS = frozenset({CAPTION_SHORT, CAPTION_LONG, SCENE})
 def _caption_short(teller: Teller) -> Answered:
     if teller.scene.sort == "photo" and not teller.scene.facts:
         return None
-    return teller.pick(CAPTION_SHORT, CAPTION_SHORT, CAPTION_SHORT, *CAPTION_ASKED), caption(teller.scene)
+    return CAPTION_SHORT if teller.chance(0.2) else teller.way("caption"), caption(teller.scene)
 
 
 def _caption_long(teller: Teller) -> Answered:
     if teller.scene.sort == "photo" and not teller.scene.facts:
         return None
-    return teller.pick(CAPTION_LONG, CAPTION_LONG, *DETAIL_ASKED), detail(teller.scene)
+    return CAPTION_LONG if teller.chance(0.33) else teller.way("detail"), detail(teller.scene)
 
 
 def _analysis(teller: Teller) -> Answered:
     if teller.scene.sort == "photo" and not teller.scene.facts:
         return None
     return SCENE, analysis(teller.scene)
+
+
+def _brief(teller: Teller) -> Answered:
+    """A question that ends with a wish for a short answer, and that answer."""
+    topic = teller.pick(*brief.KEPT, *brief.YES_OR_NO)
+    exchange = ask(teller, topic)
+    short = brief.briefly(exchange) if exchange is not None else None
+    return None if short is None else (short.question + teller.pick(*brief.AFTER), short.answer)
 
 
 # Each topic with its questions and how often it is drawn, in thousandths.
@@ -82,9 +79,27 @@ TOPICS: dict[str, tuple[Callable[[Teller], Answered], int]] = {
     "garment choice": (asked_of_photos.garment_choice, 100),
     "photo facts": (asked_of_photos.photo_facts, 80),
     "photo limits": (asked_of_photos.photo_limits, 50),
+    "kindred": (asked_of_groups.kindred, 90),
+    "coloured": (asked_of_groups.coloured, 70),
+    "where several": (asked_of_groups.where_several, 45),
+    "so many": (asked_of_groups.so_many, 40),
+    "letters": (asked_of_groups.letters, 35),
+    "is written": (asked_of_groups.is_written, 20),
+    "is coloured": (asked_in_doubt.is_coloured, 50),
+    "is at": (asked_in_doubt.is_at, 40),
+    "person": (asked_in_doubt.person, 40),
+    "brief": (_brief, 60),
+    "screen": (asked_of_screens.screen, 300),
 }
-_NAMES = tuple(TOPICS)
-_SHARES = np.cumsum([share for _, share in TOPICS.values()])
+# Topics whose answers training does not judge as it goes on: JSON of other forms, and long.
+UNJUDGED: dict[str, tuple[Callable[[Teller], Answered], int]] = {
+    "categories": (asked_for_json.categories, 40),
+    "group boxes": (asked_for_json.group_boxes, 25),
+    "own json": (asked_for_json.own_json, 35),
+}
+_ALL = TOPICS | UNJUDGED
+_NAMES = tuple(_ALL)
+_SHARES = np.cumsum([share for _, share in _ALL.values()])
 # The whole scene is told once in each way: a second telling would teach nothing new.
 ONCE = frozenset(
     {"caption", "detail", "analysis", "background", "count all", "locate all", "kind", "photo facts"}
@@ -92,8 +107,10 @@ ONCE = frozenset(
 
 
 def ask(teller: Teller, topic: str) -> Exchange | None:
-    """A question on a topic of ``TOPICS``, or None if this scene offers none."""
-    answered = TOPICS[topic][0](teller)
+    """A question on a topic of ``TOPICS`` or ``UNJUDGED``, or None if this scene offers none."""
+    if teller.scene.sort == "screen" and topic not in asked_of_screens.TOPICS:
+        return None
+    answered = _ALL[topic][0](teller)
     return None if answered is None else Exchange(topic, *answered)
 
 
@@ -119,6 +136,12 @@ def conversation(scene: Scene, random: np.random.Generator, count: int) -> list[
         if len(found) == count:
             break
     return found
+
+
+def brief_conversation(scene: Scene, random: np.random.Generator, count: int) -> list[Exchange]:
+    """Up to ``count`` exchanges with answers in a word, for a system prompt that asks for them."""
+    short = (brief.briefly(exchange) for exchange in conversation(scene, random, 3 * count))
+    return [exchange for exchange in short if exchange is not None][:count]
 
 
 def dialogue(scene: Scene, random: np.random.Generator) -> list[Exchange]:

@@ -13,6 +13,7 @@ import numpy as np
 # A wording, ready to be said: words as they are, and choices of which one is drawn.
 Wording: TypeAlias = "tuple[str | tuple[Wording, ...], ...]"
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _LIST = re.compile(r"[A-Z]{3,}")
 
 
@@ -43,6 +44,17 @@ def compiled(text: str, lists: Mapping[str, tuple[Wording, ...]]) -> Wording:
                 start = match.end()
         parts.append(piece[start:])
     return tuple(part for part in parts if part)
+
+
+def slip(text: str, random: np.random.Generator) -> str:
+    """The text with two letters swapped, one left out, one doubled, or one hit wrongly."""
+    at = 1 + int(random.random() * (len(text) - 3))
+    one, two = text[at], text[at + 1]
+    if not (one.isalpha() and two.isalpha()):
+        return text
+    wrong = LETTERS[int(random.random() * len(LETTERS))]
+    slips = (two + one, two, one + one + two, wrong + two)
+    return text[:at] + slips[int(random.random() * len(slips))] + text[at + 2 :]
 
 
 def _split(text: str) -> list[str]:
