@@ -60,7 +60,7 @@ TOPICS: dict[str, tuple[Callable[[Teller], Answered], int]] = {
     "analysis": (_analysis, 60),
     "colour": (asked_of_things.colour, 70),
     "shape": (asked_of_things.shape, 45),
-    "name": (asked_of_things.name, 110),
+    "name": (asked_of_things.name, 160),
     "group": (asked_of_things.group, 30),
     "count": (asked_of_things.count, 90),
     "count all": (asked_of_things.count_all, 20),
@@ -87,7 +87,7 @@ TOPICS: dict[str, tuple[Callable[[Teller], Answered], int]] = {
     "is written": (asked_of_groups.is_written, 20),
     "is coloured": (asked_in_doubt.is_coloured, 50),
     "is at": (asked_in_doubt.is_at, 40),
-    "person": (asked_in_doubt.person, 40),
+    "person": (asked_in_doubt.person, 80),
     "brief": (_brief, 60),
     "screen": (asked_of_screens.screen, 300),
 }
