@@ -19,7 +19,9 @@ from vlfit.engine.layers.attention import AttentionPlan, DecodeGroup, PrefillChu
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.qwen3_vl.text import TextModel, VisualRows
 from vlfit.engine.qwen3_vl.vision import VisionTower
+from vlfit.machine.cards import card
 from vlfit.plan import costs
+from vlfit.plan.ledger import NATIVE, Settings, ledger
 from vlfit.plan.model import Model, model_of
 from vlfit.units import GIB
 
@@ -73,7 +75,10 @@ def test_the_kv_pool_is_what_the_engine_allocates_to_the_byte(
     asked = max(sequences * min(context, engine.TYPICAL_REQUEST), context)
     pool = BlockPool(asked, options.block_size)
     cache = KVCache(config_of(entry).text, pool.blocks, pool.block_size, torch.bfloat16, META)
-    assert costs.kv_bytes(model(entry), context, sequences) == cache.nbytes
+    settings = Settings("fp8", context, 256, sequences, 1024)
+    [gpu] = card("RTX 5060").gpus
+    [line] = [line for line in ledger(model(entry), gpu, NATIVE, settings) if line.line == "kv_cache"]
+    assert line.bytes == cache.nbytes
     assert costs.kv_tokens(context, sequences) == pool.blocks * pool.block_size
 
 

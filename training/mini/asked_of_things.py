@@ -20,7 +20,6 @@ from training.mini.vocabulary import COLOURS, GROUP_PLURALS, PLACES, UNCOUNTED, 
 
 # Centres that lie closer are neither left nor right of each other.
 CLEARLY_APART = 0.15
-NOTHING = "There is nothing in the picture."
 
 
 def colour(teller: Teller) -> Answered:

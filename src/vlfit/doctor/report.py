@@ -1,6 +1,6 @@
 """Checks and diagnoses as a person reads them, and as JSON.
 
-Knows: words and colours. Does not know how they were found.
+Knows: words and their order. Does not know how they were found.
 """
 
 from dataclasses import asdict
@@ -9,8 +9,6 @@ from typing import Any
 from vlfit.doctor.checks import Check, worst
 from vlfit.doctor.diagnose import Examined
 
-COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
-SIGNS = {"green": "ok", "yellow": "look", "red": "bad"}
 UNKNOWN = (
     "nothing in this log is known to the doctor",
     "It knows vLLM, transformers, PyTorch, llama.cpp, Ollama and the kernel. If it is one of them, send "

@@ -26,11 +26,6 @@ def kv_tokens(context: int, sequences: int) -> int:
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
-def kv_bytes(model: Model, context: int, sequences: int) -> int:
-    """The KV pool: two tensors [layers, slots, kv_heads, head_dim] in bfloat16. Exact."""
-    return kv_tokens(context, sequences) * model.kv_bytes_per_token
-
-
 def widening(matrix: Matrix) -> int:
     """What lives for a moment while ``matrix`` is widened to bfloat16; 0 if it is stored so."""
     return _WIDENED.get(matrix.form, 0) * matrix.weights
