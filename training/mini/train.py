@@ -1,7 +1,7 @@
 """Train mini from nothing.
 
     python -m training.mini.train --minutes 20 --out build/mini         on a GPU
-    python -m training.mini.train --tiny --out build/tiny               two minutes on a CPU, to see that it runs
+    python -m training.mini.train --tiny --out build/tiny               two minutes on a CPU: it runs
 
 Knows: the optimizer, the course of the learning rate over the minutes given, how to stop and go on. A run
 that was stopped goes on from its last state (`--work`) and still ends after `--minutes` of training in all.
