@@ -6,15 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import distributed
 
 from training.mini.atlas import built_in_atlas
-from training.mini.data import KINDS, make_batch, one_batch
+from training.mini.data import KINDS, draw_form, make_batch, one_batch
 from training.mini.export import export
 from training.mini.model import Model
 from training.mini.muon import orthogonalize
 from training.mini.refine import refine
 from training.mini.render import Renderer
 from training.mini.sequences import BLIND, Words
+from training.mini.team import Team
 from training.mini.tokenizer import PACKAGE
 from training.mini.train import TINY, Plan, Trainer
 
@@ -42,6 +44,26 @@ def test_a_tiny_run_learns_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert written["step"] == 12
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert replace(second.plan, most_steps=24).most_steps == 24
+
+
+def train_in_a_team(rank: int, folder: str) -> None:
+    """One of two processes: trains, and leaves its weights behind."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    trainer = Trainer(plan(Path(folder), 3), TINY, built_in_atlas(), torch.device("cpu"), Team(rank, 2))
+    trainer.run()
+    torch.save(trainer.model.state_dict(), f"{folder}/weights-{rank}")
+    trainer.team.leave()
+
+
+def test_a_team_of_two_ends_with_one_model_that_neither_makes_alone(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(train_in_a_team, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"weights-{rank}") for rank in (0, 1))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    torch.set_num_threads(1)
+    alone = Trainer(plan(tmp_path / "alone", 3), TINY, built_in_atlas(), torch.device("cpu"))
+    alone.run()
+    assert any(not torch.equal(value, first[name]) for name, value in alone.model.state_dict().items())
 
 
 def test_muon_makes_directions_orthogonal() -> None:
@@ -93,5 +115,8 @@ def test_refining_leaves_the_vision_tower_alone(tmp_path: Path) -> None:
 
 def test_a_share_of_a_batch_can_be_of_one_sort() -> None:
     words = Words(str(PACKAGE / "tokenizer.json"))
-    batch = one_batch(np.random.default_rng(0), 12, built_in_atlas(), words, sort="empty", share=1.0)
+    random = np.random.default_rng(0)
+    batch = one_batch(
+        draw_form(random, kind="one"), random, 12, built_in_atlas(), words, sort="empty", share=1.0
+    )
     assert batch.numbers.rows[0] == 0, "an empty scene has nothing in its first slot"

@@ -79,56 +79,86 @@ class Batch:
     frames: int = 1
 
 
-def make_batch(seed: int, count: int, atlas: Atlas, words: Words, ease: float) -> Batch:
-    """The batch of a seed, of about ``count`` pictures of one size; fewer sequences if they hold several."""
-    random = np.random.default_rng(seed)
-    names = tuple(KINDS)
-    kind = "one" if random.random() < ease else names[_drawn(random, tuple(KINDS.values()))]
-    if kind == "clip":
-        return _clip_batch(random, count, atlas, words)
-    if kind == "several":
-        return _several_batch(random, count, atlas, words)
-    if kind == "long":
-        return long_batch(random, count, atlas, words)
-    return one_batch(random, count, atlas, words, ease)
+@dataclass(frozen=True)
+class Form:
+    """What pictures and texts of one batch have in common, so that every processor of a team works as long.
+
+    ``pictures`` of a sequence; of a clip, pairs of frames. ``size``: (width, height) in pixels.
+    """
+
+    kind: str
+    size: tuple[int, int]
+    scale: float
+    pictures: int = 1
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence, a multiple of eight: pictures with what stands around them, and text."""
+        tokens = self.pictures * (self.size[0] * self.size[1] // UNIT**2 + 14) + TEXT_ROOM[self.kind]
+        return -(-tokens // 8) * 8
+
+
+def draw_form(random: np.random.Generator, ease: float = 0.0, kind: str = "") -> Form:
+    """A form by lot, of ``kind`` if one is given. ``ease``: how often it is one picture in any case."""
+    if not kind:
+        kind = "one" if random.random() < ease else tuple(KINDS)[_drawn(random, tuple(KINDS.values()))]
+    pictures = {"several": int(random.integers(2, MOST_PICTURES + 1)), "clip": int(random.integers(2, 5))}
+    sizes = {"several": SIZES[:9], "clip": CLIP_SIZES}.get(kind, SIZES)
+    columns, rows = sizes[int(random.integers(len(sizes)))]
+    scale = SCALES[int(random.integers(len(SCALES)))]
+    return Form(kind, (columns * UNIT, rows * UNIT), scale, pictures.get(kind, 1))
+
+
+def make_batch(seed: int, count: int, atlas: Atlas, words: Words, ease: float, rank: int = 0) -> Batch:
+    """The batch of a seed, of about ``count`` pictures of one size; fewer sequences if they hold several.
+
+    Each ``rank`` of a team gets a batch of the same form with other scenes in it.
+    """
+    form = draw_form(np.random.default_rng(seed), ease)
+    random = np.random.default_rng((seed, rank))
+    if form.kind == "clip":
+        return _clip_batch(form, random, count, atlas, words)
+    if form.kind == "several":
+        return _several_batch(form, random, count, atlas, words)
+    if form.kind == "long":
+        return long_batch(form, random, count, atlas, words)
+    return one_batch(form, random, count, atlas, words, ease)
 
 
 def one_batch(
-    random: np.random.Generator, count: int, atlas: Atlas, words: Words, ease: float = 0.0, sort: str = "",
-    share: float = 0.0,
+    form: Form, random: np.random.Generator, count: int, atlas: Atlas, words: Words, ease: float = 0.0,
+    sort: str = "", share: float = 0.0,
 ) -> Batch:  # fmt: skip
     """One picture to a sequence; a ``share`` of the scenes beyond what comes by lot are of ``sort``."""
-    size = _some_size(random, SIZES)
-    length = _length(size, 1, "one")
     scenes = [
-        draw_scene(_seed(random), size, atlas, ease, sort if random.random() < share else "")
+        draw_scene(_seed(random), form.size, atlas, ease, sort if random.random() < share else "")
         for _ in range(count)
     ]
-    sequences = [one_picture(scene, random, words, length) for scene in scenes]
-    return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences))
+    sequences = [one_picture(scene, random, words, form.length) for scene in scenes]
+    return _batch(form, scenes, sequences)
 
 
-def long_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+def long_batch(form: Form, random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
     """One picture to a sequence, most with many things, and room to tell them all."""
-    size = _some_size(random, SIZES)
-    length = _length(size, 1, "long")
     scenes = [
-        draw_scene(_seed(random), size, atlas, sort="many" if random.random() < 0.75 else "")
+        draw_scene(_seed(random), form.size, atlas, sort="many" if random.random() < 0.75 else "")
         for _ in range(count)
     ]
-    sequences = [many_things(scene, random, words, length) for scene in scenes]
-    return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences))
+    sequences = [many_things(scene, random, words, form.length) for scene in scenes]
+    return _batch(form, scenes, sequences)
 
 
-def _several_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
-    pictures = int(random.integers(2, MOST_PICTURES + 1))
-    size = _some_size(random, SIZES[:9])
-    length = _length(size, pictures, "several")
+def _batch(form: Form, scenes: list[Scene], sequences: list[Sequence], frames: int = 1) -> Batch:
+    return Batch(form.size, form.scale, to_numbers(scenes), stack(sequences), form.pictures, frames)
+
+
+def _several_batch(form: Form, random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+    size, pictures = form.size, form.pictures
     scenes: list[Scene] = []
     sequences = []
     for _ in range(max(1, count // pictures)):
         shown = draw_several(_seed(random), size, pictures, atlas)
-        sequence = Sequence(length, words)
+        sequence = Sequence(form.length, words)
         system = some_system(random)
         if random.random() < 0.3:
             begin_with_labels(sequence, size, system, pictures, LABELS[int(random.random() * len(LABELS))])
@@ -137,7 +167,7 @@ def _several_batch(random: np.random.Generator, count: int, atlas: Atlas, words:
         fill(sequence, ask_several(shown, random), system, random)
         scenes += shown
         sequences.append(sequence)
-    return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences), pictures)
+    return _batch(form, scenes, sequences)
 
 
 def begin_with_labels(sequence: Sequence, size: tuple[int, int], system: str, count: int, label: str) -> None:
@@ -157,22 +187,20 @@ def begin_with_labels(sequence: Sequence, size: tuple[int, int], system: str, co
         sequence.begin(words.newline)
 
 
-def _clip_batch(random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
-    pairs = int(random.integers(2, 5))
-    size = _some_size(random, CLIP_SIZES)
-    length = _length(size, pairs, "clip")
+def _clip_batch(form: Form, random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+    size, pairs = form.size, form.pictures
     scenes: list[Scene] = []
     sequences = []
     for _ in range(max(1, count // (2 * pairs))):
         clip = draw_clip(_seed(random), size, 2 * pairs, atlas)
-        sequence = Sequence(length, words)
+        sequence = Sequence(form.length, words)
         rate = FRAME_RATES[int(random.integers(len(FRAME_RATES)))]
         system = some_system(random)
         begin_with_clip(sequence, size, pairs, rate, system)
         fill(sequence, ask_clip(clip, random), system, random)
         scenes += clip.frames
         sequences.append(sequence)
-    return Batch(size, _some_scale(random), to_numbers(scenes), stack(sequences), pairs, frames=2)
+    return _batch(form, scenes, sequences, frames=2)
 
 
 def _drawn(random: np.random.Generator, shares: tuple[int, ...]) -> int:
@@ -183,21 +211,6 @@ def _drawn(random: np.random.Generator, shares: tuple[int, ...]) -> int:
 def _seed(random: np.random.Generator) -> int:
     """A seed of training: those below belong to the held-out scenes."""
     return int(random.integers(1 << 30, 1 << 62))
-
-
-def _some_size(random: np.random.Generator, sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    columns, rows = sizes[int(random.integers(len(sizes)))]
-    return columns * UNIT, rows * UNIT
-
-
-def _some_scale(random: np.random.Generator) -> float:
-    return SCALES[int(random.integers(len(SCALES)))]
-
-
-def _length(size: tuple[int, int], pictures: int, kind: str) -> int:
-    """Tokens of a sequence, a multiple of eight: pictures with what stands around them, and text."""
-    tokens = pictures * (size[0] * size[1] // UNIT**2 + 14) + TEXT_ROOM[kind]
-    return -(-tokens // 8) * 8
 
 
 def fill(sequence: Sequence, exchanges: list[Exchange], system: str, random: np.random.Generator) -> None:
@@ -264,10 +277,13 @@ def many_things(scene: Scene, random: np.random.Generator, words: Words, length:
 
 
 class Stream(torch.utils.data.IterableDataset[Batch]):
-    """Endless batches. ``ease``: a shared number that training turns down as it goes on."""
+    """Endless batches for one ``rank`` of a team. ``ease``: a shared number that training turns down."""
 
-    def __init__(self, seed: int, count: int, atlas: Atlas, tokenizer: str, ease: torch.Tensor) -> None:
+    def __init__(
+        self, seed: int, count: int, atlas: Atlas, tokenizer: str, ease: torch.Tensor, rank: int = 0
+    ) -> None:
         self.seed, self.count, self.atlas, self.tokenizer, self.ease = seed, count, atlas, tokenizer, ease
+        self.rank = rank
 
     def __iter__(self) -> Iterator[Batch]:
         torch.set_num_threads(1)
@@ -276,5 +292,5 @@ class Stream(torch.utils.data.IterableDataset[Batch]):
         words = Words(self.tokenizer)
         while True:
             seed = self.seed * 10_000_000 + step
-            yield make_batch(seed, self.count, self.atlas, words, float(self.ease))
+            yield make_batch(seed, self.count, self.atlas, words, float(self.ease), self.rank)
             step += stride

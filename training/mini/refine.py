@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from training.mini.arguments import folder_to_write, folder_with, positive, whole
 from training.mini.atlas import Atlas
-from training.mini.data import long_batch, make_batch, one_batch
+from training.mini.data import draw_form, long_batch, make_batch, one_batch
 from training.mini.export import TOKENIZER_FILES, export, load
 from training.mini.loss import batch_loss
 from training.mini.lots import SORTS
@@ -50,9 +50,11 @@ def refine(
         if random.random() < OTHERS:
             shown = make_batch(int(random.integers(1 << 40)), batch, atlas, words, 0.0)
         elif sort == "many":
-            shown = long_batch(random, batch, atlas, words)
+            shown = long_batch(draw_form(random, kind="long"), random, batch, atlas, words)
         else:
-            shown = one_batch(random, batch, atlas, words, sort=sort, share=SHARE)
+            shown = one_batch(
+                draw_form(random, kind="one"), random, batch, atlas, words, sort=sort, share=SHARE
+            )
         optimizer.param_groups[0]["lr"] = rate * min(
             (steps + 1) / 10, 0.5 + 0.5 * cos(pi * elapsed / seconds)
         )

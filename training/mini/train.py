@@ -2,6 +2,7 @@
 
     python -m training.mini.train --minutes 20 --out build/mini         on a GPU
     python -m training.mini.train --tiny --out build/tiny               two minutes on a CPU: it runs
+    torchrun --nproc-per-node 4 -m training.mini.train ...              on several GPUs of one computer
 
 Knows: the optimizer, the course of the learning rate over the minutes given, how to stop and go on. A run
 that was stopped goes on from its last state (`--work`) and still ends after `--minutes` of training in all.
@@ -32,6 +33,7 @@ from training.mini.prepare import MATERIALS
 from training.mini.render import Renderer
 from training.mini.sequences import Words
 from training.mini.shape import Shape
+from training.mini.team import Team
 from training.mini.tokenizer import PACKAGE
 
 
@@ -62,6 +64,8 @@ class Plan:
 
 # A clip is up to eight pictures: a smaller batch could hold none.
 LEAST_BATCH = 8
+# A team looks at the clock together once in so many steps.
+CLOCK = 10
 TINY = Shape(
     vision_depth=3, vision_hidden=64, vision_feed_forward=128, vision_heads=2, deepstack=(0, 1), depth=2,
     hidden=64, feed_forward=128, heads=2, kv_heads=1, head_dim=32, mrope_section=(6, 5, 5),
@@ -71,8 +75,11 @@ TINY = Shape(
 class Trainer:
     """One model, its optimizer, its running average and its clock."""
 
-    def __init__(self, plan: Plan, shape: Shape, atlas: Atlas, processor: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, shape: Shape, atlas: Atlas, processor: torch.device, team: Team | None = None
+    ) -> None:
         self.plan, self.shape, self.atlas, self.processor = plan, shape, atlas, processor
+        self.team = team or Team()
         torch.manual_seed(plan.seed)
         self.model = Model(shape).to(processor)
         self.average = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
@@ -122,6 +129,7 @@ class Trainer:
             self.atlas,
             str(plan.tokenizer / "tokenizer.json"),
             self.ease,
+            self.team.rank,
         )
         loader = torch.utils.data.DataLoader(
             stream, batch_size=None, num_workers=plan.workers, prefetch_factor=3 if plan.workers else None
@@ -136,14 +144,20 @@ class Trainer:
             batch = next(batches)
             waited = time.monotonic() - asked
             self.train_step(batch)
-            # A processor that had to wait for fresh scenes sees an older batch again meanwhile.
-            if waited > 0.01 and len(kept) > 100:
+            # A processor that had to wait for fresh scenes sees an older batch again meanwhile; in a team
+            # all must take the same steps.
+            if self.team.size == 1 and waited > 0.01 and len(kept) > 100:
                 self.replayed += 1
                 self.train_step(replace(kept[self.step % 100], scale=1.0))
             kept.append(batch)
             now = time.monotonic()
-            self.elapsed = before + now - started
-            self.set_ease()
+            if self.team.size == 1 or self.step % CLOCK == 0:
+                self.elapsed = self.team.agree(before + now - started, self.processor)
+                self.set_ease()
+            if self.progress >= 1 or self.elapsed - before > plan.stop_after:
+                break
+            if not self.team.leads:
+                continue
             if self.step // 100 > logged or self.step <= 2:
                 self.log(now - started)
                 logged = self.step // 100
@@ -153,8 +167,12 @@ class Trainer:
             if now - measured > plan.measure_every:
                 self.measure()
                 measured = time.monotonic()
-            if self.progress >= 1 or now - started > plan.stop_after:
-                break
+        if self.team.leads:
+            self.finish()
+
+    def finish(self) -> None:
+        """Save, score and write the checkpoint."""
+        plan = self.plan
         self.save()
         self.measure()
         export(self.average, self.shape, plan.out, plan.tokenizer)
@@ -170,6 +188,7 @@ class Trainer:
         """One batch: draw the pictures, predict the answers, step."""
         loss = batch_loss(self.model, self.renderer, batch)
         loss.backward()
+        self.team.average(self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, share in zip(self.optimizers, (1.0, 0.6), strict=True):
             for group in optimizer.param_groups:
@@ -199,7 +218,7 @@ class Trainer:
     def step_rate(self, seconds: float) -> float:
         """Pictures per second of this call so far."""
         self._first_step = getattr(self, "_first_step", self.step)
-        return (self.step - self._first_step) * self.plan.batch / max(seconds, 1e-9)
+        return (self.step - self._first_step) * self.plan.batch * self.team.size / max(seconds, 1e-9)
 
     def measure(self) -> None:
         """Score the averaged weights on held-out scenes and print the table."""
@@ -275,6 +294,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add, number = parser.add_argument, positive
     add("--minutes", type=number, default=20.0, help="training time in all")
+    add(
+        "--measure-every",
+        type=number,
+        default=Plan.measure_every,
+        metavar="SECONDS",
+        help="how often to score",
+    )
     add("--stop-after", type=number, default=float("inf"), metavar="SECONDS", help="seconds for this call")
     add("--out", type=folder_to_write, required=True, help="the checkpoint folder to write")
     add("--work", type=folder_to_write, help="where the resumable state lives (default: OUT/work)")
@@ -283,7 +309,7 @@ def parser() -> argparse.ArgumentParser:
         help="a folder that tokenizer.py wrote",
     )  # fmt: skip
     add("--workers", type=whole(0), default=15, help="processes that draw scenes by lot")
-    add("--batch", type=whole(LEAST_BATCH), default=256, help="pictures a step")
+    add("--batch", type=whole(LEAST_BATCH), default=256, help="pictures a step of each GPU")
     add("--rate", type=number, default=Plan.rate, help="the highest learning rate")
     add("--tiny", action="store_true", help="a small model and a few steps on a CPU")
     add("--no-compile", action="store_true")
@@ -302,13 +328,18 @@ def main(given: list[str] | None = None) -> int:
     torch._dynamo.config.suppress_errors = True
     # Pictures come in many sizes; past this many variants a layer would quietly run uncompiled.
     torch._dynamo.config.recompile_limit = 64
+    team = Team.join("cuda")
     plan = Plan(arguments.minutes, arguments.out, arguments.work or arguments.out / "work")
     plan = replace(
         plan, stop_after=arguments.stop_after, workers=arguments.workers, batch=arguments.batch,
-        rate=arguments.rate, compiled=not arguments.no_compile, tokenizer=arguments.tokenizer,
+        rate=arguments.rate, measure_every=arguments.measure_every, compiled=not arguments.no_compile,
+        tokenizer=arguments.tokenizer,
     )  # fmt: skip
-    print(json.dumps({key: str(value) for key, value in asdict(plan).items()}), flush=True)
-    Trainer(plan, Shape(), full_atlas(MATERIALS), torch.device("cuda")).run()
+    if team.leads:
+        print(json.dumps({key: str(value) for key, value in asdict(plan).items()}), flush=True)
+    processor = torch.device("cuda", torch.cuda.current_device())
+    Trainer(plan, Shape(), full_atlas(MATERIALS), processor, team).run()
+    team.leave()
     return 0
 
 
