@@ -8,6 +8,8 @@ which splits the work so that nothing blocks its event loop.
 from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine.account import EngineAccount
 from vlfit.engine.answer import Answer, Chunk, ImageSeen
 from vlfit.engine.conversation import Conversation
 from vlfit.engine.sampling import SamplingParams
@@ -60,6 +62,15 @@ class Ticket(Protocol):
     """A request inside the engine. ``cancel`` may be called from any thread, at any time, more than once."""
 
     def cancel(self) -> None: ...
+
+
+@runtime_checkable
+class Accountable(Protocol):
+    """A backend that tells what it does and holds. Asking never waits for the engine, nor wakes it."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    def account(self) -> EngineAccount: ...
 
 
 class LocalBackend(Backend, Protocol):

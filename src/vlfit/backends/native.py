@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 from vlfit.backends.base import Listener, Prepared, Ticket
 from vlfit.backends.interrupts import interrupts_held_back
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
+from vlfit.engine.account import EngineAccount
 from vlfit.engine.answer import Answer, Chunk, ImageSeen, TokenLogprob
 from vlfit.engine.conversation import Conversation
 from vlfit.engine.options import EngineOptions
@@ -85,6 +86,10 @@ class NativeBackend:
     @property
     def device(self) -> str:
         return str(self._loop.engine.device)
+
+    def account(self) -> EngineAccount:
+        """What the engine has done and what it holds. Any thread may ask; the engine notices nothing."""
+        return self._loop.account()
 
     def default_sampling(self) -> SamplingParams:
         defaults = self._loop.engine.generation

@@ -7,16 +7,19 @@ Its constructor reads like the ledger, top to bottom: weights, then the KV pool.
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from vlfit.checkpoint.sidecar import GenerationDefaults, ImageProcessing
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine.account import Counters, EngineAccount, EngineSettings, Holdings, Pool
 from vlfit.engine.answer import Chunk, Timings, Usage
 from vlfit.engine.completion import Completion
 from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.device import choose_device, choose_dtype
+from vlfit.engine.holdings import gpu_uuid, resident_bytes, torch_statistics, weight_holdings
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.kv_cache import BlockPool, KVCache, slots_of
 from vlfit.engine.loader import Loader
@@ -48,6 +51,9 @@ class Engine:
         config = checkpoint.config
         self.checkpoint = checkpoint
         self.options = options
+        self.counters = Counters()
+        self._built = time.perf_counter()
+        self._resident_before = resident_bytes()
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.context = _context(options.context, checkpoint)
@@ -75,6 +81,8 @@ class Engine:
         )
         self.pool = pool
         self.scheduler = Scheduler(pool, options.sequences, options.chunk)
+        self._weights = weight_holdings(text, vision)
+        self._gpu_uuid = gpu_uuid(self.device)
 
     def _kv_tokens(self) -> int:
         """Tokens of the KV pool, in whole blocks: what was asked for or typical requests need."""
@@ -85,6 +93,42 @@ class Engine:
     @property
     def busy(self) -> bool:
         return self.scheduler.busy
+
+    def account(self) -> EngineAccount:
+        """What was done and what is held. Any thread may ask: nothing is waited for, locked or woken."""
+        runner, scheduler, pool = self.runner, self.scheduler, self.pool
+        return EngineAccount(
+            time.perf_counter() - self._built,
+            self._settings(),
+            len(scheduler.running),
+            len(scheduler.waiting),
+            Pool(pool.blocks, pool.blocks - pool.free, pool.block_size),
+            Holdings(
+                self._weights,
+                runner.cache.nbytes,
+                runner.image_cache.used_bytes,
+                runner.image_cache.limit_bytes,
+                resident=resident_bytes(),
+                resident_before=self._resident_before,
+                **torch_statistics(self.device),
+            ),
+            self.counters,
+        )
+
+    def _settings(self) -> EngineSettings:
+        processing = self.runner.processing
+        of_picture = processing.max_pixels // (processing.patch_size * processing.merge_size) ** 2
+        return EngineSettings(
+            device=str(self.device),
+            gpu_uuid=self._gpu_uuid,
+            dtype=str(self.dtype).removeprefix("torch."),
+            value_bytes=self.dtype.itemsize,
+            context=self.context,
+            image_tokens=min(self.options.image_tokens or of_picture, of_picture, self.context - 1),
+            sequences=self.options.sequences,
+            chunk=self.options.chunk,
+            kv_tokens=self.pool.blocks * self.pool.block_size,
+        )
 
     def price(self, prompt: Prompt) -> PricedPrompt:
         """Positions and placeholders of ``prompt``. Raises ``DoesNotFit`` if no token could follow it."""
@@ -153,6 +197,7 @@ class Engine:
             return
         # Who gets a token must be known before the account of cached tokens moves on.
         speaking = [work.sequence for work in batch if work.finishes_prompt]
+        began = time.perf_counter()
         try:
             with torch.inference_mode():
                 logits = self.runner.run(batch)
@@ -167,6 +212,12 @@ class Engine:
         except Exception as error:
             self._fail([work.sequence for work in batch], error)
             return
+        self.counters = self.counters.after_step(
+            time.perf_counter() - began,
+            prompt_tokens=sum(work.length for work in batch if not work.sequence.decoding),
+            sampled=len(speaking),
+            cached=sum(work.sequence.cached for work in batch),
+        )
         for work in batch:
             work.sequence.cached += work.length
         for sequence, token, sound in zip(speaking, sampled, usable, strict=True):
@@ -191,6 +242,8 @@ class Engine:
 
     def _finish(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
         self.scheduler.remove(sequence)
+        ended = "cancelled" if chunk.finish_reason == "cancelled" else "finished"
+        self.counters = replace(self.counters, **{ended: getattr(self.counters, ended) + 1})
         prompt = sequence.prompt
         usage = Usage(prompt.tokens, len(prompt.placeholders), len(sequence.generated))
         timings = Timings(
@@ -209,6 +262,7 @@ class Engine:
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         for sequence in sequences:
             self.scheduler.remove(sequence)
+            self.counters = replace(self.counters, failed=self.counters.failed + 1)
             self._tell(sequence, error)
 
     def _tell(self, sequence: Sequence, arrival: Chunk | Exception) -> None:

@@ -5,7 +5,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
+from vlfit.engine.account import EngineAccount
 from vlfit.engine.engine import Engine, Progress
 from vlfit.engine.sequence import Sequence
 from vlfit.errors import EngineStopped
@@ -46,6 +48,11 @@ class EngineLoop:
                 raise _stopped()
             self._inbox.append(sequence)
             self._wake.notify()
+
+    def account(self) -> EngineAccount:
+        """The engine's account, and who has come since its last step. Wakes nobody, waits for nobody."""
+        account = self.engine.account()
+        return replace(account, waiting=account.waiting + len(self._inbox))
 
     def cancel(self, sequence: Sequence) -> None:
         """Ask for the end of a request; its blocks are free before the next forward pass."""

@@ -1,0 +1,102 @@
+"""The engine's account of itself: what it has done so far, and what it holds. Records only, no torch.
+
+Knows fields and units. Does not know how bytes are counted (``holdings.py``) or who looks. The engine
+replaces its ``Counters`` as a whole once a step, so that another thread that looks always sees numbers that
+belong together, and no lock is taken.
+"""
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Sums since the engine was built; whoever looks twice has rates.
+
+    ``steps`` forward passes took ``seconds``. ``prompt_tokens`` were computed for prompts, ``tokens`` were
+    sampled. Of the steps, ``decode_steps`` computed one token of each of their requests and no prompt: they
+    took ``decode_seconds`` and read ``decode_cached`` tokens of the KV cache, all layers counted once.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    decode_cached: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+    def after_step(self, seconds: float, *, prompt_tokens: int, sampled: int, cached: int) -> "Counters":
+        """One more step; ``cached`` tokens were in the cache of its requests before it."""
+        decoding = not prompt_tokens
+        return replace(
+            self,
+            steps=self.steps + 1,
+            seconds=self.seconds + seconds,
+            prompt_tokens=self.prompt_tokens + prompt_tokens,
+            tokens=self.tokens + sampled,
+            decode_steps=self.decode_steps + decoding,
+            decode_seconds=self.decode_seconds + (seconds if decoding else 0.0),
+            decode_cached=self.decode_cached + (cached if decoding else 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Blocks of the KV cache: ``used`` are promised to running requests, filled or not."""
+
+    blocks: int
+    used: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Bytes that the engine holds.
+
+    ``weights`` by ledger line. ``image_cache`` of at most ``image_cache_limit``. On a GPU ``allocated`` is
+    what torch's tensors take, ``reserved`` what torch took from the driver for them, each with its peak so
+    far. ``resident`` is the RAM of the whole process and ``resident_before`` what it was before weights were
+    loaded; None where the system does not tell.
+    """
+
+    weights: dict[str, int]
+    kv_cache: int
+    image_cache: int
+    image_cache_limit: int
+    allocated: int | None = None
+    reserved: int | None = None
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+    resident: int | None = None
+    resident_before: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What the engine runs with. ``value_bytes`` are those of one value that is computed with."""
+
+    device: str
+    gpu_uuid: str
+    dtype: str
+    value_bytes: int
+    context: int
+    image_tokens: int
+    sequences: int
+    chunk: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAccount:
+    """All of it at one moment; ``seconds`` since the engine was built."""
+
+    seconds: float
+    settings: EngineSettings
+    running: int
+    waiting: int
+    pool: Pool
+    holdings: Holdings
+    counters: Counters = field(default_factory=Counters)

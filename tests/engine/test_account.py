@@ -1,0 +1,143 @@
+"""What the engine says of itself: bytes that it holds, steps that it took; and looking disturbs nothing."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pictures import picture
+from vlfit.backends.base import Accountable
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.account import Counters, EngineAccount
+from vlfit.engine.conversation import ImagePart, ask
+from vlfit.engine.holdings import bytes_of, resident_bytes
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.room import kv_bytes_per_token
+from vlfit.engine.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
+    options = EngineOptions(device="cpu", context=512, sequences=2)
+    with NativeBackend.load(tiny("tied"), options) as loaded:
+        yield loaded
+
+
+def say(backend: NativeBackend, tokens: int = 8) -> None:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    backend.stream(ask("what is this?", ImagePart(picture(96, 64, seed=1))), sampling).answer()
+
+
+def test_what_is_held(backend: NativeBackend) -> None:
+    assert isinstance(backend, Accountable)
+    account = backend.account()
+    held, settings = account.holdings, account.settings
+    engine = backend._loop.engine
+    per_token = kv_bytes_per_token(backend.checkpoint.config.text, torch.float32)
+    assert held.kv_cache == settings.kv_tokens * per_token == account.pool.blocks * 16 * per_token
+    assert held.weights["weights.embedding"] == engine.runner.text.embedding.nbytes  # tied: head and table
+    names = backend.checkpoint.tensors
+    vision = sum(info.count for name, info in names.items() if name.startswith("model.visual.")) * 4
+    assert held.weights["weights.vision"] == vision
+    assert held.allocated is held.peak_reserved is None
+    assert (settings.device, settings.dtype, settings.value_bytes) == ("cpu", "float32", 4)
+    assert settings.image_tokens < settings.context == 512
+
+
+def test_counters_add_up(backend: NativeBackend) -> None:
+    before = backend.account()
+    say(backend)
+    after = backend.account()
+    done = after.counters
+    assert done.tokens - before.counters.tokens == 8
+    assert done.finished - before.counters.finished == 1
+    assert done.prompt_tokens > before.counters.prompt_tokens
+    # The first token comes out of the step that ends the prompt.
+    assert done.decode_steps - before.counters.decode_steps == 7
+    assert 0 < done.decode_seconds < done.seconds
+    assert after.holdings.image_cache > 0
+    assert (after.running, after.waiting, after.pool.used) == (0, 0, 0)
+
+
+def test_running_and_waiting_requests_are_seen(backend: NativeBackend) -> None:
+    """Three of two that may run at once; the listener holds the engine's thread so that it stays so."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def listen(_: object) -> None:
+        reached.set()
+        go_on.wait(10)
+
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    prepared = backend.prepare(ask("hello"), sampling)
+    tickets = [backend.start(prepared, sampling, listen) for _ in range(3)]
+    assert reached.wait(10)
+    account = backend.account()  # though the engine is in the middle of a step
+    assert account.running + account.waiting == 3
+    assert account.pool.used >= 1
+    for ticket in tickets:
+        ticket.cancel()
+    go_on.set()
+    say(backend)
+    ended = backend.account()
+    assert (ended.running, ended.waiting, ended.pool.used) == (0, 0, 0)
+    assert ended.counters.cancelled >= 2
+
+
+def test_looking_takes_no_step_and_wakes_nobody(
+    backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(backend)
+    woken: list[bool] = []
+    monkeypatch.setattr(backend._loop._wake, "notify", lambda: woken.append(True))
+    accounts: list[EngineAccount] = []
+    looking = threading.Thread(
+        target=lambda: accounts.extend(backend.account() for _ in range(50)), daemon=True
+    )
+    with backend._loop._wake:  # whoever needs the engine's lock waits as long as we hold it
+        looking.start()
+        looking.join(10)
+        assert len(accounts) == 50
+    assert woken == []
+    assert {account.counters.steps for account in accounts} == {backend.account().counters.steps}
+
+
+def test_a_failure_is_counted(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = backend._loop.engine
+    before = engine.counters
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("made up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "run", fail)
+        with pytest.raises(RuntimeError, match="made up"):
+            say(backend)
+    assert engine.counters.failed == before.failed + 1
+    assert engine.counters.steps == before.steps
+
+
+def test_a_step_with_a_prompt_is_no_decode_step() -> None:
+    counters = Counters().after_step(0.5, prompt_tokens=100, sampled=1, cached=0)
+    counters = counters.after_step(0.1, prompt_tokens=0, sampled=2, cached=130)
+    assert counters == Counters(
+        steps=2,
+        seconds=0.6,
+        prompt_tokens=100,
+        tokens=3,
+        decode_steps=1,
+        decode_seconds=0.1,
+        decode_cached=130,
+    )
+
+
+def test_a_storage_counts_once() -> None:
+    matrix = torch.zeros(10, 10)
+    assert bytes_of([matrix, {"view": matrix[:5]}, (torch.ones(3, dtype=torch.int64),), "text"]) == 424
+
+
+def test_ram_of_this_process(tmp_path: Path) -> None:
+    resident = resident_bytes()
+    assert resident is None or resident > 10_000_000
+    assert resident_bytes(tmp_path) is None
