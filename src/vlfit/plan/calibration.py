@@ -1,12 +1,17 @@
 """The one table of numbers that only measurement can give, each with its source.
 
-Knows numbers and where they come from. Does not know formulas: whatever follows from shapes is in
-``costs.py``. A number marked ``modelled`` was not measured on the kind of card that it is used for; its
-source says so. Nothing here was measured on an 8 GB card yet.
+Knows numbers and where they come from: the table here, or what ``vlfit plan --calibrate`` measured on this
+very machine (``measured.py``), which goes before the table. Does not know formulas: whatever follows from
+shapes is in ``costs.py``. A number marked ``modelled`` was not measured on the kind of card that it is used
+for; its source says so. Nothing in the table was measured on an 8 GB card yet.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from vlfit.errors import UsageError
+from vlfit.machine.model import Gpu
+from vlfit.plan.measured import Measured, file_of, load, torch_version
 from vlfit.units import MIB
 
 EXACT, MEASURED, MODELLED = "exact", "measured", "modelled"
@@ -90,6 +95,104 @@ WSL2_HIDES = Constant(
 )
 
 
-def context(compute_capability: tuple[int, int]) -> Constant:
-    """What CUDA and its libraries take of a card before the first tensor."""
-    return _CONTEXT_MEASURED.get(compute_capability, _CONTEXT_ELSEWHERE)
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """The numbers for one GPU. ``copy_bandwidth`` (bytes per second) is None where it was not measured.
+
+    ``efficiency...`` are shares of the peak bandwidth. ``broken`` says why numbers that were measured are not
+    used, "" if there is no such reason.
+    """
+
+    context: Constant
+    workspace: Constant
+    vision_slack: Constant
+    text_slack: Constant
+    efficiency_low: Constant
+    efficiency: Constant
+    efficiency_high: Constant
+    launch_low: Constant
+    launch: Constant
+    flops_per_byte_low: Constant
+    flops_per_byte: Constant
+    flops_per_byte_high: Constant
+    copy_bandwidth: Constant | None = None
+    broken: str = ""
+
+
+def with_bandwidth(gpu: Gpu) -> Gpu:
+    """``gpu``; where its driver does not tell the memory's bandwidth, with that of a measured copy."""
+    copied = constants_for(gpu).copy_bandwidth
+    if gpu.bandwidth is not None or copied is None:
+        return gpu
+    return replace(gpu, bandwidth=copied.bytes, bandwidth_how=MEASURED)
+
+
+def constants_for(gpu: Gpu) -> Constants:
+    """What was measured on this GPU with its driver and the installed torch; else the table.
+
+    A card of the table of cards has no driver: nobody measured it. A broken file is not used, and
+    ``Constants.broken`` says why.
+    """
+    if not gpu.driver:
+        return _of_the_table(gpu)
+    path = file_of(gpu.name, gpu.driver, torch_version())
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        return _of_the_table(gpu)
+    return _kept(gpu.name, gpu.driver, torch_version(), str(path), changed, gpu)
+
+
+# The search asks some thousand times; a file that changed is read again.
+@lru_cache(maxsize=8)
+def _kept(name: str, driver: str, torch: str, path: str, changed: int, gpu: Gpu) -> Constants:
+    try:
+        measured = load(name, driver, torch)
+    except UsageError as error:
+        return replace(_of_the_table(gpu), broken=error.message)
+    return _of_the_table(gpu) if measured is None else _of_this_machine(measured, gpu)
+
+
+def _of_the_table(gpu: Gpu) -> Constants:
+    return Constants(
+        context=_CONTEXT_MEASURED.get(gpu.compute_capability, _CONTEXT_ELSEWHERE),
+        workspace=CUBLAS_WORKSPACE,
+        vision_slack=ALLOCATOR_SLACK,
+        text_slack=ALLOCATOR_SLACK,
+        efficiency_low=EFFICIENCY_LOW,
+        efficiency=EFFICIENCY,
+        efficiency_high=EFFICIENCY_HIGH,
+        launch_low=LAUNCH_LOW,
+        launch=LAUNCH,
+        flops_per_byte_low=FLOPS_PER_BYTE_LOW,
+        flops_per_byte=FLOPS_PER_BYTE,
+        flops_per_byte_high=FLOPS_PER_BYTE_HIGH,
+    )
+
+
+def _of_this_machine(measured: Measured, gpu: Gpu) -> Constants:
+    """Nothing is read faster than by a copy; arithmetic is what was measured, half of it, or a third."""
+    source = f"measured on this machine, {measured.date}"
+    bandwidth = gpu.bandwidth or measured.copy_bandwidth
+    per_byte = measured.multiplications / bandwidth
+    copy = Constant(min(measured.copy_bandwidth / bandwidth, 1.0), MEASURED, f"a copy, {source}")
+    launch = Constant(measured.launch, MEASURED, f"one layer of mini in the native engine, {source}")
+    return Constants(
+        context=Constant(measured.context, MEASURED, source),
+        workspace=Constant(measured.workspace, MEASURED, source),
+        vision_slack=Constant(measured.vision_slack, MEASURED, source),
+        text_slack=Constant(measured.text_slack, MEASURED, source),
+        efficiency_low=min(EFFICIENCY_LOW, copy, key=_value),
+        efficiency=min(EFFICIENCY, copy, key=_value),
+        efficiency_high=copy,
+        launch_low=launch,
+        launch=launch,
+        flops_per_byte_low=Constant(per_byte / 3, MODELLED, f"a third of the rate {source}"),
+        flops_per_byte=Constant(per_byte / 2, MODELLED, f"half of the rate {source}"),
+        flops_per_byte_high=Constant(per_byte, MEASURED, source),
+        copy_bandwidth=Constant(measured.copy_bandwidth, MEASURED, source),
+    )
+
+
+def _value(constant: Constant) -> float:
+    return constant.value

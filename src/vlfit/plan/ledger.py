@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.machine.model import Gpu
 from vlfit.plan import calibration, costs
-from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
+from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
 from vlfit.plan.model import Model
 from vlfit.units import MIB
 
@@ -44,18 +44,18 @@ class Line:
 
 def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Line, ...]:
     """Every line, in the order in which the memory is taken."""
-    context = calibration.context(gpu.compute_capability)
+    constants = calibration.constants_for(gpu)
     return (
         Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
         Line(
             "context",
-            context.bytes + calibration.CUBLAS_WORKSPACE.bytes,
-            context.how,
-            f"CUDA and its libraries: {context.source}; 32 MiB workspace of matrix products",
+            constants.context.bytes + constants.workspace.bytes,
+            constants.context.how,
+            _context_note(constants),
         ),
         *_weights(model),
         _kv_cache(model, backend, settings),
-        *_workspaces(model, backend, settings),
+        *_workspaces(model, backend, settings, constants),
         Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs"),
         Line(
             "reserve",
@@ -64,6 +64,12 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
             f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice); large tensors rounded up to 2 MiB",
         ),
     )
+
+
+def _context_note(constants: Constants) -> str:
+    workspace = f"{constants.workspace.bytes / MIB:.0f} MiB workspace of matrix products"
+    broken = f"; {constants.broken}" if constants.broken else ""
+    return f"CUDA and its libraries: {constants.context.source}; {workspace}{broken}"
 
 
 def held_by_others(gpu: Gpu) -> int:
@@ -96,19 +102,18 @@ def _kv_cache(model: Model, backend: str, settings: Settings) -> Line:
     return Line("kv_cache", tokens * model.kv_bytes_per_token, EXACT, note)
 
 
-def _workspaces(model: Model, backend: str, settings: Settings) -> tuple[Line, Line]:
+def _workspaces(model: Model, backend: str, settings: Settings, constants: Constants) -> tuple[Line, Line]:
     """Tower and text model never run at once and take their workspace from one pool.
 
     So only the larger peak is counted; of the other only what stays when it is done.
     """
-    slack = calibration.ALLOCATOR_SLACK.value
-    text = round(slack * _text_peak(model, backend, settings))
+    text = round(constants.text_slack.value * _text_peak(model, backend, settings))
     if model.vision is None or not settings.image_tokens:
         return (
             Line("vision_workspace", 0, EXACT, "no pictures"),
             Line("text_workspace", text, MODELLED, _text_note(settings)),
         )
-    vision = round(slack * _vision_peak(model.vision, backend, settings))
+    vision = round(constants.vision_slack.value * _vision_peak(model.vision, backend, settings))
     kept = costs.feature_bytes(model.vision, settings.image_tokens)
     kept = kept + IMAGE_CACHE if backend == NATIVE else kept * settings.sequences
     stays = f"{kept / MIB:.0f} MiB of features stay"

@@ -13,6 +13,7 @@ from typing import Any
 from vlfit.checkpoint.catalog import FORMATS
 from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.model import Gpu, Machine
+from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.changes import Change, Refused, cheapest
 from vlfit.plan.commands import command_of
 from vlfit.plan.ledger import BACKENDS, NATIVE, TRANSFORMERS, Line, Settings, ledger
@@ -135,7 +136,7 @@ def emptiest(machine: Machine) -> Gpu:
             f"there is no GPU to plan for: {machine.no_gpu_reason}",
             'Plan for a card that you might use: --gpu "RTX 5060" --desktop 951MiB, or --machine FILE.',
         )
-    return max(machine.gpus, key=lambda gpu: gpu.free)
+    return with_bandwidth(max(machine.gpus, key=lambda gpu: gpu.free))
 
 
 def _runnable(models: list[Model], wishes: Wishes) -> list[tuple[Model, str]]:

@@ -4,12 +4,13 @@ Knows: what the native engine reads and writes for one token, counted from its c
 arithmetic, which drivers do not tell; time to the first token rests on a guess and says so by its width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.checkpoint.quantization import FP8, INT4
 from vlfit.machine.model import Gpu
 from vlfit.plan import calibration
+from vlfit.plan.calibration import Constants
 from vlfit.plan.ledger import NATIVE, Settings
 from vlfit.plan.model import HALF, Matrix, Model
 
@@ -53,18 +54,22 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     if gpu.bandwidth is None:
         return None
     bandwidth = gpu.bandwidth
+    constants = calibration.constants_for(gpu)
+    if backend != NATIVE:  # what was measured here is the native engine's
+        constants = replace(constants, launch_low=calibration.LAUNCH_LOW, launch=calibration.LAUNCH)
     cached = settings.image_tokens + TEXT_TOKENS
     weights = _pass_bytes(model, backend)
     moved = weights + cached * model.kv_bytes_per_token * (5 if backend == NATIVE else 1)
     stored = sum(_STORED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model))
     layers = model.text.num_hidden_layers
-    fast = max(moved / (bandwidth * calibration.EFFICIENCY_HIGH.value), layers * calibration.LAUNCH_LOW.value)
-    expected = max(moved / (bandwidth * calibration.EFFICIENCY.value), layers * calibration.LAUNCH.value)
-    slow = moved / (bandwidth * calibration.EFFICIENCY_LOW.value) + layers * calibration.LAUNCH.value
+    launch = layers * constants.launch.value
+    fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * constants.launch_low.value)
+    expected = max(moved / (bandwidth * constants.efficiency.value), launch)
+    slow = moved / (bandwidth * constants.efficiency_low.value) + launch
     offload = gpu.pcie_bandwidth / deficit if deficit > 0 and gpu.pcie_bandwidth else None
     return Speed(
         decode=Range(1 / slow, 1 / expected, 1 / fast),
-        first_token=_first_token(model, bandwidth, weights, settings),
+        first_token=_first_token(model, bandwidth, weights, settings, constants),
         roof=bandwidth / (stored + cached * model.kv_bytes_per_token),
         bytes_per_token=round(moved),
         offload=offload,
@@ -83,7 +88,9 @@ def _pass_bytes(model: Model, backend: str) -> float:
     return float(sum(_MOVED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model)))
 
 
-def _first_token(model: Model, bandwidth: int, weights: float, settings: Settings) -> Range:
+def _first_token(
+    model: Model, bandwidth: int, weights: float, settings: Settings, constants: Constants
+) -> Range:
     prompt = settings.image_tokens + TEXT_TOKENS
     passes = -(-prompt // settings.chunk)
     work = 2.0 * model.head_and_layer_weights * prompt + _tower_work(model.vision, settings.image_tokens)
@@ -95,14 +102,10 @@ def _first_token(model: Model, bandwidth: int, weights: float, settings: Setting
 
     return Range(
         seconds(
-            calibration.FLOPS_PER_BYTE_HIGH.value,
-            calibration.EFFICIENCY_HIGH.value,
-            calibration.LAUNCH_LOW.value,
+            constants.flops_per_byte_high.value, constants.efficiency_high.value, constants.launch_low.value
         ),
-        seconds(calibration.FLOPS_PER_BYTE.value, calibration.EFFICIENCY.value, calibration.LAUNCH.value),
-        seconds(
-            calibration.FLOPS_PER_BYTE_LOW.value, calibration.EFFICIENCY_LOW.value, calibration.LAUNCH.value
-        ),
+        seconds(constants.flops_per_byte.value, constants.efficiency.value, constants.launch.value),
+        seconds(constants.flops_per_byte_low.value, constants.efficiency_low.value, constants.launch.value),
     )
 
 
