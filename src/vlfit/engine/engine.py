@@ -46,7 +46,11 @@ Progress = Callable[[str, float], None]  # what is being done, share done
 
 class Engine:
     def __init__(
-        self, checkpoint: Checkpoint, options: EngineOptions, progress: Progress | None = None
+        self,
+        checkpoint: Checkpoint,
+        options: EngineOptions,
+        progress: Progress | None = None,
+        loader_class: type[Loader] = Loader,
     ) -> None:
         config = checkpoint.config
         self.checkpoint = checkpoint
@@ -66,7 +70,7 @@ class Engine:
             if progress:
                 progress("loading weights", read / total)
 
-        with torch.inference_mode(), Loader(checkpoint, self.device, self.dtype, report) as loader:
+        with torch.inference_mode(), loader_class(checkpoint, self.device, self.dtype, report) as loader:
             text = TextModel(config, loader)
             vision = VisionTower(config.vision, loader)
         pool = BlockPool(kv_tokens, options.block_size)

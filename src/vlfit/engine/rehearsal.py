@@ -1,0 +1,142 @@
+"""The most that a plan admits, asked of a running engine: what memory it takes then, it never needs more of.
+
+Three things after each other: pictures of the largest size until the cache of pictures is full; a prompt
+that fills the context, with such a picture, in whole chunks, while all other sequences decode; and all
+sequences decoding at once at the greatest length that the pool holds. All is sampled, which takes more than
+greedy. Knows the scheduler's rules. Does not know how memory is measured, nor tokenizers: prompts are made of
+token ids that stand for nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+from torch import Tensor
+
+from vlfit.engine.answer import ImageSeen
+from vlfit.engine.engine import Engine
+from vlfit.engine.images import PreparedImage
+from vlfit.engine.prompt import Prompt
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.scheduler import Work
+
+_FILLER = 100  # any ordinary token
+_ANSWER = 3  # tokens: the first comes from the prompt's pass, so two passes decode
+_MOST_PICTURES = 24
+
+
+@dataclass
+class Rehearsed:
+    """What was reached, to be compared with the plan: passes, rows of a pass, tokens, requests at once."""
+
+    passes: int = 0
+    most_rows: int = 0
+    longest: int = 0
+    most_decoding: int = 0
+    widest_chunk_with_a_past: int = 0
+    pictures: int = 0
+
+    def note(self, batch: Sequence[Work]) -> None:
+        """Take one forward pass into account."""
+        self.passes += 1
+        self.most_rows = max(self.most_rows, sum(work.length for work in batch))
+        self.longest = max(self.longest, *(work.sequence.cached + work.length for work in batch))
+        self.most_decoding = max(self.most_decoding, sum(work.sequence.decoding for work in batch))
+        for work in batch:
+            if work.sequence.cached and not work.sequence.decoding:
+                self.widest_chunk_with_a_past = max(self.widest_chunk_with_a_past, work.length)
+
+
+def rehearse(engine: Engine, image_tokens: int) -> Rehearsed:
+    """Run the worst case. Raises what a request fails with: that the GPU is out of memory, for example."""
+    seen = Rehearsed()
+    run = engine.runner.run
+
+    def watched(batch: Sequence[Work]) -> Tensor:
+        seen.note(batch)
+        return run(batch)
+
+    engine.runner.run = watched  # type: ignore[method-assign]
+    try:
+        for number in range(pictures_to_fill_the_cache(engine, image_tokens)):
+            answer_all(engine, [(about_a_picture(engine, image_tokens, number), 1)])
+            seen.pictures += 1
+        answer_all(engine, list(full_context(engine, image_tokens)))
+        answer_all(engine, list(full_pool(engine)))
+    finally:
+        engine.runner.run = run  # type: ignore[method-assign]
+    return seen
+
+
+def pictures_to_fill_the_cache(engine: Engine, image_tokens: int) -> int:
+    """At least one; a picture that is larger than the cache is not kept."""
+    vision = engine.checkpoint.config.vision
+    values = image_tokens * vision.out_hidden_size * (1 + len(vision.deepstack_visual_indexes))
+    return min(engine.options.image_cache_bytes // (values * engine.dtype.itemsize) + 1, _MOST_PICTURES)
+
+
+def full_context(engine: Engine, image_tokens: int) -> Iterator[tuple[Prompt, int]]:
+    """All requests but one are short and decode all along; the last fills the context."""
+    others = engine.options.sequences - 1
+    size = engine.pool.block_size
+    room = max(engine.options.chunk - others, 1)
+    passes = -(-engine.context // room) + _ANSWER + 1
+    short = min(passes, engine.context - size)
+    for _ in range(others):
+        yield text(size), short
+    held = others * engine.pool.blocks_for(size + short)
+    most = min(engine.context, (engine.pool.blocks - held) * size) - _ANSWER
+    # A whole chunk at the end of a context that is nearly full, or part of a chunk at its very end.
+    whole = most // room * room or most
+    length = max((most, whole), key=lambda tokens: ((tokens - 1) % room + 1) * tokens)
+    yield about_a_picture(engine, image_tokens, _MOST_PICTURES, length), _ANSWER
+
+
+def full_pool(engine: Engine) -> Iterator[tuple[Prompt, int]]:
+    """As many requests as may run at once, all as long as the pool allows."""
+    sequences = engine.options.sequences
+    each = min(engine.context, engine.pool.blocks // sequences * engine.pool.block_size)
+    for _ in range(sequences):
+        yield text(each - _ANSWER), _ANSWER
+
+
+def text(tokens: int) -> Prompt:
+    """A prompt without a picture."""
+    return Prompt((_FILLER,) * tokens, (), 0)
+
+
+def about_a_picture(engine: Engine, image_tokens: int, shade: int, tokens: int = 0) -> Prompt:
+    """A prompt with one picture, in a ``shade`` (0 to 255) of its own, and text up to ``tokens``.
+
+    The picture is the most square one of exactly ``image_tokens``.
+    """
+    config = engine.checkpoint.config
+    merge, patch = config.vision.spatial_merge_size, config.vision.patch_size
+    rows = next(rows for rows in range(isqrt(image_tokens), 0, -1) if image_tokens % rows == 0)
+    grid = (1, rows * merge, image_tokens // rows * merge)
+    height, width = grid[1] * patch, grid[2] * patch
+    seen = ImageSeen(width, height, width, height, image_tokens)
+    pixels = np.full((1, height, width, 3), shade, dtype=np.uint8)
+    picture = PreparedImage(pixels, grid, image_tokens, repr((grid, shade)).encode(), seen)
+    placeholders = (config.image_token_id,) * image_tokens
+    ids = (config.vision_start_token_id, *placeholders, config.vision_end_token_id)
+    return Prompt(ids + (_FILLER,) * max(tokens - len(ids), 1), (picture,), image_tokens)
+
+
+def answer_all(engine: Engine, requests: list[tuple[Prompt, int]]) -> None:
+    """Run ``requests`` (each a prompt and how many tokens to answer) to their end, all at once."""
+    failures: list[Exception] = []
+
+    def listen(arrival: object) -> None:
+        # The engine goes on when a listener fails, so failures are kept until it is done.
+        if isinstance(arrival, Exception):
+            failures.append(arrival)
+
+    for prompt, tokens in requests:
+        sampling = SamplingParams(max_tokens=tokens, temperature=1.0, top_p=0.9, seed=1, ignore_eos=True)
+        engine.add(engine.sequence(engine.price(prompt), sampling, listen))
+    while engine.busy:
+        engine.step()
+    if failures:
+        raise failures[0]

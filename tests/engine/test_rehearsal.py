@@ -1,0 +1,94 @@
+"""The rehearsal reaches what a plan admits; made-up weights stand where real ones would."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import Engine
+from vlfit.engine.made_up import MadeUpLoader
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.rehearsal import Rehearsed, about_a_picture, answer_all, rehearse
+from vlfit.errors import DoesNotFit
+
+
+def engine(
+    folder: Path, context: int = 512, chunk: int = 64, sequences: int = 1, image_cache_bytes: int = 100_000
+) -> Engine:
+    options = EngineOptions(
+        device="cpu",
+        context=context,
+        chunk=chunk,
+        sequences=sequences,
+        image_cache_bytes=image_cache_bytes,
+    )
+    return Engine(open_checkpoint(folder), options, None, MadeUpLoader)
+
+
+@pytest.mark.parametrize(
+    ("context", "chunk", "sequences"), [(512, 64, 1), (512, 64, 3), (500, 32, 4), (256, 512, 2)]
+)
+def test_the_worst_case_is_reached(
+    tiny: Callable[[str], Path], context: int, chunk: int, sequences: int
+) -> None:
+    built = engine(tiny("tied"), context=context, chunk=chunk, sequences=sequences)
+    reached = rehearse(built, 48)
+    assert reached.most_decoding == sequences
+    assert reached.most_rows >= min(chunk, context - 3) - 1
+    assert context - chunk < reached.longest <= context
+    assert reached.widest_chunk_with_a_past >= min(chunk, context - chunk) - sequences - 1 or chunk >= context
+    assert built.runner.image_cache.used_bytes > 0
+    assert built.pool.free == built.pool.blocks
+
+
+def test_the_cache_of_pictures_is_filled(tiny: Callable[[str], Path]) -> None:
+    built = engine(tiny("tied"))
+    one = built.runner.encode(about_a_picture(built, 12, 0).images[0]).nbytes
+    built = engine(tiny("tied"), image_cache_bytes=3 * one)
+    assert rehearse(built, 12).pictures == 4
+    assert built.runner.image_cache.used_bytes == 3 * one
+    built = engine(tiny("tied"), image_cache_bytes=one - 1)
+    assert rehearse(built, 12).pictures == 1
+    assert built.runner.image_cache.used_bytes == 0
+
+
+def test_pictures_have_exactly_so_many_tokens(tiny: Callable[[str], Path]) -> None:
+    built = engine(tiny("tied"))
+    for tokens in (1, 4, 7, 48, 64):
+        prompt = about_a_picture(built, tokens, 0)
+        assert prompt.images[0].tokens == tokens
+        with torch.inference_mode():
+            assert len(built.runner.encode(prompt.images[0]).rows) == tokens
+
+
+def test_what_a_request_fails_of_is_raised(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = engine(tiny("tied"))
+
+    def broken(_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(built.runner, "run", broken)
+    with pytest.raises(Exception, match="no memory left"):
+        rehearse(built, 12)
+    with pytest.raises(DoesNotFit):
+        answer_all(built, [(about_a_picture(built, 12, 0, 600), 1)])
+
+
+@pytest.mark.parametrize("name", ["tied", "fp8", "vision_head_72"])
+def test_made_up_weights_have_the_types_and_shapes_of_real_ones(
+    tiny: Callable[[str], Path], name: str
+) -> None:
+    real = Engine(open_checkpoint(tiny(name)), EngineOptions(device="cpu", context=64))
+    made_up = engine(tiny(name))
+    for theirs, ours in (
+        (real.runner.text.embedding, made_up.runner.text.embedding),
+        (real.runner.vision.position_table, made_up.runner.vision.position_table),
+    ):
+        assert (theirs.shape, theirs.dtype) == (ours.shape, ours.dtype)
+        assert not torch.equal(theirs, ours)
+    assert made_up.account().holdings.weights == real.account().holdings.weights
+    assert isinstance(rehearse(made_up, 12), Rehearsed)
