@@ -69,6 +69,11 @@ class Accountable(Protocol):
     """A backend that tells what it does and holds. Asking never waits for the engine, nor wakes it."""
 
     @property
+    def kind(self) -> str:
+        """Which backend this is, as a plan names it: ``native``."""
+        ...
+
+    @property
     def checkpoint(self) -> Checkpoint: ...
     def account(self) -> EngineAccount: ...
 

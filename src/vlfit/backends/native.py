@@ -46,6 +46,8 @@ def import_engine() -> None:
 class NativeBackend:
     """Build with ``load``. Close it (or use it in a ``with`` block) to give the memory back."""
 
+    kind = "native"
+
     def __init__(self, checkpoint: Checkpoint, loop: "EngineLoop") -> None:
         self.checkpoint = checkpoint
         self._loop = loop

@@ -18,6 +18,7 @@ from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
     from vlfit.backends.native import NativeBackend
+    from vlfit.machine.model import Gpu
     from vlfit.server.settings import ServerSettings
     from vlfit.settings import Settings
 
@@ -163,11 +164,12 @@ def serve(
     printer = Printer(json=json_line, stream=False, quiet=quiet)
     _log_to_stderr(quiet)
     with bind(settings.host, settings.port) as listener:
+        gpus = _gpus(settings.device)  # as they are before anything is loaded: the plan is made for that
         backend = _load(settings, printer)
         try:
             from vlfit.server.app import create_app
 
-            server_settings = _server_settings(settings, backend)
+            server_settings = _server_settings(settings, backend, gpus)
             url = address_of(listener)
 
             def announce() -> None:
@@ -207,8 +209,17 @@ def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
         return NativeBackend.load(name, options, progress)
 
 
-def _server_settings(settings: "Settings", backend: "NativeBackend") -> "ServerSettings":
+def _gpus(device: str) -> "tuple[Gpu, ...]":
+    from vlfit.machine.gpu import read_gpus
+
+    return () if device == "cpu" else read_gpus()[0]
+
+
+def _server_settings(
+    settings: "Settings", backend: "NativeBackend", gpus: "tuple[Gpu, ...]"
+) -> "ServerSettings":
     from vlfit.server.settings import ServerSettings
+    from vlfit.server.status import expectation_of
 
     return ServerSettings(
         aliases=(settings.model,),
@@ -216,6 +227,7 @@ def _server_settings(settings: "Settings", backend: "NativeBackend") -> "ServerS
         api_key=settings.api_key.get_secret_value() if settings.api_key else "",
         allow_private_urls=settings.allow_private_urls,
         allow_origins=(settings.allow_origin,) if settings.allow_origin else (),
+        expectation=expectation_of(backend, gpus),
     )
 
 

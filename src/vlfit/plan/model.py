@@ -45,7 +45,8 @@ class Model:
     ``embedding_bytes`` are the table of tokens and, if it has weights of its own, the output head.
     ``layer`` has the matrices of one text layer by name, each as large as in the largest layer.
     ``rounding`` is what torch's allocator adds by rounding large tensors up. ``converted_from`` names the
-    checkpoint that ``vlfit convert`` has to make this one of, "" if it exists.
+    checkpoint that ``vlfit convert`` has to make this one of, "" if it exists. ``place`` is what a command
+    names to load it: a folder's path or a name on the hub.
     ``known_by`` says in words where the sizes were read.
     """
 
@@ -63,6 +64,7 @@ class Model:
     head: Matrix
     known_by: str
     converted_from: str = ""
+    place: str = ""
 
     @property
     def weight_bytes(self) -> int:
@@ -89,6 +91,7 @@ def model_of(
     *,
     family: str = "",
     converted_from: str = "",
+    place: str = "",
 ) -> Model:
     """The model that ``tensors`` (a checkpoint's headers, or the catalog's) and ``config`` describe."""
     text, vision = (config, None) if isinstance(config, TextOnlyConfig) else (_text(config), config.vision)
@@ -99,7 +102,7 @@ def model_of(
     }
     parts = {"text": 0, "vision": 0, "embedding": 0}
     for tensor, size in loaded.items():
-        parts[_part(tensor)] += size
+        parts[ledger_part(tensor)] += size
     return Model(
         name=name,
         family=family or name.rpartition("/")[2],
@@ -115,6 +118,7 @@ def model_of(
         head=_head(text, tensors),
         known_by=known_by,
         converted_from=converted_from,
+        place=place or name,
     )
 
 
@@ -147,7 +151,8 @@ def _loaded(info: TensorInfo, text: TextOnlyConfig) -> int:
     return info.count * HALF
 
 
-def _part(tensor: str) -> str:
+def ledger_part(tensor: str) -> str:
+    """Which of the ledger's lines of weights ``tensor`` belongs to: text, vision or embedding."""
     if tensor.startswith("model.visual."):
         return "vision"
     return "embedding" if "embed_tokens" in tensor or tensor.startswith("lm_head.") else "text"

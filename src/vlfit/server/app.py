@@ -20,6 +20,7 @@ from vlfit.server.closing import Closing
 from vlfit.server.door import Door
 from vlfit.server.failures import JSONReply, routing_reply
 from vlfit.server.settings import ServerSettings
+from vlfit.server.status import Status
 
 
 def create_app(backend: LocalBackend, settings: ServerSettings | None = None) -> FastAPI:
@@ -57,6 +58,9 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
     chat = ChatEndpoint(backend, settings, closing)
     app.router.routes.append(Route("/v1/chat/completions", chat, methods=["POST"]))
+    status = Status(backend, settings.expectation, closing)
+    app.add_api_route("/v1/vlfit/status", status.status, methods=["GET"])
+    app.add_api_route("/v1/vlfit/ledger", status.ledger, methods=["GET"])
     app.add_exception_handler(HTTPException, routing_reply)
     app.add_middleware(Door, api_key=settings.api_key)
     if settings.allow_origins:

@@ -18,6 +18,8 @@ from vlfit.server.failures import error_reply
 
 log = logging.getLogger("vlfit.server")
 
+# Asked every second by programs that watch: not worth a line each.
+LOOKS = ("/health", "/v1/vlfit/status", "/v1/vlfit/ledger")
 HUNG_UP = 499  # nginx's number for a client that closed the connection; seen in the log only
 
 
@@ -84,7 +86,7 @@ class Door:
             log.exception("%s failed by a mistake of ours", state["request_id"], exc_info=error)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
-        level = logging.DEBUG if scope["path"] == "/health" else logging.INFO
+        level = logging.DEBUG if scope["path"] in LOOKS else logging.INFO
         state = scope["state"]
         note = " ".join(state["note"].split())
         log.log(

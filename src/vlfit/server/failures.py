@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from vlfit.errors import VlfitError
 
-ROUTES = "/health, /v1/models, /v1/models/{id}, /v1/chat/completions"
+ROUTES = "/health, /v1/models, /v1/models/{id}, /v1/chat/completions, /v1/vlfit/status, /v1/vlfit/ledger"
 
 
 def encode(value: Any) -> bytes:

@@ -1,9 +1,10 @@
 """What a server is told when it is built: limits, keys, names. Knows nothing of HTTP or of models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from vlfit.errors import UsageError
+from vlfit.plan.actual import Expectation
 from vlfit.units import MIB
 
 
@@ -21,6 +22,7 @@ class ServerSettings:
     ``picture_limit``: pictures and frames of one request.
     ``drain_seconds``: how long running requests may go on after Ctrl-C before they are cut.
     ``ping_seconds``: a silent stream sends a comment this often, so that proxies do not hang up.
+    ``expectation``: what the plan says that is held, for ``/v1/vlfit/ledger`` to compare.
     """
 
     aliases: tuple[str, ...] = ()
@@ -32,6 +34,7 @@ class ServerSettings:
     picture_limit: int = 256
     drain_seconds: float = 1.0
     ping_seconds: float = 15.0
+    expectation: Expectation = field(default_factory=Expectation)
 
     def __post_init__(self) -> None:
         for name in ("body_limit", "picture_limit"):

@@ -1,0 +1,229 @@
+"""What goes wrong slowly while a model runs, told from samples of it: spilling, leaking, being crowded out.
+
+Knows: when a series of samples is worth a warning, and when it is not. Every alarm is a pure function of
+samples and limits. Does not know how a sample is taken, or how a warning looks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from vlfit.plan.actual import Pace
+from vlfit.units import MIB, format_bytes, format_seconds
+
+# A step that takes this many times the slowest that the plan predicts has another cause than bad luck. People
+# report spilled models as 2 to 10 times slower (github.com/syv-ai/qwen38-27b-rtx3090/pull/83).
+SPILL_FACTOR = 2.0
+SPILL_STEPS = 16  # fewer steps are no average
+RECENT = 60.0  # seconds: what was longer ago is not said to be so now
+# Memory spills when the card is full. A driver stops a little before the end: a choice, not measured.
+FULL_SHARE = 0.06
+
+LEAK_SECONDS = 30.0  # of idleness that are looked at, at least
+LEAK_SETTLE = 5.0  # seconds after the last request in which memory may still move
+LEAK_BYTES = 32 * MIB  # less may be the program's own coming and going
+LEAK_PARTS = 4  # growth in every quarter of the time: one jump is no leak
+
+CROWDED_LOOKS = 3  # looks in a row, so that a video that starts and stops is no alarm
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A server's counters at one moment (sums since it started), and whether requests run or wait."""
+
+    busy: bool
+    requests: int
+    prompt_tokens: int
+    tokens: int
+    decode_steps: int
+    decode_seconds: float
+    decode_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look. ``at`` in seconds, on one clock for the whole series.
+
+    ``free`` and ``total`` are the card's, ``desktop`` what others hold of it; None without a card. ``held``
+    is what the server's process holds: of the card, or of RAM where it runs on a CPU. ``run`` names the
+    server process, so that a restart is no miracle; "" without a server, and ``work`` is None then.
+    """
+
+    at: float
+    run: str = ""
+    total: int | None = None
+    free: int | None = None
+    desktop: int | None = None
+    held: int | None = None
+    work: Work | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the plan said. ``ours`` are the bytes of all lines of the server itself, ``desktop`` and
+    ``reserve`` those lines. ``slowest`` is the pace that a decode step should not exceed. ``spills``: the
+    system moves GPU memory into RAM instead of refusing it (WSL2, Windows).
+    """
+
+    ours: int | None = None
+    desktop: int | None = None
+    reserve: int | None = None
+    slowest: Pace | None = None
+    spills: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """``id`` is for programs, ``what`` a sentence without its full stop, ``hint`` what to do."""
+
+    id: str
+    what: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Between two looks: tokens per second, and of the decode steps their mean seconds and cached tokens."""
+
+    tokens: float
+    prompt_tokens: float
+    step_s: float | None
+    cached: float
+
+
+def alarms(samples: Sequence[Sample], limits: Limits) -> tuple[Alarm, ...]:
+    """All that ring now, over the samples of the server process that is there now."""
+    series = one_run(samples)
+    found = (spill(series, limits), leak(series), crowded(series, limits))
+    return tuple(alarm for alarm in found if alarm is not None)
+
+
+def one_run(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """The samples at the end that are of one server process."""
+    start = len(samples)
+    while start and samples[start - 1].run == samples[-1].run:
+        start -= 1
+    return samples[start:]
+
+
+def rates(earlier: Sample, later: Sample) -> Rates | None:
+    """Speeds between two samples; None unless both are of one server process, at different moments."""
+    before, after, seconds = earlier.work, later.work, later.at - earlier.at
+    if before is None or after is None or earlier.run != later.run or seconds <= 0:
+        return None
+    steps = after.decode_steps - before.decode_steps
+    return Rates(
+        tokens=(after.tokens - before.tokens) / seconds,
+        prompt_tokens=(after.prompt_tokens - before.prompt_tokens) / seconds,
+        step_s=(after.decode_seconds - before.decode_seconds) / steps if steps else None,
+        cached=(after.decode_cached - before.decode_cached) / steps if steps else 0.0,
+    )
+
+
+def spill(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
+    """Decode steps far slower than the card's bandwidth allows for, on a full card that may spill."""
+    now = samples[-1] if samples else None
+    if now is None or now.work is None or limits.slowest is None or not limits.spills:
+        return None
+    if now.free is None or now.total is None or now.free > FULL_SHARE * now.total:
+        return None
+    begin = _steps_ago(samples, now.work.decode_steps - SPILL_STEPS, now.at - RECENT)
+    recent = rates(begin, now) if begin else None
+    if recent is None or recent.step_s is None:
+        return None
+    slowest = limits.slowest.step(recent.cached)
+    if recent.step_s < SPILL_FACTOR * slowest:
+        return None
+    return Alarm(
+        "spill",
+        f"a decode step takes {format_seconds(recent.step_s)}, {recent.step_s / slowest:.1f} times the "
+        f"slowest that the card's bandwidth explains ({format_seconds(slowest)}), with "
+        f"{format_bytes(now.free)} of the card free: memory has spilled into RAM",
+        "close programs that hold GPU memory, or start with a smaller --context, --image-tokens or"
+        " --sequences",
+    )
+
+
+def _steps_ago(samples: Sequence[Sample], steps: int, since: float) -> Sample | None:
+    """The latest sample not after decode step ``steps``, if it is not older than ``since``."""
+    for sample in reversed(samples):
+        if sample.at < since:
+            return None
+        if sample.work is not None and sample.work.decode_steps <= steps:
+            return sample
+    return None
+
+
+def leak(samples: Sequence[Sample]) -> Alarm | None:
+    """Memory of the server that grows on and on while no request runs."""
+    idle = _idle(samples)
+    if len(idle) <= LEAK_PARTS or idle[-1].at - idle[0].at < LEAK_SECONDS:
+        return None
+    seconds = idle[-1].at - idle[0].at
+    marks = [_held_at(idle, idle[0].at + seconds * part / LEAK_PARTS) for part in range(LEAK_PARTS + 1)]
+    growth = marks[-1] - marks[0]
+    # Growth that is uneven by more than a half of an even one in any part of the time has come to an end, or
+    # was one jump.
+    if growth < LEAK_BYTES or any(
+        later - earlier < growth / (2 * LEAK_PARTS) for earlier, later in pairwise(marks)
+    ):
+        return None
+    return Alarm(
+        "leak",
+        f"the server holds {format_bytes(growth)} more than {format_seconds(seconds)} ago, and no request "
+        "came",
+        "this is a fault of the server: restart it, and report it with what `vlfit top --once --json` says",
+    )
+
+
+def _idle(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples at the end in which nothing ran or came, less those in which memory may still settle."""
+    idle: list[Sample] = []
+    for sample in reversed(samples):
+        last = samples[-1].work
+        work = sample.work
+        if work is None or last is None or sample.held is None or work.busy:
+            break
+        if replace(work, busy=False) != replace(last, busy=False):
+            break
+        idle.append(sample)
+    idle.reverse()
+    return [sample for sample in idle if sample.at >= idle[0].at + LEAK_SETTLE]
+
+
+def _held_at(samples: Sequence[Sample], at: float) -> int:
+    """What was held at the last sample not after ``at``."""
+    held = samples[0].held or 0
+    for sample in samples:
+        if sample.at > at + 1e-6:
+            break
+        held = sample.held or 0
+    return held
+
+
+def crowded(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
+    """Others have grown into the reserve: what is free no longer covers it and what we may still take."""
+    recent = samples[-CROWDED_LOOKS:]
+    shortages = [_shortage(sample, limits) for sample in recent]
+    if not recent or any(shortage is None or shortage <= 0 for shortage in shortages):
+        return None
+    now, planned, shortage = recent[-1].desktop or 0, limits.desktop or 0, shortages[-1] or 0
+    left = (limits.reserve or 0) - shortage
+    state = f"{format_bytes(left)} of it are left" if left > 0 else f"and {format_bytes(-left)} more"
+    return Alarm(
+        "crowded",
+        f"other programs hold {format_bytes(now)} of the card, {format_bytes(now - planned)} more than when "
+        f"the server started: they eat into the reserve of {format_bytes(limits.reserve or 0)} ({state})",
+        "close what was opened since (`vlfit machine` says who holds how much), or start the server with"
+        " less",
+    )
+
+
+def _shortage(sample: Sample, limits: Limits) -> int | None:
+    """Bytes of the reserve that others have taken; None where it is not known or not their doing."""
+    if None in (sample.free, sample.desktop, sample.held, limits.ours, limits.desktop, limits.reserve):
+        return None
+    free, desktop, held = sample.free or 0, sample.desktop or 0, sample.held or 0
+    to_come = max((limits.ours or 0) - held, 0)
+    shortage = (limits.reserve or 0) - (free - to_come)
+    return min(shortage, desktop - (limits.desktop or 0))

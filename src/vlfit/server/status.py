@@ -1,0 +1,216 @@
+"""``/v1/vlfit/status`` and ``/v1/vlfit/ledger``: what the server does and holds, the plan beside it.
+
+Knows: field names (docs/top.md has them all), and that looking must cost the engine nothing: its account is
+read without a lock, the driver is asked in a thread of its own, and many who look share one answer. Does not
+know: how bytes are counted (``engine/holdings.py``) or compared (``plan/actual.py``).
+"""
+
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+from uuid import uuid4
+
+from fastapi.responses import Response
+
+from vlfit._version import __version__
+from vlfit.backends.base import Accountable, LocalBackend
+from vlfit.engine.account import EngineAccount
+from vlfit.machine.model import Gpu
+from vlfit.machine.watch import Watch
+from vlfit.plan import actual
+from vlfit.plan.actual import Expectation, Row
+from vlfit.plan.ledger import Settings
+from vlfit.server.closing import Closing
+from vlfit.server.failures import JSONReply
+from vlfit.server.threads import Threads
+
+VERSION = 1
+FRESH_SECONDS = 0.2  # an answer of this age is given again: however many look, the driver is asked this often
+
+
+class Status:
+    """The two routes. Belongs to one event loop."""
+
+    def __init__(self, backend: LocalBackend, expectation: Expectation, closing: Closing) -> None:
+        self._backend = backend
+        self._expectation = expectation
+        self._closing = closing
+        self._run = uuid4().hex[:12]
+        self._started = time.perf_counter()
+        self._watch: Watch | None = None
+        self._thread = Threads(1)
+        self._told: dict[str, Any] = {}
+        self._told_at = float("-inf")
+
+    async def status(self) -> Response:
+        """All of it."""
+        return JSONReply(await self._facts())
+
+    async def ledger(self) -> Response:
+        """What is planned and held, line by line."""
+        facts = await self._facts()
+        names = ("version", "model", "backend", "device", "settings", "ledger", "total", "over_plan", "note")
+        return JSONReply({name: facts[name] for name in names if name in facts})
+
+    async def _facts(self) -> dict[str, Any]:
+        return await self._thread.run(self._look)
+
+    def _look(self) -> dict[str, Any]:
+        """Called in one thread at a time."""
+        now = time.perf_counter()
+        if now - self._told_at < FRESH_SECONDS:
+            return self._told
+        facts: dict[str, Any] = {
+            "version": VERSION,
+            "vlfit": __version__,
+            "model": self._backend.model,
+            "state": "stopping" if self._closing.draining else "ready",
+            "pid": os.getpid(),
+            "run": self._run,
+            "uptime_s": round(now - self._started, 3),
+        }
+        if isinstance(self._backend, Accountable):
+            facts |= self._about_engine(self._backend)
+        self._told, self._told_at = facts, now
+        return facts
+
+    def _about_engine(self, backend: Accountable) -> dict[str, Any]:
+        account = backend.account()
+        watch = None
+        gpu = None
+        if account.settings.device != "cpu":
+            watch = self._watch = self._watch or Watch()
+            gpu = gpu_of(account, watch.look()[0])
+        found = ledger_rows(account, gpu, self._expectation)
+        return {
+            "backend": backend.kind,
+            **engine_facts(account),
+            "memory": memory_facts(account, gpu, found),
+            **ledger_facts(found, self._expectation, account),
+            "decode_step": {
+                "expected": _pace(self._expectation.expected),
+                "slowest": _pace(self._expectation.slowest),
+            },
+            "spills": bool(watch and watch.wsl2),
+        }
+
+
+def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
+    """What the plan says of the model that ``backend`` runs; ``gpus`` were read before it was loaded."""
+    if not isinstance(backend, Accountable):
+        return Expectation()
+    account = backend.account()
+    wishes = account.settings
+    if wishes.device == "cpu":
+        return actual.expect_in_ram(backend.checkpoint, wishes.kv_tokens, wishes.value_bytes)
+    gpu = gpu_of(account, gpus)
+    if gpu is None:
+        return Expectation(why_not="the driver's library does not tell of the GPU that the model is on")
+    settings = Settings(
+        backend.checkpoint.weights_format,
+        wishes.context,
+        wishes.image_tokens,
+        wishes.sequences,
+        wishes.chunk,
+    )
+    return actual.expect_on_gpu(backend.checkpoint, gpu, settings, wishes.value_bytes)
+
+
+def gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
+    """The GPU that the engine runs on, as the driver's library sees it; None on a CPU, or if it is unseen."""
+    if account.settings.device == "cpu":
+        return None
+    uuid = account.settings.gpu_uuid
+    same = [gpu for gpu in gpus if uuid and gpu.uuid == uuid]
+    if same:
+        return same[0]
+    _, _, number = account.settings.device.partition(":")
+    index = int(number) if number.isdigit() else 0
+    return gpus[index] if index < len(gpus) else None
+
+
+def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectation) -> tuple[Row, ...]:
+    """Planned and actual, line by line."""
+    held = account.holdings
+    if account.settings.device == "cpu":
+        return actual.held_in_ram(
+            expectation, held.weights, held.kv_cache, held.image_cache, held.resident_before
+        )
+    if gpu is None:
+        return actual.rows(expectation.lines, {**held.weights, "kv_cache": held.kv_cache}, {})
+    return actual.held_on_gpu(gpu, expectation, held.weights, held.kv_cache, held.reserved or 0)
+
+
+def engine_facts(account: EngineAccount) -> dict[str, Any]:
+    """Settings, requests, tokens, steps and blocks."""
+    settings, counters, pool = account.settings, account.counters, account.pool
+    return {
+        "device": settings.device,
+        "settings": {
+            "dtype": settings.dtype,
+            "context": settings.context,
+            "image_tokens": settings.image_tokens,
+            "sequences": settings.sequences,
+            "chunk": settings.chunk,
+            "kv_tokens": settings.kv_tokens,
+        },
+        "engine_s": round(account.seconds, 6),
+        "requests": {
+            "running": account.running,
+            "waiting": account.waiting,
+            "finished": counters.finished,
+            "cancelled": counters.cancelled,
+            "failed": counters.failed,
+        },
+        "tokens": {"prompt": counters.prompt_tokens, "generated": counters.tokens},
+        "steps": {
+            "count": counters.steps,
+            "seconds": round(counters.seconds, 6),
+            "decode_count": counters.decode_steps,
+            "decode_seconds": round(counters.decode_seconds, 6),
+            "decode_cached_tokens": counters.decode_cached,
+        },
+        "kv_blocks": {"total": pool.blocks, "used": pool.used, "tokens_each": pool.block_size},
+        "image_cache": {
+            "bytes": account.holdings.image_cache,
+            "limit": account.holdings.image_cache_limit,
+        },
+    }
+
+
+def memory_facts(account: EngineAccount, gpu: Gpu | None, found: tuple[Row, ...]) -> dict[str, Any]:
+    """The card (null on a CPU), torch's pool on it, and RAM. ``held`` is the server's own share of either."""
+    held = account.holdings
+    card, ours = None, held.resident
+    if gpu is not None:
+        desktop = next((row.actual for row in found if row.line == "desktop"), None) or 0
+        ours = max(gpu.total - gpu.free - desktop, 0)
+        card = {"name": gpu.name, "total": gpu.total, "free": gpu.free, "desktop": desktop}
+    names = ("allocated", "reserved", "peak_allocated", "peak_reserved")
+    return {
+        "gpu": card,
+        "held": ours if gpu is not None or account.settings.device == "cpu" else held.reserved,
+        "pool": {name: getattr(held, name) for name in names} if held.reserved is not None else None,
+        "ram": {"resident": held.resident},
+    }
+
+
+def ledger_facts(found: tuple[Row, ...], expectation: Expectation, account: EngineAccount) -> dict[str, Any]:
+    """The rows, their sums, and the lines that hold more than planned.
+
+    In RAM the sum is what the system counts, not that of the lines: pages not yet written are not there.
+    """
+    planned, held = actual.totals(found)
+    if account.settings.device == "cpu":
+        held = account.holdings.resident
+    return {
+        "ledger": [asdict(row) for row in found],
+        "total": {"planned": planned, "actual": held},
+        "over_plan": [{"line": line, "bytes": more} for line, more in actual.over_plan(found)],
+        **({"note": expectation.why_not} if expectation.why_not else {}),
+    }
+
+
+def _pace(pace: actual.Pace | None) -> dict[str, float] | None:
+    return None if pace is None else {"base_s": pace.base_s, "per_cached_token_s": pace.per_token_s}

@@ -1,0 +1,217 @@
+"""Alarms ring for the series that they are meant for, and for none of the many that look alike."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from vlfit.plan.actual import Pace
+from vlfit.plan.alarms import Limits, Rates, Sample, Work, alarms, crowded, leak, rates, spill
+from vlfit.units import GIB, MIB
+
+TOTAL = 8151 * MIB
+IDLE = Work(False, 3, 900, 120, 117, 2.0, 40_000)
+LIMITS = Limits(ours=6 * GIB, desktop=951 * MIB, reserve=128 * MIB, slowest=Pace(0.020, 1e-6), spills=True)
+
+
+def ids(samples: Sequence[Sample], limits: Limits = LIMITS) -> list[str]:
+    return [alarm.id for alarm in alarms(samples, limits)]
+
+
+# --- spill -------------------------------------------------------------------------------------------------
+
+
+def decoding(step_s: float, *, free: int = 100 * MIB, count: int = 5, steps: int = 10) -> list[Sample]:
+    """A look each second; between two of them ``steps`` steps of ``step_s`` that read 1000 tokens each."""
+    return [
+        Sample(
+            at=float(look),
+            run="a",
+            total=TOTAL,
+            free=free,
+            desktop=951 * MIB,
+            held=6 * GIB,
+            work=Work(True, 0, 500, look * steps, look * steps, look * steps * step_s, look * steps * 1000),
+        )
+        for look in range(count)
+    ]
+
+
+def test_slow_steps_on_a_full_card_that_may_spill() -> None:
+    alarm = spill(decoding(0.084), LIMITS)
+    assert alarm is not None
+    assert alarm.id == "spill"
+    assert "84 ms, 4.0 times" in alarm.what  # the slowest expected: 20 ms and 1000 tokens of 1 us
+    assert "(21 ms), with 100 MiB of the card free" in alarm.what
+
+
+@pytest.mark.parametrize(
+    ("samples", "limits"),
+    [
+        pytest.param(decoding(0.021), LIMITS, id="as slow as planned"),
+        pytest.param(decoding(0.041), LIMITS, id="not yet twice as slow"),
+        pytest.param(decoding(0.084, free=GIB), LIMITS, id="room on the card: something else is slow"),
+        pytest.param(decoding(0.084), replace(LIMITS, spills=False), id="this system refuses, never spills"),
+        pytest.param(decoding(0.084), replace(LIMITS, slowest=None), id="no bandwidth known"),
+        pytest.param(decoding(0.084, count=1), LIMITS, id="one look tells no time"),
+        pytest.param(decoding(0.084, count=2), LIMITS, id="ten steps are no average"),
+        pytest.param(decoding(0.084, steps=0), LIMITS, id="no steps"),
+        pytest.param([], LIMITS, id="nothing seen"),
+        pytest.param([Sample(0.0, total=TOTAL, free=0)] * 3, LIMITS, id="no server"),
+    ],
+)
+def test_no_spill(samples: list[Sample], limits: Limits) -> None:
+    assert spill(samples, limits) is None
+
+
+def test_long_contexts_may_take_longer() -> None:
+    """The bound is that of what was read, not of an empty cache."""
+    samples = [
+        replace(sample, work=replace(sample.work, decode_cached=sample.work.decode_steps * 60_000))
+        for sample in decoding(0.084)
+        if sample.work
+    ]
+    assert spill(samples, LIMITS) is None
+
+
+def test_a_spill_of_an_hour_ago_is_over() -> None:
+    samples = decoding(0.084)
+    later = [replace(samples[-1], at=samples[-1].at + 3600 + more) for more in range(3)]
+    assert spill([*samples, *later], LIMITS) is None
+
+
+# --- leak --------------------------------------------------------------------------------------------------
+
+
+def idle(held: Callable[[float], float], seconds: int = 60, work: Work = IDLE) -> list[Sample]:
+    """A look each second at a server that holds ``held(second)`` MiB and has nothing to do."""
+    return [
+        Sample(float(at), "a", TOTAL, GIB, 951 * MIB, round(held(at) * MIB), work)
+        for at in range(seconds + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param(lambda at: 4000 + at, id="a MiB a second"),
+        pytest.param(lambda at: 4000 + 10 * (at // 5), id="in steps"),
+        pytest.param(lambda at: 4000 + 2 * at + 3 * math.sin(at), id="with noise"),
+    ],
+)
+def test_memory_that_grows_with_no_request(held: Callable[[float], float]) -> None:
+    alarm = leak(idle(held))
+    assert alarm is not None
+    assert alarm.id == "leak"
+    assert "no request came" in alarm.what
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param(lambda at: 4000, id="flat"),
+        pytest.param(lambda at: 4000 + 5 * math.sin(at), id="noise"),
+        pytest.param(lambda at: 4000 + (200 if at > 30 else 0), id="one jump"),
+        pytest.param(lambda at: 4000 + min(at, 8) * 50, id="it settles after a request"),
+        pytest.param(lambda at: 4000 + 100 * (1 - math.exp(-at / 5)), id="it settles slowly"),
+        pytest.param(lambda at: 4000 - at, id="it shrinks"),
+        pytest.param(lambda at: 4000 + 40 * (at % 20) / 20, id="saw teeth"),
+        pytest.param(lambda at: 4000 + at / 4, id="too little to tell"),
+    ],
+)
+def test_no_leak(held: Callable[[float], float]) -> None:
+    assert leak(idle(held)) is None
+
+
+def test_growth_is_a_leak_only_while_nothing_runs_or_comes() -> None:
+    growing = idle(lambda at: 4000 + 2 * at)
+    assert leak(growing) is not None
+    busy = idle(lambda at: 4000 + 2 * at, work=replace(IDLE, busy=True))
+    assert leak(busy) is None
+    one_each_second = [
+        replace(sample, work=replace(IDLE, requests=number)) for number, sample in enumerate(growing)
+    ]
+    assert leak(one_each_second) is None
+    assert leak(growing[:20]) is None  # too short to tell
+    assert leak([replace(sample, work=None) for sample in growing]) is None  # no server
+    assert leak([]) is None
+
+
+def test_a_series_ends_where_the_server_was_started_again() -> None:
+    """Two short times of growth in two processes are none that is long enough."""
+    growing = idle(lambda at: 4000 + 2 * at, seconds=40)
+    assert ids(growing) == ["leak"]
+    restarted = [replace(sample, run="b") if sample.at > 20 else sample for sample in growing]
+    assert ids(restarted) == []
+
+
+# --- the reserve -------------------------------------------------------------------------------------------
+
+
+def beside(desktop: int, *, held: int = 6 * GIB, count: int = 3) -> list[Sample]:
+    """Looks at a server that holds ``held`` beside ``desktop`` MiB of others."""
+    free = TOTAL - desktop * MIB - held
+    return [Sample(float(at), "a", TOTAL, free, desktop * MIB, held, IDLE) for at in range(count)]
+
+
+def test_a_desktop_that_eats_the_reserve() -> None:
+    alarm = crowded(beside(1950), LIMITS)  # 8151 - 6144 - 1950 leaves 57 of 128
+    assert alarm is not None
+    assert "1.90 GiB of the card, 999 MiB more than when the server started" in alarm.what
+    assert "reserve of 128 MiB (57.0 MiB of it are left)" in alarm.what
+
+
+def test_what_the_server_may_still_take_counts() -> None:
+    """5 GiB are held, 6 are planned: the GiB to come is not free for others."""
+    assert crowded(beside(1950, held=5 * GIB), LIMITS) is not None
+
+
+def test_nothing_left_and_more() -> None:
+    alarm = crowded(beside(1990, held=6 * GIB - 100 * MIB), LIMITS)
+    assert alarm is not None
+    assert "17.0 MiB of it are left" in alarm.what
+    alarm = crowded(beside(2050, held=6 * GIB - 100 * MIB), LIMITS)
+    assert alarm is not None
+    assert "(and 43.0 MiB more)" in alarm.what
+
+
+@pytest.mark.parametrize(
+    ("samples", "limits"),
+    [
+        pytest.param(beside(951), LIMITS, id="as planned"),
+        pytest.param(beside(1850), LIMITS, id="more, but within the headroom"),
+        pytest.param(beside(951, held=7100 * MIB), LIMITS, id="our own doing"),
+        pytest.param([*beside(951), *beside(1990, count=2)], LIMITS, id="for a moment"),
+        pytest.param(beside(1990), replace(LIMITS, reserve=None), id="no plan"),
+        pytest.param([Sample(0.0, "a", held=GIB, work=IDLE)] * 3, LIMITS, id="on a CPU"),
+        pytest.param([Sample(0.0, "", TOTAL, 0, TOTAL)] * 3, LIMITS, id="no server"),
+        pytest.param([], LIMITS, id="nothing seen"),
+    ],
+)
+def test_not_crowded(samples: list[Sample], limits: Limits) -> None:
+    assert crowded(samples, limits) is None
+
+
+# --- together ----------------------------------------------------------------------------------------------
+
+
+def test_a_single_look_may_ring_for_what_a_single_look_shows() -> None:
+    assert ids(beside(1990, count=1)) == ["crowded"]
+
+
+def test_several_at_once() -> None:
+    samples = [replace(sample, desktop=1990 * MIB, free=17 * MIB) for sample in decoding(0.084)]
+    assert ids(samples) == ["spill", "crowded"]
+
+
+def test_rates() -> None:
+    first, second = decoding(0.03, count=2)
+    seen = rates(first, second)
+    assert seen is not None
+    assert (seen.tokens, seen.prompt_tokens, seen.cached) == (10.0, 0.0, 1000.0)
+    assert seen.step_s == pytest.approx(0.03)
+    assert rates(first, replace(second, run="b")) is None
+    assert rates(first, first) is None
+    assert rates(first, replace(second, work=None)) is None
+    assert rates(second, replace(second, at=9.0)) == Rates(0.0, 0.0, None, 0.0)
