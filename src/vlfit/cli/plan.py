@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlfit.cli.calibrate import measure, warn_of_broken
 from vlfit.cli.machine_options import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
 from vlfit.cli.printing import Printer, cannot_write
 from vlfit.errors import DoesNotFit, UsageError, VlfitError
@@ -26,6 +27,7 @@ Examples:
   vlfit plan 4B --gpu "RTX 5060" --desktop 951MiB --wsl2
   vlfit plan ~/models/my-qwen3-vl --weights int4 --json
   vlfit plan 8B --gpu "RTX 4090" --svg plan.svg
+  vlfit plan --calibrate
 """
 
 
@@ -75,6 +77,10 @@ def plan(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Also plan for this machine with more memory free, and others.")
     ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="First measure this GPU, in under a minute, and keep it."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the ledger of MODEL into an SVG file.")
@@ -99,6 +105,9 @@ def plan(
         raise UsageError("--svg draws the ledger of one model", "name it: vlfit plan MODEL --svg FILE")
     chosen = chosen_machine(machine, gpu, desktop, wsl2)
     printer = Printer(json=json)
+    if calibrate:
+        measure(chosen, printer, elsewhere=machine is not None or gpu is not None)
+    warn_of_broken(chosen, printer)
     fits = (
         _everything(chosen, wishes, printer, what_if, json)
         if model is None

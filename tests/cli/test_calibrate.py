@@ -1,0 +1,119 @@
+"""``vlfit plan --calibrate``: measured first, then planned with; and a broken file is said."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Vlfit
+from tests.machine import nvml
+from tests.plan.test_calibration import NUMBERS
+from vlfit.machine.model import Gpu
+from vlfit.plan import measured
+from vlfit.plan.measured import Measured, file_of
+from vlfit.units import MIB
+
+CARD = nvml.FakeCard()
+FILE = ("NVIDIA GeForce RTX 5060", "596.49", "2.13.0")
+
+
+@pytest.fixture(autouse=True)
+def _a_home_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measured, "_version_of_torch", lambda: FILE[2])
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is there, and measuring it gives NUMBERS; this process then holds 1 GiB more of it."""
+    nvml.install(monkeypatch, CARD)
+
+    def calibrate(gpu: Gpu, say: object) -> Measured:
+        assert callable(say)
+        say("memory")
+        nvml.install(monkeypatch, replace(CARD, free=CARD.free - 1024))
+        return replace(NUMBERS, gpu=gpu.name, driver=gpu.driver)
+
+    monkeypatch.setattr("vlfit.engine.calibrate.calibrate", calibrate)
+
+
+@pytest.mark.usefixtures("measuring")
+def test_the_plan_that_follows_counts_with_what_was_measured(vlfit: Vlfit) -> None:
+    before = vlfit("plan", "2B", "-w", "fp8")
+    ended = vlfit("plan", "2B", "-w", "fp8", "--calibrate")
+    assert "RTX 5060" in ended.err.splitlines()[0]
+    assert "CUDA and its libraries: 420 MiB; matrix products 8 MiB" in ended.err
+    assert str(file_of(*FILE)) in ended.err
+    assert file_of(*FILE).is_file()
+    assert "measured on this machine, 2026-11-21" not in before.out
+    assert "measured on this machine, 2026-11-21" in ended.out
+    assert re.search(r"desktop +951 ", ended.out)  # and not what measuring itself took
+    assert ended.code == 0
+
+
+@pytest.mark.usefixtures("measuring")
+def test_without_a_model_everything_is_planned(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "--calibrate")
+    assert ended.code == 0
+    assert "Qwen3-VL-4B-Instruct" in ended.out
+
+
+@pytest.mark.parametrize("where", [("--gpu", "RTX 5060"), ("--machine", "FILE")])
+def test_another_machine_cannot_be_measured_here(
+    vlfit: Vlfit, tmp_path: Path, where: tuple[str, str]
+) -> None:
+    file = tmp_path / "machine.json"
+    vlfit("machine", "--gpu", "RTX 4090", "--save", file)
+    option, value = where
+    ended = vlfit("plan", "4B", "--calibrate", option, file if value == "FILE" else value)
+    assert ended.code == 2
+    assert "--calibrate measures this machine" in ended.err
+    assert ended.out == ""
+
+
+def test_without_a_gpu_there_is_nothing_to_measure(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.install(monkeypatch, failure=nvml.LIBRARY_NOT_FOUND)
+    ended = vlfit("plan", "--calibrate")
+    assert ended.code == 1
+    assert "there is no GPU to measure" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_without_torch_nothing_can_be_measured(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.install(monkeypatch, CARD)
+    monkeypatch.delitem(sys.modules, "vlfit.engine.calibrate", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    ended = vlfit("plan", "--calibrate")
+    assert ended.code == 1
+    assert "measuring needs torch" in ended.err
+    assert "vlfit doctor" in ended.err
+
+
+def test_a_torch_that_sees_no_gpu_is_said(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real thing, as far as it gets with NVML's card and torch's none."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    nvml.install(monkeypatch, CARD)
+    ended = vlfit("plan", "--calibrate")
+    assert ended.code == 1
+    assert "sees 0 CUDA device(s)" in ended.err
+    assert not file_of(*FILE).exists()
+
+
+def test_a_broken_file_is_a_warning_and_the_table_is_used(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml.install(monkeypatch, CARD)
+    sound = vlfit("plan", "4B", "-w", "fp8", "--json")
+    assert sound.err == ""
+    path = measured.save(NUMBERS)
+    path.write_text(path.read_text().replace(f'"context": {420 * MIB}', '"context": "much"'))
+    broken = vlfit("plan", "4B", "-w", "fp8", "--json")
+    assert broken.code == sound.code
+    assert "warning: the calibration" in broken.err
+    assert "context is 'much', no number" in broken.err
+    assert "vlfit plan --calibrate" in broken.err
+    assert len(broken.err.splitlines()) == 1
