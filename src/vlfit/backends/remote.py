@@ -36,7 +36,7 @@ class RemoteBackend:
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         import httpx  # a tenth of a second, which nobody should pay who runs a model in process
 
-        self._url = _base(url)
+        self._url = base_url(url)
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
@@ -57,10 +57,10 @@ class RemoteBackend:
         body = openai_wire.chat_body(conversation, sampling, self.model, vlfit_server=self._is_vlfit)
         started = time.perf_counter()
         request = self._client.build_request("POST", f"{self._url}/chat/completions", json=body)
-        with self._failures():
+        with failures_in_words(self._url):
             response = self._client.send(request, stream=True)
         if response.status_code != 200:
-            with self._failures():
+            with failures_in_words(self._url):
                 text = response.read().decode("utf-8", "replace")
             response.close()
             raise openai_wire.error_from(response.status_code, text)
@@ -87,7 +87,7 @@ class RemoteBackend:
 
     def _models(self, *, optional: bool) -> list[dict[str, Any]]:
         """The cards of ``/v1/models``; a server without it is fine if the model's name is known."""
-        with self._failures():
+        with failures_in_words(self._url):
             response = self._client.get(f"{self._url}/models")
         if response.status_code == 404 and optional:
             return []
@@ -102,29 +102,6 @@ class RemoteBackend:
         if not cards and not optional:
             raise RemoteError(f"the server at {self._url} names no model", "name one with --model")
         return cards
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Whatever goes wrong on the way, in our words."""
-        import httpx
-
-        try:
-            yield
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ServerUnreachable(
-                f"no server answers at {self._url}: {error}", "start one with `vlfit serve`, or check the URL"
-            ) from error
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise UsageError(f"{self._url} is no URL of a server: {error}", "use http://host:port") from error
-        except httpx.TimeoutException as error:
-            raise RemoteError(
-                f"the server at {self._url} said nothing for {SILENCE_SECONDS:.0f} s", "look at its log"
-            ) from error
-        except httpx.HTTPError as error:
-            raise RemoteError(
-                f"the connection to {self._url} broke off: {error or type(error).__name__}",
-                "look at the server's log",
-            ) from error
 
 
 class RemoteStream:
@@ -175,7 +152,7 @@ class RemoteStream:
     def _read(self) -> Generator[Chunk, None, None]:
         """Chunks as they come, and a last one without text: OpenAI sends the usage after the last words."""
         try:
-            with self._backend._failures():
+            with failures_in_words(self._backend._url):
                 for event in openai_wire.read_events(self._response.iter_lines()):
                     chunk = self._take(event)
                     if chunk is not None:
@@ -212,7 +189,30 @@ class RemoteStream:
         return Timings(0.0, (self._first_token or now) - self._started, now - self._started, tokens)
 
 
-def _base(url: str) -> str:
+@contextmanager
+def failures_in_words(url: str, silence: float = SILENCE_SECONDS) -> Iterator[None]:
+    """Whatever goes wrong on the way to the server at ``url`` within the block, in our words."""
+    import httpx
+
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise ServerUnreachable(
+            f"no server answers at {url}: {error}", "start one with `vlfit serve`, or check the URL"
+        ) from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise UsageError(f"{url} is no URL of a server: {error}", "use http://host:port") from error
+    except httpx.TimeoutException as error:
+        raise RemoteError(
+            f"the server at {url} said nothing for {silence:.0f} s", "look at its log"
+        ) from error
+    except httpx.HTTPError as error:
+        raise RemoteError(
+            f"the connection to {url} broke off: {error or type(error).__name__}", "look at the server's log"
+        ) from error
+
+
+def base_url(url: str) -> str:
     """``url`` with a scheme and ``/v1``, without a slash at its end."""
     url = url.strip().rstrip("/")
     if not url:
