@@ -3,45 +3,17 @@
 Needs a Python that has vLLM: this one, or the one that VLFIT_VLLM_PYTHON names.
 """
 
-import importlib.util
 import io
-import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from tests.doctor.real_lines import REAL_LINES
+from tests.vllm_parser import PYTHON, refused_by_vllm
 from vlfit.doctor.diagnose import examine
 from vlfit.machine.cards import card
 from vlfit.units import MIB
-
-PYTHON = os.environ.get("VLFIT_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
-# The parser moved house: vLLM 0.33, 0.29 to 0.32, and before.
-PROGRAM = """
-import contextlib, importlib, io, json, sys
-for home in ("common", "launchers", "openai"):
-    with contextlib.suppress(ModuleNotFoundError):
-        module = importlib.import_module(f"vllm.entrypoints.{home}.cli_args")
-        break
-try:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-except ImportError:
-    from vllm.utils import FlexibleArgumentParser
-parser = module.make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-refused = {}
-for words in json.load(sys.stdin):
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            module.validate_parsed_serve_args(parser.parse_args(words))
-    except SystemExit:
-        refused[" ".join(words)] = said.getvalue()[-300:]
-print("REFUSED " + json.dumps(refused))
-"""
 
 
 def commands() -> list[list[str]]:
@@ -72,14 +44,4 @@ def test_there_are_commands_to_check() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
 def test_vllm_takes_every_command() -> None:
-    wanted = [*commands(), ["a/b", "--no-such-flag"]]
-    ended = subprocess.run(
-        [PYTHON, "-c", PROGRAM], input=json.dumps(wanted), capture_output=True, text=True, timeout=280
-    )
-    answers = [line for line in ended.stdout.splitlines() if line.startswith("REFUSED ")]
-    assert answers, ended.stderr[-2000:]
-    refused = json.loads(answers[0].removeprefix("REFUSED "))
-    # The parser does refuse: else this test would prove nothing.
-    assert "a/b --no-such-flag" in refused
-    del refused["a/b --no-such-flag"]
-    assert refused == {}
+    assert refused_by_vllm(commands()) == {}

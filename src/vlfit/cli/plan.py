@@ -28,6 +28,7 @@ Examples:
   vlfit plan ~/models/my-qwen3-vl --weights int4 --json
   vlfit plan 8B --gpu "RTX 4090" --svg plan.svg
   vlfit plan --calibrate
+  vlfit plan 4B --backend vllm --vllm-version 0.22
 """
 
 
@@ -43,6 +44,7 @@ class Backend(StrEnum):
     """What ``--backend`` takes."""
 
     native = "native"
+    vllm = "vllm"
     transformers = "transformers"
 
 
@@ -69,6 +71,12 @@ def plan(
     backend: Annotated[
         Backend | None,
         typer.Option(help="Who runs the model.  [default: native; transformers if it is text-only]"),
+    ] = None,
+    vllm_version: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION", help="With --backend vllm: plan for this one.  [default: the installed]"
+        ),
     ] = None,
     machine: MachineFile = None,
     gpu: GpuName = None,
@@ -100,6 +108,7 @@ def plan(
         sequences,
         weights.value if weights else None,
         backend.value if backend else None,
+        vllm_version,
     )
     if svg is not None and model is None:
         raise UsageError("--svg draws the ledger of one model", "name it: vlfit plan MODEL --svg FILE")

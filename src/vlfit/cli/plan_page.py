@@ -41,6 +41,7 @@ _LETTERS = {
     "vision_workspace": "v",
     "text_workspace": "t",
     "graphs": "g",
+    "growth": "G",
     "reserve": "r",
 }
 
@@ -58,6 +59,10 @@ def page(plan: "Plan") -> str:
         console.print(line)
     for line in _advice(plan):
         console.print(line)
+    if plan.flags:
+        console.print(_flags(plan))
+    for remark in plan.remarks:
+        console.print(plain(remark, terminal=True))
     return _text(console)
 
 
@@ -221,9 +226,31 @@ def _advice(plan: "Plan") -> list[str]:
     if plan.fits and plan.model.converted_from:
         made = f"vlfit convert {plan.model.converted_from} --weights {plan.model.weights}"
         lines.append(f"Make it with: {plain(made, terminal=True)}")
-    if plan.command is not None:
+    if plan.flags:
+        lines += ["Start it with:", *_command_of_many_lines(plan)]
+    elif plan.command is not None:
         lines.append(f"Start it with: {plain(shlex.join(plan.command), terminal=True)}")
     return lines
+
+
+def _command_of_many_lines(plan: "Plan") -> list[str]:
+    """A long command so that it can be copied: a flag on each line, backslashes between them."""
+    words = plan.command or ()
+    lines = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
+    lines.append(shlex.join(words[:3]))
+    lines += ["  " + shlex.join(flag.words) for flag in plan.flags if flag.flag not in plan.environment]
+    return [f"  {plain(line, terminal=True)}" + " \\" * (line is not lines[-1]) for line in lines]
+
+
+def _flags(plan: "Plan") -> Table:
+    """What each flag is for: the line of the ledger that it moves, and why it is there."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("flag", no_wrap=True)
+    table.add_column("moves", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for flag in plan.flags:
+        table.add_row(flag.flag, flag.line, plain(flag.why, terminal=True))
+    return table
 
 
 def _mib(count: int) -> str:

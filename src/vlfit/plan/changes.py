@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Host
-from vlfit.plan.ledger import Settings, held_by_others, ledger
+from vlfit.plan.ledger import NATIVE, VLLM, Settings, held_by_others, ledger
 from vlfit.plan.model import Model
 
 SHOWN = 3
+_LEAST_CHUNK = 128  # the fewest tokens of a pass that plans of the native engine have
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def _all(refused: Refused, contexts: tuple[int, ...], image_tokens: tuple[int, .
     yield from _desktop(refused)
     settings = refused.settings
     yield from _setting(refused, "sequences", settings.sequences, (1,))
+    yield from _own_engine(refused)
     yield from _formats(refused)
     yield from _setting(refused, "image tokens", settings.image_tokens, image_tokens)
     yield from _setting(refused, "context", settings.context, contexts)
@@ -86,6 +88,15 @@ def _setting(refused: Refused, name: str, now: int, steps: tuple[int, ...]) -> I
             break
     if best is not None:
         yield best
+
+
+def _own_engine(refused: Refused) -> Iterator[Change]:
+    """The same settings without what only vLLM takes."""
+    if refused.backend == VLLM and refused.model.vision is not None:
+        settings = replace(refused.settings, chunk=_LEAST_CHUNK, graphs=False)
+        before = total(refused.model, refused.gpu, VLLM, refused.settings)
+        freed = before - total(refused.model, refused.gpu, NATIVE, settings)
+        yield Change("vlfit's own engine instead of vLLM (leave out --backend)", freed)
 
 
 def _formats(refused: Refused) -> Iterator[Change]:

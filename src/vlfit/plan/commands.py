@@ -1,27 +1,40 @@
 """From a plan's settings to the command that starts its backend.
 
-Knows: the options of ``vlfit serve``. A backend that has no command (a library, or one whose settings no
-option carries) has none here.
+Knows: the options of ``vlfit serve``; those of ``vllm serve`` are in ``vllm/command.py``. A backend that has
+no command (a library, or one whose settings no option carries) has none here.
 """
 
-from vlfit.plan.ledger import NATIVE, Settings
+from vlfit.machine.model import Gpu, Machine
+from vlfit.plan.ledger import NATIVE, VLLM, Line, Settings
 from vlfit.plan.model import Model
+from vlfit.plan.vllm import command as vllm
+from vlfit.plan.vllm.command import Start
+from vlfit.plan.vllm.versions import Version
 
 SERVE_CHUNK = 1024  # tokens of a pass when `vlfit serve` is not told otherwise
 
 
-def command_of(model: Model, backend: str, settings: Settings) -> tuple[list[str] | None, dict[str, str]]:
+def start_of(
+    model: Model,
+    backend: str,
+    settings: Settings,
+    lines: tuple[Line, ...],
+    machine: Machine,
+    gpu: Gpu,
+    version: Version | None,
+) -> Start | None:
     """The command's words and the environment that it needs; None where no command starts this plan."""
-    makers = {NATIVE: _native}
-    make = makers.get(backend)
-    return make(model, settings) if make else (None, {})
+    if backend == VLLM and version is not None:
+        several = len(machine.gpus) > 1
+        return vllm.start(model, settings, lines, gpu, version, wsl2=machine.host.wsl2, several=several)
+    return _native(model, settings) if backend == NATIVE else None
 
 
-def _native(model: Model, settings: Settings) -> tuple[list[str] | None, dict[str, str]]:
-    words = ["vlfit", "serve", model.name, "--context", str(settings.context)]
+def _native(model: Model, settings: Settings) -> Start:
+    words = ["vlfit", "serve", model.place, "--context", str(settings.context)]
     words += ["--sequences", str(settings.sequences)]
     if settings.image_tokens:
         words += ["--image-tokens", str(settings.image_tokens)]
     if settings.chunk != SERVE_CHUNK:
         words += ["--chunk", str(settings.chunk)]
-    return words, {}
+    return Start(tuple(words))

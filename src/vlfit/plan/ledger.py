@@ -11,10 +11,12 @@ from vlfit.machine.model import Gpu
 from vlfit.plan import calibration, costs
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
 from vlfit.plan.model import Model
+from vlfit.plan.vllm import constants as vllm_constants
+from vlfit.plan.vllm import costs as vllm_costs
 from vlfit.units import MIB
 
-NATIVE, TRANSFORMERS = "native", "transformers"
-BACKENDS = (NATIVE, TRANSFORMERS)
+NATIVE, VLLM, TRANSFORMERS = "native", "vllm", "transformers"
+BACKENDS = (NATIVE, VLLM, TRANSFORMERS)
 IMAGE_CACHE = 64 * MIB  # features of pictures seen before (``EngineOptions.image_cache_bytes``)
 
 
@@ -22,7 +24,8 @@ IMAGE_CACHE = 64 * MIB  # features of pictures seen before (``EngineOptions.imag
 class Settings:
     """What a backend is started with: tokens of a request, of a picture, requests at once, tokens of a pass.
 
-    ``image_tokens`` is 0 for a model without eyes.
+    ``image_tokens`` is 0 for a model without eyes. ``graphs``: whether vLLM compiles the model and captures
+    CUDA graphs; the other backends do neither.
     """
 
     weights: str
@@ -30,6 +33,7 @@ class Settings:
     image_tokens: int
     sequences: int
     chunk: int
+    graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Line:
 
 def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Line, ...]:
     """Every line, in the order in which the memory is taken."""
+    if backend == VLLM:
+        return _of_vllm(model, gpu, settings)
     constants = calibration.constants_for(gpu)
     return (
         Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
@@ -57,13 +63,14 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
         _kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings, constants),
         Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs"),
-        Line(
-            "reserve",
-            calibration.RESERVE.bytes + model.rounding,
-            MODELLED,
-            f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice); large tensors rounded up to 2 MiB",
-        ),
+        _reserve(model),
     )
+
+
+def _reserve(model: Model) -> Line:
+    air = f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice)"
+    note = f"{air}; large tensors rounded up to 2 MiB"
+    return Line("reserve", calibration.RESERVE.bytes + model.rounding, MODELLED, note)
 
 
 def _context_note(constants: Constants) -> str:
@@ -90,6 +97,8 @@ def _weights(model: Model) -> tuple[Line, Line, Line]:
 
 def pool_tokens(backend: str, settings: Settings) -> int:
     """Tokens that the KV cache holds: the engine's pool, or in transformers every request at full length."""
+    if backend == VLLM:
+        return vllm_costs.pool_tokens(settings)
     if backend == NATIVE:
         return costs.kv_tokens(settings.context, settings.sequences)
     return settings.context * settings.sequences
@@ -97,7 +106,7 @@ def pool_tokens(backend: str, settings: Settings) -> int:
 
 def _kv_cache(model: Model, backend: str, settings: Settings) -> Line:
     tokens = pool_tokens(backend, settings)
-    blocks = f", in blocks of {costs.BLOCK_SIZE}" if backend == NATIVE else ""
+    blocks = f", in blocks of {costs.BLOCK_SIZE}" if backend != TRANSFORMERS else ""
     note = f"{tokens} tokens of {model.kv_bytes_per_token:,} bytes{blocks}"
     return Line("kv_cache", tokens * model.kv_bytes_per_token, EXACT, note)
 
@@ -149,3 +158,55 @@ def _vision_peak(vision: VisionConfig, backend: str, settings: Settings) -> int:
         tokens = settings.image_tokens * settings.sequences
         return round(tokens * calibration.TRANSFORMERS_VISION_PER_TOKEN.value)
     return costs.vision_peak(vision, settings.image_tokens)
+
+
+def _of_vllm(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+    """The lines of a vLLM process, and of what it grows by after its start."""
+    outside, libraries = vllm_constants.CONTEXT, vllm_constants.LIBRARIES
+    growth = vllm_costs.growth(settings)
+    captured = "of few sequences, as vLLM captures them" if settings.graphs else "none: --enforce-eager"
+    return (
+        Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
+        Line(
+            "context",
+            outside.bytes + libraries.bytes,
+            MODELLED,
+            f"{outside.bytes / MIB:.0f} MiB of CUDA outside vLLM's budget, {libraries.bytes / MIB:.0f} MiB "
+            f"of libraries inside; measured on one H200 (vLLM {vllm_constants.MEASURED_WITH})",
+        ),
+        *_weights(model),
+        _kv_cache(model, VLLM, settings),
+        *_workspaces_of_vllm(model, settings),
+        Line("graphs", vllm_costs.graphs(settings), MODELLED, captured),
+        Line("growth", growth, MODELLED, "what vLLM takes beyond its budget at its first requests"),
+        _reserve(model),
+    )
+
+
+def _workspaces_of_vllm(model: Model, settings: Settings) -> tuple[Line, Line]:
+    """As above: of tower and text model the larger peak, and what both keep."""
+    text = vllm_costs.text_peak(model, settings)
+    positions = vllm_costs.positions(model)
+    kept = positions + vllm_costs.deepstack_buffers(model, settings)
+    says = (
+        f"{kept / MIB:.0f} MiB stay, {positions / MIB:.0f} of them a table of positions; peak of a pass of "
+    )
+    says += f"{settings.chunk} tokens{', compiling included' if settings.graphs else ''} {text / MIB:.0f} MiB"
+    if model.vision is None or not settings.image_tokens:
+        return Line("vision_workspace", 0, EXACT, "no pictures"), Line(
+            "text_workspace", kept + text, MODELLED, says
+        )
+    vision = vllm_costs.vision_peak(model.vision, settings)
+    features = vllm_costs.picture_cache(model.vision, settings)
+    together = vllm_costs.tokens_encoded_together(settings)
+    stays = f"{features / MIB:.0f} MiB of features stay"
+    note = f"{stays}; peak {vision / MIB:.0f} MiB for {together} image tokens at once"
+    if vision >= text:
+        return (
+            Line("vision_workspace", features + vision, MODELLED, note),
+            Line("text_workspace", kept, MODELLED, f"{says}, which vision_workspace lends"),
+        )
+    return (
+        Line("vision_workspace", features, MODELLED, f"{note}, which text_workspace lends"),
+        Line("text_workspace", kept + text, MODELLED, says),
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vlfit.machine.model import Gpu
-from vlfit.plan.ledger import held_by_others, pool_tokens
+from vlfit.plan.ledger import VLLM, held_by_others, pool_tokens
 from vlfit.plan.search import Plan
 from vlfit.plan.speed import Range, Speed
 
@@ -30,6 +30,7 @@ def facts(plan: Plan) -> dict[str, Any]:
             "sequences": settings.sequences,
             "chunk": settings.chunk,
             "kv_tokens": pool_tokens(plan.backend, settings),
+            **({"graphs": settings.graphs} if plan.backend == VLLM else {}),
         },
         "ledger": [
             {"line": line.line, "bytes": line.bytes, "how": line.how, "note": line.note}
@@ -41,6 +42,20 @@ def facts(plan: Plan) -> dict[str, Any]:
         "command": None if plan.command is None else list(plan.command),
         "environment": dict(plan.environment),
         "changes": [{"what": change.what, "frees": change.frees} for change in plan.changes],
+        **_vllm_facts(plan),
+    }
+
+
+def _vllm_facts(plan: Plan) -> dict[str, Any]:
+    """What only plans for vLLM have: each flag with the line it moves, and remarks."""
+    if plan.backend != VLLM:
+        return {}
+    return {
+        "flags": [
+            {"flag": flag.flag, "value": flag.value, "line": flag.line, "why": flag.why}
+            for flag in plan.flags
+        ],
+        "remarks": list(plan.remarks),
     }
 
 

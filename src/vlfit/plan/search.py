@@ -15,15 +15,19 @@ from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.changes import Change, Refused, cheapest
-from vlfit.plan.commands import command_of
-from vlfit.plan.ledger import BACKENDS, NATIVE, TRANSFORMERS, Line, Settings, ledger
+from vlfit.plan.commands import start_of
+from vlfit.plan.ledger import BACKENDS, NATIVE, TRANSFORMERS, VLLM, Line, Settings, ledger
 from vlfit.plan.model import Model
 from vlfit.plan.speed import Speed, predict
+from vlfit.plan.vllm.command import Flag, remarks
+from vlfit.plan.vllm.costs import LEAST_PIXELS, pixels_of_token
+from vlfit.plan.vllm.versions import Version, check_card, chosen_version, parse_version
 
 CONTEXTS = (8192, 4096, 2048)
 IMAGE_TOKENS = (2560, 1280, 1024, 768, 512, 256)
 SEQUENCES = (4, 2, 1)
 CHUNKS = (1024, 512, 256, 128)
+VLLM_CHUNKS = (2048, 1024, 512)
 _LEAST_CONTEXT = 16  # of ``EngineOptions``
 _LEAST_IMAGE_TOKENS = 4
 
@@ -37,6 +41,7 @@ class Wishes:
     sequences: int | None = None
     weights: str | None = None
     backend: str | None = None
+    vllm_version: str | None = None
 
     def __post_init__(self) -> None:
         least = {"context": _LEAST_CONTEXT, "image_tokens": _LEAST_IMAGE_TOKENS, "sequences": 1}
@@ -51,6 +56,14 @@ class Wishes:
                 raise UsageError(
                     f"--{name} is {value!r}", f"plans are made for {', '.join(known)}", param=name
                 )
+        if self.vllm_version is not None:
+            if self.backend != VLLM:
+                raise UsageError(
+                    "--vllm-version says which vLLM a plan is for",
+                    f"add --backend {VLLM}",
+                    param="vllm_version",
+                )
+            parse_version(self.vllm_version)
         if self.context and self.image_tokens and self.image_tokens >= self.context:
             raise UsageError(
                 f"a picture of {self.image_tokens} tokens fills a context of {self.context}",
@@ -72,6 +85,8 @@ class Plan:
     command: tuple[str, ...] | None
     environment: dict[str, str] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    flags: tuple[Flag, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -111,13 +126,14 @@ def plan(
     ``DeviceError`` where there is no GPU, and ``UsageError`` for wishes that this model cannot have.
     """
     gpu = emptiest(machine)
-    candidates = _runnable(models, wishes)
+    version = chosen_version(wishes.vllm_version) if wishes.backend == VLLM else None
+    candidates = _runnable(models, wishes, gpu, version)
     smallest: tuple[int, Model, str, Settings] | None = None
     for settings, model, backend in _candidates(candidates, wishes):
         lines = ledger(model, gpu, backend, settings)
         spent = sum(line.bytes for line in lines)
         if spent <= gpu.total:
-            return _finished(model, backend, machine, gpu, settings, lines)
+            return _finished(model, backend, machine, gpu, settings, lines, version)
         if smallest is None or spent < smallest[0]:
             smallest = (spent, model, backend, settings)
     if smallest is None:
@@ -126,7 +142,7 @@ def plan(
             "wish for a smaller --context or fewer --image-tokens",
         )
     _, model, backend, settings = smallest
-    return _refused(model, backend, machine, gpu, settings, tuple(others()))
+    return _refused(model, backend, machine, gpu, settings, tuple(others()), version)
 
 
 def emptiest(machine: Machine) -> Gpu:
@@ -139,12 +155,18 @@ def emptiest(machine: Machine) -> Gpu:
     return with_bandwidth(max(machine.gpus, key=lambda gpu: gpu.free))
 
 
-def _runnable(models: list[Model], wishes: Wishes) -> list[tuple[Model, str]]:
-    """Each model with its backend; of several, those that the wished backend runs. Raises if it runs none."""
+def _runnable(
+    models: list[Model], wishes: Wishes, gpu: Gpu, version: Version | None
+) -> list[tuple[Model, str]]:
+    """Each model with its backend; of several, those that it runs on this GPU. Raises if it runs none."""
     found, refusals = [], []
     for model in models:
         try:
-            found.append((model, _backend(model, wishes)))
+            backend = _backend(model, wishes)
+            if version is not None:
+                _check_pictures(model, wishes)
+                check_card(model, gpu.name, gpu.compute_capability, version)
+            found.append((model, backend))
         except UsageError as error:
             refusals.append(error)
     if refusals and not found:
@@ -167,6 +189,19 @@ def _backend(model: Model, wishes: Wishes) -> str:
     return backend
 
 
+def _check_pictures(model: Model, wishes: Wishes) -> None:
+    """Raises ``UsageError`` for pictures smaller than the processor in vLLM makes them."""
+    if model.vision is None or wishes.image_tokens is None:
+        return
+    least = LEAST_PIXELS // pixels_of_token(model.vision)
+    if wishes.image_tokens < least:
+        raise UsageError(
+            f"--image-tokens is {wishes.image_tokens}; vLLM enlarges pictures of fewer than {least} tokens",
+            f"use --image-tokens {least} or more",
+            param="image_tokens",
+        )
+
+
 def _candidates(models: list[tuple[Model, str]], wishes: Wishes) -> Iterator[tuple[Settings, Model, str]]:
     """Settings in the order of preference, each with every format before the next step down."""
     sees = [model.vision is not None for model, _ in models]
@@ -181,9 +216,19 @@ def _candidates(models: list[tuple[Model, str]], wishes: Wishes) -> Iterator[tup
                 for model, backend in models:
                     if not _possible(model, context, image_tokens, wishes):
                         continue
-                    for chunk in CHUNKS if backend == NATIVE else (context,):
-                        settings = Settings(model.weights, context, image_tokens, sequences, chunk)
+                    for chunk, graphs in _passes(backend, context):
+                        settings = Settings(model.weights, context, image_tokens, sequences, chunk, graphs)
                         yield settings, model, backend
+
+
+def _passes(backend: str, context: int) -> Iterator[tuple[int, bool]]:
+    """Tokens of a pass, and whether there are CUDA graphs: both cost only time, and graphs are worth more."""
+    if backend == TRANSFORMERS:
+        yield context, False
+    elif backend == NATIVE:
+        yield from ((chunk, False) for chunk in CHUNKS)
+    else:
+        yield from ((chunk, graphs) for graphs in (True, False) for chunk in VLLM_CHUNKS)
 
 
 def _steps(wish: int | None, steps: Iterable[int]) -> tuple[int, ...]:
@@ -201,9 +246,15 @@ def _possible(model: Model, context: int, image_tokens: int, wishes: Wishes) -> 
 
 
 def _finished(
-    model: Model, backend: str, machine: Machine, gpu: Gpu, settings: Settings, lines: tuple[Line, ...]
+    model: Model,
+    backend: str,
+    machine: Machine,
+    gpu: Gpu,
+    settings: Settings,
+    lines: tuple[Line, ...],
+    version: Version | None,
 ) -> Plan:
-    words, environment = command_of(model, backend, settings)
+    start = start_of(model, backend, settings, lines, machine, gpu, version)
     return Plan(
         model=model,
         backend=backend,
@@ -212,13 +263,21 @@ def _finished(
         settings=settings,
         ledger=lines,
         speed=predict(model, gpu, backend, settings),
-        command=None if words is None else tuple(words),
-        environment=environment,
+        command=None if start is None else start.words,
+        environment={} if start is None else start.environment,
+        flags=() if start is None else start.flags,
+        remarks=_remarks(version, settings, gpu),
     )
 
 
 def _refused(
-    model: Model, backend: str, machine: Machine, gpu: Gpu, settings: Settings, others: tuple[Model, ...]
+    model: Model,
+    backend: str,
+    machine: Machine,
+    gpu: Gpu,
+    settings: Settings,
+    others: tuple[Model, ...],
+    version: Version | None,
 ) -> Plan:
     lines = ledger(model, gpu, backend, settings)
     deficit = sum(line.bytes for line in lines) - gpu.total
@@ -233,4 +292,9 @@ def _refused(
         speed=predict(model, gpu, backend, settings, deficit),
         command=None,
         changes=cheapest(refused, CONTEXTS, IMAGE_TOKENS),
+        remarks=_remarks(version, settings, gpu),
     )
+
+
+def _remarks(version: Version | None, settings: Settings, gpu: Gpu) -> tuple[str, ...]:
+    return () if version is None else tuple(remarks(version, settings, capability=gpu.compute_capability))

@@ -11,8 +11,9 @@ from vlfit.checkpoint.quantization import FP8, INT4
 from vlfit.machine.model import Gpu
 from vlfit.plan import calibration
 from vlfit.plan.calibration import Constants
-from vlfit.plan.ledger import NATIVE, Settings
+from vlfit.plan.ledger import NATIVE, VLLM, Settings
 from vlfit.plan.model import HALF, Matrix, Model
+from vlfit.plan.vllm.constants import LAUNCH_OF_GRAPHS, LAUNCH_OF_GRAPHS_LOW
 
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
 # Bytes read and written for each weight in one pass (``engine/layers/linear.py``). FP8: float32 copy (1 + 4),
@@ -57,6 +58,8 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     constants = calibration.constants_for(gpu)
     if backend != NATIVE:  # what was measured here is the native engine's
         constants = replace(constants, launch_low=calibration.LAUNCH_LOW, launch=calibration.LAUNCH)
+    if backend == VLLM and settings.graphs:
+        constants = replace(constants, launch_low=LAUNCH_OF_GRAPHS_LOW, launch=LAUNCH_OF_GRAPHS)
     cached = settings.image_tokens + TEXT_TOKENS
     weights = _pass_bytes(model, backend)
     moved = weights + cached * model.kv_bytes_per_token * (5 if backend == NATIVE else 1)

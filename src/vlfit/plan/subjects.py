@@ -29,7 +29,7 @@ def subjects(name: str, weights: str | None = None) -> list[Model]:
         return [_in_wanted_format(read_checkpoint(MINI, mini_folder()), weights)]
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return [_in_wanted_format(read_checkpoint(folder.resolve().name, folder), weights)]
+        return [_in_wanted_format(read_checkpoint(folder.resolve().name, folder), weights, str(folder))]
     if folder.is_file():
         raise _a_file(name, folder)
     entry = catalog.find(name)
@@ -76,11 +76,12 @@ def _sibling(entry: CatalogEntry, weights: str | None) -> CatalogEntry:
     )
 
 
-def _in_wanted_format(checkpoint: Checkpoint, weights: str | None) -> Model:
+def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = "") -> Model:
+    """``place``: the folder that was named, "" for a name. A conversion of it will lie beside it."""
     stored = checkpoint.weights_format
     if weights is None or weights == stored or (weights == BF16 and stored in ("fp16", "fp32")):
         known_by = "read from its headers"
-        return model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, known_by)
+        return model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, known_by, place=place)
     if checkpoint.config.quantization is not None or weights == BF16:
         raise UsageError(
             f"{checkpoint.name} is in {stored}; it cannot be made {weights} from that",
@@ -88,13 +89,15 @@ def _in_wanted_format(checkpoint: Checkpoint, weights: str | None) -> Model:
         )
     config = catalog.in_format(checkpoint.config, weights)
     _check_groups(checkpoint.config, weights, checkpoint.name)
+    name = f"{checkpoint.name}-{weights.upper()}"
     return model_of(
-        f"{checkpoint.name}-{weights.upper()}",
+        name,
         config,
         catalog.tensors_of(config),
         "counted for what vlfit convert would write",
         family=checkpoint.name,
-        converted_from=checkpoint.name,
+        converted_from=place or checkpoint.name,
+        place=str(Path(place).resolve().parent / name) if place else name.rpartition("/")[2],
     )
 
 

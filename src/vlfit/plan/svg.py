@@ -19,6 +19,7 @@ COLOURS = {
     "vision_workspace": "#009e73",
     "text_workspace": "#66c2a5",
     "graphs": "#cc79a7",
+    "growth": "#d55e00",
     "reserve": "#f0e442",
 }
 _FREE, _OVER = "#ffffff", "#d55e00"

@@ -1,0 +1,197 @@
+"""The ``vllm serve`` command that holds a plan: its flags, its environment, and what each is for.
+
+Knows: how flags are spelt in vLLM 0.11 to 0.33, and which line of the ledger each moves. Does not know how
+the settings were chosen. Two flags say how much memory: the KV cache in bytes, which is what vLLM allocates;
+and a share of the whole card, which with the bytes given moves nothing but is still checked against what is
+free at the start. The share is therefore what the plan counts for vLLM once it has grown: a start that passes
+that check has the room.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vlfit.checkpoint.source import MINI, mini_folder
+from vlfit.machine.model import Gpu
+from vlfit.plan.model import Model
+from vlfit.plan.vllm import constants, costs
+from vlfit.plan.vllm.versions import (
+    ASSUMED,
+    BFLOAT16_FROM,
+    INSTALLED,
+    NEWEST,
+    PINNED,
+    SIZES_ARE_FIXED_FROM,
+    Version,
+)
+from vlfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from vlfit.plan.ledger import Line, Settings
+
+NO_LINE = "-"  # a flag that moves nothing on the GPU
+_OUTSIDE = ("desktop", "reserve")  # lines that are not vLLM's
+_DIGITS = 1000  # a share is written with three digits, rounded down
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag with its ``value`` ("" for a switch), or a variable; the ledger's ``line`` it moves; ``why``."""
+
+    flag: str
+    value: str
+    line: str
+    why: str
+
+    @property
+    def words(self) -> list[str]:
+        return [self.flag, self.value] if self.value else [self.flag]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a plan is started: ``words`` of the command, its ``environment``, and what each flag is for."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    flags: tuple[Flag, ...] = ()
+
+
+def start(
+    model: Model,
+    settings: "Settings",
+    lines: "tuple[Line, ...]",
+    gpu: Gpu,
+    version: Version,
+    *,
+    wsl2: bool,
+    several: bool,
+) -> Start:
+    """The command for a plan that fits. ``several``: the machine has more GPUs than ``gpu``."""
+    flags = [*_flags(model, settings, lines, gpu), *_picture_flags(model, settings)]
+    variables = list(_variables(gpu, version, wsl2=wsl2, several=several))
+    words = ["vllm", "serve", str(mini_folder()) if model.place == MINI else model.place]
+    for flag in flags:
+        words += flag.words
+    environment = {variable.flag: variable.value for variable in variables}
+    return Start(tuple(words), environment, (*flags, *variables))
+
+
+def budget(lines: "tuple[Line, ...]") -> int:
+    """Bytes that must be free when vLLM looks, its own context taken: what it comes to hold in the end."""
+    inside = sum(line.bytes for line in lines if line.line not in _OUTSIDE)
+    return inside - constants.CONTEXT.bytes
+
+
+def share(lines: "tuple[Line, ...]", gpu: Gpu) -> float:
+    """``budget`` as a share of all memory of the card, rounded down."""
+    return math.floor(budget(lines) / gpu.total * _DIGITS) / _DIGITS
+
+
+def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: Gpu) -> Iterator[Flag]:
+    pool = next(line.bytes for line in lines if line.line == "kv_cache")
+    taken = share(lines, gpu)
+    yield Flag(
+        "--max-model-len",
+        str(settings.context),
+        "kv_cache",
+        f"without it {model.text.max_position_embeddings} tokens must fit, "
+        f"{format_bytes(model.text.max_position_embeddings * model.kv_bytes_per_token)}",
+    )
+    yield Flag(
+        "--kv-cache-memory-bytes",
+        str(pool),
+        "kv_cache",
+        "taken as it is; without it the cache takes whatever the share leaves",
+    )
+    yield Flag(
+        "--gpu-memory-utilization",
+        f"{taken:g}",
+        "total",
+        f"{format_bytes(budget(lines))} of {format_bytes(gpu.total)}, growth included: with the bytes above "
+        "it moves nothing, but the start ends unless as much is free",
+    )
+    yield Flag(
+        "--max-num-seqs",
+        str(settings.sequences),
+        "graphs",
+        "requests at once; 256 if not said, with as many sizes of graphs and 1 GiB to choose tokens",
+    )
+    yield Flag(
+        "--max-num-batched-tokens",
+        str(settings.chunk),
+        "text_workspace",
+        "tokens of a pass; also how many pictures are encoded together (vision_workspace)",
+    )
+    if not settings.graphs:
+        saved = constants.GRAPHS_OF_FEW.bytes + constants.COMPILING.bytes
+        yield Flag(
+            "--enforce-eager",
+            "",
+            "graphs",
+            f"no graphs and no compiling, about {format_bytes(saved)}; slower",
+        )
+    if gpu.compute_capability < BFLOAT16_FROM:
+        yield Flag("--dtype", "float16", NO_LINE, "this card has no bfloat16; as many bytes")
+
+
+def _picture_flags(model: Model, settings: "Settings") -> Iterator[Flag]:
+    vision = model.vision
+    if vision is None:
+        return
+    most = settings.image_tokens * costs.pixels_of_token(vision)
+    size = {"size": {"longest_edge": most, "shortest_edge": costs.LEAST_PIXELS}}
+    yield Flag(
+        "--mm-processor-kwargs",
+        json.dumps(size),
+        "vision_workspace",
+        f"pictures are scaled down to {settings.image_tokens} tokens; else one may have 16384",
+    )
+    yield Flag(
+        "--limit-mm-per-prompt",
+        json.dumps({"image": costs.pictures_of_prompt(settings), "video": 0}),
+        "vision_workspace",
+        "no video: its frames are not held to the size above, and the trial run would encode 12288 tokens of "
+        "them",
+    )
+    yield Flag("--mm-processor-cache-gb", "0", NO_LINE, "4 GiB of RAM or more otherwise, nothing on the GPU")
+
+
+def _variables(gpu: Gpu, version: Version, *, wsl2: bool, several: bool) -> Iterator[Flag]:
+    if several:
+        yield Flag("CUDA_DEVICE_ORDER", "PCI_BUS_ID", NO_LINE, "GPUs counted as the driver counts them")
+        yield Flag(
+            "CUDA_VISIBLE_DEVICES", str(gpu.index), NO_LINE, f"the GPU that is planned for: {gpu.name}"
+        )
+    if wsl2 and version.needs_pinned_memory:
+        why = f"without it vLLM {version.text} ends with 'UVA is not available' under WSL2"
+        yield Flag(PINNED, "1", NO_LINE, why)
+
+
+def remarks(version: Version, settings: "Settings", *, capability: tuple[int, int]) -> Iterator[str]:
+    """What a person should know of this version and these sums, in sentences."""
+    if version.how == ASSUMED:
+        yield (
+            f"vLLM is not installed beside vlfit: this is for {version.text}; --vllm-version names another."
+        )
+    elif version.how == INSTALLED:
+        yield f"For vLLM {version.text}, which is installed here."
+    if not version.is_read:
+        newest = f"{NEWEST[0]}.{NEWEST[1]}"
+        yield (
+            f"vLLM {version.text} is newer than {newest}, the last whose flags were read: they are taken to "
+            "be the same."
+        )
+    yield (
+        f"Workspaces, graphs and growth were measured with vLLM {constants.MEASURED_WITH} on one H200; other "
+        "versions and cards differ by some hundred MiB, so the first start is a trial."
+    )
+    if settings.image_tokens and version.number < SIZES_ARE_FIXED_FROM:
+        yield (
+            f"vLLM {version.text} lets a request bring sizes of its own (mm_processor_kwargs), beyond this "
+            "plan; from 0.31 on it refuses them."
+        )
+    if capability < BFLOAT16_FROM and settings.image_tokens:
+        yield "On a card this old the tower has no flash attention; its workspace there was not measured."

@@ -1,0 +1,107 @@
+"""What vLLM holds while it serves Qwen3-VL: bytes as functions of shapes and settings.
+
+Knows: what its code allocates (read in the sources of 0.11 to 0.33) and how its trial run sizes pictures.
+Does not know: machines. The peaks are arithmetic from the source; where a measured start showed more, the
+difference is a constant (``constants.py``). Tests hold the sum against measured processes.
+"""
+
+from typing import TYPE_CHECKING
+
+from vlfit.checkpoint.config import VisionConfig
+from vlfit.plan.costs import BLOCK_SIZE, feature_bytes, kv_tokens
+from vlfit.plan.model import HALF, Model
+from vlfit.plan.vllm import constants
+from vlfit.units import MIB
+
+if TYPE_CHECKING:
+    from vlfit.plan.ledger import Settings
+
+# vLLM makes its table of rotary positions four times as long as the model's longest context when positions
+# have three dimensions (``rotary_embedding/mrope.py``), whatever --max-model-len says.
+_POSITIONS_TIMES = 4
+_SAMPLER_ROW = 4 * MIB  # 151,936 logits in bf16, in fp32, and sorted: the most that it can be
+# Pictures of fewer pixels are enlarged to this many by Qwen3-VL's processor (``shortest_edge``).
+LEAST_PIXELS = 65536
+
+
+def pixels_of_token(vision: VisionConfig) -> int:
+    """Pixels of a picture that become one token: 32 x 32 in all sizes."""
+    return (vision.patch_size * vision.spatial_merge_size) ** 2
+
+
+def pool_tokens(settings: "Settings") -> int:
+    """Tokens of the KV cache: as in the native engine, and one block that vLLM keeps for nobody."""
+    return kv_tokens(settings.context, settings.sequences) + BLOCK_SIZE
+
+
+def pictures_of_prompt(settings: "Settings") -> int:
+    """Pictures that are allowed in one prompt: as many of the largest as the context holds."""
+    return max(settings.context // settings.image_tokens, 1)
+
+
+def tokens_encoded_together(settings: "Settings") -> int:
+    """Tokens of the pictures that one pass of the tower may hold (``multimodal/encoder_budget.py``).
+
+    As many whole pictures as a pass of the text model has tokens, at least one.
+    """
+    size = settings.image_tokens
+    pictures = max(settings.chunk, size) // size
+    return size * min(pictures, settings.sequences * pictures_of_prompt(settings))
+
+
+def picture_cache(vision: VisionConfig, settings: "Settings") -> int:
+    """Features of pictures that wait for the text model: as many tokens as a pass has, or one picture."""
+    return feature_bytes(vision, max(settings.chunk, settings.image_tokens))
+
+
+def vision_peak(vision: VisionConfig, settings: "Settings") -> int:
+    """What the tower holds beside its results: for each patch two rows of the MLP's inner width, residual and
+    norm, pixels, positions, and the deepstack features so far, all in 16 bits: 28 KiB in 2B.
+    """
+    merged = vision.spatial_merge_size**2
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    deepstack = len(vision.deepstack_visual_indexes) * vision.out_hidden_size // merged
+    row = 2 * vision.intermediate_size + 3 * vision.hidden_size + values + deepstack
+    patches = tokens_encoded_together(settings) * merged
+    return patches * row * HALF + constants.BESIDE_PICTURES.bytes
+
+
+def positions(model: Model) -> int:
+    """The table of rotary positions, cosines and sines, kept all along: 256 MiB for Qwen3-VL."""
+    times = _POSITIONS_TIMES if model.vision is not None else 1
+    return times * model.text.max_position_embeddings * model.text.head_dim * HALF
+
+
+def deepstack_buffers(model: Model, settings: "Settings") -> int:
+    """Rows that the tower's middle layers add to the first text layers, for a whole pass, kept all along."""
+    if model.vision is None or not settings.image_tokens:
+        return 0
+    levels = len(model.vision.deepstack_visual_indexes)
+    return levels * settings.chunk * model.text.hidden_size * HALF
+
+
+def text_peak(model: Model, settings: "Settings") -> int:
+    """The peak of a pass: gate, up and their product, residual and input, embeddings; and the sampler's rows.
+
+    With graphs the model is compiled first, which takes more at the first start than any pass after it. The
+    memory stays with torch.
+    """
+    text = model.text
+    row = 3 * text.intermediate_size + 3 * text.hidden_size
+    compiling = constants.COMPILING.bytes if settings.graphs else 0
+    return settings.chunk * row * HALF + settings.sequences * _SAMPLER_ROW + compiling
+
+
+def growth(settings: "Settings") -> int:
+    """What a process holds more once it has answered its first requests."""
+    few = settings.sequences <= constants.FEW_SEQUENCES
+    return (constants.GROWTH_OF_FEW if few else constants.GROWTH).bytes
+
+
+def graphs(settings: "Settings") -> int:
+    """CUDA graphs of batches up to twice the requests at once: between the two numbers that were measured."""
+    if not settings.graphs:
+        return 0
+    few, many = constants.GRAPHS_OF_FEW.bytes, constants.GRAPHS_OF_MANY.bytes
+    beyond = max(min(settings.sequences, constants.MANY_GRAPHS) - constants.FEW_GRAPHS, 0)
+    return few + (many - few) * beyond // (constants.MANY_GRAPHS - constants.FEW_GRAPHS)

@@ -1,0 +1,102 @@
+"""``vlfit plan --backend vllm``: the page, its command as a shell reads it, the JSON, bad input."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from tests.cli.conftest import Vlfit
+
+CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB", "--wsl2")
+VLLM = ("--backend", "vllm", "--vllm-version", "0.25.1")
+
+
+def test_the_page_has_a_command_that_can_be_copied(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "Qwen/Qwen3-VL-4B-Instruct-FP8", *CARD, *VLLM)
+    facts = json.loads(vlfit("plan", "Qwen/Qwen3-VL-4B-Instruct-FP8", *CARD, *VLLM, "--json").out)
+    assert ended.code == 0
+    found = re.search(r"Start it with:\n((?:.*\\\n)*.*\n)", ended.out)
+    assert found is not None
+    assert all(len(line) <= 110 for line in found[1].splitlines())
+    words = shlex.split(found[1].replace("\\\n", ""))  # a shell joins lines that end with a backslash
+    variables = [f"{name}={value}" for name, value in facts["environment"].items()]
+    assert words == [*variables, *facts["command"]]
+    assert variables == ["VLLM_WSL2_ENABLE_PIN_MEMORY=1"]
+    for flag in facts["flags"]:
+        assert re.search(
+            rf"^{re.escape(flag['flag'])} +{re.escape(flag['line'])} +\S", ended.out, re.MULTILINE
+        )
+    assert "growth" in ended.out
+
+
+def test_json_keeps_version_1_and_adds_flags(vlfit: Vlfit) -> None:
+    native = json.loads(vlfit("plan", "2B", *CARD, "--json").out)
+    facts = json.loads(vlfit("plan", "2B", *CARD, *VLLM, "--json").out)
+    assert list(facts) == [*native, "flags", "remarks"]
+    assert facts["version"] == 1
+    assert facts["backend"] == "vllm"
+    assert facts["fits"] is True
+    assert facts["settings"]["graphs"] in (True, False)
+    assert facts["total"] == sum(line["bytes"] for line in facts["ledger"])
+    assert all(list(flag) == ["flag", "value", "line", "why"] for flag in facts["flags"])
+    given = [word for word in facts["command"] if word.startswith("--")]
+    assert given == [flag["flag"] for flag in facts["flags"] if flag["flag"].startswith("--")]
+    assert facts["remarks"]
+
+
+def test_a_refusal_ends_with_3_and_has_no_command(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "Qwen3-VL-8B-Instruct-FP8", *CARD, *VLLM, "--json")
+    facts = json.loads(ended.out)
+    assert ended.code == 3
+    assert facts["command"] is None
+    assert facts["flags"] == []
+    assert facts["headroom"] < 0
+    assert facts["changes"]
+    page = vlfit("plan", "Qwen3-VL-8B-Instruct-FP8", *CARD, *VLLM).out
+    assert "Does not fit: " in page
+    assert "Start it with" not in page
+
+
+def test_the_table_is_of_plans_for_vllm(vlfit: Vlfit) -> None:
+    facts = json.loads(vlfit("plan", *CARD, *VLLM, "--json", "--what-if").out)
+    assert {each["backend"] for each in facts["plans"]} == {"vllm"}
+    assert facts["plans"][0]["fits"]
+    assert facts["what_if"]
+
+
+def test_the_picture_has_its_growth(vlfit: Vlfit, tmp_path: object) -> None:
+    file = f"{tmp_path}/plan.svg"
+    assert vlfit("plan", "2B", *CARD, *VLLM, "--svg", file).code == 0
+    with open(file, encoding="utf-8") as drawn:
+        assert ">growth<" in drawn.read()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("2B", *CARD, "--vllm-version", "0.22"), "--vllm-version says which vLLM"),
+        (("2B", *CARD, "--backend", "vllm", "--vllm-version", "new"), "is not a version of vLLM"),
+        (("2B", *CARD, "--backend", "vllm", "--vllm-version", "0.10"), "has no Qwen3-VL"),
+        (("2B", *CARD, *VLLM, "--image-tokens", "32"), "enlarges pictures of fewer than 64 tokens"),
+        (
+            (
+                "Qwen/Qwen3-VL-2B-Instruct-FP8",
+                "--gpu",
+                "GTX 1660",
+                "--backend",
+                "vllm",
+                "--vllm-version",
+                "0.12",
+            ),
+            "compute capability",
+        ),
+        (("Qwen/Qwen2.5-3B-Instruct", *CARD, *VLLM, "--image-tokens", "512"), "takes no pictures"),
+    ],
+)
+def test_bad_input_is_told(vlfit: Vlfit, arguments: tuple[str, ...], words: str) -> None:
+    ended = vlfit("plan", *arguments)
+    assert ended.code == 2
+    assert words in ended.err
+    assert "hint:" in ended.err
+    assert ended.out == ""
