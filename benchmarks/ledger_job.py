@@ -1,0 +1,106 @@
+"""One configuration of the ledger benchmark as it travels to a process of its own, and what comes back.
+
+Knows the two records, how such a process says that it is ready, and NVML's account of this process. No torch.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NATIVE, TRANSFORMERS = "native", "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerJob:
+    """A checkpoint ``folder`` and its settings. ``read_files``: read weights, make none on the device.
+
+    ``device`` is other than ``cuda`` only in tests of the programs themselves.
+    """
+
+    folder: str
+    size: str
+    weights: str
+    context: int
+    image_tokens: int
+    sequences: int
+    chunk: int
+    backend: str = NATIVE
+    read_files: bool = False
+    device: str = "cuda"
+
+    @property
+    def name(self) -> str:
+        """``2B-fp8-c4096-i1024-s2-p512``, for the table and for ``--only``."""
+        chunk = f"-p{self.chunk}" if self.backend == NATIVE else "-transformers"
+        return f"{self.size}-{self.weights}-c{self.context}-i{self.image_tokens}-s{self.sequences}{chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process held on the device, in bytes.
+
+    ``process``: by NVML, the card's used memory less what was used before this process came. ``own``: what
+    NVML tells of this process alone, None where it does not. ``reserved`` and ``reserved_loaded``: torch's
+    pool at the end and after loading; ``peak`` and ``loaded``: live tensors, at most and after loading.
+    ``bare_context``: the process right after CUDA has started. ``lines``: bytes of tensors by ledger line.
+    ``reached``: what the worst case came to.
+    """
+
+    process: int
+    own: int | None
+    reserved: int
+    reserved_loaded: int
+    peak: int
+    loaded: int
+    bare_context: int
+    workspace: int
+    lines: dict[str, int]
+    reached: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def begin() -> LedgerJob:
+    """The job of this process, once it is told to go; until then it must leave the GPU alone."""
+    job = LedgerJob(**json.loads(sys.argv[1]))
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        sys.exit("nobody said go")
+    return job
+
+
+def end(held: Held) -> None:
+    print(json.dumps(asdict(held)), flush=True)
+
+
+class Meter:
+    """NVML's account of the first GPU that this process may use. Made before CUDA starts."""
+
+    def __init__(self) -> None:
+        import pynvml  # type: ignore[import-untyped]
+
+        pynvml.nvmlInit()
+        self._nvml: Any = pynvml
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+        if visible.startswith("GPU-"):
+            self._device = pynvml.nvmlDeviceGetHandleByUUID(visible)
+        else:
+            self._device = pynvml.nvmlDeviceGetHandleByIndex(int(visible or 0))
+        self.before = self._used()
+
+    def process(self) -> int:
+        """Bytes more in use on the card than before."""
+        return self._used() - self.before
+
+    def own(self) -> int | None:
+        """What NVML lists for this process; None where it lists none or does not tell."""
+        try:
+            listed = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
+        except self._nvml.NVMLError:
+            return None
+        found = [process.usedGpuMemory for process in listed if process.pid == os.getpid()]
+        return int(found[0]) if found and found[0] is not None else None
+
+    def _used(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._device).used)
