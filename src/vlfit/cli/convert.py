@@ -1,16 +1,13 @@
 """``vlfit convert``: a checkpoint's weights in 8 or 4 bits, in a new folder that other programs read too."""
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from vlfit.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
     from vlfit.engine.convert.card import Conversion
@@ -106,7 +103,7 @@ def convert(
 
     progress = None if quiet else StderrProgress(f"{checkpoint.name} to {weights}")
     try:
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             done = run(
                 checkpoint,
                 weights.value,
@@ -126,23 +123,6 @@ def convert(
         printer.data({**asdict(done), "folder": str(done.folder), "seconds": round(done.seconds, 2)})
     else:
         printer.line(str(done.folder))
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Within the block SIGTERM is what Ctrl-C is, as in ``vlfit serve``: what was half written is removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _default_target(model: str, name: str, weights: Weights) -> Path:

@@ -28,6 +28,8 @@ from vlfit.cli.printing import cannot_write, print_error
 from vlfit.cli.pull import pull
 from vlfit.cli.scene import scene
 from vlfit.cli.serve import serve
+from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
+from vlfit.cli.top import top
 from vlfit.errors import VlfitError
 
 INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
@@ -105,6 +107,7 @@ app.command(epilog=_CONVERT_EXAMPLES)(convert)
 app.command(epilog=_MACHINE_EXAMPLES)(machine)
 app.command(epilog=_PLAN_EXAMPLES)(plan)
 app.command(epilog=_DOCTOR_EXAMPLES)(doctor)
+app.command(epilog=_TOP_EXAMPLES)(top)
 app.add_typer(models_app, name="models", help=_MODELS_HELP)
 
 

@@ -1,0 +1,26 @@
+"""Signals that end a command: one way for all of them. Knows nothing of what is ended."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Within the block SIGTERM is what Ctrl-C is, as in ``vlfit serve``: whoever cleans up after the one does
+    so after the other.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
