@@ -1,28 +1,32 @@
 """The sums behind remedies: what a flag of vLLM frees, what a share of the GPU is worth, what length fits.
 
-Knows: constants that were measured or counted, each with its source. Does not know logs. All memory in GiB,
-because that is what vLLM prints. "Measured" means vLLM 0.22.0 on one H200 with random weights at the true
-shapes and a budget of 7.2 GiB; other cards and versions differ, so a remedy says what it counted on.
+Knows: constants that were measured or counted, each with its source; where the planner has them, they are
+the planner's. Does not know logs. All memory in GiB, because that is what vLLM prints. "Measured" means vLLM
+0.22.0 on one H200 with random weights at the true shapes and a budget of 7.2 GiB; other cards and versions
+differ, so a remedy says what it counted on.
 """
 
 import math
 import re
 from dataclasses import dataclass
 
-# A vLLM process ends above its budget: 0.2-0.5 GiB more at the first requests (measured).
-GROWTH = 0.5
-# Its CUDA context lies outside the budget, too, but inside "used" when vLLM checks (measured: 0.51-0.53).
-CONTEXT = 0.53
+from vlfit.plan.costs import BLOCK_SIZE
+from vlfit.plan.vllm import constants
+from vlfit.plan.vllm.costs import SAMPLER_ROW as SAMPLER_ROW_BYTES
+from vlfit.units import GIB
+
+# A vLLM process ends above its budget: 0.2-0.5 GiB more at the first requests. Here always the upper end.
+GROWTH = constants.GROWTH.value / GIB
+# Its CUDA context lies outside the budget, too, but inside "used" when vLLM checks.
+CONTEXT = constants.CONTEXT.value / GIB
 # Peak of profiling: the largest picture (16,384 tokens) 1.92-2.02, a cap of 1,024 0.40-0.45 (measured).
 UNCAPPED_PICTURE = 1.5
 # CUDA graphs: 256 sequences 0.37-0.39, two sequences 0.01-0.05 (measured).
 GRAPHS_OF_MANY = 0.3
-# One row of the sampler: 151,936 logits in bf16, in fp32, and sorted; the arithmetic gives at most 4 MiB.
-SAMPLER_ROW = 4 / 1024
+SAMPLER_ROW = SAMPLER_ROW_BYTES / GIB
 PICTURE_CAP = 1024 * 1024  # pixels; 1,024 image tokens, as a token is 32x32 pixels
 CONTEXT_WISHED = 4096
 DEFAULT_SEQUENCES = 256
-BLOCK = 16  # tokens of one KV block
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def largest_utilization(free: float, total: float) -> float:
 
 def kv_gib(model: Model, tokens: int) -> float:
     """The KV cache of ``tokens`` tokens in bf16."""
-    return model.kv_per_token * math.ceil(tokens / BLOCK) * BLOCK / 2**30
+    return model.kv_per_token * math.ceil(tokens / BLOCK_SIZE) * BLOCK_SIZE / GIB
 
 
 def length_that_fits(length: int, needed: float, available: float) -> int:
@@ -81,4 +85,4 @@ def length_that_fits(length: int, needed: float, available: float) -> int:
     """
     if available <= 0 or needed <= 0:
         return 0
-    return int(length * (available - 0.005) / (needed + 0.005)) // BLOCK * BLOCK
+    return int(length * (available - 0.005) / (needed + 0.005)) // BLOCK_SIZE * BLOCK_SIZE

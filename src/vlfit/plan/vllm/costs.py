@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # vLLM makes its table of rotary positions four times as long as the model's longest context when positions
 # have three dimensions (``rotary_embedding/mrope.py``), whatever --max-model-len says.
 _POSITIONS_TIMES = 4
-_SAMPLER_ROW = 4 * MIB  # 151,936 logits in bf16, in fp32, and sorted: the most that it can be
+SAMPLER_ROW = 4 * MIB  # 151,936 logits in bf16, in fp32, and sorted: the most that it can be
 # Pictures of fewer pixels are enlarged to this many by Qwen3-VL's processor (``shortest_edge``).
 LEAST_PIXELS = 65536
 
@@ -89,7 +89,7 @@ def text_peak(model: Model, settings: "Settings") -> int:
     text = model.text
     row = 3 * text.intermediate_size + 3 * text.hidden_size
     compiling = constants.COMPILING.bytes if settings.graphs else 0
-    return settings.chunk * row * HALF + settings.sequences * _SAMPLER_ROW + compiling
+    return settings.chunk * row * HALF + settings.sequences * SAMPLER_ROW + compiling
 
 
 def growth(settings: "Settings") -> int:
