@@ -243,7 +243,7 @@ def one_picture(scene: Scene, random: np.random.Generator, words: Words, length:
         for exchange in short:
             sequence.exchange([exchange])
         return sequence
-    if random.random() < 0.06:
+    if exchanges and random.random() < 0.06:
         # The words before the picture, as some people write it.
         # There is room for one only, so not for the longest.
         told = min(exchanges[:2], key=lambda exchange: len(exchange.answer))

@@ -34,6 +34,7 @@ NUMBER_LIMITS: Final = (10, 100, 100, 1000, 1000)
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 # Below this many texts, starting worker processes takes longer than drawing.
 WORTH_WORKERS: Final = 1500
+MOST_PROCESSES: Final = 16
 
 
 def is_held_out(word: str) -> bool:
@@ -142,7 +143,7 @@ def _draw_all(jobs: list[tuple[str, Path]]) -> tuple[Bytes, list[float]]:
             aspects.append(aspect)
         return masks, aspects
     # Spawned, not forked: the caller may hold threads and a GPU.
-    with get_context("spawn").Pool(os.cpu_count()) as pool:
+    with get_context("spawn").Pool(min(MOST_PROCESSES, os.cpu_count() or 1)) as pool:
         for index, (mask, aspect) in enumerate(pool.imap(_draw, jobs, chunksize=100)):
             masks[index] = mask
             aspects.append(aspect)

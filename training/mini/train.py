@@ -260,7 +260,7 @@ class Trainer:
         print(f"going on at step {self.step}, minute {self.elapsed / 60:.2f}", flush=True)
 
 
-def full_atlas(materials: Path, texts: int = 24_000) -> Atlas:
+def full_atlas(materials: Path, texts: int = 48_000) -> Atlas:
     """The drawings of the materials, and so many words and numbers in the fonts that lie beside them."""
     path = materials / "atlas.npz"
     if not path.exists():
