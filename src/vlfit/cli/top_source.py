@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from vlfit.errors import RemoteError, ServerUnreachable, VlfitError
+from vlfit.errors import RemoteError, ServerUnreachable, UsageError, VlfitError
 from vlfit.machine.model import Gpu
 from vlfit.machine.watch import Watch
 from vlfit.plan.actual import OURS, Pace, Row
@@ -90,14 +90,20 @@ class Look:
 class Source:
     """A context manager; ``look`` does not fail but for a server that was named and is not there at first.
 
-    ``url`` is the server to ask; ``named``: a person gave it, so that it has to answer.
+    ``url`` is the server to ask; ``named``: a person gave it, so that it has to answer. Raises ``UsageError``
+    for what is no URL.
     """
 
     def __init__(self, url: str, api_key: str | None, *, named: bool) -> None:
         from vlfit.backends.remote import base_url
 
         self.url = base_url(url).removesuffix("/v1")
-        self.local = (urlsplit(self.url).hostname or "") in _LOOPBACK
+        try:
+            parts = urlsplit(self.url)
+            self._address = (parts.hostname or "", parts.port or 80)
+        except ValueError as error:
+            raise UsageError(f"{url} is no URL of a server: {error}", "use http://host:port") from None
+        self.local = self._address[0] in _LOOPBACK
         self._named = named
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client: httpx.Client | None = None
@@ -153,10 +159,9 @@ class Source:
             raise _not_ours(self.url) from None
 
     def _knock(self) -> None:
-        """Raises unless something listens there: that is known without what a whole client takes to import."""
-        parts = urlsplit(self.url)
+        """Raises unless something listens there, which is known before a whole client is imported."""
         try:
-            socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_SECONDS).close()
+            socket.create_connection(self._address, CONNECT_SECONDS).close()
         except OSError:
             raise ServerUnreachable(f"none listens at {self.url}", "start one with `vlfit serve`") from None
 

@@ -1,0 +1,445 @@
+"""``vlfit top`` beside a real server, beside a made-up GPU, and alone."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cli.conftest import Ended, Vlfit
+from tests.machine.nvml import DESKTOP, LARGE, WSL2, FakeCard, Process, install
+from tests.server.harness import running
+from tests.server.scripted import ScriptedBackend
+from tests.server.test_status import CARD, OnGpu
+from vlfit.backends.native import NativeBackend
+from vlfit.cli.top_page import _curve, facts, line
+from vlfit.cli.top_source import Source, default_url, read_status
+from vlfit.engine.options import EngineOptions
+from vlfit.errors import RemoteError, ServerUnreachable
+from vlfit.machine.gpu import read_gpus
+from vlfit.server.settings import ServerSettings
+from vlfit.server.status import expectation_of
+from vlfit.units import MIB
+
+VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def mini() -> Iterator[dict[str, Any]]:
+    """A real ``vlfit serve mini`` on this processor, and what it said when it was ready."""
+    command = [*VLFIT, "serve", "mini", "--port", "0", "--device", "cpu", "--context", "2048", "--json", "-q"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        try:
+            yield json.loads(server.stdout.readline())
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(timeout=20)
+
+
+def ask(url: str, tokens: int) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+
+
+def once(vlfit: Vlfit, *arguments: str) -> dict[str, Any]:
+    ended = vlfit("top", "--once", "--json", "--interval", "0.3", *arguments)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.count("\n") == 1
+    told: dict[str, Any] = json.loads(ended.out)
+    return told
+
+
+# --- beside a real server ----------------------------------------------------------------------------------
+
+
+def test_a_server_at_work(vlfit: Vlfit, mini: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, failure=12)
+    busy = threading.Thread(target=ask, args=(mini["url"], 400), daemon=True)
+    busy.start()
+    status = f"{mini['url']}/v1/vlfit/status"
+    while not httpx.get(status).json()["steps"]["decode_count"]:
+        time.sleep(0.05)
+    told = once(vlfit, "--url", mini["url"])
+    busy.join()
+    server = told["server"]
+    assert (server["model"], server["device"]) == ("mini", "cpu")
+    assert server["requests"]["running"] == 1
+    assert server["kv_blocks"]["used"] > 0
+    assert told["rates"]["tokens_per_s"] > 0
+    assert told["rates"]["decode_step_s"] > 0
+    assert (told["trouble"], told["gpus"], told["alarms"]) == ("", [], [])
+    rows = {row["line"]: row for row in server["ledger"]}
+    assert rows["weights.vision"]["planned"] == rows["weights.vision"]["actual"]
+
+
+def test_the_page_of_a_server_on_a_processor(
+    vlfit: Vlfit, mini: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, failure=12)
+    ended = vlfit("top", "--once", "--interval", "0.3", "--url", mini["url"])
+    assert (ended.code, ended.err) == (0, "")
+    assert f"mini on cpu at {mini['url']}" in ended.out
+    assert "RAM, MiB" in ended.out  # and no word of a card
+    assert "RAM of the whole process" in ended.out
+    assert "requests  0 running, 0 waiting" in ended.out
+    assert "speed     0.0 tokens/s written" in ended.out
+    assert "\x1b" not in ended.out
+    held = next(words for words in ended.out.splitlines() if words.startswith("weights.vision"))
+    assert held.split()[1:4] == ["27", "27", "+0"]
+
+
+def test_it_is_found_at_the_port_of_the_settings(
+    vlfit: Vlfit, mini: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, failure=12)
+    monkeypatch.setenv("VLFIT_PORT", mini["url"].rpartition(":")[2])
+    assert once(vlfit)["server"]["model"] == "mini"
+    monkeypatch.setenv("VLFIT_PORT", "")
+    monkeypatch.setenv("VLFIT_SERVER", f"{mini['url']}/v1")
+    assert once(vlfit)["server"]["model"] == "mini"
+
+
+def test_looking_all_the_time_takes_no_step(mini: dict[str, Any]) -> None:
+    with Source(mini["url"], None, named=True) as source:
+        steps = {source.look().server.facts["steps"]["count"] for _ in range(20)}  # type: ignore[union-attr]
+    assert len(steps) == 1
+
+
+def in_a_terminal(*arguments: str, until: str, end: signal.Signals) -> tuple[int, str]:
+    """Run ``vlfit top`` on a terminal of its own until it has shown some text, then send it a signal."""
+    ours, its = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    process = subprocess.Popen(
+        [*VLFIT, "top", *arguments], stdin=its, stdout=its, stderr=its, env=environment, close_fds=True
+    )
+    os.close(its)
+    shown, sent, deadline = "", False, time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.2)[0]:
+                try:
+                    data = os.read(ours, 65536)
+                except OSError:  # Linux says so when the other side is closed
+                    break
+                if not data:
+                    break
+                shown += data.decode()
+            if until in shown and not sent:
+                sent = True
+                process.send_signal(end)
+        return process.wait(timeout=20), shown
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_the_terminal_is_left_clean(mini: dict[str, Any], end: signal.Signals) -> None:
+    code, shown = in_a_terminal(
+        "--url", mini["url"], "--interval", "0.2", until="speed     0.0 tokens/s", end=end
+    )
+    assert code == 0
+    assert "\x1b[?1049h" in shown  # the other screen
+    assert "\x1b[?25l" in shown  # and no cursor
+    assert shown.rindex("\x1b[?1049l") > shown.rindex("\x1b[?1049h")
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert "Traceback" not in shown
+
+
+def test_a_server_that_is_not_there_is_told_on_the_screen_that_stays() -> None:
+    code, shown = in_a_terminal("--url", "http://127.0.0.1:9", until="never", end=signal.SIGINT)
+    assert code == 1
+    assert "\x1b[?1049h" not in shown
+    assert "no server answers" in shown
+
+
+# --- lines -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_where_nobody_looks_each_look_is_a_line(mini: dict[str, Any], options: tuple[str, ...]) -> None:
+    command = [*VLFIT, "top", "--url", mini["url"], "--interval", "0.2", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (0, "")
+    if options:
+        assert [json.loads(each)["server"]["model"] for each in lines] == ["mini"] * 3
+    else:
+        assert all("0 running, 0 waiting  KV 0 %" in each for each in lines)
+        assert "0.0 tokens/s" in lines[-1]
+
+
+def test_a_server_that_goes_away_is_no_end_of_looking(tiny: Callable[[str], Path]) -> None:
+    options = EngineOptions(device="cpu", context=512, sequences=1)
+    with (
+        NativeBackend.load(tiny("tied"), options) as backend,
+        running(backend) as server,
+        Source(server.url, None, named=True) as source,
+    ):
+        looks = [source.look()]
+        server.server.should_exit = True
+        server.loop_thread.join(timeout=10)
+        looks.append(source.look())
+    assert looks[0].server is not None
+    assert looks[1].server is None
+    assert "no server answers" in looks[1].trouble or "broke off" in looks[1].trouble
+    assert line(looks, ()).endswith("no server")
+    assert facts(looks, "u", ())["rates"] is None
+
+
+# --- without a server --------------------------------------------------------------------------------------
+
+
+def alone(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    monkeypatch.setenv("VLFIT_PORT", "9")  # where nothing listens
+    return vlfit("top", "--once")
+
+
+def test_a_desktop_alone(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, DESKTOP)
+    ended = alone(vlfit, monkeypatch)
+    assert (ended.code, ended.err) == (0, "")
+    assert "no server to look at: none listens at http://127.0.0.1:9" in ended.out
+    assert "NVIDIA GeForce RTX 5060: 7,200 MiB free of 8,151 MiB" in ended.out
+    assert "desktop   951 MiB held by others (12 %)" in ended.out
+    assert "programs  Xorg 310 MiB, firefox 298 MiB, gnome-shell 122 MiB, Discord 96 MiB" in ended.out
+
+
+def test_under_wsl2_sizes_of_programs_are_not_told(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, WSL2)
+    assert "programs  Xwayland N/A, 744 MiB not told by the driver" in alone(vlfit, monkeypatch).out
+
+
+def test_several_gpus(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, DESKTOP, LARGE)
+    out = alone(vlfit, monkeypatch).out
+    assert "RTX 5060: 7,200 MiB free" in out
+    assert "RTX 3090: 24,000 MiB free" in out
+    assert "programs on GPU 0  Xorg" in out
+
+
+def test_no_gpu_and_no_server_is_said(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, failure=18)
+    ended = alone(vlfit, monkeypatch)
+    assert ended.code == 0
+    assert "GPU: none. The NVIDIA driver's library" in ended.out
+    assert json.loads(vlfit("top", "--once", "--json").out)["no_gpu"].startswith("The NVIDIA driver's")
+
+
+# --- beside a server on a GPU, made up ---------------------------------------------------------------------
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, now: FakeCard, backend: OnGpu | None = None) -> Any:
+    """A server that was started on ``CARD``, which is ``now`` so."""
+    backend = backend or OnGpu()
+    install(monkeypatch, CARD)
+    settings = ServerSettings(expectation=expectation_of(backend, read_gpus({})[0]))
+    install(monkeypatch, now)
+    return running(backend, settings)
+
+
+def with_us(mib: int, free: int) -> FakeCard:
+    return replace(DESKTOP, free=free, compute=(Process(os.getpid(), "python", mib),))
+
+
+def test_the_page_of_a_server_on_a_card(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_gpu(monkeypatch, with_us(700, free=6500)) as server:
+        out = vlfit("top", "--once", "--interval", "0.3", "--url", server.url).out
+    assert "scripted on cuda:0" in out
+    assert "card, MiB" in out
+    rows = {words.split()[0]: words.split()[1:] for words in out.splitlines() if words}
+    assert rows["desktop"][:3] in (["951", "951", "+0"], ["951", "MiB", "held"])
+    assert rows["vision_workspace"][1] == "-"
+    assert rows["total"][1:] == ["1,651", "6,500", "MiB", "free", "of", "8,151", "MiB"]
+    assert "951 MiB held by others (12 %, 951 to 951 while watched)" in out
+    assert "this server" not in out  # its own process is not among the others that the driver names
+
+
+def test_a_desktop_that_eats_the_reserve_is_warned_about(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_gpu(monkeypatch, with_us(700, free=50)) as server:
+        told = once(vlfit, "--url", server.url)
+        out = vlfit("top", "--once", "--interval", "0.3", "--url", server.url).out
+    assert [alarm["id"] for alarm in told["alarms"]] == ["crowded"]
+    assert "eat into the reserve" in out
+    assert "-> close what was opened since" in out
+
+
+def test_without_a_warning_the_same_server_is_quiet(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_gpu(monkeypatch, with_us(700, free=6500)) as server:
+        assert once(vlfit, "--url", server.url)["alarms"] == []
+
+
+def test_names_cannot_drive_the_terminal(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = OnGpu(model="\x1b[2Jevil")
+    with on_gpu(monkeypatch, replace(CARD, name="card\x1b[31m"), evil) as server:
+        out = vlfit("top", "--once", "--interval", "0.3", "--url", server.url).out
+    assert "\x1b" not in out
+    assert "\\x1b[2Jevil" in out
+
+
+# --- what is no server of ours -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["", "ftp://host", "http://127.0.0.1:99999", "http://[::1"])
+def test_what_is_no_url(vlfit: Vlfit, url: str) -> None:
+    ended = vlfit("top", "--once", "--url", url or " ")
+    assert ended.code == 2, ended
+    assert "Traceback" not in ended.err
+
+
+def test_a_server_that_was_named_must_be_there(vlfit: Vlfit) -> None:
+    ended = vlfit("top", "--once", "--url", "127.0.0.1:9")
+    assert (ended.code, ended.out) == (ServerUnreachable.exit_code, "")
+    assert "no server answers at http://127.0.0.1:9" in ended.err
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "often", "nan"])
+def test_intervals_that_make_no_sense(vlfit: Vlfit, interval: str) -> None:
+    assert vlfit("top", "--once", "--interval", interval).code == 2
+
+
+def test_a_server_that_wants_a_key(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(ScriptedBackend(), ServerSettings(api_key="sesame")) as server:
+        refused = vlfit("top", "--once", "--url", server.url)
+        assert refused.code == 1
+        assert "set VLFIT_API_KEY" in refused.err
+        monkeypatch.setenv("VLFIT_PORT", str(server.port))
+        unnamed = vlfit("top", "--once")
+        assert unnamed.code == 0  # nobody asked for this server
+        assert "asks for an API key" in unnamed.out
+        monkeypatch.setenv("VLFIT_API_KEY", "sesame")
+        told = once(vlfit, "--url", server.url)
+    assert told["server"]["model"] == "scripted"
+    assert told["rates"] is None  # this backend keeps no account
+
+
+def test_a_backend_without_an_account_has_a_page(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, failure=12)
+    with running(ScriptedBackend()) as server:
+        ended = vlfit("top", "--once", "--interval", "0.3", "--url", server.url)
+    assert ended.code == 0
+    assert "gives no account of its memory" in ended.out
+
+
+@pytest.fixture(params=[(404, b"{}"), (200, b"<html>"), (200, b"[]"), (200, b'{"status": "ok"}')])
+def another(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of a server that is no vlfit."""
+    status, body = request.param
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_another_program_on_that_port(vlfit: Vlfit, another: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = vlfit("top", "--once", "--url", another)
+    assert ended.code == 1
+    assert "tells no status as vlfit's does" in ended.err
+    monkeypatch.setenv("VLFIT_PORT", another.rpartition(":")[2])
+    assert vlfit("top", "--once").code == 0
+
+
+@pytest.fixture(scope="module")
+def told(mini: dict[str, Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = httpx.get(f"{mini['url']}/v1/vlfit/status").json()
+    return facts
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"version": 2},
+        {"version": None},
+        {"pid": "x"},
+        {"uptime_s": float("nan")},
+        {"uptime_s": None},
+        {"ledger": [{"line": "kv_cache"}]},
+        {"ledger": 5},
+        {"requests": {"running": 1}},
+        {"requests": [1]},
+        {"steps": {"decode_count": float("inf")}},
+        {"memory": {"gpu": {"name": "x"}}},
+        {"memory": 3},
+        {"decode_step": {"slowest": {}}},
+        {"kv_blocks": {"total": []}},
+    ],
+)
+def test_a_status_that_is_broken(told: dict[str, Any], wrong: dict[str, Any]) -> None:
+    read_status(told, "u", True)
+    with pytest.raises(RemoteError):
+        read_status({**told, **wrong}, "u", True)
+
+
+# --- small things ------------------------------------------------------------------------------------------
+
+
+def test_where_a_server_is_looked_for() -> None:
+    assert default_url("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+    assert default_url("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert default_url("::", 8000) == "http://[::1]:8000"
+
+
+def test_the_curve_rises_and_is_flat_where_nothing_moves() -> None:
+    assert _curve([100 * MIB, 200 * MIB, 900 * MIB], 8000 * MIB) == "▁▂█"
+    assert _curve([100 * MIB, 100 * MIB + 5, 100 * MIB], 8000 * MIB) == "▁▁▁"
+    assert len(_curve([0] * 500, 1)) == 40
+
+
+def test_nothing_slow_is_loaded() -> None:
+    program = (
+        "import sys\n"
+        "from vlfit.cli.main import main\n"
+        "sys.argv = ['vlfit', 'top', '--once', '--json']\n"
+        "try:\n    main()\n"
+        "finally:\n"
+        "    slow = ('torch', 'transformers', 'huggingface_hub', 'fastapi', 'PIL', 'numpy', 'httpx')\n"
+        "    print([name for name in slow if name in sys.modules], file=sys.stderr)\n"
+    )
+    environment = {**os.environ, "VLFIT_PORT": "9", "VLFIT_SERVER": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=60,
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert json.loads(done.stdout)["version"] == 1
