@@ -208,7 +208,7 @@ EXAMPLES = re.findall(r"^```console\n\$ vlfit (.*)\n((?s:.*?))```", DOCUMENT.rea
 
 
 def test_the_document_has_examples() -> None:
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.parametrize(("command", "printed"), EXAMPLES, ids=[command for command, _ in EXAMPLES])

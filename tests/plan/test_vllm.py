@@ -97,6 +97,17 @@ def test_pictures_encoded_at_once_are_those_of_vllm(
     assert costs.tokens_encoded_together(settings) == pictures * image_tokens
 
 
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize(("context", "sequences"), [(4096, 1), (8192, 4), (3000, 2), (16, 1)])
+def test_a_request_of_full_length_fits_the_pool_beside_the_block_that_is_kept(
+    block: int, context: int, sequences: int
+) -> None:
+    """vLLM 0.30 and later end the start otherwise: "the estimated maximum model length is 3968" for 4096."""
+    pool = costs.pool_tokens(Settings("bf16", context, 1024, sequences, 1024))
+    assert pool % block == 0
+    assert (pool // block - 1) * block >= context
+
+
 def test_a_process_is_counted_beyond_its_budget() -> None:
     made = planned("2B", weights="fp8")
     sizes = {line.line: line.bytes for line in made.ledger}

@@ -106,7 +106,8 @@ def pool_tokens(backend: str, settings: Settings) -> int:
 
 def _kv_cache(model: Model, backend: str, settings: Settings) -> Line:
     tokens = pool_tokens(backend, settings)
-    blocks = f", in blocks of {costs.BLOCK_SIZE}" if backend != TRANSFORMERS else ""
+    size = {NATIVE: costs.BLOCK_SIZE, VLLM: vllm_costs.LARGEST_BLOCK}.get(backend)
+    blocks = f", in blocks of {size}" if size else ""
     note = f"{tokens} tokens of {model.kv_bytes_per_token:,} bytes{blocks}"
     return Line("kv_cache", tokens * model.kv_bytes_per_token, EXACT, note)
 

@@ -8,7 +8,7 @@ difference is a constant (``constants.py``). Tests hold the sum against measured
 from typing import TYPE_CHECKING
 
 from vlfit.checkpoint.config import VisionConfig
-from vlfit.plan.costs import BLOCK_SIZE, feature_bytes, kv_tokens
+from vlfit.plan.costs import feature_bytes, kv_tokens
 from vlfit.plan.model import HALF, Model
 from vlfit.plan.vllm import constants
 from vlfit.units import MIB
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # have three dimensions (``rotary_embedding/mrope.py``), whatever --max-model-len says.
 _POSITIONS_TIMES = 4
 SAMPLER_ROW = 4 * MIB  # 151,936 logits in bf16, in fp32, and sorted: the most that it can be
+# Tokens of a KV block are 16 on most cards; kernels for attention may want more, and vLLM on a CPU takes 128.
+LARGEST_BLOCK = 128
 # Pictures of fewer pixels are enlarged to this many by Qwen3-VL's processor (``shortest_edge``).
 LEAST_PIXELS = 65536
 
@@ -30,13 +32,17 @@ def pixels_of_token(vision: VisionConfig) -> int:
 
 
 def pool_tokens(settings: "Settings") -> int:
-    """Tokens of the KV cache: as in the native engine, and one block that vLLM keeps for nobody."""
-    return kv_tokens(settings.context, settings.sequences) + BLOCK_SIZE
+    """Tokens of the KV cache: as in the native engine, in whole blocks, and one that vLLM keeps for nobody.
+
+    From 0.30 on a start ends if one request of full length does not fit beside that block.
+    """
+    tokens = kv_tokens(settings.context, settings.sequences)
+    return -(-tokens // LARGEST_BLOCK) * LARGEST_BLOCK + LARGEST_BLOCK
 
 
 def pictures_of_prompt(settings: "Settings") -> int:
-    """Pictures that are allowed in one prompt: as many of the largest as the context holds."""
-    return max(settings.context // settings.image_tokens, 1)
+    """Pictures that are allowed in one prompt: as many of the largest as the context holds beside text."""
+    return max((settings.context - 1) // settings.image_tokens, 1)
 
 
 def tokens_encoded_together(settings: "Settings") -> int:
