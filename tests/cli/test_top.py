@@ -273,7 +273,7 @@ def test_the_page_of_a_server_on_a_card(vlfit: Vlfit, monkeypatch: pytest.Monkey
     assert rows["desktop"][:3] in (["951", "951", "+0"], ["951", "MiB", "held"])
     assert rows["vision_workspace"][1] == "-"
     assert rows["total"][1:] == ["1,651", "6,500", "MiB", "free", "of", "8,151", "MiB"]
-    assert "951 MiB held by others (12 %, 951 to 951 while watched)" in out
+    assert "951 MiB held by others (12 %; 951 to 951 seen)" in out
     assert "this server" not in out  # its own process is not among the others that the driver names
 
 

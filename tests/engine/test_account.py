@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,61 @@ def test_a_step_with_a_prompt_is_no_decode_step() -> None:
 def test_a_storage_counts_once() -> None:
     matrix = torch.zeros(10, 10)
     assert bytes_of([matrix, {"view": matrix[:5]}, (torch.ones(3, dtype=torch.int64),), "text"]) == 424
+
+
+@dataclass(slots=True)
+class Base:
+    first: torch.Tensor
+
+
+@dataclass(slots=True)
+class Derived(Base):
+    second: torch.Tensor
+
+
+def test_tensors_are_found_in_slots_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Derived(torch.zeros(4), torch.zeros(2))
+    assert bytes_of(both) == 0  # not one of ours
+    for kind in (Base, Derived):
+        monkeypatch.setattr(kind, "__module__", "vlfit.made_up")
+    assert bytes_of([both, both]) == 24
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["tied", "fp8"])
+def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
+    """Torch's books, the engine's own count and the driver's agree; looking touches no GPU memory."""
+    from vlfit.machine.gpu import read_gpus
+    from vlfit.server.status import expectation_of, ledger_rows
+
+    gpus = read_gpus()[0]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2)
+    with NativeBackend.load(tiny(name), options) as backend:
+        account = backend.account()
+        held = account.holdings
+        assert held.allocated is not None
+        assert held.reserved is not None
+        assert held.peak_reserved is not None
+        ours = sum(held.weights.values()) + held.kv_cache
+        tensors = len(backend.checkpoint.tensors)
+        # torch rounds each tensor up to 512 bytes; a layer may keep tables that are no tensor of the file.
+        assert 0 <= held.allocated - before - ours <= 512 * 4 * tensors
+        assert held.peak_reserved >= held.reserved >= held.allocated
+        assert account.settings.gpu_uuid in {gpu.uuid for gpu in read_gpus({})[0]}
+        expectation = expectation_of(backend, gpus)
+        assert expectation.why_not == ""
+        say(backend)
+        now = read_gpus()[0]
+        rows = {row.line: row for row in ledger_rows(backend.account(), now[0], expectation)}
+        for line in ("weights.vision", "weights.embedding", "kv_cache"):
+            assert rows[line].actual == rows[line].planned, line
+        allocated = torch.cuda.memory_allocated()
+        for _ in range(10):
+            backend.account()
+        assert torch.cuda.memory_allocated() == allocated
 
 
 def test_ram_of_this_process(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def page(looks: Sequence[Look], url: str, found: Sequence[Alarm], *, lively: boo
     """All of it; ``lively``: on a terminal, with bars and curves."""
     look = looks[-1]
     parts: list[RenderableType] = [Text(_head(look, url), style="bold")]
-    parts += [Text(f"{alarm.what}\n  -> {alarm.hint}", style="bold red") for alarm in found]
+    parts += [Text(f"warning: {alarm.what}\n  -> {alarm.hint}", style="bold red") for alarm in found]
     if look.server is not None:
         parts += [Text(), *_memory(look.server, lively), Text(), *_work(look.server, current_rates(looks))]
     parts += [Text(), *_gpus(looks, lively)]
@@ -211,7 +211,7 @@ def _gpus(looks: Sequence[Look], lively: bool) -> Iterator[Text]:
             if len(others := _cards(past)) == len(cards) and others[number][0] == name
         ][::-1]
         curve = f"  {_curve(series, total)}" if lively and len(series) > 1 else ""
-        span = f", {_count(min(series))} to {_count(max(series))} while watched" if len(series) > 1 else ""
+        span = f"; {_count(min(series))} to {_count(max(series))} seen" if len(series) > 1 else ""
         yield Text(f"desktop   {_mib(desktop)} held by others ({_share(desktop, total)}{span}){curve}")
     if look.server is None or look.server.local:
         yield from _holders(look)

@@ -48,7 +48,8 @@ def bytes_of(thing: object, seen: set[int] | None = None) -> int:
     if not type(thing).__module__.startswith("vlfit."):
         return 0  # what is not ours holds no tensors of ours
     attributes = list(getattr(thing, "__dict__", {}).values())
-    attributes += [getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())]
+    for kind in type(thing).__mro__:
+        attributes += [getattr(thing, name, None) for name in getattr(kind, "__slots__", ())]
     return sum(bytes_of(value, seen) for value in attributes)
 
 
