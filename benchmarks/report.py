@@ -114,13 +114,16 @@ def mib(size: float) -> str:
 
 def print_rows(rows: list[list[str]]) -> None:
     """A Markdown table with aligned columns."""
+    print("\n".join(markdown(rows)))
+
+
+def markdown(rows: list[list[str]]) -> list[str]:
+    """The lines of a Markdown table with aligned columns; the first of ``rows`` is its head."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    for number, row in enumerate(rows):
+    lines = []
+    for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(widths[i + 1]) for i, cell in enumerate(row[1:]))]
-        print("| " + " | ".join(cells) + " |")
-        if number == 0:
-            print(
-                "|"
-                + "|".join("-" * (width + 1) + (":" if i else "-") for i, width in enumerate(widths))
-                + "|"
-            )
+        lines.append("| " + " | ".join(cells) + " |")
+    rule = "|".join("-" * (width + 1) + (":" if index else "-") for index, width in enumerate(widths))
+    lines.insert(1, f"|{rule}|")
+    return lines

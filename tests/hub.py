@@ -133,7 +133,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._send_json([_tree_entry(path, data) for path, data in repository.files.items()])
             else:
                 siblings = [{"rfilename": path} for path in repository.files]
-                self._send_json({"id": name, "sha": repository.commit, "siblings": siblings})
+                facts = {"id": name, "sha": repository.commit, "siblings": siblings}
+                self._send_json(facts | _config_facts(repository))
 
         def _answer_file(self, name: str, revision: str, path: str) -> None:
             repository = self._repository(name)
@@ -246,6 +247,16 @@ def _etag(data: bytes) -> str:
 
 def _git_id(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _config_facts(repository: HubRepository) -> dict[str, Any]:
+    """What the hub tells of a model's config.json without sending it; nothing where it cannot be read."""
+    try:
+        config = json.loads(repository.files["config.json"])
+        told = {name: config[name] for name in ("architectures", "model_type")}
+    except (KeyError, ValueError, TypeError):
+        return {}
+    return {"config": told, "library_name": "transformers"}
 
 
 def _tree_entry(path: str, data: bytes) -> dict[str, Any]:
