@@ -244,13 +244,39 @@ def test_what_an_earlier_line_says_is_free_counts() -> None:
 
 
 def test_a_share_that_is_more_than_free_is_lowered_and_counted() -> None:
-    """0.80 starts on the worked example, and has no room to grow: the context and the growth count, too."""
+    """0.80 starts on the worked example, and has no room to grow: the share counts the growth, too."""
     text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, gpu_memory_utilization=0.8)
     set_to = flags(only(text, WORKED_EXAMPLE).command)
     gpu = WORKED_EXAMPLE.gpus[0]
     assert set_to["model"].endswith("-FP8")
-    assert float(set_to["gpu-memory-utilization"]) * gpu.total + (CONTEXT + GROWTH) * 2**30 <= gpu.free
-    assert "-0." in only(text, WORKED_EXAMPLE).remedy
+    assert float(set_to["gpu-memory-utilization"]) * gpu.total + CONTEXT * 2**30 <= gpu.free
+    assert "by the planner's sums" in only(text, WORKED_EXAMPLE).remedy
+
+
+def test_on_a_named_machine_the_whole_command_is_the_planners() -> None:
+    """Every flag of the plan, for the version in the log; what the plan says nothing of stays."""
+    text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, port=8123, gpu_memory_utilization=0.95)
+    found = only(text.replace("version 0.22.0", "version 0.25.1"), WORKED_EXAMPLE)
+    name = "Qwen/Qwen3-VL-4B-Instruct-FP8"
+    made = plan(subjects(name), WORKED_EXAMPLE, Wishes(context=4096, backend="vllm", vllm_version="0.25.1"))
+    assert made.fits
+    set_to = flags(found.command)
+    assert set_to.pop("model") == name
+    assert set_to.pop("port") == "8123"
+    wanted = {flag.flag.removeprefix("--"): flag.value or True for flag in made.flags}
+    assert wanted.pop("VLLM_WSL2_ENABLE_PIN_MEMORY") == "1"
+    assert set_to == wanted
+    assert found.command.startswith("VLLM_WSL2_ENABLE_PIN_MEMORY=1 vllm serve ")
+
+
+def test_where_the_planner_fits_nothing_no_flag_is_proposed() -> None:
+    text = started("Qwen/Qwen3-VL-8B-Instruct-FP8", 9.86, -0.2)
+    found = only(text, WORKED_EXAMPLE)
+    assert "No flag makes this checkpoint fit vLLM on this GPU" in found.remedy
+    assert "vllm serve" not in found.command
+    # Two GPUs share it: the planner counts for one, so the log's own numbers decide.
+    two = started("Qwen/Qwen3-VL-8B-Instruct-FP8", 4.9, -0.2, tensor_parallel_size=2)
+    assert "by the planner's sums" not in only(two, WORKED_EXAMPLE).remedy
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from vlfit.doctor.arithmetic import (
     size_of,
 )
 from vlfit.doctor.command import serve, without_model
-from vlfit.doctor.planned import own_plan
+from vlfit.doctor.planned import own_plan, vllm_plan
 from vlfit.doctor.rule import Case, Values
 
 _FEW_SEQUENCES = 2
@@ -57,6 +57,10 @@ def make_room(case: Case, missing: float | None, have: float = 0.0) -> Values:
         return _unknown_model(case)
     model = QWEN3_VL[size]
     length = min(facts.whole("max_model_len", CONTEXT_WISHED), CONTEXT_WISHED)
+    name = facts.model or ""
+    planned = vllm_plan(case.machine, facts, (name, fp8_name(name)), length)
+    if planned is not None:
+        return _by_the_planner(case, size, *planned)
     wanted = kv_gib(model, length)
     needed = (missing or 0.0) + wanted - have
     changes = _cheapest(case, model, needed if missing is not None or have else None)
@@ -85,6 +89,15 @@ def make_room(case: Case, missing: float | None, have: float = 0.0) -> Values:
             says += " What is free is not in the log: with --gpu NAME the doctor counts a larger share, too."
         return {"why": why, "advice": advice + says, "run": run}
     return {"why": why, "advice": advice, "run": serve(facts, changes.flags, model=changes.model)}
+
+
+def _by_the_planner(case: Case, size: str, says: str, run: str) -> Values:
+    """For a machine that was named: what fits it, whatever the log's own numbers leave open."""
+    if run:
+        return {"why": _why(case), "advice": f"Start it anew: {says} ({_CHECKED_ON}).", "run": run}
+    says, run = own_plan(case.machine, size)
+    advice = "No flag makes this checkpoint fit vLLM on this GPU, by the planner's sums."
+    return {"why": _why(case), "advice": advice + says, "run": run}
 
 
 def _cheapest(case: Case, model: Model, needed: float | None) -> _Changes:
