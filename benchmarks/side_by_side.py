@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument(
         "--page", type=Path, default=PAGE, help="where to write (default: docs/side-by-side.md)"
     )
+    parser.add_argument("--again", action="store_true", help="ask the other tools again")
     options = parser.parse_args()
     measured = json.loads(options.truth.read_text("utf-8")) if options.truth else {}
     gpu = decode(Gpu, measured["gpu"]) if measured else card("H200").gpus[0]
