@@ -29,6 +29,7 @@ from benchmarks.ledger_job import NATIVE, TRANSFORMERS, Held, LedgerJob
 from benchmarks.measure import MIB, ROOT, versions_of
 from benchmarks.report import print_rows
 from vlfit.checkpoint.source import read_checkpoint
+from vlfit.errors import DeviceError
 from vlfit.machine.model import Gpu
 from vlfit.machine.records import decode, encode
 from vlfit.machine.survey import survey
@@ -57,6 +58,7 @@ NATIVE_CASES = (
 )
 TRANSFORMERS_CASES = (("2B", 936, 768, 1), ("4B", 2048, 1024, 2), ("8B", 2048, 1024, 1))
 NO_LINE = "-"
+PATIENCE = 180  # seconds for one configuration; they take some five
 
 
 def main() -> None:
@@ -69,23 +71,37 @@ def main() -> None:
         return
     if not wanted:
         sys.exit(f"no configuration has all of {options.only} in its name: see --list")
-    gpu = gpu or emptiest(survey())
+    gpu = gpu or this_gpu()
     facts["constants"] = calibration.constants_for(gpu).context.source
     print("; ".join(f"{name} {value}" for name, value in facts.items()))
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="vlfit-ledger-") as folder:
         placed = [place(job, Path(folder)) for job in wanted]
-        found = [known[job] for job in wanted] if options.against else list(measured(placed))
-        results = [compared(job, held, gpu) for job, held in zip(placed, found, strict=True)]
+        found = iter([known[job] for job in wanted]) if options.against else measured(placed)
+        results = []
+        for job, held in zip(placed, found, strict=True):
+            results.append(compared(job, held, gpu))
+            write(options.json, facts, gpu, results)  # a run that is cut short leaves what it has
     print_results(results)
     if not options.against:
         facts["seconds"] = round(time.perf_counter() - started, 1)
         print(f"\n{len(results)} configurations in {facts['seconds']:.0f} s")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"facts": facts, "gpu": encode(gpu), "results": results}
-        options.json.write_text(json.dumps(content, indent=1), "utf-8")
+    write(options.json, facts, gpu, results)
     sys.exit(1 if any(result["verdict"] != "ok" for result in results) else 0)
+
+
+def this_gpu() -> Gpu:
+    try:
+        return emptiest(survey())
+    except DeviceError as error:
+        sys.exit(error.message)
+
+
+def write(file: Path | None, facts: dict[str, Any], gpu: Gpu, results: list[dict[str, Any]]) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = {"facts": facts, "gpu": encode(gpu), "results": results}
+        file.write_text(json.dumps(content, indent=1), "utf-8")
 
 
 def new_facts() -> dict[str, Any]:
@@ -167,8 +183,13 @@ def start(job: LedgerJob) -> "subprocess.Popen[str]":
 
 
 def outcome(process: "subprocess.Popen[str]") -> Held | str:
-    """Tell ``process`` to go and wait for its end."""
-    out, err = process.communicate("go\n")
+    """Tell ``process`` to go and wait for its end, but not for ever."""
+    try:
+        out, err = process.communicate("go\n", timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"did not end in {PATIENCE} s"
     if process.returncode:
         last = err.strip().splitlines()[-1] if err.strip() else "no words"
         return f"failed with exit code {process.returncode}: {last}"

@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -118,6 +119,27 @@ def test_a_word_that_no_name_has_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.argv", ["ledger", "--only", "70B"])
     with pytest.raises(SystemExit, match="no configuration has"):
         ledger.main()
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "survey", lambda: Machine((), card("H200").host, ("no driver",)))
+    monkeypatch.setattr("sys.argv", ["ledger"])
+    with pytest.raises(SystemExit, match="no driver"):
+        ledger.main()
+
+
+def test_a_process_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "PATIENCE", 0.2)
+    program = "import sys, time; sys.stdin.readline(); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert ledger.outcome(process) == "did not end in 0.2 s"
+    assert process.returncode is not None
 
 
 @pytest.mark.parametrize("module", ["benchmarks.ledger_native", "benchmarks.ledger_transformers"])
