@@ -98,6 +98,7 @@ def idle(held: Callable[[float], float], seconds: int = 60, work: Work = IDLE) -
         pytest.param(lambda at: 4000 + at, id="a MiB a second"),
         pytest.param(lambda at: 4000 + 10 * (at // 5), id="in steps"),
         pytest.param(lambda at: 4000 + 2 * at + 3 * math.sin(at), id="with noise"),
+        pytest.param(lambda at: 4000 + 50 * min(at, 4) + at, id="after the end of a request has settled"),
     ],
 )
 def test_memory_that_grows_with_no_request(held: Callable[[float], float]) -> None:

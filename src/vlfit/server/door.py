@@ -86,7 +86,8 @@ class Door:
             log.exception("%s failed by a mistake of ours", state["request_id"], exc_info=error)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
-        level = logging.DEBUG if scope["path"] in LOOKS else logging.INFO
+        quiet = scope["path"] in LOOKS and status in (200, 503)  # a wrong key is worth its line
+        level = logging.DEBUG if quiet else logging.INFO
         state = scope["state"]
         note = " ".join(state["note"].split())
         log.log(
