@@ -12,6 +12,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+# Before anything imports triton: without an NVIDIA GPU (or WSL2's window to one) its kernels are interpreted.
+if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # A script's background job inherits SIGINT as ignored, and so would the programs that tests interrupt: a
 # program starts with the default only where its parent does not ignore the signal.

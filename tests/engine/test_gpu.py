@@ -35,7 +35,7 @@ def test_greedy_tokens_are_those_of_the_cpu(tiny: Callable[[str], Path], name: s
 def test_fp8_weights_stay_fp8(tiny: Callable[[str], Path]) -> None:
     layer = engine(tiny("fp8"), "cuda").runner.text.layers[0]
     assert isinstance(layer.down, Fp8Linear)
-    assert all(weight.dtype == torch.float8_e4m3fn for weight, _ in layer.down.parts)
+    assert layer.down.weights.codes.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])

@@ -58,6 +58,7 @@ class KVCache:
             config.num_key_value_heads,
             config.head_dim,
         )
+        self.block_size = block_size
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
 

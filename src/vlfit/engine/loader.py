@@ -17,13 +17,16 @@ from torch import Tensor
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import CODES_PER_WORD
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine import kernels
 from vlfit.engine.layers.linear import (
     DenseLinear,
     Fp8Linear,
     Int4Linear,
     Linear,
+    common_block_rows,
     dequantize_fp8,
     dequantize_int4,
+    join_zero_points,
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 
@@ -97,18 +100,58 @@ class Loader:
         and up.
         """
         stacked_bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        if self.device.type != "cpu":
+        if kernels.used_on(self.device):
             if all(self._is_fp8(name) for name in names):
-                fp8 = [self._fp8_part(name, self.device) for name in names]
-                return Fp8Linear(fp8, self._block(), stacked_bias)
+                return self._fp8_linear(names, stacked_bias)
             if all(self._is_int4(name) for name in names):
-                return Int4Linear([self._int4_part(name, self.device) for name in names], stacked_bias)
+                return self._int4_linear(names, stacked_bias)
         shapes = [self._shape(name) for name in names]
         rows = [shape[0] for shape in shapes]
         weight = torch.empty((sum(rows), shapes[0][1]), dtype=self.dtype, device=self.device)
         for name, part in zip(names, weight.split(rows), strict=True):
             self._fill(name, part)
         return DenseLinear(weight, stacked_bias)
+
+    def _fp8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Fp8Linear:
+        """``names`` on top of one another in FP8. Where blocks would straddle two of them, lower blocks."""
+        block = self._block()
+        heights = [self._shape(name)[0] for name in names]
+        block_rows = common_block_rows(block[0], heights)
+        weight = self._stacked([f"{name}.weight" for name in names], torch.float8_e4m3fn)
+        scales = [f"{name}.weight_scale_inv" for name in names]
+        if block_rows == block[0]:
+            scale = self._stacked(scales, torch.float32)
+        else:
+            parts = (self._stacked([name], torch.float32) for name in scales)
+            scale = torch.cat(
+                [
+                    part.repeat_interleave(block[0] // block_rows, dim=0)[: -(-height // block_rows)]
+                    for part, height in zip(parts, heights, strict=True)
+                ]
+            )
+        return Fp8Linear(weight, scale, (block_rows, block[1]), bias)
+
+    def _int4_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Int4Linear:
+        """``names`` on top of one another in 4 bits."""
+        packed = self._stacked([f"{name}.weight_packed" for name in names], torch.int32)
+        scales = [f"{name}.weight_scale" for name in names]
+        scale = self._stacked(scales, _torch_dtype(self._info(scales[0])))
+        zeros = [f"{name}.weight_zero_point" for name in names]
+        if not all(name in self.checkpoint.tensors for name in zeros):
+            return Int4Linear(packed, scale, None, bias)
+        parts = [self._stored(name, self.device) for name in zeros]
+        heights = [self._shape(name)[0] for name in names]
+        joined = parts[0] if len(parts) == 1 else join_zero_points(parts, heights)
+        return Int4Linear(packed, scale, joined, bias)
+
+    def _stacked(self, names: list[str], dtype: torch.dtype) -> Tensor:
+        """The matrices ``names`` on top of one another, allocated once and filled part by part."""
+        infos = [self._info(name) for name in names]
+        rows = [info.shape[0] for info in infos]
+        stacked = torch.empty((sum(rows), infos[0].shape[1]), dtype=dtype, device=self.device)
+        for info, part in zip(infos, stacked.split(rows), strict=True):
+            self._copy(info, part)
+        return stacked
 
     def _is_fp8(self, name: str) -> bool:
         info = self.checkpoint.tensors.get(f"{name}.weight")
@@ -128,26 +171,26 @@ class Loader:
     def _fill(self, name: str, target: Tensor) -> None:
         """The matrix ``name`` into ``target`` [out, in], widened if it is stored in fewer bits."""
         if self._is_int4(name):
-            target.copy_(dequantize_int4(*self._int4_part(name, torch.device("cpu")), self.dtype))
+            target.copy_(dequantize_int4(*self._int4_part(name), self.dtype))
         elif self._is_fp8(name):
-            weight, scale = self._fp8_part(name, torch.device("cpu"))
+            weight, scale = self._fp8_part(name)
             target.copy_(dequantize_fp8(weight, scale, self._block(), self.dtype))
         else:
             self._copy(self._info(f"{name}.weight"), target)
 
-    def _fp8_part(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-        weight = self._stored(f"{name}.weight", device)
-        scale_info = self._info(f"{name}.weight_scale_inv")
-        scale = torch.empty(scale_info.shape, dtype=torch.float32, device=device)
-        self._copy(scale_info, scale)
-        return weight, scale
+    def _fp8_part(self, name: str) -> tuple[Tensor, Tensor]:
+        """Weight and float32 scales of ``name``, in host memory."""
+        host = torch.device("cpu")
+        return self._stored(f"{name}.weight", host), self._stored(f"{name}.weight_scale_inv", host).float()
 
-    def _int4_part(self, name: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _int4_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, scales and zero points of ``name``, in host memory."""
+        host = torch.device("cpu")
         has_zero = f"{name}.weight_zero_point" in self.checkpoint.tensors
         return (
-            self._stored(f"{name}.weight_packed", device),
-            self._stored(f"{name}.weight_scale", device),
-            self._stored(f"{name}.weight_zero_point", device) if has_zero else None,
+            self._stored(f"{name}.weight_packed", host),
+            self._stored(f"{name}.weight_scale", host),
+            self._stored(f"{name}.weight_zero_point", host) if has_zero else None,
         )
 
     def _stored(self, name: str, device: torch.device) -> Tensor:

@@ -12,11 +12,11 @@ from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.images import PreparedImage, patchify
 from vlfit.engine.kv_cache import KVCache
-from vlfit.engine.layers.attention import AttentionPlan, DecodeGroup, PrefillChunk
+from vlfit.engine.layout import Layout
 from vlfit.engine.qwen3_vl.text import TextModel, VisualRows
 from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.engine.scheduler import Work
-from vlfit.engine.sequence import IntMatrix, IntVector, Sequence
+from vlfit.engine.sequence import IntMatrix, IntVector
 from vlfit.engine.threads import threads_for
 
 
@@ -36,6 +36,7 @@ class Runner:
         self.cache = cache
         self.image_cache = image_cache
         self.device = device
+        self.layout = Layout(cache.block_size, device)
 
     def run(self, batch: Many[Work]) -> Tensor:
         """One forward pass. ``batch`` has its decoding sequences first.
@@ -52,7 +53,7 @@ class Runner:
                 self._to_device(np.concatenate([_positions(work) for work in batch], axis=1)),
                 visual,
                 self.cache,
-                self._attention_plan(batch),
+                self.layout.plan(batch),
                 self._to_device(ends[speaking]),
             )
 
@@ -64,38 +65,6 @@ class Runner:
             features = self.vision(patchify(pixels, self.processing), image.grid)
             self.image_cache.put(image.key, features)
         return features
-
-    def _attention_plan(self, batch: Many[Work]) -> AttentionPlan:
-        decoding = [work.sequence for work in batch if work.sequence.decoding]
-        chunks, write_slots, start = [], [], 0
-        for work in batch:
-            sequence = work.sequence
-            slots = _slots(sequence)[: sequence.cached + work.length]
-            write_slots.append(slots[sequence.cached :])
-            if not sequence.decoding:
-                mask = self._causal_mask(sequence.cached, work.length) if sequence.cached else None
-                chunks.append(PrefillChunk(start, work.length, slots, mask))
-            start += work.length
-        decode = self._decode_group(decoding) if decoding else None
-        return AttentionPlan(torch.cat(write_slots), decode, tuple(chunks))
-
-    def _decode_group(self, sequences: Many[Sequence]) -> DecodeGroup:
-        lengths = [sequence.cached + 1 for sequence in sequences]
-        longest = max(lengths)
-        if min(lengths) == longest:
-            return DecodeGroup(torch.stack([_slots(s)[:longest] for s in sequences]), None)
-        counter = torch.arange(longest, device=self.device)
-        rows = [
-            _slots(sequence)[counter.clamp(max=length - 1)]
-            for sequence, length in zip(sequences, lengths, strict=True)
-        ]
-        mask = counter < torch.tensor(lengths, device=self.device)[:, None]
-        return DecodeGroup(torch.stack(rows), mask)
-
-    def _causal_mask(self, past: int, length: int) -> Tensor:
-        """[length, past + length]: token i of the chunk sees the past and the chunk up to itself."""
-        columns = torch.arange(past + length, device=self.device)
-        return columns <= torch.arange(past, past + length, device=self.device)[:, None]
 
     def _visual_rows(self, batch: Many[Work]) -> VisualRows | None:
         """Features of every placeholder in the batch, and the rows they go to."""
@@ -156,9 +125,3 @@ def _positions(work: Work) -> IntMatrix:
         position = sequence.prompt.next_position + len(sequence.generated) - 1
         return np.full((3, 1), position, dtype=np.int64)
     return sequence.prompt.positions[:, sequence.cached : sequence.cached + work.length]
-
-
-def _slots(sequence: Sequence) -> Tensor:
-    if sequence.slots is None:
-        raise RuntimeError("a sequence runs before it was admitted")
-    return sequence.slots

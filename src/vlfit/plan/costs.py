@@ -5,30 +5,26 @@ torch's allocator makes of it (``ledger.py`` adds that). A test runs the engine'
 device at the true shapes of 2B, 4B and 8B and compares what lives there with these functions.
 """
 
+from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
-from vlfit.checkpoint.quantization import FP8, INT4
 from vlfit.plan.model import HALF, SINGLE, Matrix, Model
 
 BLOCK_SIZE = 16  # tokens of a KV block (``engine/options.py``)
 TYPICAL_REQUEST = 2048  # tokens of pool for each sequence (``engine/engine.py``)
 INDEX = 8  # bytes of an int64
-# Bytes that live for each weight while a matrix is widened (``engine/layers/linear.py``). FP8: the weight,
-# its scale and their product in float32. int4: codes and product in float32, and the result.
-_WIDENED = {FP8: 3 * SINGLE, INT4: 2 * SINGLE + HALF}
+NARROW_INDEX = 4  # bytes of an int32, of which block tables are
 # Sampling one row that is not plain greedy: scores, order, sorted copies, probabilities
 # (``engine/sampler.py``).
 _SAMPLER_BYTES = 64
+# Products that are shared out among programs, and their tiles (``engine/kernels/linear.py``).
+SPLIT_ROWS, _UNSPLIT_ROWS = 64, 4
+_BUSY, _MOST_SPLITS, _TILE_OUTPUTS, _TILE_INPUTS = 256, 16, 64, 128
 
 
 def kv_tokens(context: int, sequences: int) -> int:
     """Tokens of the KV pool, in whole blocks, as the engine sizes it (``Engine._kv_tokens``)."""
     tokens = max(sequences * min(context, TYPICAL_REQUEST), context)
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
-
-
-def widening(matrix: Matrix) -> int:
-    """What lives for a moment while ``matrix`` is widened to bfloat16; 0 if it is stored so."""
-    return _WIDENED.get(matrix.form, 0) * matrix.weights
 
 
 def feature_bytes(vision: VisionConfig, image_tokens: int) -> int:
@@ -59,24 +55,20 @@ def vision_peak(vision: VisionConfig, image_tokens: int) -> int:
 def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native: bool = True) -> int:
     """Peak of one forward pass of the text model: the last ``chunk`` of a context, or ``sequences`` rows.
 
-    The largest phase counts, on top of what lives all along (``engine/qwen3_vl/text.py``, ``attention.py``).
-    ``native`` False: no chunks, no widening, no copy of the cache: transformers with sdpa.
+    The largest phase counts, on top of what lives all along (``engine/qwen3_vl/text.py``). ``native`` False:
+    no kernels of ours and no chunks: transformers with sdpa.
     """
     text = model.text
     rows = max(chunk, sequences)
-    phases = [
-        _layer_phases(model, rows),
-        _head_phase(model, sequences),
-    ]
-    if native:
-        phases.append(_prefill_attention(model, min(chunk, context), context))
-        phases.append(decode_attention(model, sequences, context))
+    phases = [_layer_phases(model, rows), _head_phase(model, sequences)]
     always = rows * (HALF * text.hidden_size + 2 * HALF * text.head_dim + 5 * INDEX)
     always += (sequences + 1) * INDEX  # whose logits are wanted
     if model.vision is not None:
         always += feature_bytes(model.vision, rows) + rows * INDEX
     if native:
-        always += min(chunk, context) * context  # the mask, a byte each
+        # A pass of few rows is the only one that shares its products out.
+        phases += [_split_phases(model, min(rows, SPLIT_ROWS)), _attention(model, rows, sequences)]
+        always += (sequences + 1) * (-(-context // BLOCK_SIZE) + 3) * NARROW_INDEX  # block tables and spans
     return always + max(phases)
 
 
@@ -87,61 +79,70 @@ def _widths(model: Model) -> tuple[int, int, int]:
     return queries, keys, queries + 2 * keys
 
 
-def _joined(parts: list[Matrix], rows: int, held: int) -> int:
-    """Peak of matrices that share their input: in bf16 they are one; others run one by one and are joined."""
-    outputs = HALF * rows * sum(part.rows for part in parts)
-    if any(part.form not in _WIDENED for part in parts):
-        return held + outputs
-    done, peak = 0, 2 * outputs
-    for part in parts:
-        peak = max(peak, done + widening(part))
-        done += HALF * rows * part.rows
-    return held + peak
-
-
 def _layer_phases(model: Model, rows: int) -> int:
+    """Peak of a layer's products and norms. Narrow weights are never widened; they cost no more than bf16."""
     hidden, inner = model.text.hidden_size, model.text.intermediate_size
     queries, keys, joined = _widths(model)
-    layer = model.layer
-    norm = rows * (2 * SINGLE + HALF) * hidden
+    text = model.text
+    norm = rows * ((2 * SINGLE + HALF) * hidden + SINGLE)  # the last: each row's mean square
     x = rows * HALF * hidden
-    qkv = _joined([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows, x)
-    turned = queries + keys
-    head_norm = x + rows * (HALF * joined + (2 * SINGLE + HALF) * turned)
-    after = x + rows * HALF * (joined + 2 * turned + queries)
-    output = after + widening(layer["o_proj"]) + x
-    gate_up = _joined([layer["gate_proj"], layer["up_proj"]], rows, x)
-    down = rows * 2 * HALF * inner + x + widening(layer["down_proj"])
-    return max(norm, qkv, head_norm, output, gate_up, down)
+    head_norm = x + rows * (HALF * joined + (2 * SINGLE + HALF) * (queries + keys))
+    head_norm += rows * SINGLE * (text.num_attention_heads + text.num_key_value_heads)
+    output = x + rows * HALF * (joined + 2 * (queries + keys) + queries) + x
+    gate_up = x + rows * 2 * HALF * inner
+    return max(norm, head_norm, output, gate_up)
 
 
-def _prefill_attention(model: Model, chunk: int, context: int) -> int:
-    """A chunk that looks at a past: keys and values copied out of the cache, and torch's plain path.
+def splits(outputs: int, inputs: int, rows: int) -> int:
+    """Among how many programs a product with narrow weights is shared out (``kernels/linear.py``)."""
+    count = 1
+    if _UNSPLIT_ROWS < rows <= SPLIT_ROWS:
+        programs = -(-outputs // _TILE_OUTPUTS)
+        while count < _MOST_SPLITS and programs * count < _BUSY and inputs >= 4 * count * _TILE_INPUTS:
+            count *= 2
+    return count
 
-    Its fused kernels take no mask (flash) or no shared key heads (memory-efficient), so scores [heads, chunk,
-    context] exist in float32, twice during the softmax, beside keys and values
-    in float32, and once more repeated for every head.
+
+def _split_phases(model: Model, rows: int) -> int:
+    """Peak of the products that are shared out: each program's sums in float32, beside what they are of."""
+    queries, keys, joined = _widths(model)
+    layer = model.layer
+    x = rows * HALF * model.text.hidden_size
+    before_output = x + rows * HALF * (joined + 2 * (queries + keys) + queries)
+    inner = rows * 2 * HALF * model.text.intermediate_size
+    return max(
+        x + _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows),
+        before_output + _product([layer["o_proj"]], rows),
+        x + _product([layer["gate_proj"], layer["up_proj"]], rows),
+        inner + _product([layer["down_proj"]], rows),
+    )
+
+
+def _product(parts: list[Matrix], rows: int) -> int:
+    """Output of matrices that share their input, and the sums it is made of."""
+    outputs = sum(part.rows for part in parts)
+    count = 1 if parts[0].form == BF16 else splits(outputs, parts[0].columns, rows)
+    return rows * outputs * (HALF + (count * SINGLE if count > 1 else 0))
+
+
+def decode_splits(sequences: int) -> int:
+    """Among how many programs a sequence's context is shared out (``engine/kernels/attention.py``)."""
+    return 16 if sequences <= 4 else 8 if sequences <= 16 else 4
+
+
+def _attention(model: Model, rows: int, sequences: int) -> int:
+    """Queries and their answers, and what the programs that share a context leave for ``merge``.
+
+    Keys and values are read where they lie, and scores exist a tile at a time: neither costs memory.
     """
     queries, keys, joined = _widths(model)
-    before = chunk * HALF * (model.text.hidden_size + joined + 2 * (queries + keys))
-    copies = context * (2 * HALF * keys + INDEX)
-    if chunk == context:  # no past: plain causal, which the flash kernel takes
-        return before + copies + 2 * chunk * HALF * queries
-    scores = SINGLE * model.text.num_attention_heads * chunk * context
-    widened = 2 * SINGLE * context * (keys + queries)
-    return before + copies + 2 * scores + widened + 2 * chunk * SINGLE * queries
-
-
-def decode_attention(model: Model, sequences: int, context: int) -> int:
-    """All sequences at once, padded to the longest: keys and values copied, one of them twice, and scores."""
-    queries, keys, joined = _widths(model)
-    cells = sequences * context
-    before = sequences * HALF * (model.text.hidden_size + joined + 2 * (queries + keys))
-    scores = cells * model.text.num_attention_heads * (3 * HALF + SINGLE)
-    return before + cells * (3 * HALF * keys + INDEX + 1) + scores
+    text = model.text
+    parts = sequences * text.num_attention_heads * decode_splits(sequences) * (text.head_dim + 2) * SINGLE
+    held = rows * HALF * (text.hidden_size + joined + 2 * (queries + keys) + queries)
+    return held + parts
 
 
 def _head_phase(model: Model, sequences: int) -> int:
-    """Logits of each sequence in bfloat16 and float32, the head widened, and one row being sampled."""
+    """Logits of each sequence in bfloat16 and float32, and one row being sampled."""
     vocabulary = model.text.vocab_size
-    return sequences * vocabulary * (HALF + SINGLE) + max(widening(model.head), vocabulary * _SAMPLER_BYTES)
+    return sequences * vocabulary * (HALF + SINGLE) + vocabulary * _SAMPLER_BYTES

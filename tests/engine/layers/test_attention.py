@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.engine.shapes import TEXT
 from vlfit.engine.kv_cache import KVCache, slots_of
-from vlfit.engine.layers.attention import AttentionPlan, DecodeGroup, PrefillChunk, paged_attention
+from vlfit.engine.layers.attention import DecodeGroup, PrefillChunk, SlotPlan, paged_attention
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = TEXT.num_attention_heads, TEXT.num_key_value_heads, TEXT.head_dim
@@ -40,7 +40,7 @@ def test_a_mixed_batch_is_each_sequence_alone() -> None:
     short_padded = torch.cat([slots["short"], slots["short"][-1:].expand(8)])
     decode_mask = torch.arange(11) < torch.tensor([[3], [11]])
     later_mask = torch.arange(9) <= torch.arange(5, 9)[:, None]
-    plan = AttentionPlan(
+    plan = SlotPlan(
         torch.empty(0, dtype=torch.long),
         DecodeGroup(torch.stack([short_padded, slots["long"]]), decode_mask),
         (PrefillChunk(2, 6, slots["fresh"], None), PrefillChunk(8, 4, slots["later"], later_mask)),

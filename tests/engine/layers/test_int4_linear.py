@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.convert import reference
-from vlfit.engine.layers.linear import Int4Linear, dequantize_int4
+from vlfit.engine.layers.linear import Int4Linear, dequantize_int4, join_zero_points
 
 Part = tuple[Tensor, Tensor, Tensor | None]
 
@@ -40,8 +40,17 @@ def test_half_precision_is_rounded_once() -> None:
     assert torch.equal(dequantize_int4(*stored, torch.bfloat16), expected(stored).to(torch.bfloat16))
 
 
-def test_stacked_parts_are_separate_products_side_by_side() -> None:
-    parts = [part(9, 64, 32, True), part(5, 64, 16, False)]
-    bias, x = torch.randn(14), torch.randn(3, 64)
-    wanted = torch.cat([x @ expected(each).T for each in parts], dim=-1) + bias
-    torch.testing.assert_close(Int4Linear(parts, bias)(x), wanted)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_layer_is_a_product_with_the_widened_weights(symmetric: bool) -> None:
+    stored = part(9, 64, 32, symmetric)
+    bias, x = torch.randn(9), torch.randn(3, 64)
+    torch.testing.assert_close(Int4Linear(*stored, bias)(x), x @ expected(stored).T + bias)
+
+
+def test_zero_points_of_stacked_matrices_keep_their_rows() -> None:
+    """Nine rows of the first: those of the second begin in the middle of a word."""
+    parts = [part(9, 64, 16, False), part(5, 64, 16, False)]
+    zeros = join_zero_points([zero for _, _, zero in parts if zero is not None], [9, 5])
+    packed, scale = (torch.cat(each) for each in list(zip(*parts, strict=True))[:2])
+    wanted = torch.cat([dequantize_int4(*each, torch.float32) for each in parts])
+    assert torch.equal(dequantize_int4(packed, scale, zeros, torch.float32), wanted)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vlfit.engine.layers.linear import Fp8Linear, dequantize_fp8
+from vlfit.engine.layers.linear import Fp8Linear, common_block_rows, dequantize_fp8
 
 BLOCK = (4, 3)
 
@@ -24,10 +24,19 @@ def test_every_element_takes_the_scale_of_its_block(shape: tuple[int, int]) -> N
             assert full[row, column] == expected
 
 
-def test_stacked_parts_are_separate_products_side_by_side() -> None:
-    parts = [quantized(9, 7), quantized(5, 7)]
-    bias = torch.randn(14)
-    x = torch.randn(3, 7)
-    layer = Fp8Linear(parts, BLOCK, bias)
-    expected = torch.cat([x @ dequantize_fp8(*part, BLOCK, torch.float32).T for part in parts], -1) + bias
-    torch.testing.assert_close(layer(x), expected)
+def test_a_layer_is_a_product_with_the_widened_weights() -> None:
+    weight, scale = quantized(9, 7)
+    bias, x = torch.randn(9), torch.randn(3, 7)
+    expected = x @ dequantize_fp8(weight, scale, BLOCK, torch.float32).T + bias
+    torch.testing.assert_close(Fp8Linear(weight, scale, BLOCK, bias)(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("heights", "expected"),
+    [([2048, 1024, 1024], 128), ([64, 32, 32], 32), ([100], 128), ([96, 100], 32), ([9, 5], 1)],
+)
+def test_blocks_of_stacked_matrices_straddle_none(heights: list[int], expected: int) -> None:
+    assert common_block_rows(128, heights) == expected
+    starts = [sum(heights[:index]) for index in range(len(heights))]
+    assert all(start % expected == 0 for start in starts)
+    assert 128 % expected == 0

@@ -1,6 +1,8 @@
 """Attention of a mixed batch over the paged KV cache: decoding sequences together, prefill chunks one by one.
 
-Grouped-query attention throughout: ``heads / kv_heads`` queries share each key and value head.
+Grouped-query attention throughout: ``heads / kv_heads`` queries share each key and value head. A GPU reads
+the cache where it lies (``engine/kernels/attention.py``); here is what a CPU does, in plain PyTorch, on
+copies of the keys and values that are looked at.
 """
 
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlfit.engine.kernels.attention import BlockPlan, block_attention
 from vlfit.engine.kv_cache import KVCache
 
 
@@ -39,7 +42,7 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class SlotPlan:
     """Who attends to what in one forward pass. ``write_slots`` [rows]: where each row's key and value go."""
 
     write_slots: Tensor
@@ -47,11 +50,16 @@ class AttentionPlan:
     chunks: tuple[PrefillChunk, ...]
 
 
+AttentionPlan = SlotPlan | BlockPlan
+
+
 def paged_attention(query: Tensor, layer: int, cache: KVCache, plan: AttentionPlan) -> Tensor:
     """``query`` [rows, heads, head_dim] over the cache, which already holds the rows' own keys and values.
 
     Gives [rows, heads * head_dim].
     """
+    if isinstance(plan, BlockPlan):
+        return block_attention(query, cache.keys[layer], cache.values[layer], plan)
     outputs = []
     if plan.decode is not None:
         outputs.append(_decode(query[: len(plan.decode.slots)], layer, cache, plan.decode))

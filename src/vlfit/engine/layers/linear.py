@@ -1,14 +1,19 @@
 """Linear layers: one class per weights format. Knows nothing of files; ``loader.py`` builds them.
 
-Every class computes ``x @ W.T + bias`` for ``x`` of shape [rows, in] and gives [rows, out].
+Every class computes ``x @ W.T + bias`` for ``x`` of shape [rows, in] and gives [rows, out]. On a CPU narrow
+weights are widened at each call, in plain PyTorch: the reference for the kernels that a GPU uses.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from vlfit.engine import kernels
+from vlfit.engine.kernels.linear import NarrowWeights, linear
 
 
 class Linear(Protocol):
@@ -29,25 +34,31 @@ class DenseLinear:
 
 
 class Fp8Linear:
-    """Weights kept in FP8 with one float32 scale for each block of 128 x 128, widened at each call.
+    """Weights kept in FP8: ``weight`` [out, in] float8_e4m3fn, a float32 scale for each ``block`` of it.
 
-    ``parts`` are (weight [out_i, in] float8_e4m3fn, scale [ceil(out_i / rows), ceil(in / columns)]); their
-    outputs are joined in order. Parts stay apart because a block must not straddle two matrices.
+    ``scale`` is [ceil(out / block[0]), ceil(in / block[1])].
     """
 
     def __init__(
-        self, parts: Sequence[tuple[Tensor, Tensor]], block: tuple[int, int], bias: Tensor | None = None
+        self, weight: Tensor, scale: Tensor, block: tuple[int, int], bias: Tensor | None = None
     ) -> None:
-        self.parts = tuple(parts)
-        self.block = block
+        self.weights = NarrowWeights(weight, scale, None, block)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        outputs = [
-            F.linear(x, dequantize_fp8(weight, scale, self.block, x.dtype)) for weight, scale in self.parts
-        ]
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        return joined if self.bias is None else joined + self.bias
+        if kernels.used_on(x.device):
+            return linear(x, self.weights, self.bias)
+        widened = dequantize_fp8(self.weights.codes, self.weights.scale, self.weights.block, x.dtype)
+        return F.linear(x, widened, self.bias)
+
+
+def common_block_rows(block_rows: int, heights: Sequence[int]) -> int:
+    """How many rows share a scale once matrices of ``heights`` rows stand on top of one another.
+
+    No block may straddle two matrices. In all official checkpoints none would, and the blocks stay as they
+    are; otherwise they are cut into equal lower ones.
+    """
+    return math.gcd(block_rows, *heights[:-1])
 
 
 def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -63,22 +74,25 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype:
 
 
 class Int4Linear:
-    """Weights kept in 4 bits with a scale for each group of inputs, widened at each call.
+    """Weights kept in 4 bits with a scale for each group of inputs.
 
-    ``parts`` are (packed [out_i, in / 8] int32, scale [out_i, in / group], zero point [ceil(out_i / 8),
-    in / group] int32 or None), as ``dequantize_int4`` takes them; their outputs are joined in order.
+    ``packed`` [out, in / 8] int32, ``scale`` [out, in / group], ``zero_point`` [ceil(out / 8), in / group]
+    int32 or None, as ``dequantize_int4`` takes them.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]], bias: Tensor | None = None
+        self, packed: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None = None
     ) -> None:
-        self.parts = tuple(parts)
+        group = packed.shape[1] * 8 // scale.shape[1]
+        self.weights = NarrowWeights(packed, scale, zero_point, (1, group))
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        outputs = [F.linear(x, dequantize_int4(*part, x.dtype)) for part in self.parts]
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        return joined if self.bias is None else joined + self.bias
+        if kernels.used_on(x.device):
+            return linear(x, self.weights, self.bias)
+        stored = self.weights
+        widened = dequantize_int4(stored.codes, stored.scale, stored.zero_point, x.dtype)
+        return F.linear(x, widened, self.bias)
 
 
 SYMMETRIC_ZERO = 8  # the code that stands for 0 where no zero points are stored
@@ -94,6 +108,17 @@ def dequantize_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, dt
         codes -= unpack_codes(zero_point.T)[:, : len(scale)].T.unsqueeze(2)
     widened: Tensor = (codes * scale.float().unsqueeze(2)).flatten(1).to(dtype)
     return widened
+
+
+def join_zero_points(parts: Sequence[Tensor], heights: Sequence[int]) -> Tensor:
+    """Zero points of matrices of ``heights`` rows as those of one matrix with all rows.
+
+    Eight rows share a word, so those of the second matrix may begin in the middle of one.
+    """
+    codes = [
+        unpack_codes(part.T)[:, :height] for part, height in zip(parts, heights, strict=True)
+    ]  # each [groups, rows]
+    return pack_codes(torch.cat(codes, dim=1)).T.contiguous()
 
 
 def unpack_codes(packed: Tensor) -> Tensor:

@@ -1,0 +1,138 @@
+"""Tile sizes tried against one another: where the fixed tables of ``engine/kernels`` come from.
+
+Candidates are compiled beforehand in several processes, into Triton's cache on disk: alone that takes longer
+than all measurements.
+"""
+
+import contextlib
+import io
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from benchmarks.kernel_timing import seconds_of
+from benchmarks.kernel_weights import LAYERS, narrow_weights
+from benchmarks.report import print_rows
+from vlfit.engine.kernels.linear import NarrowWeights, Tiles, linear
+
+SIZE = "4B"
+FORMS = ("fp8", "int4 of 32")
+WORKERS = 12
+BEST = 6  # shown of each
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """``splits`` None: as the engine would choose."""
+
+    form: str
+    rows: int
+    tiles: Tiles
+    splits: int | None = None
+
+
+def candidates() -> list[Candidate]:
+    found = []
+    for form in FORMS:
+        for rows in (1, 2, 4, 8):
+            for outputs, inputs, warps in MATVEC:
+                for stages in (1, 3) if rows == 1 else (1,):
+                    inside = outputs * inputs * rows <= 128 * 32 * warps
+                    if inside and (rows < 8 or outputs * inputs <= 2048):
+                        found.append(Candidate(form, rows, Tiles(rows, outputs, inputs, warps, stages)))
+        for rows, tiles in ((8, FEW), (32, SOME), (1024, MANY)):
+            for outputs, inputs, warps, stages, splits in tiles:
+                height = {8: 16, 32: 32, 1024: 128}[rows]
+                found.append(Candidate(form, rows, Tiles(height, outputs, inputs, warps, stages), splits))
+        for outputs, inputs, warps, stages in ((128, 64, 4, 3), (256, 64, 8, 3), (64, 128, 4, 3)):
+            found.append(Candidate(form, 1024, Tiles(64, outputs, inputs, warps, stages)))
+    return found
+
+
+MATVEC = (
+    (1, 512, 1), (1, 1024, 1), (1, 1024, 2), (2, 512, 1), (2, 1024, 2), (2, 1024, 4), (4, 256, 1),
+    (4, 512, 2), (4, 512, 4), (4, 1024, 4), (4, 2048, 4), (8, 512, 4), (8, 1024, 8), (16, 128, 4),
+)  # fmt: skip
+FEW = (
+    (16, 128, 1, 4, None), (16, 256, 2, 4, None), (32, 128, 2, 4, None), (32, 128, 4, 4, None),
+    (32, 256, 4, 3, None), (64, 128, 4, 3, None), (64, 128, 4, 4, None), (64, 64, 4, 5, None),
+    (128, 128, 8, 3, None), (64, 128, 4, 4, 1), (64, 128, 4, 4, 4), (64, 128, 4, 4, 8),
+    (32, 128, 4, 4, 2), (32, 128, 4, 4, 4),
+)  # fmt: skip
+SOME = ((32, 128, 4, 3, None), (64, 128, 4, 3, None), (64, 64, 4, 4, None), (128, 64, 8, 3, None))
+MANY = (
+    (128, 64, 8, 3, None), (128, 64, 4, 3, None), (128, 128, 8, 2, None), (128, 32, 8, 4, None),
+    (64, 64, 4, 3, None), (128, 64, 8, 4, None), (256, 64, 8, 3, None),
+)  # fmt: skip
+
+
+def sweep(copy: float) -> list[dict[str, Any]]:
+    """Times every candidate on all matrices of a layer and prints the best; ``copy`` in bytes per second."""
+    every = candidates()
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compiled, every, chunksize=-(-len(every) // WORKERS)))
+    weights = {form: [narrow_weights(form, *shape) for shape in LAYERS[SIZE].values()] for form in FORMS}
+    found = []
+    for candidate in every:
+        with contextlib.suppress(Exception):  # needs more registers or shared memory than there is
+            found.append((_seconds(candidate, weights[candidate.form]), candidate))
+    rows = [["form", "rows", "tile", "warps", "stages", "splits", "us a layer", "GB/s", "of copying"]]
+    for form in FORMS:
+        read = sum(each[0].codes.nbytes + each[0].scale.nbytes for each in weights[form])
+        for count in sorted({candidate.rows for _, candidate in found}):
+            best = sorted(
+                ((s, c) for s, c in found if (c.form, c.rows) == (form, count)), key=lambda pair: pair[0]
+            )
+            for seconds, candidate in best[:BEST]:
+                tiles = candidate.tiles
+                rows.append(
+                    [
+                        form,
+                        str(count),
+                        f"{tiles.rows} x {tiles.outputs} x {tiles.inputs}",
+                        str(tiles.warps),
+                        str(tiles.stages),
+                        str(candidate.splits or "-"),
+                        f"{seconds * 1e6:.1f}",
+                        f"{read / seconds / 1e9:.0f}",
+                        f"{read / seconds / copy:.0%}",
+                    ]
+                )
+    print(f"\n## The best {BEST} of {len(found)} (of {len(every)}) on a layer of {SIZE}\n")
+    print_rows(rows)
+    return [{**asdict(candidate), "seconds": seconds} for seconds, candidate in found]
+
+
+def _seconds(candidate: Candidate, weights: list[list[NarrowWeights]]) -> float:
+    total = 0.0
+    for copies in weights:
+        x = torch.randn(candidate.rows, copies[0].inputs, dtype=torch.bfloat16, device="cuda")
+        total += seconds_of(
+            [
+                lambda each=each, x=x: linear(x, each, None, candidate.tiles, candidate.splits)  # type: ignore[misc]
+                for each in copies
+            ]
+        )
+    return total
+
+
+def compiled(candidate: Candidate) -> bool:
+    """Runs ``candidate`` once on a small matrix, so that its kernels are in the cache."""
+    outputs, inputs = 128, 4096
+    if candidate.form == "fp8":
+        codes = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn, device="cuda")
+        weights = NarrowWeights(codes, torch.ones(1, inputs // 128, device="cuda"), None, (128, 128))
+    else:
+        group = int(candidate.form.split()[-1])
+        words = torch.zeros(outputs, inputs // 8, dtype=torch.int32, device="cuda")
+        scale = torch.ones(outputs, inputs // group, dtype=torch.bfloat16, device="cuda")
+        weights = NarrowWeights(words, scale, None, (1, group))
+    x = torch.zeros(candidate.rows, inputs, dtype=torch.bfloat16, device="cuda")
+    with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
+        linear(x, weights, None, candidate.tiles, candidate.splits)
+        torch.cuda.synchronize()
+        return True
+    return False

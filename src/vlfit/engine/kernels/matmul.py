@@ -1,0 +1,116 @@
+"""The kernels for more rows: tiles of narrow weights, unpacked on the fly, times rows on the matrix units.
+
+``matmul`` computes a tile of the transposed output, so that unpacked weights are the product's first operand:
+that one may stay in registers. With few rows there are too few tiles to keep a card busy, so the inputs are
+shared out among ``splits`` programs, whose sums ``join`` adds up, always in the same order.
+Reference: ``engine/layers/linear.py`` widens and calls ``F.linear``.
+"""
+
+import triton
+import triton.language as tl
+
+from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, spread, zero_points
+
+
+@triton.jit(do_not_specialize=["rows", "steps"])
+def matmul(
+    x,
+    codes,
+    scale,
+    zero_point,
+    bias,
+    output,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    scale_columns,
+    steps,
+    four_bits: tl.constexpr,
+    hardware: tl.constexpr,
+    has_zero_point: tl.constexpr,
+    has_bias: tl.constexpr,
+    scale_rows: tl.constexpr,
+    scale_width: tl.constexpr,
+    span: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+    splits: tl.constexpr,
+):
+    """``output`` [rows, outputs] = ``x`` [rows, inputs] @ weights.T + ``bias``, summed in float32.
+
+    With ``splits`` > 1 ``output`` is [splits, rows, outputs] float32, each over ``steps`` tiles of inputs.
+    Where a tile of inputs shares its scale, codes are multiplied as they are and the scale is applied to the
+    sum; else a weight is its code times its scale, rounded once to the dtype of ``x``.
+    """
+    tile_spans: tl.constexpr = tile_inputs // span
+    row_tiles = tl.cdiv(rows, tile_rows)
+    # Neighbours share weights, which are then read from memory once, whatever the number of rows.
+    output_index = (tl.program_id(0) // row_tiles) * tile_outputs + tl.arange(0, tile_outputs)
+    row = (tl.program_id(0) % row_tiles) * tile_rows + tl.arange(0, tile_rows)
+    split = tl.program_id(1)
+    begin = split * steps * tile_inputs
+    end = tl.minimum(begin + steps * tile_inputs, inputs)
+    total = tl.zeros((tile_outputs, tile_rows), tl.float32)
+    for start in range(begin, end, tile_inputs):
+        column = start + tl.arange(0, tile_inputs)
+        group = (start + tl.arange(0, tile_spans) * span) // scale_width
+        x_inside = (row[:, None] < rows) & (column[None, :] < inputs)
+        x_place = row[:, None].to(tl.int64) * x_stride + column[None, :]
+        x_tile = tl.load(x + x_place, mask=x_inside, other=0.0)
+        if four_bits:
+            value = int4_tile(codes, output_index, start, outputs, inputs, tile_outputs, tile_inputs)
+            zero = zero_points(
+                zero_point,
+                output_index,
+                group,
+                outputs,
+                scale_columns,
+                has_zero_point,
+                tile_outputs,
+                tile_spans,
+            )
+            value -= spread(zero, tile_outputs, tile_spans, span)
+        else:
+            value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
+        if tile_spans == 1:
+            place = (output_index // scale_rows) * scale_columns + start // scale_width
+            factor = tl.load(scale + place, mask=output_index < outputs, other=0.0).to(tl.float32)
+            weight = value.to(x_tile.dtype)
+            total += tl.dot(weight, tl.trans(x_tile), input_precision="ieee") * factor[:, None]
+        else:
+            place = (output_index[:, None] // scale_rows) * scale_columns + group[None, :]
+            inside = (output_index[:, None] < outputs) & (group[None, :] < scale_columns)
+            factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
+            weight = (value.to(tl.float32) * spread(factor, tile_outputs, tile_spans, span)).to(x_tile.dtype)
+            total = tl.dot(weight, tl.trans(x_tile), total, input_precision="ieee")
+    if not four_bits and not hardware:
+        total *= 256.0
+    written = (output_index[:, None] < outputs) & (row[None, :] < rows)
+    target = (split * rows + row[None, :]).to(tl.int64) * outputs + output_index[:, None]
+    if has_bias and splits == 1:
+        total += tl.load(bias + output_index, mask=output_index < outputs, other=0.0).to(tl.float32)[:, None]
+    tl.store(output + target, total.to(output.dtype.element_ty), mask=written)
+
+
+@triton.jit(do_not_specialize=["cells"])
+def join(
+    partial,
+    bias,
+    output,
+    cells,
+    outputs,
+    has_bias: tl.constexpr,
+    splits: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """``output`` [cells] = the sum of ``partial`` [splits, cells] + ``bias``; cells are rows x outputs."""
+    cell = tl.program_id(0) * tile + tl.arange(0, tile)
+    inside = cell < cells
+    total = tl.zeros((tile,), tl.float32)
+    for split in tl.static_range(splits):
+        total += tl.load(partial + split * cells + cell, mask=inside, other=0.0)
+    if has_bias:
+        total += tl.load(bias + cell % outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + cell, total.to(output.dtype.element_ty), mask=inside)

@@ -1,0 +1,74 @@
+"""The kernel for attention of chunks of prompts, each over its past and itself, in the blocks of the cache.
+
+Scores exist one tile at a time: softmax is carried along (FlashAttention: Dao et al., 2022). All chunks of a
+batch are one launch. Reference: ``attention.plain_attention``.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["table", "spans", "table_stride"])
+def prefill(
+    query,
+    keys,
+    values,
+    table,
+    spans,
+    output,
+    query_stride,
+    table_stride,
+    key_heads: tl.constexpr,
+    shared: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    tile_dim: tl.constexpr,
+    factor: tl.constexpr,
+):
+    """``output`` [rows, heads, head_dim]: token i of a chunk sees the past and the chunk up to itself.
+
+    ``spans`` [chunks, 3] holds first row, tokens and past of each chunk; ``factor`` turns products of
+    ``query`` and ``keys`` [slots, key_heads, head_dim] into powers of two. One program for ``tile_rows``
+    rows of one head of one chunk; those past the end of a short chunk do nothing.
+    """
+    head = tl.program_id(1)
+    chunk = tl.program_id(2)
+    first_row = tl.load(spans + chunk * 3)
+    tokens = tl.load(spans + chunk * 3 + 1)
+    past = tl.load(spans + chunk * 3 + 2)
+    # The last rows see most: they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    if tile * tile_rows < tokens:
+        key_head = head // shared
+        row = tile * tile_rows + tl.arange(0, tile_rows)
+        dim = tl.arange(0, tile_dim)
+        inside = (row[:, None] < tokens) & (dim[None, :] < head_dim)
+        place = (first_row + row[:, None]).to(tl.int64) * query_stride + head * head_dim + dim[None, :]
+        asked = tl.load(query + place, mask=inside, other=0.0)
+        largest = tl.full((tile_rows,), float("-inf"), tl.float32)
+        weight_sum = tl.zeros((tile_rows,), tl.float32)
+        mixed = tl.zeros((tile_rows, tile_dim), tl.float32)
+        end = past + tl.minimum((tile + 1) * tile_rows, tokens)
+        for first in range(0, end, tile_tokens):
+            token = first + tl.arange(0, tile_tokens)
+            block = tl.load(table + chunk * table_stride + token // block_size, mask=token < end, other=0)
+            slot = (block * block_size + token % block_size).to(tl.int64)
+            kept = (slot[:, None] * key_heads + key_head) * head_dim + dim[None, :]
+            there = (token[:, None] < end) & (dim[None, :] < head_dim)
+            key = tl.load(keys + kept, mask=there, other=0.0)
+            score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
+            # Every row sees the first token, so no row is left without a finite score.
+            score = tl.where(token[None, :] <= past + row[:, None], score, float("-inf"))
+            larger = tl.maximum(largest, tl.max(score, 1))
+            weight = tl.exp2(score - larger[:, None])
+            shrink = tl.exp2(largest - larger)
+            weight_sum = weight_sum * shrink + tl.sum(weight, 1)
+            value = tl.load(values + kept, mask=there, other=0.0)
+            mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+            largest = larger
+        mixed = mixed / weight_sum[:, None]
+        heads: tl.constexpr = key_heads * shared
+        target = ((first_row + row[:, None]).to(tl.int64) * heads + head) * head_dim + dim[None, :]
+        tl.store(output + target, mixed.to(output.dtype.element_ty), mask=inside)

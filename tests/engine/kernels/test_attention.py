@@ -1,0 +1,114 @@
+"""Attention over the paged cache, by the kernels, against float64."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
+from vlfit.engine.kernels.attention import BlockPlan, block_attention, plain_attention
+from vlfit.engine.kv_cache import slots_of
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    key_heads: int
+    head_dim: int
+    block_size: int = 16
+
+
+SHAPES = {
+    "2B": Shape(16, 8, 128),
+    "4B and 8B": Shape(32, 8, 128),
+    "heads of 64": Shape(6, 2, 64),
+    "one key head, heads of no power of two": Shape(5, 1, 24, block_size=4),
+    "tiny": Shape(4, 2, 16, block_size=5),
+}
+DECODING = [(1, 0), (1, 15), (1, 16), (1, 200), (1, 3)]  # new tokens and past of each sequence
+BATCHES = {
+    "decoding alone": DECODING,
+    "one sequence": [(1, 77)],
+    "a prompt without past": [(70, 0)],
+    "a chunk with a past": [(33, 90)],
+    "several chunks": [(5, 0), (70, 60), (1, 40)],
+    "decoding beside chunks": [*DECODING, (20, 45), (64, 0)],
+}
+LARGE = {
+    "decoding": [(1, 8191), (1, 1000), (1, 63)],
+    "a chunk": [(1024, 3000)],
+    "both": [(1, 4000), (500, 0)],
+}
+
+
+def batch(
+    shape: Shape, work: list[tuple[int, int]], decoding: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
+    """Queries, cache and plan. Blocks are dealt out at random, and what no token wrote is NaN."""
+    size = shape.block_size
+    counts = [-(-(tokens + past) // size) for tokens, past in work]
+    dealt = torch.randperm(sum(counts) + 3)[: sum(counts)].split(counts)
+    table = torch.zeros(len(work), max(counts), dtype=torch.int32)
+    keys = torch.full(((sum(counts) + 3) * size, shape.key_heads, shape.head_dim), torch.nan)
+    values = keys.clone()
+    for row, blocks, (tokens, past) in zip(table, dealt, work, strict=True):
+        row[: len(blocks)] = blocks
+        slots = slots_of(blocks.tolist(), size)[: tokens + past]
+        keys[slots] = torch.randn(len(slots), *keys.shape[1:])
+        values[slots] = torch.randn(len(slots), *keys.shape[1:])
+    rows = sum(tokens for tokens, _ in work)
+    # A slice of queries and keys side by side, as the model has them.
+    both = torch.randn(rows, shape.heads + shape.key_heads, shape.head_dim).to(device, dtype)
+    starts = torch.tensor([0, *(tokens for tokens, _ in work)]).cumsum(0)[:-1]
+    spans = torch.cat([starts[:, None], torch.tensor(work)], 1).to(torch.int32)
+    longest = max((tokens for tokens, _ in work[decoding:]), default=0)
+    plan = BlockPlan(torch.empty(0), table.to(device), spans.to(device), size, decoding, longest)
+    return both[:, : shape.heads], keys.to(device, dtype), values.to(device, dtype), plan
+
+
+def check(shape: Shape, work: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    decoding = next((index for index, (tokens, _) in enumerate(work) if tokens > 1), len(work))
+    query, keys, values, plan = batch(shape, work, decoding, dtype, device)
+    out = block_attention(query, keys, values, plan)
+    exact = plain_attention(query.double(), keys.double(), values.double(), plan)
+    assert out.dtype == dtype
+    assert relative_error(out, exact) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("work", BATCHES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_token_sees_what_came_before_it(
+    shape: str, work: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    if not ON_GPU and SHAPES[shape].heads > 6 and not (work == "one sequence" and dtype == torch.float16):
+        pytest.skip("the interpreter takes long for many heads; fewer go the same way")
+    check(SHAPES[shape], BATCHES[work], dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("work", LARGE)
+@pytest.mark.parametrize("shape", ["2B", "4B and 8B", "heads of 64"])
+def test_long_contexts(shape: str, work: str, device: torch.device) -> None:
+    check(SHAPES[shape], LARGE[work], torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_torchs_own_attention_makes_no_scores_of_a_picture(head_dim: int, device: torch.device) -> None:
+    """The vision tower calls it without a mask; scores of 4096 patches would be 16 times its output."""
+    tokens, heads = 4096, 16
+    query, key, value = torch.randn(3, 1, heads, tokens, head_dim, dtype=torch.bfloat16, device=device)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.cuda.synchronize()
+    scores = heads * tokens * tokens * 2
+    assert torch.cuda.max_memory_allocated() - before < scores / 4

@@ -1,0 +1,55 @@
+"""The engine as a GPU runs it, kernels, block tables and narrow weights, but interpreted on the CPU.
+
+``tests/engine/test_gpu.py`` says the same of a real GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.engine.kernels.conftest import ON_GPU
+from tests.engine.test_parity import CONVERSATIONS, run
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine import kernels
+from vlfit.engine.convert.convert import convert
+from vlfit.engine.engine import Engine
+from vlfit.engine.kernels.linear import Tiles
+from vlfit.engine.layers.linear import Fp8Linear, Int4Linear
+from vlfit.engine.options import EngineOptions
+
+pytestmark = [
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu.py runs it on the GPU"),
+    pytest.mark.usefixtures("device"),
+]
+SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"]]
+TOKENS = 4
+LARGE = Tiles(4, 128, 64, 4, 1)  # few programs, which is what interpreting takes time for
+
+
+def engine(folder: Path) -> Engine:
+    """Chunks of 24, so that the picture's prompt has a past, and the shorter one decodes beside it."""
+    return Engine(open_checkpoint(folder), EngineOptions(device="cpu", context=256, chunk=24, sequences=2))
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4"])
+def test_the_same_words_by_kernels(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    folder = tiny("odd_vocab_one_kv_head")
+    if weights != "bf16":
+        convert(open_checkpoint(folder), weights, tmp_path / "new")
+        folder = tmp_path / "new"
+    expected = run(engine(folder), *SPOKEN, tokens=TOKENS)
+    monkeypatch.setattr(kernels, "used_on", lambda device: True)
+    monkeypatch.setattr(
+        kernels.linear, "tiles_for", lambda rows, *_: LARGE if rows <= 4 else replace(LARGE, rows=32)
+    )
+    monkeypatch.setattr(kernels.attention, "decode_splits", lambda sequences: 2)
+    by_kernels = engine(folder)
+    down = by_kernels.runner.text.layers[0].down
+    assert isinstance(down, Fp8Linear) == (weights == "fp8")
+    assert isinstance(down, Int4Linear) == (weights == "int4")
+    assert run(by_kernels, *SPOKEN, tokens=TOKENS) == expected

@@ -1,0 +1,128 @@
+"""Products with FP8 and int4 weights, by the kernels, against float64 and the weights' own definition."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
+from vlfit.engine.kernels.linear import NarrowWeights, linear, splits_for, tiles_for
+from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+ROWS = [1, 3, 17, 128, 200]
+# Outputs and inputs of the linear layers of Qwen3-VL's text model: q, k and v as one; o; gate and up as one;
+# down.
+TRUE_SHAPES = {
+    "2B": [(4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)],
+    "4B": [(6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728)],
+    "8B": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)],
+}
+
+
+def fp8(outputs: int, inputs: int, block: tuple[int, int]) -> NarrowWeights:
+    """Every code that stands for a number occurs, subnormal ones too."""
+    codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    scale = torch.rand(-(-outputs // block[0]), -(-inputs // block[1])) * 0.01 + 0.001
+    return NarrowWeights(codes.view(torch.float8_e4m3fn), scale, None, block)
+
+
+def int4(outputs: int, inputs: int, group: int, *, symmetric: bool = True) -> NarrowWeights:
+    words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8)).to(torch.int32)
+    scale = (torch.rand(outputs, inputs // group) * 0.01 + 0.001).to(torch.bfloat16)
+    zeros = torch.randint(-(2**31), 2**31, (-(-outputs // 8), inputs // group)).to(torch.int32)
+    return NarrowWeights(words, scale, None if symmetric else zeros, (1, group))
+
+
+# Sizes that fill no tile, and blocks and groups of any size that a checkpoint may have.
+ODD: dict[str, Callable[[], NarrowWeights]] = {
+    "fp8, within one block": lambda: fp8(70, 96, (128, 128)),
+    "fp8, blocks cut off": lambda: fp8(150, 200, (128, 128)),
+    "fp8, lower blocks": lambda: fp8(70, 256, (32, 128)),
+    "fp8, blocks of no power of two": lambda: fp8(33, 100, (16, 24)),
+    "fp8, smaller than anything": lambda: fp8(9, 7, (1, 3)),
+    "int4, groups of 32": lambda: int4(70, 96, 32),
+    "int4, groups of 128": lambda: int4(50, 384, 128),
+    "int4, zero points": lambda: int4(33, 160, 32, symmetric=False),
+    "int4, groups of no power of two": lambda: int4(33, 96, 24, symmetric=False),
+}
+
+
+def widened(weights: NarrowWeights) -> Tensor:
+    if weights.four_bits:
+        return dequantize_int4(weights.codes, weights.scale, weights.zero_point, torch.float64)
+    return dequantize_fp8(weights.codes, weights.scale, weights.block, torch.float64)
+
+
+def on(weights: NarrowWeights, device: torch.device) -> NarrowWeights:
+    zero_point = None if weights.zero_point is None else weights.zero_point.to(device)
+    return NarrowWeights(weights.codes.to(device), weights.scale.to(device), zero_point, weights.block)
+
+
+def check(
+    weights: NarrowWeights, rows: int, dtype: torch.dtype, device: torch.device, hardware: bool | None = None
+) -> None:
+    """Rows that lie apart in memory, as those of gate and up do; odd numbers of them with a bias."""
+    there = on(weights, device)
+    apart = torch.randn(rows, 2 * weights.inputs).to(device, dtype)
+    x = apart[:, : weights.inputs]
+    bias = torch.randn(weights.outputs).to(device, dtype) if rows % 2 else None
+    out = linear(x, there, bias, hardware=hardware)
+    exact = x.double() @ widened(there).T + (0 if bias is None else bias.double())
+    assert out.dtype == dtype
+    assert relative_error(out, exact) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [*ROWS, *([2, 5, 40] if ON_GPU else [])])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_sizes(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    if not ON_GPU and dtype == torch.float32 and rows > 17:
+        pytest.skip("slow to interpret, and float32 has the same kernel for 17 rows")
+    torch.manual_seed(rows)
+    check(ODD[name](), rows, dtype, device)
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_codes_are_read_alike_with_and_without_the_cards_own_conversion(
+    rows: int, device: torch.device
+) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this card does not convert float8")
+    torch.manual_seed(0)
+    for hardware in (True, False):
+        check(fp8(70, 200, (128, 128)), rows, torch.float16, device, hardware)
+
+
+def test_inputs_shared_out_among_programs(device: torch.device) -> None:
+    """Few rows over many inputs are split; the sums are added up in one order, so the result never varies."""
+    torch.manual_seed(0)
+    weights = int4(40, 2048, 32)
+    x = torch.randn(9, 2048)
+    assert splits_for(9, 40, 2048, tiles_for(9, weights, torch.float16)) > 1
+    check(weights, 9, torch.float16, device)
+    there = on(weights, device)
+    first, second = (linear(x.to(device, torch.float16), there, None) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_no_rows_give_no_rows(device: torch.device) -> None:
+    weights = on(int4(16, 32, 32), device)
+    assert linear(torch.empty(0, 32, device=device), weights, None).shape == (0, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("form", ["fp8", "int4, groups of 32", "int4, groups of 128"])
+@pytest.mark.parametrize("size", TRUE_SHAPES)
+def test_true_shapes(size: str, form: str, rows: int, device: torch.device) -> None:
+    torch.manual_seed(rows)
+    for outputs, inputs in TRUE_SHAPES[size]:
+        if form == "fp8":
+            check(fp8(outputs, inputs, (128, 128)), rows, torch.bfloat16, device)
+        else:
+            check(int4(outputs, inputs, int(form.split()[-1])), rows, torch.bfloat16, device)
