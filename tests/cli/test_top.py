@@ -29,6 +29,7 @@ from vlfit.cli.top_source import Source, default_url, read_status
 from vlfit.engine.options import EngineOptions
 from vlfit.errors import RemoteError, ServerUnreachable
 from vlfit.machine.gpu import read_gpus
+from vlfit.server.listen import bind
 from vlfit.server.settings import ServerSettings
 from vlfit.server.status import expectation_of
 from vlfit.units import MIB
@@ -207,6 +208,18 @@ def test_a_server_that_goes_away_is_no_end_of_looking(tiny: Callable[[str], Path
     assert "no server answers" in looks[1].trouble or "broke off" in looks[1].trouble
     assert line(looks, ()).endswith("no server")
     assert facts(looks, "u", ())["rates"] is None
+
+
+def test_a_server_that_starts_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr("tests.server.harness.bind", lambda *_: bind("127.0.0.1", port))
+    with Source(f"http://127.0.0.1:{port}", None, named=False) as source:
+        assert "none listens" in source.look().trouble
+        with running(ScriptedBackend()):
+            found = source.look().server
+    assert found is not None
+    assert found.model == "scripted"
 
 
 # --- without a server --------------------------------------------------------------------------------------

@@ -122,11 +122,11 @@ def _memory(server: Server, lively: bool) -> Iterator[RenderableType]:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="ellipsis", no_wrap=True)
     for row in server.rows:
-        name = Text("█ " if lively else "", style=COLOURS.get(row.line, ""))
-        name.append(plain(row.line, terminal=True), style="default")
+        signed = Text("█ " if lively else "", style=COLOURS.get(row.line, ""))
+        signed.append(plain(row.line, terminal=True), style="default")
         style = "red" if row.line in over else ""
         cells = (_count(row.planned), _count(row.actual), _difference(row, server.rows))
-        table.add_row(name, *cells, plain(row.remark, terminal=True), style=style)
+        table.add_row(signed, *cells, plain(row.remark, terminal=True), style=style)
     planned, held = server.total
     free = f"{_mib(server.card.free)} free of {_mib(server.card.total)}" if server.card else ""
     free = free or "RAM of the whole process"
