@@ -13,7 +13,7 @@ from training.mini.data import KINDS, draw_form, make_batch, one_batch
 from training.mini.export import export
 from training.mini.model import Model
 from training.mini.muon import orthogonalize
-from training.mini.refine import refine
+from training.mini.refine import Lessons, refine
 from training.mini.render import Renderer
 from training.mini.sequences import BLIND, Words
 from training.mini.team import Team
@@ -104,7 +104,8 @@ def test_refining_leaves_the_vision_tower_alone(tmp_path: Path) -> None:
     model = Model(TINY)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     words = Words(str(PACKAGE / "tokenizer.json"))
-    steps = refine(model, built_in_atlas(), words, ["chart", "many"], seconds=4.0, batch=2, rate=1e-3)
+    lessons = Lessons(built_in_atlas(), words, ["chart", "many"], batch=2)
+    steps = refine(model, lessons, seconds=4.0, rate=1e-3)
     assert steps >= 1
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed
@@ -120,3 +121,12 @@ def test_a_share_of_a_batch_can_be_of_one_sort() -> None:
         draw_form(random, kind="one"), random, 12, built_in_atlas(), words, sort="empty", share=1.0
     )
     assert batch.numbers.rows[0] == 0, "an empty scene has nothing in its first slot"
+
+
+def test_the_whole_model_can_be_refined_with_scenes_that_other_processes_draw() -> None:
+    torch.manual_seed(0)
+    model = Model(TINY)
+    before = model.model.visual.patch_embed.proj.weight.clone()
+    lessons = Lessons(built_in_atlas(), Words(str(PACKAGE / "tokenizer.json")), [], batch=8)
+    assert refine(model, lessons, seconds=4.0, rate=1e-3, see=True, workers=1) >= 1
+    assert not torch.equal(before, model.model.visual.patch_embed.proj.weight)

@@ -1,15 +1,17 @@
-"""Teach a trained mini some sorts of picture better, on any machine: only its text half learns.
+"""Teach a trained mini some more, on any machine: its text half alone, or all of it.
 
     python -m training.mini.refine --start build/mini --sort photo --minutes 10 --out build/refined
-    python -m training.mini.refine --start build/refined --sort written --sort many --out build/better
+    python -m training.mini.refine --start build/mini --see --workers 15 --batch 256 --out build/better
 
-What the vision tower sees stays as it is, so this mends what mini says, not what it can tell apart. A share
-of all other scenes is shown too, lest they be forgotten. Two CPU cores manage a few pictures a second.
+What the vision tower sees stays as it is, so this mends what mini says, not what it can tell apart; with
+``--see`` the tower learns too. ``--sort`` names what to show more of; a share of all other scenes is shown
+too, lest they be forgotten. Two CPU cores manage a few pictures a second, a GPU two thousand.
 Knows: a short run without state. Does not know: how mini learns from nothing (train).
 """
 
 import argparse
 import time
+from collections.abc import Iterator
 from math import cos, pi
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from safetensors import SafetensorError
 
 from training.mini.arguments import folder_to_write, folder_with, positive, whole
 from training.mini.atlas import Atlas
-from training.mini.data import draw_form, long_batch, make_batch, one_batch
+from training.mini.data import Batch, draw_form, long_batch, make_batch, one_batch
 from training.mini.export import TOKENIZER_FILES, export, load
 from training.mini.loss import batch_loss
 from training.mini.lots import SORTS
@@ -34,38 +36,55 @@ SHARE, OTHERS = 0.6, 0.25
 TEXTS = 6000
 
 
+class Lessons(torch.utils.data.IterableDataset[Batch]):
+    """Endless batches, most with many scenes of one of ``sorts``; without any, as they come by lot."""
+
+    def __init__(self, atlas: Atlas, words: Words, sorts: list[str], batch: int) -> None:
+        self.atlas, self.words, self.sorts, self.batch = atlas, words, sorts, batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = torch.utils.data.get_worker_info()
+        if worker:
+            torch.set_num_threads(1)
+        random = np.random.default_rng((time.time_ns(), worker.id if worker else 0))
+        while True:
+            yield self.lesson(random)
+
+    def lesson(self, random: np.random.Generator) -> Batch:
+        """One batch."""
+        atlas, words, batch = self.atlas, self.words, self.batch
+        if not self.sorts or random.random() < OTHERS:
+            return make_batch(int(random.integers(1 << 40)), batch, atlas, words, 0.0)
+        sort = self.sorts[int(random.integers(len(self.sorts)))]
+        if sort == "many":
+            return long_batch(draw_form(random, kind="long"), random, batch, atlas, words)
+        form = draw_form(random, kind="one")
+        return one_batch(form, random, batch, atlas, words, sort=sort, share=SHARE)
+
+
 def refine(
-    model: Model, atlas: Atlas, words: Words, sorts: list[str], seconds: float, batch: int, rate: float
+    model: Model, lessons: Lessons, seconds: float, rate: float, see: bool = False, workers: int = 0
 ) -> int:
-    """Train the text half of ``model`` for so many seconds; returns the number of steps."""
+    """Train ``model`` for so many seconds, its vision tower only if it shall ``see``; the number of steps."""
     processor = next(model.parameters()).device
-    renderer = Renderer(atlas, processor)
-    model.model.visual.requires_grad_(False)
+    renderer = Renderer(lessons.atlas, processor)
+    model.model.visual.requires_grad_(see)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    random = np.random.default_rng(time.time_ns())
+    batches = iter(torch.utils.data.DataLoader(lessons, batch_size=None, num_workers=workers))
     started, steps, smooth = time.monotonic(), 0, 0.0
     while (elapsed := time.monotonic() - started) < seconds:
-        sort = sorts[int(random.integers(len(sorts)))]
-        if random.random() < OTHERS:
-            shown = make_batch(int(random.integers(1 << 40)), batch, atlas, words, 0.0)
-        elif sort == "many":
-            shown = long_batch(draw_form(random, kind="long"), random, batch, atlas, words)
-        else:
-            shown = one_batch(
-                draw_form(random, kind="one"), random, batch, atlas, words, sort=sort, share=SHARE
-            )
         optimizer.param_groups[0]["lr"] = rate * min(
             (steps + 1) / 10, 0.5 + 0.5 * cos(pi * elapsed / seconds)
         )
-        loss = batch_loss(model, renderer, shown, learn_to_see=False)
+        loss = batch_loss(model, renderer, next(batches), learn_to_see=see)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learning, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         steps += 1
-        smooth = loss.item() if steps == 1 else 0.9 * smooth + 0.1 * loss.item()
-        if steps % 10 == 0:
+        if steps == 1 or steps % 10 == 0:
+            smooth = loss.item() if steps == 1 else 0.7 * smooth + 0.3 * loss.item()
             print(f"step {steps} minute {elapsed / 60:.1f} loss {smooth:.4f}", flush=True)
     return steps
 
@@ -84,11 +103,13 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--out", type=folder_to_write, required=True, help="the checkpoint folder to write")
     add(
-        "--sort", choices=tuple(SORTS), required=True, action="append", dest="sorts", metavar="SORT",
-        help=f"what to learn better (may be given several times): {', '.join(SORTS)}",
+        "--sort", choices=tuple(SORTS), action="append", default=[], dest="sorts", metavar="SORT",
+        help=f"what to learn better (may be given several times; default: all): {', '.join(SORTS)}",
     )  # fmt: skip
     add("--minutes", type=positive, default=10.0)
     add("--batch", type=whole(LEAST_BATCH), default=16, help="pictures a step")
+    add("--see", action="store_true", help="the vision tower learns too")
+    add("--workers", type=whole(0), default=0, help="processes that draw scenes by lot (default: none)")
     add("--rate", type=positive, default=1e-4, help="the highest learning rate")
     return parser
 
@@ -114,10 +135,9 @@ def main(given: list[str] | None = None) -> int:
     except ValueError as error:
         parser().error(f"argument --start: {error}")
     words = Words(str(arguments.start / "tokenizer.json"))
-    steps = refine(
-        model, full_atlas(MATERIALS, TEXTS), words, arguments.sorts, arguments.minutes * 60, arguments.batch,
-        arguments.rate,
-    )  # fmt: skip
+    lessons = Lessons(full_atlas(MATERIALS, TEXTS), words, arguments.sorts, arguments.batch)
+    seconds = arguments.minutes * 60
+    steps = refine(model, lessons, seconds, arguments.rate, arguments.see, arguments.workers)
     export(model.state_dict(), model.shape, arguments.out, arguments.start)
     print(f"{steps} steps; written to {arguments.out}")
     return 0

@@ -14,12 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from training.mini.atlas import Atlas
+from training.mini.jpeg import as_jpeg
 from training.mini.scenes import MAX_SLOTS, Photo, Scene
 
 LEVELS = 4
 MODES = {"plain": 0, "gradient": 1, "landscape": 2, "photo": 3}
 SCENE_FIELDS = 24
 THING_FIELDS = 12
+# The qualities of JPEG that pictures are saved in.
+QUALITIES = (40.0, 97.0)
 Floats = npt.NDArray[np.float32]
 
 
@@ -99,10 +102,13 @@ class Renderer:
         return texels, torch.from_numpy(starts).to(self.processor)
 
     @torch.no_grad()
-    def render(self, numbers: Numbers, size: tuple[int, int], scale: float = 1.0) -> Tensor:
+    def render(
+        self, numbers: Numbers, size: tuple[int, int], scale: float = 1.0, saved: float = 0.0
+    ) -> Tensor:
         """Pictures as float 0-255, [batch, 3, height, width]; ``size`` is (width, height).
 
-        ``scale`` other than 1 draws at another size and resamples, as pictures from outside are.
+        ``scale`` other than 1 draws at another size and resamples, as pictures from outside are. ``saved``:
+        the share of pictures that come out of a JPEG file.
         """
         width, height = size
         across, down = round(width * scale), round(height * scale)
@@ -122,10 +128,13 @@ class Renderer:
             if count:
                 first = min(-(-count // 8) * 8, len(canvas))
                 canvas[:first] = self.draw(canvas[:first], things[:first, slot], x, y)
+        canvas = self._finish(canvas, fields)
+        if saved:
+            canvas = self._save(canvas, saved)
         if scale != 1.0:
             canvas = functional.interpolate(canvas, (height, width), mode="bicubic", antialias=True)
         back = torch.from_numpy(np.argsort(numbers.order)).to(self.processor)
-        return self._finish(canvas, fields)[back]
+        return canvas.clamp(0, 255).round()[back]
 
     def paint_background(self, fields: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """``x``, ``y``: pixel centres as fractions. Returns [batch, 3, height, width]."""
@@ -184,6 +193,12 @@ class Renderer:
         canvas = (canvas - 128) * contrast + 128
         canvas = canvas * brightness + torch.randn_like(canvas) * grain
         return canvas.clamp(0, 255).round()
+
+    def _save(self, canvas: Tensor, share: float) -> Tensor:
+        least, most = QUALITIES
+        chance, lot = torch.rand((2, len(canvas)), device=self.processor)
+        worn = as_jpeg(canvas, (least + (most - least) * lot).round())
+        return torch.where((chance < share).view(-1, 1, 1, 1), worn, canvas)
 
 
 def _sample(
