@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from vlfit.errors import UsageError
-from vlfit.plan.actual import Expectation
+from vlfit.plan.expect import Expectation
 from vlfit.units import MIB
 
 

@@ -18,8 +18,9 @@ from vlfit.backends.base import Accountable, LocalBackend
 from vlfit.engine.account import EngineAccount
 from vlfit.machine.model import Gpu
 from vlfit.machine.watch import Watch
-from vlfit.plan import actual
-from vlfit.plan.actual import Expectation, Row
+from vlfit.plan import actual, expect
+from vlfit.plan.actual import Row
+from vlfit.plan.expect import Expectation
 from vlfit.plan.ledger import Settings
 from vlfit.server.closing import Closing
 from vlfit.server.failures import JSONReply
@@ -103,7 +104,7 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
     account = backend.account()
     wishes = account.settings
     if wishes.device == "cpu":
-        return actual.expect_in_ram(backend.checkpoint, wishes.kv_tokens, wishes.value_bytes)
+        return expect.expect_in_ram(backend.checkpoint, wishes.kv_tokens, wishes.value_bytes)
     gpu = gpu_of(account, gpus)
     if gpu is None:
         return Expectation(why_not="the driver's library does not tell of the GPU that the model is on")
@@ -114,7 +115,7 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
         wishes.sequences,
         wishes.chunk,
     )
-    return actual.expect_on_gpu(backend.checkpoint, gpu, settings, wishes.value_bytes)
+    return expect.expect_on_gpu(backend.checkpoint, gpu, settings, wishes.value_bytes)
 
 
 def gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:

@@ -1,0 +1,88 @@
+"""What the plan says of a model that is loaded: its ledger, and how long a decode step takes.
+
+Knows: how to ask the planner for a checkpoint with settings that are already chosen. Does not know what is
+really held (``actual.py``).
+"""
+
+from dataclasses import dataclass, replace
+
+from vlfit.checkpoint.cache import count_weights
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.errors import VlfitError
+from vlfit.machine.model import Gpu
+from vlfit.plan.actual import Pace
+from vlfit.plan.calibration import EXACT
+from vlfit.plan.ledger import NATIVE, Line, Settings, ledger
+from vlfit.plan.model import ledger_part, model_of
+from vlfit.plan.speed import TEXT_TOKENS, predict
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What the plan says of a model that is loaded: ledger lines, and how long a decode step takes.
+
+    ``why_not`` says in words why there are no lines. ``expected`` and ``slowest`` are None where no bandwidth
+    is known; a step that takes longer than ``slowest`` is outside of what the plan predicts.
+    """
+
+    lines: tuple[Line, ...] = ()
+    expected: Pace | None = None
+    slowest: Pace | None = None
+    why_not: str = ""
+
+
+def expect_on_gpu(checkpoint: Checkpoint, gpu: Gpu, settings: Settings, value_bytes: int) -> Expectation:
+    """What the plan says of ``checkpoint`` on ``gpu`` as it was before loading began."""
+    if value_bytes != 2:
+        return Expectation(why_not="the plan counts values of 16 bits; this engine computes in others")
+    try:
+        model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
+        lines = ledger(model, gpu, NATIVE, replace(settings, weights=model.weights))
+    except VlfitError as error:
+        return Expectation(why_not=error.message)
+
+    def step(cached: int) -> tuple[float, float] | None:
+        # The prediction is for a picture and a question: together they are what the step reads of the cache.
+        speed = predict(model, gpu, NATIVE, replace(settings, image_tokens=cached - TEXT_TOKENS))
+        return None if speed is None else (1 / speed.decode.expected, 1 / speed.decode.low)
+
+    few, many = step(TEXT_TOKENS), step(TEXT_TOKENS + settings.context)
+    if few is None or many is None:
+        return Expectation(lines)
+    expected, slowest = (_pace(few[which], many[which], settings.context) for which in (0, 1))
+    return Expectation(lines, expected, slowest)
+
+
+def _pace(few: float, many: float, tokens: int) -> Pace:
+    per_token = (many - few) / tokens
+    return Pace(few - per_token * TEXT_TOKENS, per_token)
+
+
+def expect_in_ram(checkpoint: Checkpoint, kv_tokens: int, value_bytes: int) -> Expectation:
+    """What a CPU must hold: weights and KV cache, both exact. Workspaces and speed are not planned there."""
+    sizes = _weights_in_ram(checkpoint.config, checkpoint, value_bytes)
+    text = checkpoint.config.text
+    per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * value_bytes
+    widened = f"values of {value_bytes} bytes"
+    return Expectation(
+        (
+            *(Line(f"weights.{part}", size, EXACT, widened) for part, size in sizes.items()),
+            Line("kv_cache", kv_tokens * per_token, EXACT, f"{kv_tokens} tokens of {per_token:,} bytes"),
+        )
+    )
+
+
+def _weights_in_ram(config: ModelConfig, checkpoint: Checkpoint, value_bytes: int) -> dict[str, int]:
+    """On a CPU every weight is widened, and the norms of q and k are repeated for each head."""
+    heads = {
+        ".q_norm.weight": config.text.num_attention_heads,
+        ".k_norm.weight": config.text.num_key_value_heads,
+    }
+    sizes = {"text": 0, "vision": 0, "embedding": 0}
+    for name, info in checkpoint.tensors.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        copies = next((count for ending, count in heads.items() if name.endswith(ending)), 1)
+        sizes[ledger_part(name)] += copies * count_weights(info) * value_bytes
+    return sizes
