@@ -12,7 +12,7 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import VlfitError
 from vlfit.machine.model import Gpu
 from vlfit.plan.actual import Pace
-from vlfit.plan.calibration import EXACT
+from vlfit.plan.calibration import EXACT, with_bandwidth
 from vlfit.plan.ledger import NATIVE, Line, Settings, ledger
 from vlfit.plan.model import ledger_part, model_of
 from vlfit.plan.speed import TEXT_TOKENS, predict
@@ -36,6 +36,7 @@ def expect_on_gpu(checkpoint: Checkpoint, gpu: Gpu, settings: Settings, value_by
     """What the plan says of ``checkpoint`` on ``gpu`` as it was before loading began."""
     if value_bytes != 2:
         return Expectation(why_not="the plan counts values of 16 bits; this engine computes in others")
+    gpu = with_bandwidth(gpu)
     try:
         model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
         lines = ledger(model, gpu, NATIVE, replace(settings, weights=model.weights))
