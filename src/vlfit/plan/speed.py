@@ -16,11 +16,7 @@ from vlfit.plan.model import HALF, Matrix, Model
 from vlfit.plan.vllm.constants import LAUNCH_OF_GRAPHS, LAUNCH_OF_GRAPHS_LOW
 
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
-# Bytes read and written for each weight in one pass (``engine/layers/linear.py``). FP8: float32 copy (1 + 4),
-# scales spread (4), product (4 + 4 + 4), bfloat16 (4 + 2), and read by the product (2). int4: unpacked in
-# three steps (1 + 1 + 2), float32 (1 + 4), less its zero (8), times its scale (8), bfloat16 (4 + 2), and read
-# (2).
-_MOVED = {FP8: 29, INT4: 33}
+# Bytes read for each weight in one pass, scales included; every backend reads weights as they are stored.
 _STORED = {FP8: 1.0, INT4: 0.5 + HALF / 32}
 
 
@@ -61,9 +57,8 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     if backend == VLLM and settings.graphs:
         constants = replace(constants, launch_low=LAUNCH_OF_GRAPHS_LOW, launch=LAUNCH_OF_GRAPHS)
     cached = settings.image_tokens + TEXT_TOKENS
-    weights = _pass_bytes(model, backend)
-    moved = weights + cached * model.kv_bytes_per_token * (5 if backend == NATIVE else 1)
-    stored = sum(_STORED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model))
+    weights = _pass_bytes(model)
+    moved = weights + cached * model.kv_bytes_per_token
     layers = model.text.num_hidden_layers
     launch = layers * constants.launch.value
     fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * constants.launch_low.value)
@@ -73,7 +68,7 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     return Speed(
         decode=Range(1 / slow, 1 / expected, 1 / fast),
         first_token=_first_token(model, bandwidth, weights, settings, constants),
-        roof=bandwidth / (stored + cached * model.kv_bytes_per_token),
+        roof=bandwidth / moved,
         bytes_per_token=round(moved),
         offload=offload,
         offloaded=max(deficit, 0),
@@ -84,11 +79,9 @@ def _matrices(model: Model) -> list[Matrix]:
     return [*(list(model.layer.values()) * model.text.num_hidden_layers), model.head]
 
 
-def _pass_bytes(model: Model, backend: str) -> float:
-    """Bytes that one pass of the text model moves for its weights, however few tokens are in it."""
-    if backend != NATIVE:
-        return sum(_STORED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model))
-    return float(sum(_MOVED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model)))
+def _pass_bytes(model: Model) -> float:
+    """Bytes that one pass of the text model reads for its weights, however few tokens are in it."""
+    return float(sum(_STORED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model)))
 
 
 def _first_token(
