@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,13 @@ def train_in_a_team(rank: int, folder: str) -> None:
 
 
 def test_a_team_of_two_ends_with_one_model_that_neither_makes_alone(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train_in_a_team, (str(tmp_path),), nprocs=2)
+    context = get_context("spawn")
+    processes = [context.Process(target=train_in_a_team, args=(rank, str(tmp_path))) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+        assert process.exitcode == 0
     first, second = (torch.load(tmp_path / f"weights-{rank}") for rank in (0, 1))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     torch.set_num_threads(1)
