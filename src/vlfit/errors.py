@@ -32,6 +32,7 @@ VlfitError
 ├── CannotListen                   the address to serve on is taken, or is not ours
 ├── ModelFailed                    the model computed NaN or infinity instead of words
 ├── DeviceError                    the GPU is missing, broken or full
+│   └── OutOfMemory                    HTTP 503: an allocation failed while a request ran
 ├── ServerUnreachable              no vlfit server answers at the URL
 ├── RemoteError                    a server answered with an error
 ├── UnreadableAnswer               the model answered in another form than the task asked for
@@ -166,6 +167,11 @@ class ModelFailed(VlfitError):
 
 class DeviceError(VlfitError):
     code = "device_error"
+
+
+class OutOfMemory(DeviceError):
+    http_status = 503
+    code = "out_of_memory"
 
 
 class ServerUnreachable(VlfitError):

@@ -13,22 +13,27 @@ class Counters:
     """Sums since the engine was built; whoever looks twice has rates.
 
     ``steps`` forward passes took ``seconds``. ``prompt_tokens`` were computed for prompts, ``tokens`` were
-    sampled. Of the steps, ``decode_steps`` computed one token of each of their requests and no prompt: they
+    sampled; ``shared_tokens`` of prompts were in the KV cache already. Of the steps, ``decode_steps`` computed one token of each of their requests and no prompt: they
     took ``decode_seconds`` and read ``decode_cached`` tokens of the KV cache, all layers counted once.
+    ``again`` counts passes that failed and were done again, request by request.
     """
 
     steps: int = 0
     seconds: float = 0.0
     prompt_tokens: int = 0
     tokens: int = 0
+    shared_tokens: int = 0
     decode_steps: int = 0
     decode_seconds: float = 0.0
     decode_cached: int = 0
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
+    again: int = 0
 
-    def after_step(self, seconds: float, *, prompt_tokens: int, sampled: int, cached: int) -> "Counters":
+    def after_step(
+        self, seconds: float, *, prompt_tokens: int, sampled: int, cached: int, again: int = 0
+    ) -> "Counters":
         """One more step; ``cached`` tokens were in the cache of its requests before it."""
         decoding = not prompt_tokens
         return replace(
@@ -40,16 +45,21 @@ class Counters:
             decode_steps=self.decode_steps + decoding,
             decode_seconds=self.decode_seconds + (seconds if decoding else 0.0),
             decode_cached=self.decode_cached + (cached if decoding else 0),
+            again=self.again + again,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Blocks of the KV cache: ``used`` are promised to running requests, filled or not."""
+    """Blocks of the KV cache: ``used`` are promised to running requests, filled or not.
+
+    ``known`` are full and may be shared by requests that begin alike, used or not.
+    """
 
     blocks: int
     used: int
     block_size: int
+    known: int = 0
 
 
 @dataclass(frozen=True, slots=True)

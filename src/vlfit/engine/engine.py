@@ -16,25 +16,28 @@ from vlfit.checkpoint.sidecar import GenerationDefaults, ImageProcessing
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.account import Counters, EngineAccount, EngineSettings, Holdings, Pool
 from vlfit.engine.answer import Chunk, Timings, Usage
+from vlfit.engine.budget import Budget
 from vlfit.engine.completion import Completion
 from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.device import choose_device, choose_dtype
 from vlfit.engine.holdings import gpu_uuid, resident_bytes, torch_statistics, weight_holdings
 from vlfit.engine.image_cache import ImageCache
-from vlfit.engine.kv_cache import BlockPool, KVCache, slots_of
+from vlfit.engine.kv_cache import BlockPool, KVCache
 from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.passes import Passes
+from vlfit.engine.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.prompt import Prompt, PromptBuilder
 from vlfit.engine.qwen3_vl.rope import mrope_positions
 from vlfit.engine.qwen3_vl.text import TextModel
 from vlfit.engine.qwen3_vl.vision import VisionTower
 from vlfit.engine.room import check_room
 from vlfit.engine.runner import Runner
-from vlfit.engine.sampler import Draw, Sampled, sample
+from vlfit.engine.sampler import Sampled
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scheduler import Scheduler
 from vlfit.engine.sequence import Listener, PricedPrompt, Sequence
-from vlfit.errors import DeviceError, DoesNotFit, ModelFailed, UsageError
+from vlfit.errors import DoesNotFit, ModelFailed, UsageError
 
 DEFAULT_CONTEXT = 8192
 TYPICAL_REQUEST = 2048  # tokens of a picture, a question and a long answer
@@ -83,8 +86,10 @@ class Engine:
             ImageCache(options.image_cache_bytes),
             self.device,
         )
+        self.passes = Passes(self.runner, Budget(self.device), self.prompts.token_text)
         self.pool = pool
-        self.scheduler = Scheduler(pool, options.sequences, options.chunk)
+        prefixes = PrefixCache() if options.prefix_cache else None
+        self.scheduler = Scheduler(pool, options.sequences, options.chunk, prefixes)
         self._weights = weight_holdings(text, vision)
         self._gpu_uuid = gpu_uuid(self.device)
 
@@ -106,7 +111,7 @@ class Engine:
             self._settings(),
             len(scheduler.running),
             len(scheduler.waiting),
-            Pool(pool.blocks, pool.blocks - pool.free, pool.block_size),
+            Pool(pool.blocks, pool.blocks - pool.free, pool.block_size, len(scheduler.prefixes or ())),
             Holdings(
                 self._weights,
                 runner.cache.nbytes,
@@ -147,7 +152,9 @@ class Engine:
         is_visual = np.isin(token_ids, (config.image_token_id, config.video_token_id))
         grids = [image.grid for image in prompt.images]
         positions, next_position = mrope_positions(is_visual, grids, config.vision.spatial_merge_size)
-        return PricedPrompt(token_ids, np.flatnonzero(is_visual), positions, next_position, prompt.images)
+        places = np.flatnonzero(is_visual)
+        keys = prompt_keys(token_ids, places, prompt.images, self.options.block_size)
+        return PricedPrompt(token_ids, places, positions, next_position, prompt.images, keys)
 
     def max_tokens(self, prompt_tokens: int, sampling: SamplingParams) -> int:
         """How long the completion may become. Raises ``DoesNotFit`` if more was asked for than there is."""
@@ -191,44 +198,36 @@ class Engine:
         self.scheduler.add(sequence)
 
     def step(self) -> None:
-        """One forward pass for whoever can run. A failure ends the requests in it, not the engine."""
+        """One forward pass for whoever can run. What fails ends its own request, and no other."""
         self._drop_cancelled()
         for sequence in self.scheduler.admit():
             sequence.admitted = time.perf_counter()
-            sequence.slots = slots_of(sequence.blocks, self.pool.block_size).to(self.device)
+            shared = self.counters.shared_tokens + sequence.shared
+            self.counters = replace(self.counters, shared_tokens=shared)
         batch = self.scheduler.next_batch()
         if not batch:
             return
-        # Who gets a token must be known before the account of cached tokens moves on.
-        speaking = [work.sequence for work in batch if work.finishes_prompt]
         began = time.perf_counter()
-        try:
-            with torch.inference_mode():
-                logits = self.runner.run(batch)
-                sampled = sample(logits, [_draw(s) for s in speaking], self.prompts.token_text)
-                usable = logits.amax(-1).isfinite().tolist()
-        except torch.OutOfMemoryError as error:
-            hint = "send smaller pictures, or start with a smaller --context or --sequences"
-            self._fail(
-                [work.sequence for work in batch], DeviceError(f"the GPU is out of memory: {error}", hint)
-            )
-            return
-        except Exception as error:
-            self._fail([work.sequence for work in batch], error)
+        outcome = self.passes.run(batch)
+        for sequence, error in outcome.failed:
+            self._fail([sequence], error)
+        works = [done.work for done in outcome.done]
+        if not works:
             return
         self.counters = self.counters.after_step(
             time.perf_counter() - began,
-            prompt_tokens=sum(work.length for work in batch if not work.sequence.decoding),
-            sampled=len(speaking),
-            cached=sum(work.sequence.cached for work in batch),
+            prompt_tokens=sum(work.length for work in works if not work.sequence.decoding),
+            sampled=sum(done.sampled is not None for done in outcome.done),
+            cached=sum(work.sequence.cached for work in works),
+            again=outcome.again,
         )
-        for work in batch:
-            work.sequence.cached += work.length
-        for sequence, token, sound in zip(speaking, sampled, usable, strict=True):
-            if sound:
-                self._deliver(sequence, token)
-            else:
-                self._fail([sequence], _overflow(sequence, self.dtype))
+        for work in works:
+            self.scheduler.advance(work)
+        for done in outcome.done:
+            if isinstance(done.sampled, ModelFailed):
+                self._fail([done.work.sequence], done.sampled)
+            elif done.sampled is not None:
+                self._deliver(done.work.sequence, done.sampled)
 
     def fail_all(self, error: Exception) -> None:
         """End every request with ``error``: the engine is going away."""
@@ -245,11 +244,11 @@ class Engine:
             self._finish(sequence, chunk, now)
 
     def _finish(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
-        self.scheduler.remove(sequence)
+        self._let_go(sequence)
         ended = "cancelled" if chunk.finish_reason == "cancelled" else "finished"
         self.counters = replace(self.counters, **{ended: getattr(self.counters, ended) + 1})
         prompt = sequence.prompt
-        usage = Usage(prompt.tokens, len(prompt.placeholders), len(sequence.generated))
+        usage = Usage(prompt.tokens, len(prompt.placeholders), len(sequence.generated), sequence.shared)
         timings = Timings(
             queued_s=(sequence.admitted or now) - sequence.arrived,
             first_token_s=(sequence.first_token or now) - sequence.asked,
@@ -265,7 +264,7 @@ class Engine:
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         for sequence in sequences:
-            self.scheduler.remove(sequence)
+            self._let_go(sequence, failed=True)
             self.counters = replace(self.counters, failed=self.counters.failed + 1)
             self._tell(sequence, error)
 
@@ -275,7 +274,13 @@ class Engine:
             sequence.listener(arrival)
         except Exception:
             logger.exception("a listener failed; its request is dropped")
-            self.scheduler.remove(sequence)
+            self._let_go(sequence)
+
+    def _let_go(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Blocks and tensors: whoever asked may keep the sequence itself for as long as they like."""
+        self.scheduler.remove(sequence, failed=failed)
+        sequence.features.clear()
+        sequence.slots = None
 
 
 def _context(wish: int | None, checkpoint: Checkpoint) -> int:
@@ -287,15 +292,3 @@ def _context(wish: int | None, checkpoint: Checkpoint) -> int:
             f"use --context {most} or less",
         )
     return wish or min(DEFAULT_CONTEXT, most)
-
-
-def _overflow(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
-    at = len(sequence.generated) + 1
-    return ModelFailed(
-        f"the model computed no usable numbers (NaN or infinity) for token {at} of its answer, in {dtype}",
-        "try --dtype bfloat16 or float32 if this is float16; else the checkpoint is damaged: fetch it again",
-    )
-
-
-def _draw(sequence: Sequence) -> Draw:
-    return Draw(sequence.sampling, sequence.prompt.token_ids, sequence.generated, sequence.generator)

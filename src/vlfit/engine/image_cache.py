@@ -27,3 +27,8 @@ class ImageCache:
         while self.used_bytes > self.limit_bytes:
             _, oldest = self._entries.popitem(last=False)
             self.used_bytes -= oldest.nbytes
+
+    def clear(self) -> None:
+        """Forget all pictures: their memory is free for others."""
+        self._entries.clear()
+        self.used_bytes = 0

@@ -2,6 +2,7 @@
 forward pass, returns logits. Decides nothing about who runs.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -16,7 +17,7 @@ from vlfit.engine.layout import Layout
 from vlfit.engine.qwen3_vl.text import TextModel, VisualRows
 from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.engine.scheduler import Work
-from vlfit.engine.sequence import IntMatrix, IntVector
+from vlfit.engine.sequence import IntMatrix, IntVector, Sequence
 from vlfit.engine.threads import threads_for
 
 
@@ -57,6 +58,21 @@ class Runner:
                 self._to_device(ends[speaking]),
             )
 
+    def look(self, work: Work) -> None:
+        """Encode the pictures that ``work`` reaches. What was encoded stays with its sequence."""
+        sequence = work.sequence
+        if sequence.decoding or not sequence.prompt.images:
+            return
+        for number, image, _, _ in _pictures_reached(work):
+            if number not in sequence.features:
+                sequence.features[number] = self.encode(image)
+
+    def forget(self, work: Work) -> None:
+        """Let go of the pictures that ``work`` has brought to their end: it will not be done again."""
+        end = work.sequence.cached + work.length
+        for number in [number for number, last in _ends_of(work.sequence).items() if last <= end]:
+            work.sequence.features.pop(number, None)
+
     def encode(self, image: PreparedImage) -> VisionFeatures:
         """The features of a picture, from the cache if its content was seen before."""
         features = self.image_cache.get(image.key)
@@ -87,29 +103,45 @@ class Runner:
 
     def _visual_part(self, work: Work) -> tuple[IntVector, list[VisionFeatures]]:
         """Rows of the chunk that are placeholders, and the slices of features that belong there."""
+        self.look(work)
         sequence = work.sequence
-        begin, end = sequence.cached, sequence.cached + work.length
-        first, last = np.searchsorted(sequence.prompt.placeholders, (begin, end))
         slices = []
-        image_start = 0
-        for number, image in enumerate(sequence.prompt.images):
-            image_end = image_start + image.tokens
-            low, high = max(first, image_start), min(last, image_end)
-            if low < high:
-                if number not in sequence.features:
-                    sequence.features[number] = self.encode(image)
-                features = sequence.features[number]
-                cut = slice(low - image_start, high - image_start)
-                slices.append(
-                    VisionFeatures(features.rows[cut], tuple(level[cut] for level in features.deepstack))
-                )
-                if high == image_end:
-                    del sequence.features[number]
-            image_start = image_end
-        return sequence.prompt.placeholders[first:last] - begin, slices
+        for number, _, low, high in _pictures_reached(work):
+            features = sequence.features[number]
+            cut = slice(low, high)
+            slices.append(
+                VisionFeatures(features.rows[cut], tuple(level[cut] for level in features.deepstack))
+            )
+        first, last = _placeholders_of(work)
+        return sequence.prompt.placeholders[first:last] - sequence.cached, slices
 
     def _to_device(self, array: IntVector | IntMatrix) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _placeholders_of(work: Work) -> tuple[int, int]:
+    """The first and behind the last of the prompt's placeholders that ``work`` computes."""
+    begin = work.sequence.cached
+    first, last = np.searchsorted(work.sequence.prompt.placeholders, (begin, begin + work.length))
+    return int(first), int(last)
+
+
+def _pictures_reached(work: Work) -> Iterator[tuple[int, PreparedImage, int, int]]:
+    """Each picture with placeholders in ``work``: its number, itself, and which of its rows they are."""
+    first, last = _placeholders_of(work)
+    start = 0
+    for number, image in enumerate(work.sequence.prompt.images):
+        low, high = max(first, start), min(last, start + image.tokens)
+        if low < high:
+            yield number, image, low - start, high - start
+        start += image.tokens
+
+
+def _ends_of(sequence: Sequence) -> dict[int, int]:
+    """Behind which token of the prompt each picture ends that is encoded."""
+    placeholders = sequence.prompt.placeholders
+    behind = np.cumsum([image.tokens for image in sequence.prompt.images])
+    return {number: int(placeholders[behind[number] - 1]) + 1 for number in sequence.features}
 
 
 def _token_ids(work: Work) -> IntVector:

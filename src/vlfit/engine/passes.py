@@ -1,0 +1,182 @@
+"""One step of the engine, done so that a failure costs one request: pictures, forward pass, sampling.
+
+Pictures are encoded apart, each on its request's account. A pass over several requests that fails is done
+again for each alone, and only who fails then has failed. That is sound because a pass changes nothing before
+it is over but slots that it writes anew: the account of cached tokens moves on behind it, features stay with
+their sequence until then, and random generators are put back. Knows torch's errors. Does not know who is
+told (``engine.py``) or who runs next (``scheduler.py``).
+"""
+
+import logging
+import traceback
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from vlfit.engine.budget import Budget, asked_bytes, is_shortage
+from vlfit.engine.kv_cache import slots_of
+from vlfit.engine.runner import Runner
+from vlfit.engine.sampler import Draw, Sampled, TokenText, sample
+from vlfit.engine.scheduler import Work
+from vlfit.engine.sequence import Sequence
+from vlfit.errors import ModelFailed, OutOfMemory
+from vlfit.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A work that is over; ``sampled`` is None where a prompt goes on."""
+
+    work: Work
+    sampled: Sampled | ModelFailed | None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """``again``: how many passes failed and were done again request by request."""
+
+    done: list[Done] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    again: int = 0
+
+
+class Passes:
+    def __init__(self, runner: Runner, budget: Budget, token_text: TokenText) -> None:
+        self.runner = runner
+        self.budget = budget
+        self._token_text = token_text
+
+    def run(self, batch: Many[Work]) -> Outcome:
+        """Do all of ``batch``, which has its decoding sequences first. What fails is told, not raised."""
+        outcome = Outcome()
+        ready = [work for work in batch if self._prepared(work, outcome)]
+        if not ready:
+            return outcome
+        found = self._attempt(partial(self._pass, ready), ready)
+        if not isinstance(found, Exception):
+            outcome.done = found
+        elif len(ready) == 1 and not isinstance(found, OutOfMemory):
+            outcome.failed.append((ready[0].sequence, found))
+        else:
+            outcome.again = 1
+            self._one_by_one(ready, outcome)
+        for done in outcome.done:
+            self.runner.forget(done.work)
+        return outcome
+
+    def _prepared(self, work: Work, outcome: Outcome) -> bool:
+        """Slots on the device, and pictures encoded. Where there is no memory for it, once more with less."""
+        found = self._attempt(partial(self._prepare, work), [work])
+        if isinstance(found, OutOfMemory):
+            self._make_room()
+            outcome.again += 1
+            found = self._attempt(partial(self._prepare, work), [work])
+        if isinstance(found, Exception):
+            outcome.failed.append((work.sequence, found))
+            return False
+        return True
+
+    def _prepare(self, work: Work) -> None:
+        sequence = work.sequence
+        if sequence.slots is None:
+            sequence.slots = slots_of(sequence.blocks, self.runner.cache.block_size).to(self.runner.device)
+        self.runner.look(work)
+
+    def _one_by_one(self, batch: Many[Work], outcome: Outcome) -> None:
+        self._make_room()
+        for work in batch:
+            found = self._attempt(partial(self._pass, [work]), [work])
+            if isinstance(found, Exception):
+                outcome.failed.append((work.sequence, found))
+            else:
+                outcome.done += found
+
+    def _pass(self, batch: Many[Work]) -> list[Done]:
+        """One forward pass, and a token for whoever has reached the end of its tokens."""
+        speaking = [work.sequence for work in batch if work.finishes_prompt]
+        logits = self.runner.run(batch)
+        sampled = iter(sample(logits, [_draw(sequence) for sequence in speaking], self._token_text))
+        usable = iter(logits.amax(-1).isfinite().tolist())
+        done = []
+        for work in batch:
+            token: Sampled | ModelFailed | None = None
+            if work.finishes_prompt:
+                token = next(sampled)
+                if not next(usable):
+                    token = _overflow(work.sequence, self.runner.cache.keys.dtype)
+            done.append(Done(work, token))
+        return done
+
+    def _attempt(self, do: Callable[[], Found], batch: Many[Work]) -> Found | Exception:
+        """What ``do`` gives or raises; after a failure nothing of it lives on, nor has it been."""
+        generators = [work.sequence.generator for work in batch]
+        states = [None if generator is None else generator.get_state() for generator in generators]
+        try:
+            with torch.inference_mode():
+                return do()
+        except Exception as error:
+            failure = self._told(error, batch)
+            # A traceback holds its frames, and they hold the tensors of a pass, for as long as somebody
+            # keeps the error.
+            _drop_tracebacks(error)
+        for generator, state in zip(generators, states, strict=True):
+            if generator is not None and state is not None:
+                generator.set_state(state)
+        return failure
+
+    def _told(self, error: Exception, batch: Many[Work]) -> Exception:
+        """What a request is told of ``error``, with numbers where memory was short; and the log."""
+        who = _in_words(batch)
+        if not is_shortage(error):
+            logger.error("a pass failed for %s:\n%s", who, "".join(traceback.format_exception(error)))
+            return error
+        asked = asked_bytes(error)
+        wanted = f"{format_bytes(asked)} were asked for" if asked is not None else str(error).splitlines()[0]
+        place = "RAM" if self.budget.device.type == "cpu" else "the GPU"
+        message = f"{place} is out of memory: {wanted}, {self.budget.shortage()}, for {who}"
+        logger.warning("%s", message)
+        return OutOfMemory(
+            message,
+            "send fewer or smaller pictures or less text, or try again; or start with a smaller --context, "
+            "--image-tokens or --chunk",
+        )
+
+    def _make_room(self) -> None:
+        """Give back what only saves time."""
+        self.runner.image_cache.clear()
+        self.budget.release()
+
+
+def _drop_tracebacks(error: BaseException | None) -> None:
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _in_words(batch: Many[Work]) -> str:
+    tokens = sum(work.length for work in batch)
+    requests = f"{len(batch)} requests" if len(batch) > 1 else "a request"
+    pictures = sum(image.tokens for work in batch for image in work.sequence.prompt.images)
+    seen = f", {pictures} tokens of pictures" if pictures else ""
+    longest = max(work.sequence.cached + work.length for work in batch)
+    return f"{tokens} tokens of {requests} (context so far {longest}{seen})"
+
+
+def _overflow(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
+    at = len(sequence.generated) + 1
+    return ModelFailed(
+        f"the model computed no usable numbers (NaN or infinity) for token {at} of its answer, in {dtype}",
+        "try --dtype bfloat16 or float32 if this is float16; else the checkpoint is damaged: fetch it again",
+    )
+
+
+def _draw(sequence: Sequence) -> Draw:
+    return Draw(sequence.sampling, sequence.prompt.token_ids, sequence.generated, sequence.generator)
