@@ -23,10 +23,14 @@ META = torch.device("meta")
 
 
 class Live(TorchDispatchMode):
-    """Bytes of storages that were made in this ``with`` block and live ``now``, and their ``peak``."""
+    """Bytes of storages that were made in this ``with`` block and live ``now``, and their ``peak``.
 
-    def __init__(self) -> None:
+    Those on a ``device`` of the given kind count.
+    """
+
+    def __init__(self, device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
         self.now = 0
         self.peak = 0
         self._seen: dict[int, Any] = {}
@@ -38,7 +42,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.device.type == "meta":
+            if isinstance(leaf, Tensor) and leaf.device.type == self.device:
                 self._count(leaf)
         return result
 

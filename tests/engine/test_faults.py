@@ -1,0 +1,296 @@
+"""Allocations that fail: one request ends with the numbers, others go on word for word, nothing is left."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pictures import picture
+from tests.plan.on_meta import Live
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.answer import Chunk
+from vlfit.engine.budget import asked_bytes, is_shortage
+from vlfit.engine.conversation import ImagePart, ask
+from vlfit.engine.engine import Engine
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampler import sample
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.sequence import Sequence
+from vlfit.errors import OutOfMemory
+
+# As torch 2.11 says it.
+NO_MEMORY = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7.65 GiB of which "
+    "3.00 MiB is free. Including non-PyTorch memory, this process has 7.10 GiB memory in use."
+)
+FAULTS = 50
+STAGES = ("vision", "prefill", "decode", "sampling")
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request and what was heard of it."""
+
+    sequence: Sequence | None = None
+    heard: list[Chunk | Exception] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        last = self.heard[-1] if self.heard else None
+        return isinstance(last, Exception) or (last is not None and last.finish_reason is not None)
+
+
+def engine(tiny: Callable[[str], Path]) -> Engine:
+    return Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", context=512, chunk=64))
+
+
+def ask_for(built: Engine, seed: int, sampling: SamplingParams, size: tuple[int, int] = (96, 64)) -> Asked:
+    """A question about a picture of its own."""
+    asked = Asked()
+    words = ask(f"what is number {seed}?", ImagePart(picture(*size, seed=seed)))
+    prompt = built.price(built.prompts.build(words))
+    asked.sequence = built.sequence(prompt, sampling, asked.heard.append)
+    built.add(asked.sequence)
+    return asked
+
+
+def three_streams(built: Engine) -> list[Asked]:
+    """Greedy, sampled with logprobs, and with penalties: what else runs while others fail."""
+    wishes = (
+        SamplingParams(max_tokens=180, ignore_eos=True),
+        SamplingParams(max_tokens=180, ignore_eos=True, temperature=1.0, seed=7, top_logprobs=2),
+        SamplingParams(
+            max_tokens=180, ignore_eos=True, temperature=0.8, top_p=0.9, seed=8, repetition_penalty=1.3
+        ),
+    )
+    return [ask_for(built, number, wish) for number, wish in enumerate(wishes)]
+
+
+def tokens(streams: list[Asked]) -> list[list[int]]:
+    return [stream.sequence.generated for stream in streams if stream.sequence is not None]
+
+
+@contextmanager
+def no_memory_for(built: Engine, guilty: set[Sequence], stage: str) -> Iterator[None]:
+    """What ``guilty`` ask for at ``stage`` fails after all of it was computed, whoever is beside them."""
+    run, encode = built.runner.run, built.runner.encode
+
+    def refuse(hit: bool) -> None:
+        if hit:
+            raise torch.OutOfMemoryError(NO_MEMORY)
+
+    def broken_run(batch: Any) -> Tensor:
+        logits = run(batch)
+        wanted = {"prefill": False, "decode": True}.get(stage)
+        refuse(any(work.sequence in guilty and work.sequence.decoding is wanted for work in batch))
+        return logits
+
+    def broken_encode(image: Any) -> Any:
+        features = encode(image)
+        refuse(stage == "vision" and any(image in one.prompt.images for one in guilty))
+        return features
+
+    def broken_sample(logits: Tensor, draws: Any, token_text: Any) -> Any:
+        found = sample(logits, draws, token_text)
+        theirs = [one.generated for one in guilty]
+        refuse(stage == "sampling" and any(draw.generated is one for draw in draws for one in theirs))
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(built.runner, "run", broken_run)
+        patched.setattr(built.runner, "encode", broken_encode)
+        patched.setattr("vlfit.engine.passes.sample", broken_sample)
+        yield
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that anybody in this process still has, shared storages counted once."""
+    gc.collect()
+    storages = {
+        thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()
+        for thing in gc.get_objects()
+        if issubclass(type(thing), Tensor)
+    }
+    return sum(storages.values())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: Callable[[str], Path]) -> list[list[int]]:
+    built = engine(tiny)
+    streams = three_streams(built)
+    while built.busy:
+        built.step()
+    assert len({tuple(each) for each in tokens(streams)}) == 3
+    return tokens(streams)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fifty_faults_in_a_row_cost_fifty_requests_and_nothing_else(
+    tiny: Callable[[str], Path], undisturbed: list[list[int]], stage: str
+) -> None:
+    built = engine(tiny)
+    failed: list[Asked] = []
+    guilty: set[Sequence] = set()
+    sampling = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
+    before = tensor_bytes()
+    with no_memory_for(built, guilty, stage):
+        streams = three_streams(built)
+        while len(failed) < FAULTS or not failed[-1].over:
+            if not failed or failed[-1].over:
+                # Twice as large as the pictures of the streams: what is left of one would be seen.
+                failed.append(ask_for(built, 100 + len(failed), sampling, (192, 96)))
+                guilty.add(failed[-1].sequence)  # type: ignore[arg-type]
+            built.step()
+    said = tokens(streams)
+    for stream in streams:
+        stream.sequence.cancelled = True  # type: ignore[union-attr]
+    built.step()
+    built.runner.image_cache.clear()
+    assert tensor_bytes() == before
+    assert len(failed) == FAULTS
+    for asked in failed:
+        error = asked.heard[-1]
+        assert isinstance(error, OutOfMemory)
+        assert error.http_status == 503
+        assert "20.0 MiB were asked for" in error.message
+        assert "were free" in error.message
+        assert "tokens of a request" in error.message
+    assert min(len(each) for each in said) >= FAULTS
+    assert said == [all_of[: len(each)] for all_of, each in zip(undisturbed, said, strict=True)]
+    assert built.pool.free == built.pool.blocks
+    assert (built.counters.failed, built.counters.cancelled) == (FAULTS, 3)
+    assert built.scheduler.running == []
+    after = ask_for(built, 0, SamplingParams(max_tokens=5, ignore_eos=True))
+    while built.busy:
+        built.step()
+    assert tokens([after]) == [undisturbed[0][:5]]
+
+
+def test_a_shortage_that_passes_costs_nobody_anything(
+    tiny: Callable[[str], Path], undisturbed: list[list[int]]
+) -> None:
+    """Each third pass fails once: who was in it is done again alone, and says the same."""
+    built = engine(tiny)
+    run, calls = built.runner.run, iter(range(10**6))
+
+    def sometimes(batch: Any) -> Tensor:
+        logits = run(batch)
+        if len(batch) > 1 and next(calls) % 3 == 0:
+            raise torch.OutOfMemoryError(NO_MEMORY)
+        return logits
+
+    built.runner.run = sometimes  # type: ignore[method-assign]
+    streams = three_streams(built)
+    while built.busy:
+        built.step()
+    assert tokens(streams) == undisturbed
+    assert built.counters.failed == 0
+    assert built.counters.again > 30
+
+
+def test_a_mistake_of_ours_ends_its_own_request_too(
+    tiny: Callable[[str], Path], undisturbed: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    built = engine(tiny)
+    streams = three_streams(built)
+    wrong = ask_for(built, 9, SamplingParams(max_tokens=4))
+    run = built.runner.run
+
+    def broken(batch: Any) -> Tensor:
+        if any(work.sequence is wrong.sequence for work in batch):
+            raise ValueError("made up")
+        return run(batch)
+
+    built.runner.run = broken  # type: ignore[method-assign]
+    while built.busy:
+        built.step()
+    assert isinstance(wrong.heard[-1], ValueError)
+    assert "made up" in caplog.text
+    assert "Traceback" in caplog.text
+    assert tokens(streams) == undisturbed
+
+
+class Small(Live):
+    """A device with ``limit`` bytes for what is made while requests run."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__("cpu")
+        self.limit = limit
+
+    def _count(self, tensor: Tensor) -> None:
+        super()._count(tensor)
+        if self.now > self.limit:
+            raise torch.OutOfMemoryError(f"Tried to allocate {tensor.nbytes} bytes")
+
+
+def test_a_picture_too_large_for_the_device_is_refused_and_the_next_one_is_seen(
+    tiny: Callable[[str], Path], undisturbed: list[list[int]]
+) -> None:
+    """With a limit on what may live at once, kept on every operation as an allocator would."""
+    built = engine(tiny)
+    with Live("cpu") as needed:
+        ask_for(built, 50, SamplingParams(max_tokens=2))
+        while built.busy:
+            built.step()
+    built = engine(tiny)
+    with Small(2 * needed.peak):
+        streams = three_streams(built)
+        large = ask_for(built, 51, SamplingParams(max_tokens=2), (512, 512))
+        while not large.over:
+            built.step()
+        after = ask_for(built, 52, SamplingParams(max_tokens=2))
+        while not after.over:
+            built.step()
+    assert isinstance(large.heard[-1], OutOfMemory)
+    assert "were asked for" in large.heard[-1].message
+    said = tokens(streams)
+    assert said == [all_of[: len(each)] for all_of, each in zip(undisturbed, said, strict=True)]
+    assert isinstance(after.heard[-1], Chunk)
+
+
+def test_slots_that_find_no_room_are_their_requests_fault(
+    tiny: Callable[[str], Path], undisturbed: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = engine(tiny)
+    streams = three_streams(built)
+    while not all(stream.heard for stream in streams):
+        built.step()
+    with monkeypatch.context() as patched:
+
+        def no_slots(*_: Any) -> Tensor:
+            raise torch.OutOfMemoryError(NO_MEMORY)
+
+        patched.setattr("vlfit.engine.passes.slots_of", no_slots)
+        late = ask_for(built, 9, SamplingParams(max_tokens=4))
+        built.step()
+    while built.busy:
+        built.step()
+    assert isinstance(late.heard[-1], OutOfMemory)
+    assert tokens(streams) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [
+        (torch.OutOfMemoryError(NO_MEMORY), 20 * 2**20),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB."), 3 * 2**29),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."), 4096),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), None),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), None),
+        (MemoryError(), None),
+    ],
+)
+def test_a_shortage_is_known_by_its_words(said: Exception, asked: int | None) -> None:
+    assert is_shortage(said)
+    assert asked_bytes(said) == asked
+
+
+@pytest.mark.parametrize("said", [ValueError("out of memory"), RuntimeError("shapes do not match")])
+def test_other_failures_are_none(said: Exception) -> None:
+    assert not is_shortage(said)
