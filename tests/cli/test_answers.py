@@ -94,7 +94,13 @@ def test_json_of_an_answer(vlfit: Vlfit, scripted: ScriptedBackend, red: Path) -
                 "notes": [],
             }
         ],
-        "usage": {"prompt_tokens": 16, "image_tokens": 0, "completion_tokens": 3, "total_tokens": 19},
+        "usage": {
+            "prompt_tokens": 16,
+            "image_tokens": 0,
+            "completion_tokens": 3,
+            "cached_tokens": 0,
+            "total_tokens": 19,
+        },
         "timings": {"queued_s": 0.0, "first_token_s": 0.25, "total_s": 0.5, "decode_tokens_per_s": 8.0},
     }
 

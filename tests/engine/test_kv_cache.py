@@ -34,3 +34,15 @@ def test_bytes_are_those_of_the_formula() -> None:
     cache = KVCache(TEXT, blocks=4, block_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
     per_token = 2 * TEXT.num_hidden_layers * TEXT.num_key_value_heads * TEXT.head_dim * 2
     assert cache.nbytes == 16 * per_token
+
+
+def test_the_first_tokens_of_a_block_are_copied_and_no_others() -> None:
+    cache = KVCache(TEXT, blocks=3, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    cache.keys.copy_(torch.randn(cache.keys.shape))
+    cache.values.copy_(torch.randn(cache.values.shape))
+    keys, values = cache.keys.clone(), cache.values.clone()
+    cache.copy(2, 0, 3)
+    cache.copy(1, 1, 4)
+    for now, before in ((cache.keys, keys), (cache.values, values)):
+        assert torch.equal(now[:, :3], before[:, 8:11])
+        assert torch.equal(now[:, 3:], before[:, 3:])

@@ -23,7 +23,7 @@ def finish_batch(house: Scheduler) -> list[tuple[Sequence, int]]:
     batch = house.next_batch()
     speaking = [work.sequence for work in batch if work.finishes_prompt]
     for work in batch:
-        work.sequence.cached += work.length
+        house.advance(work)
     for one in speaking:
         one.generated.append(0)
     return [(work.sequence, work.length) for work in batch]

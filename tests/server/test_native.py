@@ -72,7 +72,9 @@ def test_the_same_words_as_in_process(server: Running, backend: NativeBackend) -
     data = picture(300, 200, seed=1)
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, top_logprobs=3)
     conversation = ask("what is this?", ImagePart(data))
+    backend.stream(conversation, sampling).answer()  # from here on its prompt is in the cache
     direct = backend.stream(conversation, sampling).answer()
+    assert direct.usage.cached_tokens == direct.usage.prompt_tokens // 16 * 16
     with RemoteBackend(server.url) as remote:
         through = remote.stream(conversation, sampling).answer()
     assert through.text == direct.text
@@ -92,6 +94,8 @@ def test_the_same_words_as_in_process(server: Running, backend: NativeBackend) -
     assert completion.choices[0].message.content == direct.text
     assert completion.usage is not None
     assert completion.usage.prompt_tokens == direct.usage.prompt_tokens
+    assert completion.usage.prompt_tokens_details is not None
+    assert completion.usage.prompt_tokens_details.cached_tokens == direct.usage.cached_tokens
 
 
 def test_a_seed_repeats_a_sampled_answer_and_choices_differ(server: Running, backend: NativeBackend) -> None:

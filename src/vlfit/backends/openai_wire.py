@@ -160,7 +160,10 @@ def read_usage(event: dict[str, Any]) -> Usage | None:
         return None
     details = usage.get("prompt_tokens_details") or {}
     return Usage(
-        usage.get("prompt_tokens", 0), details.get("image_tokens") or 0, usage.get("completion_tokens", 0)
+        usage.get("prompt_tokens", 0),
+        details.get("image_tokens") or 0,
+        usage.get("completion_tokens", 0),
+        details.get("cached_tokens") or 0,
     )
 
 

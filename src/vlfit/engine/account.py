@@ -13,8 +13,9 @@ class Counters:
     """Sums since the engine was built; whoever looks twice has rates.
 
     ``steps`` forward passes took ``seconds``. ``prompt_tokens`` were computed for prompts, ``tokens`` were
-    sampled; ``shared_tokens`` of prompts were in the KV cache already. Of the steps, ``decode_steps`` computed one token of each of their requests and no prompt: they
-    took ``decode_seconds`` and read ``decode_cached`` tokens of the KV cache, all layers counted once.
+    sampled; ``shared_tokens`` of prompts were in the KV cache already. Of the steps, ``decode_steps``
+    computed one token of each of their requests and no prompt: they took ``decode_seconds`` and read ``decode_cached``
+    tokens of the KV cache, all layers counted once.
     ``again`` counts passes that failed and were done again, request by request.
     """
 

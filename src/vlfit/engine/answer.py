@@ -39,11 +39,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. ``image_tokens`` are part of ``prompt_tokens``."""
+    """Tokens of a request. ``image_tokens`` are part of ``prompt_tokens``.
+
+    So are ``cached_tokens``: those that were not computed, as an earlier prompt began alike.
+    """
 
     prompt_tokens: int
     image_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

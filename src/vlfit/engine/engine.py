@@ -202,6 +202,8 @@ class Engine:
         self._drop_cancelled()
         for sequence in self.scheduler.admit():
             sequence.admitted = time.perf_counter()
+            if sequence.copy is not None:
+                self.runner.cache.copy(*sequence.copy)
             shared = self.counters.shared_tokens + sequence.shared
             self.counters = replace(self.counters, shared_tokens=shared)
         batch = self.scheduler.next_batch()

@@ -4,6 +4,9 @@ A sequence holds a block table (a list of block numbers). Token i of it lives in
 ``table[i // block_size] * block_size + i % block_size`` of every layer.
 """
 
+from collections import OrderedDict
+from collections.abc import Container, Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,30 +14,55 @@ from vlfit.checkpoint.config import TextConfig
 
 
 class BlockPool:
-    """Numbers of free blocks for ``tokens`` tokens. No tensors; the scheduler reads and changes it."""
+    """Who holds which block, of enough for ``tokens`` tokens. No tensors; the scheduler reads and changes it.
+
+    Several may hold one block: requests that begin alike. A block that nobody holds is free. What is in it
+    may still be wanted (``kept``), so blank blocks are handed out first, then those that were freed longest ago.
+    """
 
     def __init__(self, tokens: int, block_size: int) -> None:
         self.block_size = block_size
         self.blocks = self.blocks_for(tokens)
-        # The lowest number is handed out first.
-        self._free = list(range(self.blocks - 1, -1, -1))
+        self._holders = [0] * self.blocks
+        # In the order in which they are handed out; the lowest number first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.blocks))
 
     @property
     def free(self) -> int:
+        """Blocks that a request can have now, kept ones among them."""
         return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks ``tokens`` tokens need."""
         return -(-tokens // self.block_size)
 
+    def held(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` somebody holds."""
+        return sum(self._holders[block] > 0 for block in blocks)
+
     def take(self, count: int) -> list[int]:
-        """``count`` block numbers. The caller has checked that they are free."""
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
+        """``count`` block numbers. The caller has checked that they are free, and forgets what they held."""
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            self._holders[block] = 1
         return taken
 
-    def give_back(self, blocks: list[int]) -> None:
-        self._free.extend(blocks)
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holds each of ``blocks``, for what is in them."""
+        for block in blocks:
+            self._holders[block] += 1
+            self._free.pop(block, None)
+
+    def give_back(self, blocks: Iterable[int], kept: Container[int] = ()) -> None:
+        """One less holds each of ``blocks``. Those of them that are ``kept`` are handed out as late as can
+        be, the first of a table last of all: without it those that follow are of no use.
+        """
+        for block in reversed(list(blocks)):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._free[block] = None
+                if block not in kept:
+                    self._free.move_to_end(block, last=False)
 
 
 def slots_of(blocks: list[int], block_size: int) -> Tensor:
@@ -70,6 +98,14 @@ class KVCache:
         """Put ``keys`` and ``values`` [tokens, kv_heads, head_dim] into ``slots`` [tokens]."""
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """The first ``tokens`` tokens of block ``source`` into block ``target``, in all layers."""
+        if source == target:
+            return
+        for values in (self.keys, self.values):
+            of, to = (block * self.block_size for block in (source, target))
+            values[:, to : to + tokens].copy_(values[:, of : of + tokens])
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of ``slots`` (any shape), each [*slots.shape, kv_heads, head_dim]."""

@@ -21,6 +21,7 @@ class EngineOptions:
     ``image_tokens``: most tokens of one picture; larger ones are scaled down and the answer says so.
     ``max_tokens``: completion length when a request names none.
     ``image_cache_bytes``: how much the cache of encoded pictures may hold.
+    ``prefix_cache``: a request that begins as an earlier one did takes over what is still in the KV pool.
     """
 
     device: str = "auto"
@@ -33,6 +34,7 @@ class EngineOptions:
     image_tokens: int | None = None
     max_tokens: int = 1024
     image_cache_bytes: int = 64 * 1024**2
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):

@@ -8,18 +8,20 @@ token ids that stand for nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 
 import numpy as np
 from torch import Tensor
 
+from vlfit.engine.account import Counters
 from vlfit.engine.answer import ImageSeen
 from vlfit.engine.engine import Engine
 from vlfit.engine.images import PreparedImage
 from vlfit.engine.prompt import Prompt
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scheduler import Work
+from vlfit.errors import DoesNotFit, OutOfMemory
 
 _FILLER = 100  # any ordinary token
 _ANSWER = 3  # tokens: the first comes from the prompt's pass, so two passes decode
@@ -48,9 +50,36 @@ class Rehearsed:
                 self.widest_chunk_with_a_past = max(self.widest_chunk_with_a_past, work.length)
 
 
+def at_start(engine: Engine) -> Rehearsed:
+    """Rehearse before the first request, and leave nothing of it but what torch's pool has grown by.
+
+    Raises ``DoesNotFit`` where the worst case needs more memory than there is, or than the plan allows.
+    """
+    try:
+        seen = rehearse(engine, engine.image_tokens)
+        again = engine.counters.again
+    except OutOfMemory as error:
+        raise _too_much(engine, error.message) from None
+    if again:
+        raise _too_much(engine, f"{again} of its passes could only be done request by request")
+    engine.runner.image_cache.clear()
+    engine.counters = Counters()
+    return seen
+
+
+def _too_much(engine: Engine, what: str) -> DoesNotFit:
+    return DoesNotFit(
+        f"{engine.checkpoint.name} was loaded, but the worst case that its plan admits does not fit: {what}",
+        "start with a smaller --image-tokens, --chunk or --sequences; vlfit plan --calibrate measures what CUDA "
+        "takes on this machine",
+    )
+
+
 def rehearse(engine: Engine, image_tokens: int) -> Rehearsed:
     """Run the worst case. Raises what a request fails with: that the GPU is out of memory, for example."""
     seen = Rehearsed()
+    # A picture has two tokens around it and one of text behind, and an answer follows.
+    image_tokens = min(image_tokens, engine.context - 3 - _ANSWER)
     run = engine.runner.run
 
     def watched(batch: Sequence[Work]) -> Tensor:
@@ -90,7 +119,7 @@ def full_context(engine: Engine, image_tokens: int) -> Iterator[tuple[Prompt, in
     # A whole chunk at the end of a context that is nearly full, or part of a chunk at its very end.
     whole = most // room * room or most
     length = max((most, whole), key=lambda tokens: ((tokens - 1) % room + 1) * tokens)
-    yield about_a_picture(engine, image_tokens, _MOST_PICTURES, length), _ANSWER
+    yield about_a_picture(engine, min(image_tokens, length - 3), _MOST_PICTURES, length), _ANSWER
 
 
 def full_pool(engine: Engine) -> Iterator[tuple[Prompt, int]]:
@@ -135,7 +164,9 @@ def answer_all(engine: Engine, requests: list[tuple[Prompt, int]]) -> None:
 
     for prompt, tokens in requests:
         sampling = SamplingParams(max_tokens=tokens, temperature=1.0, top_p=0.9, seed=1, ignore_eos=True)
-        engine.add(engine.sequence(engine.price(prompt), sampling, listen))
+        # No block of another: what is computed already takes no memory to compute.
+        priced = replace(engine.price(prompt), keys=None)
+        engine.add(engine.sequence(priced, sampling, listen))
     while engine.busy:
         engine.step()
     if failures:

@@ -1,14 +1,15 @@
 """Who runs in the next forward pass: admission, chunked prefill, continuous batching. No tensors.
 
 A sequence is admitted when the blocks for its whole prompt and its longest possible completion are free, so
-nothing that runs is ever evicted. Decoding sequences go first, one token each; what is left of the chunk goes
-to prompts, oldest first.
+nothing that runs is ever evicted. What is left of an earlier prompt that began alike it takes over.
+Decoding sequences go first, one token each; what is left of the chunk goes to prompts, oldest first.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
 from vlfit.engine.kv_cache import BlockPool
+from vlfit.engine.prefix_cache import ROOT, PrefixCache, PromptKeys, images_between, key_of
 from vlfit.engine.sequence import Sequence
 
 
@@ -25,10 +26,16 @@ class Work:
 
 
 class Scheduler:
-    """``sequences``: most that run at once; ``chunk``: most tokens of one forward pass."""
+    """``sequences``: most that run at once; ``chunk``: most tokens of one forward pass.
 
-    def __init__(self, pool: BlockPool, sequences: int, chunk: int) -> None:
+    ``prefixes`` remembers what full blocks hold; None: nothing is remembered or shared.
+    """
+
+    def __init__(
+        self, pool: BlockPool, sequences: int, chunk: int, prefixes: PrefixCache | None = None
+    ) -> None:
         self.pool = pool
+        self.prefixes = prefixes
         self.sequences = sequences
         self.chunk = chunk
         self.waiting: deque[Sequence] = deque()
@@ -48,14 +55,45 @@ class Scheduler:
         """
         admitted = []
         while self.waiting and len(self.running) < self.sequences:
-            needed = self.pool.blocks_for(self.waiting[0].most_tokens)
-            if needed > self.pool.free:
+            sequence = self.waiting[0]
+            if not self._give_blocks(sequence):
                 break
-            sequence = self.waiting.popleft()
-            sequence.blocks = self.pool.take(needed)
             self.running.append(sequence)
-            admitted.append(sequence)
+            admitted.append(self.waiting.popleft())
         return admitted
+
+    def _give_blocks(self, sequence: Sequence) -> bool:
+        """The blocks for all that ``sequence`` can become, if they are free: first those that are known to
+        hold the beginning of its prompt, which then is not computed again.
+        """
+        keys = sequence.prompt.keys
+        shared = self.prefixes.find(keys.blocks) if self.prefixes is not None and keys is not None else []
+        needed = self.pool.blocks_for(sequence.most_tokens) - len(shared)
+        if needed > self.pool.free - (len(shared) - self.pool.held(shared)):
+            return False
+        self.pool.share(shared)
+        taken = self.pool.take(needed)
+        sequence.blocks = [*shared, *taken]
+        sequence.shared = sequence.cached = len(shared) * self.pool.block_size
+        sequence.copy = None
+        if self.prefixes is not None and keys is not None:
+            sequence.keys = list(keys.blocks[: len(shared)])
+            self._find_copy(sequence, keys, self.prefixes)
+        if self.prefixes is not None:
+            self.prefixes.forget(taken)
+        return True
+
+    def _find_copy(self, sequence: Sequence, keys: PromptKeys, prefixes: PrefixCache) -> None:
+        """What a block that nobody can share knows of the next one: to be copied before the next pass.
+
+        The block may be among those just taken, as nothing is written before that.
+        """
+        begin = sequence.shared
+        found = prefixes.find_part(keys.ends, begin, begin + self.pool.block_size)
+        if found is not None:
+            block, end = found
+            sequence.copy = block, sequence.blocks[begin // self.pool.block_size], end - begin
+            sequence.shared = sequence.cached = end
 
     def next_batch(self) -> list[Work]:
         """Decoding sequences first, then prompts, at most ``chunk`` tokens (but every decoding one)."""
@@ -68,11 +106,36 @@ class Scheduler:
                 room -= length
         return work
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take ``sequence`` out, wherever it is, and free its blocks. Harmless when it is already out."""
+    def advance(self, work: Work) -> None:
+        """``work`` is done: its tokens are in the cache, where others may share them."""
+        sequence, prompt, size = work.sequence, work.sequence.prompt, self.pool.block_size
+        before = sequence.cached
+        sequence.cached += work.length
+        if self.prefixes is None or prompt.keys is None:
+            return
+        for end, key in prompt.keys.ends:
+            if before < end <= sequence.cached:
+                self.prefixes.keep(key, sequence.blocks[end // size])
+        for number in range(len(sequence.keys), sequence.cached // size):
+            if number < len(prompt.keys.blocks):
+                key = prompt.keys.blocks[number]
+            else:
+                begin, end = number * size, (number + 1) * size
+                inside = images_between(prompt.placeholders, prompt.images, begin, end)
+                key = key_of(sequence.keys[-1] if number else ROOT, sequence.token_ids(begin, end), inside)
+            sequence.keys.append(key)
+            self.prefixes.keep(key, sequence.blocks[number])
+
+    def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Take ``sequence`` out, wherever it is, and free its blocks. Harmless when it is already out.
+
+        What a ``failed`` one has computed is not trusted: nobody who comes later shares it.
+        """
         if sequence in self.running:
             self.running.remove(sequence)
-            self.pool.give_back(sequence.blocks)
+            if self.prefixes is not None and failed:
+                self.prefixes.forget(sequence.blocks)
+            self.pool.give_back(sequence.blocks, self.prefixes or ())
             sequence.blocks = []
         elif sequence in self.waiting:
             self.waiting.remove(sequence)

@@ -11,6 +11,7 @@ from torch import Tensor
 from vlfit.engine.answer import Chunk
 from vlfit.engine.completion import Completion
 from vlfit.engine.images import PreparedImage
+from vlfit.engine.prefix_cache import PromptKeys
 from vlfit.engine.qwen3_vl.vision import VisionFeatures
 from vlfit.engine.sampling import SamplingParams
 
@@ -25,7 +26,8 @@ class PricedPrompt:
 
     ``positions`` [3, tokens] are its M-RoPE positions, ``next_position`` the first generated token's.
     ``placeholders`` are the indices of the tokens that pictures stand in for: the k-th of them takes the k-th
-    feature row of ``images`` in order.
+    feature row of ``images`` in order. ``keys`` say what its KV blocks will hold; None: nothing in them is
+    shared with another request, before or after.
     """
 
     token_ids: IntVector
@@ -33,6 +35,7 @@ class PricedPrompt:
     positions: IntMatrix
     next_position: int
     images: tuple[PreparedImage, ...]
+    keys: PromptKeys | None = None
 
     @property
     def tokens(self) -> int:
@@ -41,7 +44,11 @@ class PricedPrompt:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """``cached`` tokens have keys and values in the cache; the rest of ``tokens`` is still to be computed."""
+    """``cached`` tokens have keys and values in the cache; the rest of ``tokens`` is still to be computed.
+
+    ``shared`` of them were there when it was admitted, the last of them perhaps in another's block: ``copy``
+    says which, which of its own they belong in, and how many they are. ``keys``: what its full blocks hold.
+    """
 
     prompt: PricedPrompt
     sampling: SamplingParams
@@ -53,8 +60,11 @@ class Sequence:
     admitted: float | None = None
     first_token: float | None = None
     cached: int = 0
+    shared: int = 0
     generated: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    copy: tuple[int, int, int] | None = None
     slots: Tensor | None = None
     features: dict[int, VisionFeatures] = field(default_factory=dict)
     generator: torch.Generator | None = None
@@ -63,6 +73,13 @@ class Sequence:
     @property
     def tokens(self) -> int:
         return self.prompt.tokens + len(self.generated)
+
+    def token_ids(self, begin: int, end: int) -> IntVector:
+        """The tokens from ``begin`` to before ``end``, of the prompt and of what was generated after it."""
+        if end <= self.prompt.tokens:
+            return self.prompt.token_ids[begin:end]
+        generated = self.generated[max(begin - self.prompt.tokens, 0) : end - self.prompt.tokens]
+        return np.concatenate((self.prompt.token_ids[begin:], np.array(generated, dtype=np.int64)))
 
     @property
     def most_tokens(self) -> int:

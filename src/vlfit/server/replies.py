@@ -36,6 +36,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     completion_tokens: int = 0
+    cached_tokens: int = 0
     timings: Timings | None = None
 
     def add(self, chunk: Chunk) -> None:
@@ -45,6 +46,7 @@ class Choice:
         self.timings = chunk.timings
         if chunk.usage is not None:
             self.completion_tokens = chunk.usage.completion_tokens
+            self.cached_tokens = chunk.usage.cached_tokens
 
 
 class Reply:
@@ -150,9 +152,10 @@ class Reply:
         return {"content": content, "refusal": None}
 
     def _total(self) -> Usage:
-        """The prompt is counted once, however many choices were made of it."""
+        """The prompt is counted once, however many choices were made of it: as cached, what none computed."""
         completion = sum(choice.completion_tokens for choice in self.choices)
-        return Usage(self._prompt_tokens, self._image_tokens, completion)
+        cached = min(choice.cached_tokens for choice in self.choices)
+        return Usage(self._prompt_tokens, self._image_tokens, completion, cached)
 
     def _usage(self) -> dict[str, Any]:
         total = self._total()
@@ -160,7 +163,10 @@ class Reply:
             "prompt_tokens": total.prompt_tokens,
             "completion_tokens": total.completion_tokens,
             "total_tokens": total.total_tokens,
-            "prompt_tokens_details": {"image_tokens": total.image_tokens},
+            "prompt_tokens_details": {
+                "image_tokens": total.image_tokens,
+                "cached_tokens": total.cached_tokens,
+            },
         }
 
     def _extras(self) -> dict[str, Any]:
