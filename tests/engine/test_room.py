@@ -1,22 +1,37 @@
 """What is refused before it is loaded, and that the predicted bytes are those that get allocated."""
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from tests.machine.nvml import FakeCard, Process, install
 from tests.tiny import TINY
+from vlfit.checkpoint.catalog import entries
+from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine import room
+from vlfit.engine.budget import Budget
 from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
 from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.room import Room, Wanted, find_room
 from vlfit.errors import DoesNotFit
-from vlfit.units import GIB
+from vlfit.machine.gpu import read_gpus
+from vlfit.plan import calibration
+from vlfit.plan.ledger import NATIVE, Settings, ledger
+from vlfit.plan.model import model_of
+from vlfit.units import GIB, MIB
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CARD = FakeCard(free=7200)
+WANTED = Wanted(4096, 2, 256, 4096, 1024, 16384, 16)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -44,20 +59,27 @@ def test_converted_weights_are_predicted_on_both_devices(
     assert on_gpu == checkpoint.weight_bytes + more
 
 
-@pytest.mark.parametrize(("sequences", "kv_tokens"), [(1, None), (3, None), (2, 1500), (2, 7)])
+@pytest.mark.parametrize(("sequences", "kv_tokens"), [(1, None), (3, None), (2, 1500), (2, 7), (2, "auto")])
 def test_predicted_cache_is_the_one_that_is_allocated(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, sequences: int, kv_tokens: int | None
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    sequences: int,
+    kv_tokens: int | Literal["auto"] | None,
 ) -> None:
-    predicted: list[int] = []
+    found: list[Room] = []
 
-    def note(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, tokens: int) -> None:
-        predicted.append(tokens * room.kv_bytes_per_token(checkpoint.config.text, dtype))
+    def note(*wishes: Any) -> Room:
+        found.append(find_room(*wishes))
+        return found[-1]
 
-    monkeypatch.setattr("vlfit.engine.engine.check_room", note)
+    monkeypatch.setattr("vlfit.engine.engine.find_room", note)
     options = EngineOptions(device="cpu", context=1000, sequences=sequences, kv_tokens=kv_tokens)
     engine = Engine(open_checkpoint(tiny("tied")), options)
-    assert [engine.runner.cache.nbytes] == predicted
-    assert engine.pool.blocks * engine.pool.block_size >= engine.context
+    lines = {line.line: line.bytes for line in found[0].lines}
+    assert engine.runner.cache.nbytes == lines["kv_cache"]
+    assert engine.pool.blocks * engine.pool.block_size == found[0].kv_tokens >= engine.context
+    if kv_tokens == "auto":
+        assert found[0].kv_tokens == 2016  # all that two of them can fill, in blocks
 
 
 def test_too_little_memory_is_said_with_numbers(
@@ -68,6 +90,7 @@ def test_too_little_memory_is_said_with_numbers(
     monkeypatch.setattr(room, "free_bytes", lambda device: weights)
     with pytest.raises(DoesNotFit, match="too few") as caught:
         Engine(checkpoint, EngineOptions(device="cpu"))
+    assert "KV cache for 8192 tokens" in caught.value.message
     assert "--context" in caught.value.hint
     monkeypatch.setattr(room, "free_bytes", lambda device: GIB)
     Engine(checkpoint, EngineOptions(device="cpu"))
@@ -76,3 +99,146 @@ def test_too_little_memory_is_said_with_numbers(
 def test_a_pool_larger_than_this_machine_is_refused_at_once(tiny: Callable[[str], Path]) -> None:
     with pytest.raises(DoesNotFit):
         Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", sequences=10**9))
+
+
+# --- on a GPU, with the driver made up ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def four_billion() -> Checkpoint:
+    entry = next(each for each in entries() if each.name == "Qwen/Qwen3-VL-4B-Instruct-FP8")
+    assert isinstance(entry.config, ModelConfig)
+    return Checkpoint(entry.name, Path("nowhere"), entry.config, entry.tensors)
+
+
+def on_card(
+    monkeypatch: pytest.MonkeyPatch, card: FakeCard, checkpoint: Checkpoint, wanted: Wanted, reserved: int = 0
+) -> Room:
+    """The room on ``card``, of which torch has taken ``reserved`` bytes and uses none."""
+    install(monkeypatch, card)
+    monkeypatch.setattr(room, "gpu_uuid", lambda device: card.uuid)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    return find_room(checkpoint, CUDA, torch.bfloat16, wanted)
+
+
+def planned(checkpoint: Checkpoint, image_tokens: int) -> int:
+    """What the plan says is ours, for ``WANTED`` but for its pictures."""
+    model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "")
+    settings = Settings(model.weights, 4096, image_tokens, 2, 256)
+    lines = ledger(model, read_gpus({})[0][0], NATIVE, settings)
+    return sum(line.bytes for line in lines if line.line != "desktop")
+
+
+def test_a_gpu_is_asked_for_the_whole_ledger(
+    monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
+) -> None:
+    found = on_card(monkeypatch, CARD, four_billion, WANTED)
+    whole = sum(line.bytes for line in found.lines)
+    assert whole == planned(four_billion, 1024)
+    assert found.spare == 7200 * MIB - whole
+    weights_and_cache = sum(
+        line.bytes for line in found.lines if line.line == "kv_cache" or line.line.startswith("weights.")
+    )
+    tight = replace(CARD, free=(weights_and_cache + 200 * MIB) // MIB)
+    with pytest.raises(DoesNotFit) as caught:
+        on_card(monkeypatch, tight, four_billion, WANTED)
+    for part in ("CUDA and its libraries", "weights", "KV cache for 4096 tokens", "workspaces", "reserve"):
+        assert part in caught.value.message
+    just_enough = replace(CARD, free=-(-whole // MIB))
+    assert on_card(monkeypatch, just_enough, four_billion, WANTED).spare < MIB
+
+
+def test_what_cuda_holds_already_is_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
+) -> None:
+    fresh = on_card(monkeypatch, CARD, four_billion, WANTED)
+    ours = Process(os.getpid(), "python", 500)
+    used = on_card(monkeypatch, replace(CARD, free=6700, compute=(ours,)), four_billion, WANTED)
+    assert used.spare == fresh.spare
+    # Of 500 MiB torch has 100 to spare, for what comes.
+    pooled = on_card(monkeypatch, replace(CARD, free=6700, compute=(ours,)), four_billion, WANTED, 100 * MIB)
+    assert pooled.spare == fresh.spare
+    # A driver that tells no shares of processes.
+    untold = replace(CARD, free=6500, compute=(replace(ours, mib=None),))
+    assert on_card(monkeypatch, untold, four_billion, WANTED, MIB).there > 600 * MIB
+
+
+def test_pictures_are_as_large_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
+) -> None:
+    anything = replace(WANTED, image_tokens=None, most_image_tokens=4095)
+    chosen = on_card(monkeypatch, CARD, four_billion, anything).image_tokens
+    assert chosen in (2560, 1280, 1024, 768, 512, 256)
+    assert planned(four_billion, chosen) <= 7200 * MIB
+    assert on_card(monkeypatch, replace(CARD, free=24000), four_billion, anything).image_tokens == 4095
+    fixed = replace(anything, image_tokens=4095)
+    with pytest.raises(DoesNotFit):
+        on_card(monkeypatch, replace(CARD, free=-(-planned(four_billion, 4094) // MIB)), four_billion, fixed)
+
+
+def test_the_pool_takes_what_is_left(monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint) -> None:
+    least = on_card(monkeypatch, CARD, four_billion, replace(WANTED, kv_tokens=4096))
+    rest = on_card(monkeypatch, CARD, four_billion, replace(WANTED, kv_tokens=None))
+    block = 16 * room.kv_bytes_per_token(four_billion.config.text, torch.bfloat16)
+    assert rest.kv_tokens == min(4096 + least.spare // block * 16, 8192) > 4096
+    assert (
+        on_card(
+            monkeypatch, replace(CARD, free=24000), four_billion, replace(WANTED, kv_tokens=None)
+        ).kv_tokens
+        == 8192
+    )
+    between = replace(CARD, free=7200 - least.spare // MIB + 100)
+    some = on_card(monkeypatch, between, four_billion, replace(WANTED, kv_tokens=None))
+    assert 4096 < some.kv_tokens < 8192
+    assert 0 <= some.spare < block + 8 * MIB
+    with pytest.raises(DoesNotFit, match="KV cache for 4096 tokens"):
+        on_card(
+            monkeypatch,
+            replace(CARD, free=7200 - least.spare // MIB - 10),
+            four_billion,
+            replace(WANTED, kv_tokens=None),
+        )
+
+
+def test_the_cap_is_the_plan_less_what_is_not_torchs(
+    monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
+) -> None:
+    found = on_card(monkeypatch, CARD, four_billion, WANTED)
+    sizes = {line.line: line.bytes for line in found.lines}
+    outside = sizes["context"] - calibration.CUBLAS_WORKSPACE.bytes
+    assert found.limit == sum(sizes.values()) - outside
+    fractions: list[float] = []
+    total = 8151 * MIB - 12345
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share)
+    )
+    budget = Budget(CUDA, found.limit)
+    # As torch computes it (CUDACachingAllocator.cpp): the share of the card, cut off behind the point.
+    assert int(fractions[0] * total) == found.limit
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: found.limit - GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: found.limit - GIB - 5)
+    assert budget.free() == GIB + 5
+    assert "of the 5." in budget.shortage() or "of the 6." in budget.shortage()
+    assert Budget(CPU, 5).limit is None
+
+
+def test_without_a_plan_what_is_exact_must_fit(
+    monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
+) -> None:
+    """Values of 32 bits on a GPU, or a driver's library that is not there."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 * GIB, 32 * GIB))
+    install(monkeypatch, CARD)
+    monkeypatch.setattr(room, "gpu_uuid", lambda device: "")
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    found = find_room(four_billion, CUDA, torch.float32, WANTED)
+    assert found.limit is None
+    assert sum(line.bytes for line in found.lines) == (
+        room.weight_bytes(four_billion, torch.float32, CUDA)
+        + 4096 * room.kv_bytes_per_token(four_billion.config.text, torch.float32)
+    )
+    install(monkeypatch, failure=15)
+    assert find_room(four_billion, CUDA, torch.bfloat16, WANTED).limit is None

@@ -109,7 +109,7 @@ class NativeBackend:
         asked = time.perf_counter()
         engine = self._loop.engine
         prompt = engine.prompts.build(
-            conversation, max_image_tokens=engine.options.image_tokens, context=engine.context
+            conversation, max_image_tokens=engine.image_limit, context=engine.context
         )
         priced = engine.price(prompt)
         engine.max_tokens(priced.tokens, sampling)

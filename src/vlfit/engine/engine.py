@@ -31,7 +31,8 @@ from vlfit.engine.prompt import Prompt, PromptBuilder
 from vlfit.engine.qwen3_vl.rope import mrope_positions
 from vlfit.engine.qwen3_vl.text import TextModel
 from vlfit.engine.qwen3_vl.vision import VisionTower
-from vlfit.engine.room import check_room
+from vlfit.engine.refusal import too_long
+from vlfit.engine.room import Room, Wanted, find_room
 from vlfit.engine.runner import Runner
 from vlfit.engine.sampler import Sampled
 from vlfit.engine.sampling import SamplingParams
@@ -64,8 +65,9 @@ class Engine:
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.context = _context(options.context, checkpoint)
-        kv_tokens = self._kv_tokens()
-        check_room(checkpoint, self.dtype, self.device, kv_tokens)
+        self.processing = ImageProcessing.read(checkpoint.folder)
+        room = self._room()
+        budget = Budget(self.device, room.limit if options.keep_to_plan else None)
         self.prompts = PromptBuilder(checkpoint.folder, config)
         self.generation = GenerationDefaults.read(checkpoint.folder)
 
@@ -76,28 +78,48 @@ class Engine:
         with torch.inference_mode(), loader_class(checkpoint, self.device, self.dtype, report) as loader:
             text = TextModel(config, loader)
             vision = VisionTower(config.vision, loader)
-        pool = BlockPool(kv_tokens, options.block_size)
+        pool = BlockPool(room.kv_tokens, options.block_size)
         cache = KVCache(config.text, pool.blocks, pool.block_size, self.dtype, self.device)
         self.runner = Runner(
             text,
             vision,
-            ImageProcessing.read(checkpoint.folder),
+            self.processing,
             cache,
             ImageCache(options.image_cache_bytes),
             self.device,
         )
-        self.passes = Passes(self.runner, Budget(self.device), self.prompts.token_text)
+        self.passes = Passes(self.runner, budget, self.prompts.token_text)
         self.pool = pool
         prefixes = PrefixCache() if options.prefix_cache else None
         self.scheduler = Scheduler(pool, options.sequences, options.chunk, prefixes)
         self._weights = weight_holdings(text, vision)
         self._gpu_uuid = gpu_uuid(self.device)
 
-    def _kv_tokens(self) -> int:
-        """Tokens of the KV pool, in whole blocks: what was asked for or typical requests need."""
-        typical = self.options.sequences * min(self.context, TYPICAL_REQUEST)
-        tokens = max(self.options.kv_tokens or typical, self.context)
-        return -(-tokens // self.options.block_size) * self.options.block_size
+    def _room(self) -> Room:
+        """The ledger of what comes now. Raises ``DoesNotFit``."""
+        options, processing = self.options, self.processing
+        tokens = options.kv_tokens or options.sequences * min(self.context, TYPICAL_REQUEST)
+        whole = None if tokens == "auto" else -(-max(tokens, self.context) // options.block_size)
+        of_picture = processing.max_pixels // (processing.patch_size * processing.merge_size) ** 2
+        most_image_tokens = min(of_picture, self.context - 1)
+        wanted = Wanted(
+            self.context,
+            options.sequences,
+            options.chunk,
+            None if whole is None else whole * options.block_size,
+            options.image_tokens,
+            most_image_tokens,
+            options.block_size,
+        )
+        room = find_room(self.checkpoint, self.device, self.dtype, wanted)
+        self.image_tokens = room.image_tokens
+        self.image_limit = options.image_tokens
+        if options.image_tokens is None and room.image_tokens < most_image_tokens:
+            self.image_limit = room.image_tokens
+            logger.info(
+                "no room for larger pictures than of %d tokens: they are scaled down", room.image_tokens
+            )
+        return room
 
     @property
     def busy(self) -> bool:
@@ -125,15 +147,13 @@ class Engine:
         )
 
     def _settings(self) -> EngineSettings:
-        processing = self.runner.processing
-        of_picture = processing.max_pixels // (processing.patch_size * processing.merge_size) ** 2
         return EngineSettings(
             device=str(self.device),
             gpu_uuid=self._gpu_uuid,
             dtype=str(self.dtype).removeprefix("torch."),
             value_bytes=self.dtype.itemsize,
             context=self.context,
-            image_tokens=min(self.options.image_tokens or of_picture, of_picture, self.context - 1),
+            image_tokens=self.image_tokens,
             sequences=self.options.sequences,
             chunk=self.options.chunk,
             kv_tokens=self.pool.blocks * self.pool.block_size,
@@ -142,11 +162,7 @@ class Engine:
     def price(self, prompt: Prompt) -> PricedPrompt:
         """Positions and placeholders of ``prompt``. Raises ``DoesNotFit`` if no token could follow it."""
         if len(prompt.token_ids) >= self.context:
-            raise DoesNotFit(
-                f"the prompt is {len(prompt.token_ids)} tokens ({prompt.image_tokens} of them pictures); "
-                f"the context holds {self.context}, with at least one for the answer",
-                f"send fewer or smaller pictures or less text{self._or_more_context()}",
-            )
+            raise too_long(prompt, self.context, self.processing, self._or_more_context())
         config = self.checkpoint.config
         token_ids = np.array(prompt.token_ids, dtype=np.int64)
         is_visual = np.isin(token_ids, (config.image_token_id, config.video_token_id))

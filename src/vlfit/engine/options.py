@@ -1,6 +1,7 @@
 """What the engine is told when it is built. No torch: the floors above fill this in cheaply."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from vlfit.errors import UsageError
 
@@ -15,12 +16,16 @@ class EngineOptions:
     ``dtype``: ``auto`` (float32 on a CPU, the checkpoint's own on a GPU), or a name such as ``bfloat16``.
     ``context``: most tokens of one sequence, prompt and completion; None: the checkpoint's, at most 8192.
     ``sequences``: how many run at once, at most.
-    ``kv_tokens``: tokens in the KV pool that they share; None: 2048 for each sequence. At least one context.
+    ``kv_tokens``: tokens in the KV pool that they share; None: 2048 for each sequence; ``auto``: what the
+    memory that is free leaves, up to ``context`` for each sequence. At least one context.
     ``chunk``: most tokens of one forward pass; longer prompts are prefilled in chunks of it.
     ``block_size``: tokens in one KV block.
-    ``image_tokens``: most tokens of one picture; larger ones are scaled down and the answer says so.
+    ``image_tokens``: most tokens of one picture; larger ones are scaled down and the answer says so. None: as
+    many as the checkpoint takes or, on a GPU, as there is room for.
     ``max_tokens``: completion length when a request names none.
     ``image_cache_bytes``: how much the cache of encoded pictures may hold.
+    ``keep_to_plan``: on a GPU, torch's pool may not come to more than the plan says, and the worst case that
+    the plan admits is run once before the first request. For a process that does nothing else.
     ``prefix_cache``: a request that begins as an earlier one did takes over what is still in the KV pool.
     """
 
@@ -28,12 +33,13 @@ class EngineOptions:
     dtype: str = "auto"
     context: int | None = None
     sequences: int = 4
-    kv_tokens: int | None = None
+    kv_tokens: int | Literal["auto"] | None = None
     chunk: int = 1024
     block_size: int = 16
     image_tokens: int | None = None
     max_tokens: int = 1024
     image_cache_bytes: int = 64 * 1024**2
+    keep_to_plan: bool = False
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -44,7 +50,7 @@ class EngineOptions:
                 raise UsageError(f"{name} is {getattr(self, name)}", f"{name} must be at least 1")
         if self.context is not None and self.context < 16:
             raise UsageError(f"context is {self.context} tokens", "context must be at least 16")
-        if self.kv_tokens is not None and self.kv_tokens < 1:
+        if isinstance(self.kv_tokens, int) and self.kv_tokens < 1:
             raise UsageError(f"kv_tokens is {self.kv_tokens}", "kv_tokens must be at least 1")
         if self.image_tokens is not None and self.image_tokens < 4:
             raise UsageError(f"image_tokens is {self.image_tokens}", "image_tokens must be at least 4")

@@ -70,8 +70,8 @@ def at_start(engine: Engine) -> Rehearsed:
 def _too_much(engine: Engine, what: str) -> DoesNotFit:
     return DoesNotFit(
         f"{engine.checkpoint.name} was loaded, but the worst case that its plan admits does not fit: {what}",
-        "start with a smaller --image-tokens, --chunk or --sequences; vlfit plan --calibrate measures what CUDA "
-        "takes on this machine",
+        "start with a smaller --image-tokens, --chunk or --sequences; vlfit plan --calibrate measures what "
+        "CUDA takes on this machine",
     )
 
 

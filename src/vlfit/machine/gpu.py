@@ -15,7 +15,7 @@ from vlfit.machine.links import memory_bandwidth, pcie_bandwidth
 from vlfit.machine.model import Gpu, GpuProcess
 from vlfit.machine.problems import Problem, Surroundings
 
-__all__ = ["Gpu", "read_gpus"]
+__all__ = ["Gpu", "gpu_behind", "read_gpus"]
 
 Value = TypeVar("Value")
 _LIBRARY_NOT_FOUND = 12  # nvmlReturn_t
@@ -50,6 +50,19 @@ def read_gpus(
     setting = environment.get("CUDA_VISIBLE_DEVICES")
     visible = _visible(gpus, setting)
     return visible, wrong if visible else (problems.all_hidden(setting or '""'), *wrong)
+
+
+def gpu_behind(gpus: Sequence[Gpu], uuid: str, device: str) -> Gpu | None:
+    """The one of ``gpus`` that torch calls ``device`` ("cuda:1") and that has ``uuid``, if torch tells it.
+
+    None if it is not among them.
+    """
+    same = [gpu for gpu in gpus if uuid and gpu.uuid == uuid]
+    if same:
+        return same[0]
+    _, _, number = device.partition(":")
+    index = int(number) if number.isdigit() else 0
+    return gpus[index] if index < len(gpus) else None
 
 
 def _failure(error: Exception, around: Surroundings) -> Problem:

@@ -14,7 +14,7 @@ from vlfit.machine.model import Gpu
 from vlfit.plan.actual import Pace
 from vlfit.plan.calibration import EXACT, with_bandwidth
 from vlfit.plan.ledger import NATIVE, Line, Settings, ledger
-from vlfit.plan.model import ledger_part, model_of
+from vlfit.plan.model import Model, ledger_part, model_of
 from vlfit.plan.speed import TEXT_TOKENS, predict
 
 
@@ -32,14 +32,23 @@ class Expectation:
     why_not: str = ""
 
 
-def expect_on_gpu(checkpoint: Checkpoint, gpu: Gpu, settings: Settings, value_bytes: int) -> Expectation:
-    """What the plan says of ``checkpoint`` on ``gpu`` as it was before loading began."""
+def expect_on_gpu(
+    checkpoint: Checkpoint, gpu: Gpu, settings: Settings, value_bytes: int, kv_tokens: int | None = None
+) -> Expectation:
+    """What the plan says of ``checkpoint`` on ``gpu`` as it was before loading began.
+
+    ``kv_tokens``: of a pool that has another size than the plan's own.
+    """
     if value_bytes != 2:
         return Expectation(why_not="the plan counts values of 16 bits; this engine computes in others")
     gpu = with_bandwidth(gpu)
     try:
         model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
         lines = ledger(model, gpu, NATIVE, replace(settings, weights=model.weights))
+        if kv_tokens is not None:
+            lines = tuple(
+                _pool(line, model, kv_tokens) if line.line == "kv_cache" else line for line in lines
+            )
     except VlfitError as error:
         return Expectation(why_not=error.message)
 
@@ -53,6 +62,14 @@ def expect_on_gpu(checkpoint: Checkpoint, gpu: Gpu, settings: Settings, value_by
         return Expectation(lines)
     expected, slowest = (_pace(few[which], many[which], settings.context) for which in (0, 1))
     return Expectation(lines, expected, slowest)
+
+
+def _pool(planned: Line, model: Model, tokens: int) -> Line:
+    """The line of a KV pool of ``tokens``, the planned one if that is as large."""
+    size = tokens * model.kv_bytes_per_token
+    if size == planned.bytes:
+        return planned
+    return replace(planned, bytes=size, note=f"{tokens} tokens of {model.kv_bytes_per_token:,} bytes")
 
 
 def _pace(few: float, many: float, tokens: int) -> Pace:

@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from vlfit._version import __version__
 from vlfit.backends.base import Accountable, LocalBackend
 from vlfit.engine.account import EngineAccount
+from vlfit.machine.gpu import gpu_behind
 from vlfit.machine.model import Gpu
 from vlfit.machine.watch import Watch
 from vlfit.plan import actual, expect
@@ -115,20 +116,14 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
         wishes.sequences,
         wishes.chunk,
     )
-    return expect.expect_on_gpu(backend.checkpoint, gpu, settings, wishes.value_bytes)
+    return expect.expect_on_gpu(backend.checkpoint, gpu, settings, wishes.value_bytes, wishes.kv_tokens)
 
 
 def gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
     """The GPU that the engine runs on, as the driver's library sees it; None on a CPU, or if it is unseen."""
     if account.settings.device == "cpu":
         return None
-    uuid = account.settings.gpu_uuid
-    same = [gpu for gpu in gpus if uuid and gpu.uuid == uuid]
-    if same:
-        return same[0]
-    _, _, number = account.settings.device.partition(":")
-    index = int(number) if number.isdigit() else 0
-    return gpus[index] if index < len(gpus) else None
+    return gpu_behind(gpus, account.settings.gpu_uuid, account.settings.device)
 
 
 def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectation) -> tuple[Row, ...]:
@@ -171,6 +166,7 @@ def engine_facts(account: EngineAccount) -> dict[str, Any]:
             "decode_count": counters.decode_steps,
             "decode_seconds": round(counters.decode_seconds, 6),
             "decode_cached_tokens": counters.decode_cached,
+            "again": counters.again,
         },
         "kv_blocks": {"total": pool.blocks, "used": pool.used, "tokens_each": pool.block_size},
         "image_cache": {
