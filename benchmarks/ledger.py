@@ -236,7 +236,11 @@ def by_line(lines: list[Line], held: Held) -> dict[str, dict[str, int]]:
         # torch's pool holds the workspace of matrix products, which the ledger counts with the context.
         "context": (sizes["context"], held.process - held.reserved + held.workspace),
         **{name: (sizes[name], count) for name, count in held.lines.items()},
-        "rounding": (sizes["reserve"] - calibration.RESERVE.bytes, held.reserved_loaded - held.loaded),
+        # After loading. What the ledger has more is for what begins later.
+        "pool": (
+            sizes["reserve"] - calibration.RESERVE.bytes,
+            held.reserved_loaded - held.workspace - sum(held.lines.values()),
+        ),
     }
     workspaces = held.reserved - held.reserved_loaded
     if "kv_cache" in held.lines:
@@ -248,7 +252,10 @@ def by_line(lines: list[Line], held: Held) -> dict[str, dict[str, int]]:
 
 
 def print_results(results: list[dict[str, Any]]) -> None:
-    columns = ("context", "weights.text", "weights.vision", "weights.embedding", "kv_cache", "workspaces")
+    columns = (
+        *("context", "weights.text", "weights.vision", "weights.embedding"),
+        *("kv_cache", "pool", "workspaces"),
+    )
     rows = [["MiB, predicted / measured", "total", "ratio", *columns, "slack"]]
     for result in results:
         if result["verdict"] == "failed":

@@ -34,7 +34,8 @@ def test_a_hollow_checkpoint_is_planned_like_a_real_one_and_takes_no_room(
     checkpoint = read_checkpoint("hollow", folder)
     entry = next(entry for entry in catalog.family(size) if entry.weights == weights)
     hollow, real = model_of("hollow", checkpoint.config, checkpoint.tensors, ""), of_entry(entry)
-    for field in ("weights", "text", "vision", "text_bytes", "vision_bytes", "embedding_bytes", "rounding"):
+    sizes = ("text_bytes", "vision_bytes", "embedding_bytes", "rounding", "pool", "pool_apart")
+    for field in ("weights", "text", "vision", *sizes):
         assert getattr(hollow, field) == getattr(real, field)
     assert hollow.layer == real.layer
     assert sum(file.stat().st_blocks * 512 for file in folder.iterdir()) < 4 * MIB
@@ -109,10 +110,10 @@ def test_the_air_and_the_desktop_are_no_part_of_the_comparison(tmp_path: Path) -
         "context": 2000 - 900 + 32,
         "weights.text": 7,
         "kv_cache": 8,
-        "rounding": 100,
+        "pool": 600 - 32 - 7 - 8,
         "workspaces": 300,
     }
-    assert result["lines"]["rounding"]["predicted"] == lines["reserve"] - calibration.RESERVE.bytes
+    assert result["lines"]["pool"]["predicted"] == lines["reserve"] - calibration.RESERVE.bytes
 
 
 def test_a_word_that_no_name_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,9 +49,15 @@ def with_free(free: int) -> Machine:
 def test_2b_and_4b_in_fp8_fit_the_example(name: str) -> None:
     made = planned(name)
     assert made.fits
-    assert made.settings.context == 8192
-    assert made.settings.image_tokens >= 768
-    assert planned(name, context=4096).settings.image_tokens >= 1024
+    assert made.settings.context >= 4096
+    with_pictures = planned(name, context=4096)
+    assert with_pictures.fits
+    assert with_pictures.settings.image_tokens >= 1024
+
+
+def test_2b_in_fp8_fits_the_example_with_all_that_is_tried() -> None:
+    settings = planned("Qwen3-VL-2B-Instruct-FP8").settings
+    assert (settings.context, settings.image_tokens, settings.sequences) == (8192, 2560, 4)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ def test_no_gpu_is_said() -> None:
 
 
 def test_changes_free_what_they_say() -> None:
-    made = planned("Qwen3-VL-4B-Instruct-FP8", context=16384, image_tokens=512)
+    made = planned("Qwen3-VL-4B-Instruct-FP8", context=16384, image_tokens=256)
     assert not made.fits
     assert 1 <= len(made.changes) <= 3
     shorter = next(change for change in made.changes if change.what.startswith("context 16384 -> "))
@@ -300,7 +306,7 @@ def test_the_command_is_given_only_if_it_starts_this_very_plan() -> None:
     assert made.command is not None
     assert made.command[:3] == ("vlfit", "serve", "Qwen/Qwen3-VL-2B-Instruct-FP8")
     # Short of some MiB for passes of 1024, with nothing else left to choose.
-    tight, all_else = card("RTX 5060", 1050 * MIB), {"context": 8192, "image_tokens": 256, "sequences": 1}
+    tight, all_else = card("RTX 5060", 900 * MIB), {"context": 8192, "image_tokens": 256, "sequences": 1}
     smaller_passes = planned("Qwen3-VL-4B-Instruct-FP8", tight, **all_else)
     assert smaller_passes.fits
     assert smaller_passes.settings.chunk < 1024

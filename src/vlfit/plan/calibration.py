@@ -61,6 +61,13 @@ TRANSFORMERS_VISION_PER_TOKEN = Constant(
     f"peak of the 2B's tower in transformers 5.17, linear from 256 to 16384 tokens; {_H200}",
 )
 
+TRANSFORMERS_TEXT_SLACK = Constant(
+    1.4,
+    MEASURED,
+    "torch's pool over the peak of a pass: keys and values that stay are cut out of workspaces, which are "
+    f"then taken anew; 0.7-1.36 in five processes with one to eight requests, 2B, 4B and 8B in bf16; {_H200}",
+)
+
 # Share of the card's peak bandwidth that a decode step reaches when nothing else holds it up.
 EFFICIENCY_LOW = Constant(0.42, MEASURED, "gpt-fast's README, Llama-2-7B int4 on an A100: 863 of 2039 GB/s")
 EFFICIENCY = Constant(

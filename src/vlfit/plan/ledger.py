@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.machine.model import Gpu
-from vlfit.plan import calibration, costs
+from vlfit.plan import allocator, calibration, costs
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
-from vlfit.plan.model import Model
+from vlfit.plan.model import SINGLE, Model
 from vlfit.plan.vllm import constants as vllm_constants
 from vlfit.plan.vllm import costs as vllm_costs
 from vlfit.units import MIB
@@ -63,14 +63,26 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
         _kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings, constants),
         Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs"),
-        _reserve(model),
+        _reserve(
+            _pool_beside(model, backend, settings), "that torch's pool takes beside weights and KV cache"
+        ),
     )
 
 
-def _reserve(model: Model) -> Line:
+def _pool_beside(model: Model, backend: str, settings: Settings) -> int:
+    """What torch takes more than weights and KV cache are, once both are there (``allocator.py``)."""
+    kv_cache = pool_tokens(backend, settings) * model.kv_bytes_per_token
+    if backend == TRANSFORMERS:  # a tensor for the keys and one for the values of each layer
+        tensors = 2 * model.text.num_hidden_layers
+        segments = allocator.held_for([kv_cache // tensors] * tensors)
+        return model.pool_apart + segments - kv_cache + allocator.BEGUN
+    # Keys of all layers are one tensor, values another.
+    return model.pool + 2 * allocator.beside(kv_cache // 2) + allocator.BEGUN
+
+
+def _reserve(more: int, why: str) -> Line:
     air = f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice)"
-    note = f"{air}; large tensors rounded up to 2 MiB"
-    return Line("reserve", calibration.RESERVE.bytes + model.rounding, MODELLED, note)
+    return Line("reserve", calibration.RESERVE.bytes + more, MODELLED, f"{air}; {more / MIB:.0f} MiB {why}")
 
 
 def _context_note(constants: Constants) -> str:
@@ -117,21 +129,25 @@ def _workspaces(model: Model, backend: str, settings: Settings, constants: Const
 
     So only the larger peak is counted; of the other only what stays when it is done.
     """
-    text = round(constants.text_slack.value * _text_peak(model, backend, settings))
+    text = round(_text_slack(backend, constants) * _text_peak(model, backend, settings))
     if model.vision is None or not settings.image_tokens:
         return (
             Line("vision_workspace", 0, EXACT, "no pictures"),
             Line("text_workspace", text, MODELLED, _text_note(settings)),
         )
+    # What stays lies between what comes and goes, so the pool grows by more than either.
+    kept = round(constants.vision_slack.value * _kept(model.vision, backend, settings))
     vision = round(constants.vision_slack.value * _vision_peak(model.vision, backend, settings))
-    kept = costs.feature_bytes(model.vision, settings.image_tokens)
-    kept = kept + IMAGE_CACHE if backend == NATIVE else kept * settings.sequences
-    stays = f"{kept / MIB:.0f} MiB of features stay"
+    # In transformers no keys and values are there yet while the tower runs.
+    instead = pool_tokens(backend, settings) * model.kv_bytes_per_token if backend == TRANSFORMERS else 0
+    stays = f"{kept / MIB:.0f} MiB of features{_and_pixels(backend)} stay"
     peak = f"peak {vision / MIB:.0f} MiB for {settings.image_tokens} image tokens"
-    lent = "" if vision >= text else ", which text_workspace lends"
-    borrowed = "" if text > vision else ", which vision_workspace lends"
+    lent = "" if vision - instead >= text else ", which text_workspace lends"
+    borrowed = "" if lent else ", which vision_workspace lends"
     return (
-        Line("vision_workspace", kept + (0 if lent else vision), MODELLED, f"{stays}; {peak}{lent}"),
+        Line(
+            "vision_workspace", kept + (0 if lent else vision - instead), MODELLED, f"{stays}; {peak}{lent}"
+        ),
         Line(
             "text_workspace",
             0 if borrowed else text,
@@ -139,6 +155,28 @@ def _workspaces(model: Model, backend: str, settings: Settings, constants: Const
             f"{_text_note(settings)}: peak {text / MIB:.0f} MiB{borrowed}",
         ),
     )
+
+
+def _text_slack(backend: str, constants: Constants) -> float:
+    return (calibration.TRANSFORMERS_TEXT_SLACK if backend == TRANSFORMERS else constants.text_slack).value
+
+
+def _kept(vision: VisionConfig, backend: str, settings: Settings) -> int:
+    """What stays of pictures: features, and earlier ones'; in transformers all requests', and pixels."""
+    features = costs.feature_bytes(vision, settings.image_tokens)
+    if backend == NATIVE:
+        return features + IMAGE_CACHE
+    return settings.sequences * (features + _pixels(vision, settings.image_tokens))
+
+
+def _pixels(vision: VisionConfig, image_tokens: int) -> int:
+    """Patches in float32, as transformers' processor makes them; generating keeps them to the end."""
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return image_tokens * vision.spatial_merge_size**2 * values * SINGLE
+
+
+def _and_pixels(backend: str) -> str:
+    return " and pixels" if backend == TRANSFORMERS else ""
 
 
 def _text_note(settings: Settings) -> str:
@@ -180,7 +218,7 @@ def _of_vllm(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
         *_workspaces_of_vllm(model, settings),
         Line("graphs", vllm_costs.graphs(settings), MODELLED, captured),
         Line("growth", growth, MODELLED, "what vLLM takes beyond its budget at its first requests"),
-        _reserve(model),
+        _reserve(model.rounding, "of large tensors rounded up"),
     )
 
 

@@ -13,6 +13,7 @@ from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4
 from vlfit.checkpoint.tensors import INT4_SUFFIXES, PACKED_SUFFIX, SCALE_SUFFIX
+from vlfit.plan.allocator import apart, held_for, joined
 from vlfit.units import MIB
 
 HALF = 2  # bytes of bfloat16 and float16, in which everything is computed on a GPU
@@ -44,9 +45,10 @@ class Model:
 
     ``embedding_bytes`` are the table of tokens and, if it has weights of its own, the output head.
     ``layer`` has the matrices of one text layer by name, each as large as in the largest layer.
-    ``rounding`` is what torch's allocator adds by rounding large tensors up. ``converted_from`` names the
-    checkpoint that ``vlfit convert`` has to make this one of, "" if it exists. ``place`` is what a command
-    names to load it: a folder's path or a name on the hub.
+    ``rounding`` is what torch's allocator adds by rounding large tensors up; ``pool`` is all that it takes
+    more than the weights are once they are loaded, ``pool_apart`` that without joining what shares its input,
+    as in transformers. ``converted_from`` names the checkpoint that ``vlfit convert`` has to make this one
+    of, "" if it exists. ``place`` is what a command names to load it: a folder's path or a name on the hub.
     ``known_by`` says in words where the sizes were read.
     """
 
@@ -60,6 +62,8 @@ class Model:
     vision_bytes: int
     embedding_bytes: int
     rounding: int
+    pool: int
+    pool_apart: int
     layer: Mapping[str, Matrix]
     head: Matrix
     known_by: str
@@ -114,6 +118,8 @@ def model_of(
         vision_bytes=parts["vision"],
         embedding_bytes=parts["embedding"],
         rounding=sum(-size % _ROUNDED_TO for size in loaded.values() if size >= _ROUNDED_FROM),
+        pool=held_for(joined(loaded).values()) - sum(loaded.values()),
+        pool_apart=held_for(apart(loaded).values()) - sum(loaded.values()),
         layer={part: _largest(part, tensors) for part in LAYER_PARTS},
         head=_head(text, tensors),
         known_by=known_by,
