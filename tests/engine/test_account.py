@@ -17,6 +17,10 @@ from vlfit.engine.holdings import bytes_of, resident_bytes
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.room import kv_bytes_per_token
 from vlfit.engine.sampling import SamplingParams
+from vlfit.machine.gpu import read_gpus
+from vlfit.plan.actual import held_on_gpu
+from vlfit.plan.expect import expect_on_gpu
+from vlfit.plan.ledger import Settings
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +167,7 @@ def test_tensors_are_found_in_slots_too(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", ["tied", "fp8"])
 def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
     """Torch's books, the engine's own count and the driver's agree; looking touches no GPU memory."""
-    from vlfit.machine.gpu import read_gpus
-    from vlfit.server.status import expectation_of, ledger_rows
-
-    gpus = read_gpus()[0]
+    gpus = {gpu.uuid: gpu for gpu in read_gpus()[0]}  # before anything is loaded
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2)
@@ -181,12 +182,20 @@ def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
         # torch rounds each tensor up to 512 bytes; a layer may keep tables that are no tensor of the file.
         assert 0 <= held.allocated - before - ours <= 512 * 4 * tensors
         assert held.peak_reserved >= held.reserved >= held.allocated
-        assert account.settings.gpu_uuid in {gpu.uuid for gpu in read_gpus({})[0]}
-        expectation = expectation_of(backend, gpus)
+        at = account.settings
+        settings = Settings(
+            backend.checkpoint.weights_format, at.context, at.image_tokens, at.sequences, at.chunk
+        )
+        before_loading = gpus[at.gpu_uuid]
+        expectation = expect_on_gpu(
+            backend.checkpoint, before_loading, settings, at.value_bytes, at.kv_tokens
+        )
         assert expectation.why_not == ""
         say(backend)
-        now = read_gpus()[0]
-        rows = {row.line: row for row in ledger_rows(backend.account(), now[0], expectation)}
+        now = next(gpu for gpu in read_gpus()[0] if gpu.uuid == at.gpu_uuid)
+        held = backend.account().holdings
+        found = held_on_gpu(now, expectation, held.weights, held.kv_cache, held.reserved or 0)
+        rows = {row.line: row for row in found}
         for line in ("weights.vision", "weights.embedding", "kv_cache"):
             assert rows[line].actual == rows[line].planned, line
         allocated = torch.cuda.memory_allocated()

@@ -14,6 +14,7 @@ from vlfit.engine import calibrate
 from vlfit.errors import DeviceError
 from vlfit.machine.cards import card
 from vlfit.machine.gpu import read_gpus
+from vlfit.plan.allocator import BEGUN
 from vlfit.plan.measured import load, save
 from vlfit.units import GIB, MIB
 
@@ -58,7 +59,7 @@ def test_launching_a_layer_takes_time_and_leaves_the_engine_alone() -> None:
 
 def test_slack_is_what_the_pool_grows_above_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = {"memory_allocated": 100, "memory_reserved": 120, "max_memory_allocated": 300}
-    numbers["max_memory_reserved"] = 420
+    numbers["max_memory_reserved"] = 420 + BEGUN
     for name, value in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     for name in ("synchronize", "reset_peak_memory_stats"):
@@ -67,33 +68,38 @@ def test_slack_is_what_the_pool_grows_above_its_tensors(monkeypatch: pytest.Monk
     ran: list[bool] = []
     assert calibrate.slack(lambda: ran.append(True), CPU) == 1.5
     assert ran == [True]
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 130)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 130 + BEGUN)
     assert calibrate.slack(lambda: None, CPU) == 1
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("told", "others", "held"), [(True, 9, 409), (True, 500, 432), (False, 50, 450)])
 def test_memory_beside_torch_is_the_process_less_its_pool(
-    monkeypatch: pytest.MonkeyPatch, told: bool
+    monkeypatch: pytest.MonkeyPatch, told: bool, others: int, held: int
 ) -> None:
+    """What the driver takes unlisted counts, what another program takes meanwhile does not, if it is told."""
     import os
 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000 * MIB)
     install(monkeypatch, FakeCard(free=7000))
     [before] = read_gpus()[0]
     ours = (Process(os.getpid(), "python", 1400 if told else None),)
-    # Another program takes 50 MiB meanwhile, which only a driver that tells of processes can leave out.
-    install(monkeypatch, FakeCard(free=7000 - 1400 - 50, compute=ours))
-    assert calibrate.held_beside_torch(before, CPU) == (400 if told else 450) * MIB
+    install(monkeypatch, FakeCard(free=7000 - 1400 - others, compute=ours))
+    assert calibrate.held_beside_torch(before, CPU) == held * MIB
     install(monkeypatch)
     with pytest.raises(DeviceError, match="does not answer"):
         calibrate.held_beside_torch(before, CPU)
 
 
 def some_devices(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+    """As in torch, asking for a device's properties starts CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        return SimpleNamespace(uuid=uuids[device.index])
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index])
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
 
 def test_the_gpu_is_found_among_torchs_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +120,15 @@ def test_a_gpu_that_is_full_or_in_use_is_not_measured(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(DeviceError, match="uses the GPU already"):
         calibrate.calibrate(GPU, print)
+
+
+def test_a_process_that_has_not_used_the_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    some_devices(monkeypatch, "bbbb", "aaaa")
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(calibrate, "_measured", lambda *_: "measured")
+    assert calibrate.calibrate(GPU, print) == "measured"  # type: ignore[comparison-overlap]
+    assert [device.index for device in chosen] == [1]
 
 
 def test_running_out_of_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

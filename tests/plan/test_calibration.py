@@ -96,10 +96,15 @@ def test_the_plan_counts_with_what_was_measured() -> None:
     assert after["context"].bytes == 428 * MIB
     assert "measured on this machine, 2026-11-21" in after["context"].note
     assert "8 MiB workspace" in after["context"].note
-    slack = calibration.ALLOCATOR_SLACK.value
-    assert after["text_workspace"].bytes == pytest.approx(before["text_workspace"].bytes * 1.1 / slack, abs=2)
     large = lines(GPU, 16384)["vision_workspace"].bytes, lines(TABLE_CARD, 16384)["vision_workspace"].bytes
     assert large[0] > 1.2 * large[1]
+
+
+def test_a_few_layers_that_wasted_little_make_no_plan_smaller() -> None:
+    save(NUMBERS)
+    constants = constants_for(GPU)
+    assert constants.text_slack == calibration.ALLOCATOR_SLACK  # 1.1 was measured
+    assert constants.vision_slack.value == 1.5
 
 
 def test_a_card_of_the_table_is_nobodys_machine() -> None:

@@ -187,8 +187,9 @@ def _of_this_machine(measured: Measured, gpu: Gpu) -> Constants:
     return Constants(
         context=Constant(measured.context, MEASURED, source),
         workspace=Constant(measured.workspace, MEASURED, source),
-        vision_slack=Constant(measured.vision_slack, MEASURED, source),
-        text_slack=Constant(measured.text_slack, MEASURED, source),
+        # It follows from shapes more than from the machine: what a few layers show may be too little.
+        vision_slack=max(ALLOCATOR_SLACK, Constant(measured.vision_slack, MEASURED, source), key=_value),
+        text_slack=max(ALLOCATOR_SLACK, Constant(measured.text_slack, MEASURED, source), key=_value),
         efficiency_low=min(EFFICIENCY_LOW, copy, key=_value),
         efficiency=min(EFFICIENCY, copy, key=_value),
         efficiency_high=copy,
