@@ -1,16 +1,18 @@
 """The rehearsal reaches what a plan admits; made-up weights stand where real ones would."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
 from vlfit.engine.made_up import MadeUpLoader
 from vlfit.engine.options import EngineOptions
-from vlfit.engine.rehearsal import Rehearsed, about_a_picture, answer_all, rehearse
+from vlfit.engine.rehearsal import Rehearsed, about_a_picture, answer_all, at_start, rehearse
+from vlfit.engine.scheduler import Work
 from vlfit.errors import DoesNotFit
 
 
@@ -92,3 +94,42 @@ def test_made_up_weights_have_the_types_and_shapes_of_real_ones(
         assert not torch.equal(theirs, ours)
     assert made_up.account().holdings.weights == real.account().holdings.weights
     assert isinstance(rehearse(made_up, 12), Rehearsed)
+
+
+def test_at_the_start_nothing_of_it_is_left(tiny: Callable[[str], Path]) -> None:
+    built = engine(tiny("tied"), context=256, sequences=2)
+    reached = at_start(built)
+    assert reached.most_decoding == 2
+    assert built.runner.image_cache.used_bytes == 0
+    assert built.counters == Counters()
+    assert built.pool.free == built.pool.blocks
+    assert not built.busy
+
+
+@pytest.mark.parametrize("context", [48, 64])
+def test_a_picture_as_large_as_the_context_is_rehearsed_as_large_as_can_be(
+    tiny: Callable[[str], Path], context: int
+) -> None:
+    built = engine(tiny("tied"), context=context, sequences=2)
+    assert built.image_tokens == context - 1
+    assert at_start(built).pictures >= 1
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_worst_case_that_does_not_fit_is_no_start(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, each: bool
+) -> None:
+    """Also where all requests could be done one by one: a plan that holds needs no second try."""
+    built = engine(tiny("tied"), context=256, sequences=2)
+    run = built.runner.run
+
+    def short_of_memory(batch: Sequence[Work]) -> torch.Tensor:
+        if each or len(batch) > 1:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+        return run(batch)
+
+    monkeypatch.setattr(built.runner, "run", short_of_memory)
+    with pytest.raises(DoesNotFit, match="worst case") as caught:
+        at_start(built)
+    assert "--image-tokens" in caught.value.hint
+    assert ("20.0 MiB" in caught.value.message) is each

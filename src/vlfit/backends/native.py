@@ -68,11 +68,16 @@ class NativeBackend:
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         # torch takes a second or more to import: not before the checkpoint has shown that it is sound.
         import_engine()
+        from vlfit.engine import rehearsal
         from vlfit.engine.engine import Engine
         from vlfit.engine.loop import EngineLoop
 
         def build(report: Progress) -> Engine:
-            return Engine(checkpoint, options or EngineOptions(), report)
+            engine = Engine(checkpoint, options or EngineOptions(), report)
+            if engine.options.keep_to_plan and engine.device.type == "cuda":
+                report("rehearsing the worst case", 1.0)
+                rehearsal.at_start(engine)
+            return engine
 
         return cls(checkpoint, EngineLoop(build, progress))
 

@@ -31,7 +31,7 @@ _BAR = 72
 _WIDTH = 110
 _TABLE_WIDTH = 130  # names are long, and cut names are of no use
 # In a pipe there are no colours: each line has its letter.
-_LETTERS = {
+LETTERS = {
     "desktop": "d",
     "context": "c",
     "weights.text": "T",
@@ -48,7 +48,7 @@ _LETTERS = {
 
 def page(plan: "Plan") -> str:
     """One plan, whole."""
-    console = _console()
+    console = new_console()
     console.print(Text(_head(plan), style="bold"))
     console.print(_settings(plan))
     console.print()
@@ -63,12 +63,12 @@ def page(plan: "Plan") -> str:
         console.print(_flags(plan))
     for remark in plan.remarks:
         console.print(plain(remark, terminal=True))
-    return _text(console)
+    return text_of(console)
 
 
 def table_page(plans: "list[Plan]", gpu: "Gpu") -> str:
     """Everything that fits, best first, then what does not and by how much."""
-    console = _console(_TABLE_WIDTH)
+    console = new_console(_TABLE_WIDTH)
     console.print(
         Text(f"{plain(gpu.name, terminal=True)}: {_mib(gpu.free)} free of {_mib(gpu.total)}", style="bold")
     )
@@ -87,12 +87,12 @@ def table_page(plans: "list[Plan]", gpu: "Gpu") -> str:
     console.print(table)
     console.print()
     console.print(_LEGEND)
-    return _text(console)
+    return text_of(console)
 
 
 def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
     """What would fit on other machines."""
-    console = _console(_TABLE_WIDTH)
+    console = new_console(_TABLE_WIDTH)
     console.print(Text("What if", style="bold"))
     table = Table(box=None, pad_edge=False)
     for name in ("machine", "best", "weights"):
@@ -105,11 +105,12 @@ def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
         numbers = (str(settings.context), str(settings.image_tokens or "-"), _count(plan.headroom))
         table.add_row(what, best, settings.weights, *numbers)
     console.print(table)
-    return _text(console)
+    return text_of(console)
 
 
-def _console(width: int = _WIDTH) -> Console:
-    lively = sys.stdout.isatty()
+def new_console(width: int = _WIDTH, *, lively: bool | None = None) -> Console:
+    """Prints into memory; ``lively``: for a terminal, in colours."""
+    lively = sys.stdout.isatty() if lively is None else lively
     if lively and width == _WIDTH:
         width = min(width, max(shutil.get_terminal_size().columns, _BAR + 2))
     return Console(
@@ -123,7 +124,8 @@ def _console(width: int = _WIDTH) -> Console:
     )
 
 
-def _text(console: Console) -> str:
+def text_of(console: Console) -> str:
+    """What was printed."""
     file = console.file
     written = file.getvalue() if isinstance(file, io.StringIO) else ""
     return "\n".join(line.rstrip() for line in written.splitlines())
@@ -156,7 +158,7 @@ def _bar(plan: "Plan") -> Text:
     for line in plan.ledger:
         spent += line.bytes
         cells = round(spent * scale) - filled
-        sign = "█" if lively else _LETTERS[line.line]
+        sign = "█" if lively else LETTERS[line.line]
         for _ in range(cells):
             if filled == edge and not plan.fits:
                 bar.append("|")
@@ -176,7 +178,7 @@ def _ledger(plan: "Plan") -> Table:
     table.add_column("what it is", overflow="fold")
     lively = sys.stdout.isatty()
     for line in plan.ledger:
-        sign = Text("█" if lively else _LETTERS[line.line], style=COLOURS[line.line])
+        sign = Text("█" if lively else LETTERS[line.line], style=COLOURS[line.line])
         table.add_row(sign, line.line, f"{line.bytes / MIB:,.0f}", line.how, line.note)
     table.add_row("", "total", f"{plan.total / MIB:,.0f}", "", f"of {plan.gpu.total / MIB:,.0f}")
     return table

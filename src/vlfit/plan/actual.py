@@ -133,17 +133,22 @@ def totals(found: Sequence[Row]) -> tuple[int | None, int | None]:
 
 
 def over_plan(found: Sequence[Row]) -> tuple[tuple[str, int], ...]:
-    """Lines of ours that hold more than planned by over 3 %, and by how many bytes.
+    """Lines of ours that hold more than planned by over 3 %, and by how many bytes."""
+    return tuple((line, more) for line, more in off_plan(found) if more > 0)
+
+
+def off_plan(found: Sequence[Row]) -> tuple[tuple[str, int], ...]:
+    """Lines of ours that are off the plan by over 3 %, and by how many bytes: negative, they hold less.
 
     The two workspaces have one number together, and are compared together.
     """
-    over = []
+    off = []
     shared = sum(row.planned or 0 for row in found if row.line == "vision_workspace" and row.actual is None)
     for row in found:
         if row.line not in OURS or row.planned is None or row.actual is None:
             continue
         planned = row.planned + (shared if row.line == "text_workspace" else 0)
         more = row.actual - planned
-        if more > max(TOLERANCE * planned, LEAST):
-            over.append((row.line, more))
-    return tuple(over)
+        if abs(more) > max(TOLERANCE * planned, LEAST):
+            off.append((row.line, more))
+    return tuple(off)
