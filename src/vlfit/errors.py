@@ -28,6 +28,7 @@ VlfitError
 │   ├── PictureNotFound                no such file, or the URL does not answer with a picture
 │   └── PrivateAddress                 a URL points into a private network (servers refuse it)
 ├── UnknownModel                   HTTP 404: the server runs another model
+├── QueueFull                      HTTP 429: as many requests run and wait as the server takes; come again
 ├── WrongApiKey                    HTTP 401: the server wants an API key, and this is not it
 ├── CannotListen                   the address to serve on is taken, or is not ours
 ├── ModelFailed                    the model computed NaN or infinity instead of words
@@ -150,6 +151,19 @@ class PrivateAddress(PictureError): ...
 class UnknownModel(VlfitError):
     http_status = 404
     code = "model_not_found"
+
+
+class QueueFull(VlfitError):
+    """As many requests run and wait as the server takes. ``retry_after``: seconds until there may be room."""
+
+    http_status = 429
+    code = "queue_full"
+
+    def __init__(
+        self, message: str, hint: str = "", *, param: str | None = None, retry_after: int = 1
+    ) -> None:
+        super().__init__(message, hint, param=param)
+        self.retry_after = retry_after
 
 
 class WrongApiKey(VlfitError):

@@ -30,6 +30,8 @@ class Settings(BaseSettings):
     dtype: str = Field("auto", description="auto, or a name such as bfloat16")
     context: int | None = Field(None, ge=1, description="most tokens of one request, prompt and answer")
     sequences: int = Field(4, ge=1, description="requests that run at once at full context")
+    queue: int | None = Field(None, ge=0, description="requests that may wait while others run")
+    prefix_cache: bool = Field(True, description="take over what earlier requests computed of a prompt")
     image_tokens: int | None = Field(None, ge=1, description="most tokens of one picture")
     chunk: int = Field(1024, ge=1, description="most tokens of one pass through the model")
     max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")

@@ -5,8 +5,11 @@ Knows: field names, data URLs, server-sent events, what an error code means. Doe
 
 import base64
 import json
+import math
 import re
+import time
 from collections.abc import Iterable, Iterator
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from vlfit.engine.answer import FinishReason, ImageSeen, TokenLogprob, Usage
@@ -17,6 +20,7 @@ from vlfit.errors import (
     EngineStopped,
     InvalidRequest,
     PictureError,
+    QueueFull,
     RemoteError,
     UnknownModel,
     VlfitError,
@@ -45,7 +49,15 @@ _SIGNATURES = (
 _KEY_HINT = "set VLFIT_API_KEY to the server's key; in Python, give Client its api_key"
 _ERRORS: dict[str, type[VlfitError]] = {
     each.code: each
-    for each in (DoesNotFit, EngineStopped, InvalidRequest, PictureError, UnknownModel, WrongApiKey)
+    for each in (
+        DoesNotFit,
+        EngineStopped,
+        InvalidRequest,
+        PictureError,
+        QueueFull,
+        UnknownModel,
+        WrongApiKey,
+    )
 }
 
 
@@ -151,6 +163,20 @@ def _hint(status: int) -> str:
     if status in (404, 405):
         return "is the URL that of an OpenAI API? vlfit adds /v1 if it is not there"
     return "look at the server's log" if status >= 500 or status == 200 else ""
+
+
+def retry_after(value: str | None) -> float | None:
+    """Seconds that the header ``Retry-After`` asks to wait, a number or a date; None if it does not."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 
 def read_usage(event: dict[str, Any]) -> Usage | None:

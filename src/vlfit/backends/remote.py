@@ -5,6 +5,7 @@ Knows: connections, and how they fail. Does not know: how requests and replies a
 how long it took; of any other the usage alone is known, and times are those of our own clock.
 """
 
+import logging
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5.0
 # A vlfit server says something every 15 seconds; others may be silent through a long prefill.
 SILENCE_SECONDS = 300.0
+TRIES = 8
+LONGEST_WAIT = 120.0  # seconds: as long as the openai package waits when a server asks it to
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteBackend:
@@ -53,17 +58,27 @@ class RemoteBackend:
         self._defaults: dict[str, Any] = (extras or {}).get("default_sampling", {}) if self._is_vlfit else {}
 
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> "RemoteStream":
-        """Send the request; returns once the server has taken it. Raises the error it answers with."""
+        """Send the request; returns once the server has taken it. Raises the error it answers with.
+
+        A server with a full queue that says when to come again (429 and ``Retry-After``) is asked again then,
+        up to ``TRIES`` times in all.
+        """
         body = openai_wire.chat_body(conversation, sampling, self.model, vlfit_server=self._is_vlfit)
         started = time.perf_counter()
         request = self._client.build_request("POST", f"{self._url}/chat/completions", json=body)
-        with failures_in_words(self._url):
-            response = self._client.send(request, stream=True)
-        if response.status_code != 200:
+        for tries_left in reversed(range(TRIES)):
+            with failures_in_words(self._url):
+                response = self._client.send(request, stream=True)
+            if response.status_code == 200:
+                break
             with failures_in_words(self._url):
                 text = response.read().decode("utf-8", "replace")
             response.close()
-            raise openai_wire.error_from(response.status_code, text)
+            wait = _wait_asked(response)
+            if wait is None or not tries_left:
+                raise openai_wire.error_from(response.status_code, text)
+            logger.info("the server at %s is full; trying again in %.0f s", self._url, wait)
+            time.sleep(wait)
         return RemoteStream(self, response, started)
 
     def default_sampling(self) -> SamplingParams:
@@ -187,6 +202,14 @@ class RemoteStream:
         if told:
             return Timings(told["queued_s"], told["first_token_s"], told["total_s"], tokens)
         return Timings(0.0, (self._first_token or now) - self._started, now - self._started, tokens)
+
+
+def _wait_asked(response: "httpx.Response") -> float | None:
+    """Seconds to wait before asking a full server again; None for any other reply, or if it is too long."""
+    wait = openai_wire.retry_after(response.headers.get("retry-after"))
+    if response.status_code != 429 or wait is None or wait > LONGEST_WAIT:
+        return None
+    return wait
 
 
 @contextmanager

@@ -72,6 +72,14 @@ def serve(
             help="Requests that run at once at full context; more wait.  [default: 4; env VLFIT_SEQUENCES]",
         ),
     ] = None,
+    queue: Annotated[
+        Count,
+        typer.Option(
+            metavar="N",
+            help="Requests that may wait while others run; more are told when to come again (429)."
+            "  [default: 8 for each sequence, at least 16; env VLFIT_QUEUE]",
+        ),
+    ] = None,
     image_tokens: Annotated[
         Count,
         typer.Option(
@@ -94,6 +102,13 @@ def serve(
             metavar="N", help="Most tokens of an answer whose request names no limit.  [env VLFIT_MAX_TOKENS]"
         ),
     ] = None,
+    no_prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-cache",
+            help="Compute every prompt whole, also if another began alike.  [env VLFIT_PREFIX_CACHE=0]",
+        ),
+    ] = False,
     api_key: Annotated[
         Text,
         typer.Option(
@@ -154,6 +169,8 @@ def serve(
         dtype=dtype,
         context=context,
         sequences=sequences,
+        queue=queue,
+        prefix_cache=False if no_prefix_cache else None,
         image_tokens=image_tokens,
         chunk=chunk,
         max_tokens=max_tokens,
@@ -202,6 +219,7 @@ def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
         sequences=settings.sequences,
         image_tokens=settings.image_tokens,
         chunk=settings.chunk,
+        prefix_cache=settings.prefix_cache,
     )
     if settings.max_tokens is not None:
         options = replace(options, max_tokens=settings.max_tokens)
@@ -224,11 +242,19 @@ def _server_settings(
     return ServerSettings(
         aliases=(settings.model,),
         context=backend.context,
+        places=settings.sequences + _queue(settings),
         api_key=settings.api_key.get_secret_value() if settings.api_key else "",
         allow_private_urls=settings.allow_private_urls,
         allow_origins=(settings.allow_origin,) if settings.allow_origin else (),
         expectation=expectation_of(backend, gpus),
     )
+
+
+def _queue(settings: "Settings") -> int:
+    """Requests that may wait. By default each sequence has eight behind it: the last of them waits nine times
+    as long as an answer takes. 16 at least, as one request may ask for so many choices.
+    """
+    return max(8 * settings.sequences, 16) if settings.queue is None else settings.queue
 
 
 def _announce(url: str, backend: "NativeBackend", printer: Printer, json_line: bool) -> None:

@@ -181,14 +181,14 @@ class Engine:
             raise DoesNotFit(
                 f"max_tokens {sampling.max_tokens} and a prompt of {prompt_tokens} tokens are more than the "
                 f"context of {self.context}",
-                f"ask for at most {room} tokens{self._or_more_context()}",
+                ", or ".join(filter(None, (f"ask for at most {room} tokens", self._or_more_context()))),
                 param="max_tokens",
             )
         return sampling.max_tokens
 
     def _or_more_context(self) -> str:
         most = self.checkpoint.config.text.max_position_embeddings
-        return f", or start with a larger --context (at most {most})" if self.context < most else ""
+        return f"start with a larger --context (at most {most})" if self.context < most else ""
 
     def sequence(
         self, prompt: PricedPrompt, sampling: SamplingParams, listener: Listener, asked: float | None = None

@@ -167,7 +167,7 @@ class PromptBuilder:
         if least > context:
             raise DoesNotFit(
                 f"{size:,} bytes of text are at least {least:,} tokens; the context holds {context:,}",
-                "Send less text, or start with a larger --context.",
+                f"Send at most {context - 1:,} tokens, or start with a larger --context.",
                 param="messages",
             )
 

@@ -5,7 +5,7 @@ backend), how an answer is written (``replies``), how a request is refused (``fa
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -21,6 +21,7 @@ from vlfit.errors import EngineStopped, InvalidRequest, RequestTooLarge, Unknown
 from vlfit.server.closing import ClientGone, Closing
 from vlfit.server.conversation import build_conversation
 from vlfit.server.failures import JSONReply, error_body
+from vlfit.server.places import Held, Places
 from vlfit.server.replies import PING, Reply, event
 from vlfit.server.schemas import ChatRequest, parse_chat_request
 from vlfit.server.settings import ServerSettings
@@ -46,6 +47,7 @@ class ChatEndpoint:
         self._backend = backend
         self._settings = settings
         self._closing = closing
+        self._places = Places(backend, settings.places)
         # Apart, so that waiting for slow web servers never keeps requests from being prepared.
         self._work = Threads(PREPARED_AT_ONCE)
         self._fetches = Threads(FETCHED_AT_ONCE)
@@ -73,10 +75,23 @@ class ChatEndpoint:
         wishes.refuse_unsupported()
         check_model(wishes.model, self._backend, self._settings)
         sampling = sampling_of(wishes, self._backend.default_sampling())
+        # Before anything is fetched or decoded: who is refused should cost next to nothing.
+        with self._places.take(wishes.n or 1) as held:
+            await self._run(wishes, sampling, request, streaming, held)
+
+    async def _run(
+        self,
+        wishes: ChatRequest,
+        sampling: SamplingParams,
+        request: Request,
+        streaming: "_Streaming",
+        held: Held,
+    ) -> None:
         conversation = await build_conversation(wishes, self._settings, self._fetches)
         prepared = await self._work.run(self._backend.prepare, conversation, sampling)
         reply = self._reply(wishes, prepared, request.state.request_id)
-        with Choices(self._backend, prepared, sampling, len(reply.choices)) as choices:
+        count = len(reply.choices)
+        with Choices(self._backend, prepared, sampling, count, held.give_back) as choices:
             if wishes.stream:
                 await streaming.send(reply.opening())
                 async for index, chunk in choices.chunks(self._settings.ping_seconds):
@@ -124,15 +139,24 @@ class _Streaming:
 
 
 class Choices:
-    """The completions of one prepared request, all started on entering, none left running on leaving."""
+    """The completions of one prepared request, all started on entering, none left running on leaving.
+
+    ``ended`` is called when one of them is over, however slowly its client reads.
+    """
 
     def __init__(
-        self, backend: LocalBackend, prepared: Prepared, sampling: SamplingParams, count: int
+        self,
+        backend: LocalBackend,
+        prepared: Prepared,
+        sampling: SamplingParams,
+        count: int,
+        ended: Callable[[], None],
     ) -> None:
         self._backend = backend
         self._prepared = prepared
         self._sampling = sampling
         self._count = count
+        self._ended = ended
         self._tickets: list[Ticket] = []
         self._arrived: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue()
 
@@ -173,7 +197,7 @@ class Choices:
         def listen(item: Chunk | Exception) -> None:
             """Called from the engine's thread."""
             with suppress(RuntimeError):  # the event loop has ended: nobody reads any more
-                loop.call_soon_threadsafe(self._arrived.put_nowait, (index, item))
+                loop.call_soon_threadsafe(self._arrive, index, item)
 
         # With one seed for all, the choices would be one and the same text.
         seed = self._sampling.seed
@@ -181,6 +205,11 @@ class Choices:
             replace(self._sampling, seed=seed + index) if seed is not None and index else self._sampling
         )
         self._tickets.append(self._backend.start(self._prepared, sampling, listen))
+
+    def _arrive(self, index: int, item: Chunk | Exception) -> None:
+        if isinstance(item, Exception) or item.finish_reason is not None:
+            self._ended()
+        self._arrived.put_nowait((index, item))
 
     def _cancel(self) -> None:
         for ticket in self._tickets:

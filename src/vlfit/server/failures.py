@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from vlfit.errors import VlfitError
+from vlfit.errors import QueueFull, VlfitError
 
 ROUTES = "/health, /v1/models, /v1/models/{id}, /v1/chat/completions, /v1/vlfit/status, /v1/vlfit/ledger"
 
@@ -55,6 +55,8 @@ def error_reply(error: Exception) -> JSONReply:
         401: {"WWW-Authenticate": "Bearer"},
         413: {"Connection": "close"},  # the rest of the body is not waited for
     }
+    if isinstance(error, QueueFull):
+        headers[429] = {"Retry-After": str(error.retry_after)}
     return JSONReply(error_body(error), status, headers.get(status))
 
 
@@ -76,4 +78,6 @@ async def routing_reply(request: Request, error: Exception) -> Response:
 
 def _body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:
+        kind = "rate_limit_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -18,6 +18,7 @@ class ServerSettings:
     ``allow_private_urls``: fetch pictures from loopback and private networks too. Off, because whoever can
     reach the server could otherwise look around behind its firewall.
     ``allow_origins``: web pages (``https://example.org``, or ``*``) whose scripts may call the server.
+    ``places``: completions that may run and wait at once; who comes then gets 429. None: no limit.
     ``body_limit``: bytes of one request; larger ones get 413.
     ``picture_limit``: pictures and frames of one request.
     ``drain_seconds``: how long running requests may go on after Ctrl-C before they are cut.
@@ -30,6 +31,7 @@ class ServerSettings:
     api_key: str = ""
     allow_private_urls: bool = False
     allow_origins: tuple[str, ...] = ()
+    places: int | None = None
     body_limit: int = 64 * MIB
     picture_limit: int = 256
     drain_seconds: float = 1.0
@@ -40,6 +42,8 @@ class ServerSettings:
         for name in ("body_limit", "picture_limit"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", f"{name} must be at least 1")
+        if self.places is not None and self.places < 1:
+            raise UsageError(f"places is {self.places}", "a server takes at least 1 completion")
         if self.drain_seconds < 0 or self.ping_seconds <= 0:
             raise UsageError("drain_seconds or ping_seconds is negative", "use seconds above 0")
 

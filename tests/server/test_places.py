@@ -1,0 +1,238 @@
+"""A server takes so many completions at once and no more, and says when to come again."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.server.harness import Running, running, wait_for
+from tests.server.pictures import data_url, png
+from tests.server.scripted import ScriptedBackend
+from vlfit.backends.native import NativeBackend
+from vlfit.backends.remote import RemoteBackend
+from vlfit.engine.account import Counters
+from vlfit.engine.conversation import ask
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import InvalidRequest, QueueFull, UsageError
+from vlfit.server.places import LONGEST_WAIT, Places
+from vlfit.server.settings import ServerSettings
+
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
+
+
+class Paced(ScriptedBackend):
+    """Says of itself that it has done ``finished`` requests in ``seconds``."""
+
+    kind = "native"
+    checkpoint: Any = None
+    finished: int = 10
+    seconds: float = 30.0
+
+    def account(self) -> Any:
+        return SimpleNamespace(counters=Counters(seconds=self.seconds, finished=self.finished))
+
+
+def refused(places: Places, count: int = 1) -> int:
+    with pytest.raises(QueueFull) as caught, places.take(count):
+        pass
+    return caught.value.retry_after
+
+
+def test_places_are_counted_and_given_back_once() -> None:
+    places = Places(ScriptedBackend(), 3)
+    with places.take(2) as held:
+        with places.take(1):
+            refused(places)
+        assert refused(places, 2) >= 1
+        for _ in range(5):
+            held.give_back()
+        with places.take(3):
+            refused(places)
+    assert places.taken == 0
+
+
+def test_a_request_that_fails_gives_its_places_back() -> None:
+    places = Places(ScriptedBackend(), 2)
+    with pytest.raises(ValueError, match="broken"), places.take(2):
+        raise ValueError("broken")
+    assert places.taken == 0
+
+
+def test_more_than_can_ever_be_is_a_mistake_and_no_reason_to_come_again() -> None:
+    with pytest.raises(InvalidRequest, match="at most 2") as caught, Places(ScriptedBackend(), 2).take(3):
+        pass
+    assert caught.value.param == "n"
+
+
+def test_when_to_come_again_follows_the_pace_and_how_many_were_told_so() -> None:
+    now = 1000.0
+    places = Places(Paced(), 1, clock=lambda: now)  # one completion ends every three seconds
+    with places.take(1):
+        assert [refused(places) for _ in range(3)] == [3, 6, 9]
+        now += 8
+        assert refused(places) == 4  # 12 seconds from the start
+        now += 100
+        assert refused(places) == 3  # nobody who was told before is still to come
+        assert [refused(places) for _ in range(100)][-1] == LONGEST_WAIT
+
+
+@pytest.mark.parametrize(("finished", "seconds", "wait"), [(0, 0.0, 1), (0, 20.0, 20), (1000, 10.0, 1)])
+def test_when_to_come_again_before_anything_has_ended(finished: int, seconds: float, wait: int) -> None:
+    backend = Paced()
+    backend.finished, backend.seconds = finished, seconds
+    places = Places(backend, 1, clock=lambda: 0.0)
+    with places.take(1):
+        assert refused(places) == wait
+
+
+def test_no_limit_is_no_limit() -> None:
+    places = Places(ScriptedBackend(), None)
+    with places.take(10**6):
+        pass
+    with pytest.raises(UsageError):
+        ServerSettings(places=0)
+
+
+# Over HTTP
+
+
+def busy(server: Running, backend: ScriptedBackend, count: int) -> list[threading.Thread]:
+    """``count`` requests that have begun, each in a thread of its own."""
+    begun = len(backend.started)
+
+    def one() -> None:
+        with server.openai() as client:
+            client.chat.completions.create(model="scripted", messages=HELLO)
+
+    threads = [threading.Thread(target=one) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(backend.started) == begun + count)
+    return threads
+
+
+def test_past_the_limit_a_request_gets_429_before_its_pictures_are_looked_at() -> None:
+    backend = Paced(words=("word ",) * 20, delay=0.05)
+    with running(backend, ServerSettings(places=2)) as server:
+        threads = busy(server, backend, 2)
+        asked = len(backend.asked)
+        url = f"{server.url}/v1/chat/completions"
+        parts = [{"type": "image_url", "image_url": {"url": data_url(png("red"))}}]
+        for stream in (False, True):
+            body = {"messages": [{"role": "user", "content": parts}], "stream": stream}
+            reply = httpx.post(url, json=body)
+            assert reply.status_code == 429
+            error = reply.json()["error"]
+            assert (error["code"], error["type"], error["param"]) == ("queue_full", "rate_limit_error", None)
+            assert "2 completions run or wait here already" in error["message"]
+            assert int(reply.headers["retry-after"]) in (3, 6)
+        assert len(backend.asked) == asked
+        too_many = httpx.post(url, json={"messages": HELLO, "n": 3})
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+        for thread in threads:
+            thread.join()
+        assert httpx.post(url, json={"messages": HELLO, "n": 2}).status_code == 200
+
+
+def test_the_openai_package_comes_again_by_itself_and_is_answered() -> None:
+    backend = Paced(words=("word ",) * 10, delay=0.05)
+    backend.seconds = 10.0
+    with running(backend, ServerSettings(places=1)) as server:
+        [thread] = busy(server, backend, 1)
+        with (
+            OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as hasty,
+            pytest.raises(openai.RateLimitError) as caught,
+        ):
+            hasty.chat.completions.create(model="scripted", messages=HELLO)
+        assert caught.value.code == "queue_full"
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none") as patient:  # retries twice by default
+            completion = patient.chat.completions.create(model="scripted", messages=HELLO)
+        assert completion.choices[0].message.content == "word " * 10
+        thread.join()
+
+
+def test_our_own_client_comes_again_when_it_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Paced(words=("word ",) * 10, delay=0.05)
+    backend.seconds = 10.0
+    slept: list[float] = []
+    sleep = time.sleep
+
+    def watched(seconds: float) -> None:
+        slept.append(seconds)
+        sleep(seconds)
+
+    with running(backend, ServerSettings(places=1)) as server, RemoteBackend(server.url) as remote:
+        [thread] = busy(server, backend, 1)
+        monkeypatch.setattr("vlfit.backends.remote.time", SimpleNamespace(**{**vars(time), "sleep": watched}))
+        answer = remote.stream(ask("hello"), SamplingParams()).answer()
+        assert answer.text == "word " * 10
+        assert slept == [1.0]
+        thread.join()
+
+
+def test_our_own_client_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Paced(words=("word ",) * 1000, delay=0.05)
+    slept: list[float] = []
+    with running(backend, ServerSettings(places=1)) as server, RemoteBackend(server.url) as remote:
+        hold = remote.stream(ask("hello"), SamplingParams())
+        wait_for(lambda: bool(backend.started))
+        monkeypatch.setattr(
+            "vlfit.backends.remote.time", SimpleNamespace(**{**vars(time), "sleep": slept.append})
+        )
+        with pytest.raises(QueueFull, match="completions run or wait") as caught:
+            remote.stream(ask("hello"), SamplingParams())
+        assert caught.value.code == "queue_full"
+        hold.close()
+    assert slept == [3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0]
+
+
+def test_a_place_is_free_when_the_model_is_done_not_when_its_client_has_read_on() -> None:
+    backend = Paced(words=("word ",) * 3)
+    with running(backend, ServerSettings(places=1)) as server, server.socket() as connection:
+        body = b'{"messages": [{"role": "user", "content": "hello"}], "stream": true}'
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_for(lambda: bool(backend.tickets) and backend.tickets[0].ended.is_set())
+        with server.openai() as client:
+
+            def answered() -> bool:
+                try:
+                    client.chat.completions.create(model="scripted", messages=HELLO)
+                except openai.RateLimitError:
+                    return False
+                return True
+
+            wait_for(answered)
+
+
+def test_a_client_that_hangs_up_leaves_its_place(tiny: Callable[[str], Path]) -> None:
+    """With our own engine: the place and the blocks."""
+    options = EngineOptions(device="cpu", context=512, sequences=1)
+    with (
+        NativeBackend.load(tiny("tied"), options) as backend,
+        running(backend, ServerSettings(places=1)) as server,
+    ):
+        with server.openai() as client:
+            stream = client.chat.completions.create(
+                model=backend.model,
+                messages=HELLO,
+                max_tokens=400,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            next(iter(stream))
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.chat.completions.create(model=backend.model, messages=HELLO)
+            assert int(cast(httpx.Response, caught.value.response).headers["retry-after"]) >= 1
+            stream.close()
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none") as patient:
+            patient.chat.completions.create(model=backend.model, messages=HELLO, max_tokens=2)
