@@ -7,10 +7,19 @@ its own arguments and never looks here, so that a script behaves alike on every 
 Import it inside functions: pydantic-settings costs a fifth of a second, which ``vlfit --help`` need not pay.
 """
 
-from pydantic import Field, SecretStr, ValidationError
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from vlfit.errors import UsageError
+
+
+def _tokens_or_auto(value: object) -> object:
+    """A union of types would be refused with a sentence for each of them."""
+    if value is None or value == "auto" or (str(value).isdecimal() and int(str(value)) > 0):
+        return value
+    raise ValueError("must be auto or a number of tokens above 0")
 
 
 class Settings(BaseSettings):
@@ -29,6 +38,9 @@ class Settings(BaseSettings):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:1")
     dtype: str = Field("auto", description="auto, or a name such as bfloat16")
     context: int | None = Field(None, ge=1, description="most tokens of one request, prompt and answer")
+    kv: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = Field(
+        None, description="tokens of the KV cache that all requests share, or auto"
+    )
     sequences: int = Field(4, ge=1, description="requests that run at once at full context")
     queue: int | None = Field(None, ge=0, description="requests that may wait while others run")
     prefix_cache: bool = Field(True, description="take over what earlier requests computed of a prompt")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,8 @@ def test_the_command_serves_and_stops(tiny: Callable[[str], Path]) -> None:
         process.communicate()
     assert f"ready: {ready['model']} on cpu, context {ready['context']} tokens, at {ready['url']}/v1" in told
     assert "curl" in told
+    assert re.search(r"^k +kv_cache +(\d+) +\1 +exact +8192 tokens", told, re.MULTILINE)
+    assert "warning" not in told
     assert "Traceback" not in told
     assert told.endswith("stopped\n")
 
@@ -92,7 +95,14 @@ def test_a_taken_port_is_known_before_anything_is_loaded(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "arguments", [("mini", "--model", "other"), ("--port", "70000"), ("--sequences", "0")]
+    "arguments",
+    [
+        ("mini", "--model", "other"),
+        ("--port", "70000"),
+        ("--sequences", "0"),
+        ("--kv", "0"),
+        ("--kv", "all"),
+    ],
 )
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     code, _ = failing(*arguments)

@@ -15,6 +15,7 @@ import typer
 
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError
+from vlfit.units import MIB
 
 if TYPE_CHECKING:
     from vlfit.backends.native import NativeBackend
@@ -64,6 +65,14 @@ def serve(
     context: Annotated[
         Count,
         typer.Option(metavar="N", help="Most tokens of prompt and answer together.  [env VLFIT_CONTEXT]"),
+    ] = None,
+    kv: Annotated[
+        Text,
+        typer.Option(
+            metavar="N",
+            help="Tokens of the KV cache that all requests share; auto: what free memory leaves."
+            "  [default: 2048 for each sequence, at least one context; env VLFIT_KV]",
+        ),
     ] = None,
     sequences: Annotated[
         Count,
@@ -168,6 +177,7 @@ def serve(
         device=device,
         dtype=dtype,
         context=context,
+        kv=kv,
         sequences=sequences,
         queue=queue,
         prefix_cache=False if no_prefix_cache else None,
@@ -187,6 +197,7 @@ def serve(
             from vlfit.server.app import create_app
 
             server_settings = _server_settings(settings, backend, gpus)
+            _tell_ledger(settings, backend, server_settings, printer)
             url = address_of(listener)
 
             def announce() -> None:
@@ -216,6 +227,8 @@ def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
         device=settings.device,
         dtype=settings.dtype,
         context=settings.context,
+        kv_tokens=settings.kv,
+        keep_to_plan=True,
         sequences=settings.sequences,
         image_tokens=settings.image_tokens,
         chunk=settings.chunk,
@@ -255,6 +268,27 @@ def _queue(settings: "Settings") -> int:
     as long as an answer takes. 16 at least, as one request may ask for so many choices.
     """
     return max(8 * settings.sequences, 16) if settings.queue is None else settings.queue
+
+
+def _tell_ledger(
+    settings: "Settings", backend: "NativeBackend", server_settings: "ServerSettings", printer: Printer
+) -> None:
+    """What was planned and what is held, as ``/v1/vlfit/ledger`` has it, and which lines differ."""
+    from vlfit.cli.ledger_page import differences, ledger_page
+    from vlfit.server.status import gpu_of, ledger_facts, ledger_rows
+
+    account, expectation = backend.account(), server_settings.expectation
+    gpu = gpu_of(account, _gpus(settings.device))
+    found = ledger_rows(account, gpu, expectation)
+    total = ledger_facts(found, expectation, account)["total"]
+    place = f"of {gpu.total / MIB:,.0f} on {gpu.name}" if gpu else "of this process's RAM"
+    printer.note(ledger_page(found, total, place))
+    more, less = differences(found)
+    for words in more:
+        logging.getLogger("vlfit.server").warning("warning: %s", words)
+    for words in [*less, expectation.why_not]:
+        if words:
+            printer.note(words)
 
 
 def _announce(url: str, backend: "NativeBackend", printer: Printer, json_line: bool) -> None:
