@@ -37,36 +37,24 @@ class Candidate:
 def candidates() -> list[Candidate]:
     found = []
     for form in FORMS:
-        for rows in (1, 2, 4, 8):
-            for outputs, inputs, warps in MATVEC:
-                for stages in (1, 3) if rows == 1 else (1,):
-                    inside = outputs * inputs * rows <= 128 * 32 * warps
-                    if inside and (rows < 8 or outputs * inputs <= 2048):
-                        found.append(Candidate(form, rows, Tiles(rows, outputs, inputs, warps, stages)))
-        for rows, tiles in ((8, FEW), (32, SOME), (1024, MANY)):
-            for outputs, inputs, warps, stages, splits in tiles:
-                height = {8: 16, 32: 32, 1024: 128}[rows]
-                found.append(Candidate(form, rows, Tiles(height, outputs, inputs, warps, stages), splits))
-        for outputs, inputs, warps, stages in ((128, 64, 4, 3), (256, 64, 8, 3), (64, 128, 4, 3)):
-            found.append(Candidate(form, 1024, Tiles(64, outputs, inputs, warps, stages)))
+        for outputs, inputs, warps, stages, splits in FEW:
+            found.append(Candidate(form, 1, Tiles(8, outputs, inputs, warps, stages), splits))
+        for rows, tiles in ((32, SOME), (128, MANY)):
+            for outputs, inputs, warps, stages in tiles:
+                found.append(Candidate(form, rows, Tiles(rows, outputs, inputs, warps, stages)))
     return found
 
 
-MATVEC = (
-    (1, 512, 1), (1, 1024, 1), (1, 1024, 2), (2, 512, 1), (2, 1024, 2), (2, 1024, 4), (4, 256, 1),
-    (4, 512, 2), (4, 512, 4), (4, 1024, 4), (4, 2048, 4), (8, 512, 4), (8, 1024, 8), (16, 128, 4),
-)  # fmt: skip
 FEW = (
-    (16, 128, 1, 4, None), (16, 256, 2, 4, None), (32, 128, 2, 4, None), (32, 128, 4, 4, None),
-    (32, 256, 4, 3, None), (64, 128, 4, 3, None), (64, 128, 4, 4, None), (64, 64, 4, 5, None),
-    (128, 128, 8, 3, None), (64, 128, 4, 4, 1), (64, 128, 4, 4, 4), (64, 128, 4, 4, 8),
-    (32, 128, 4, 4, 2), (32, 128, 4, 4, 4),
+    (64, 128, 4, 3, None), (64, 128, 4, 4, None), (64, 128, 4, 5, None), (64, 256, 4, 2, None),
+    (64, 256, 4, 3, None), (64, 256, 4, 4, None), (64, 512, 4, 2, None), (32, 128, 2, 4, None),
+    (32, 128, 4, 4, None), (32, 256, 2, 3, None), (32, 256, 2, 4, None), (32, 256, 4, 3, None),
+    (32, 256, 4, 4, None), (16, 256, 1, 4, None), (16, 512, 1, 3, None), (16, 512, 2, 3, None),
+    (128, 128, 8, 3, None), (64, 128, 4, 3, 1), (64, 256, 4, 3, 1), (32, 128, 4, 4, 1),
+    (32, 256, 4, 3, 1), (16, 256, 1, 4, 1), (16, 512, 1, 3, 1),
 )  # fmt: skip
-SOME = ((32, 128, 4, 3, None), (64, 128, 4, 3, None), (64, 64, 4, 4, None), (128, 64, 8, 3, None))
-MANY = (
-    (128, 64, 8, 3, None), (128, 64, 4, 3, None), (128, 128, 8, 2, None), (128, 32, 8, 4, None),
-    (64, 64, 4, 3, None), (128, 64, 8, 4, None), (256, 64, 8, 3, None),
-)  # fmt: skip
+SOME = ((64, 128, 4, 3), (64, 64, 4, 4), (32, 128, 4, 3))
+MANY = ((64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2))
 
 
 def sweep(copy: float) -> list[dict[str, Any]]:
@@ -120,19 +108,19 @@ def _seconds(candidate: Candidate, weights: list[list[NarrowWeights]]) -> float:
 
 
 def compiled(candidate: Candidate) -> bool:
-    """Runs ``candidate`` once on a small matrix, so that its kernels are in the cache."""
-    outputs, inputs = 128, 4096
-    if candidate.form == "fp8":
-        codes = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn, device="cuda")
-        weights = NarrowWeights(codes, torch.ones(1, inputs // 128, device="cuda"), None, (128, 128))
-    else:
-        group = int(candidate.form.split()[-1])
-        words = torch.zeros(outputs, inputs // 8, dtype=torch.int32, device="cuda")
-        scale = torch.ones(outputs, inputs // group, dtype=torch.bfloat16, device="cuda")
-        weights = NarrowWeights(words, scale, None, (1, group))
-    x = torch.zeros(candidate.rows, inputs, dtype=torch.bfloat16, device="cuda")
-    with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
-        linear(x, weights, None, candidate.tiles, candidate.splits)
-        torch.cuda.synchronize()
-        return True
-    return False
+    """Runs ``candidate`` once on every matrix of a layer, so that its kernels are in the cache."""
+    for outputs, inputs in LAYERS[SIZE].values():
+        if candidate.form == "fp8":
+            codes = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn, device="cuda")
+            scale = torch.ones(outputs // 128, inputs // 128, device="cuda")
+            weights = NarrowWeights(codes, scale, None, (128, 128))
+        else:
+            group = int(candidate.form.split()[-1])
+            words = torch.zeros(outputs, inputs // 8, dtype=torch.int32, device="cuda")
+            scale = torch.ones(outputs, inputs // group, dtype=torch.bfloat16, device="cuda")
+            weights = NarrowWeights(words, scale, None, (1, group))
+        x = torch.zeros(candidate.rows, inputs, dtype=torch.bfloat16, device="cuda")
+        with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
+            linear(x, weights, None, candidate.tiles, candidate.splits)
+            torch.cuda.synchronize()
+    return True

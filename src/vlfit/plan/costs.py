@@ -7,6 +7,7 @@ device at the true shapes of 2B, 4B and 8B and compares what lives there with th
 
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
+from vlfit.checkpoint.quantization import INT4
 from vlfit.plan.model import HALF, SINGLE, Matrix, Model
 
 BLOCK_SIZE = 16  # tokens of a KV block (``engine/options.py``)
@@ -16,9 +17,11 @@ NARROW_INDEX = 4  # bytes of an int32, of which block tables are
 # Sampling one row that is not plain greedy: scores, order, sorted copies, probabilities
 # (``engine/sampler.py``).
 _SAMPLER_BYTES = 64
-# Products that are shared out among programs, and their tiles (``engine/kernels/linear.py``).
-SPLIT_ROWS, _UNSPLIT_ROWS = 64, 4
-_BUSY, _MOST_SPLITS, _TILE_OUTPUTS, _TILE_INPUTS = 256, 16, 64, 128
+# Products with narrow weights (``engine/kernels/linear.py``): those of few rows are shared out by their tiles
+# among programs; for those of many rows slices of weights are widened into a buffer.
+SPLIT_ROWS, _FEW_ROWS = 64, 8
+_BUSY, _MOST_SPLITS, _TILE_OUTPUTS, _TILE_INPUTS, _LONG_TILE_INPUTS = 256, 16, 64, 128, 256
+WIDEN_ROWS, SCRATCH_BYTES = 256, 16 * 1024**2
 
 
 def kv_tokens(context: int, sequences: int) -> int:
@@ -66,8 +69,9 @@ def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native:
     if model.vision is not None:
         always += feature_bytes(model.vision, rows) + rows * INDEX
     if native:
-        # A pass of few rows is the only one that shares its products out.
-        phases += [_split_phases(model, min(rows, SPLIT_ROWS)), _attention(model, rows, sequences)]
+        # Products of few rows are shared out, which may take more than those of many.
+        phases += [_product_phases(model, rows), _product_phases(model, min(rows, SPLIT_ROWS))]
+        phases += [_attention(model, rows, sequences)]
         always += (sequences + 1) * (-(-context // BLOCK_SIZE) + 3) * NARROW_INDEX  # block tables and spans
     return always + max(phases)
 
@@ -80,7 +84,7 @@ def _widths(model: Model) -> tuple[int, int, int]:
 
 
 def _layer_phases(model: Model, rows: int) -> int:
-    """Peak of a layer's products and norms. Narrow weights are never widened; they cost no more than bf16."""
+    """Peak of a layer's products and norms in bf16; ``_product_phases`` has what narrow weights add."""
     hidden, inner = model.text.hidden_size, model.text.intermediate_size
     queries, keys, joined = _widths(model)
     text = model.text
@@ -93,18 +97,19 @@ def _layer_phases(model: Model, rows: int) -> int:
     return max(norm, head_norm, output, gate_up)
 
 
-def splits(outputs: int, inputs: int, rows: int) -> int:
+def splits(outputs: int, inputs: int, rows: int, form: str) -> int:
     """Among how many programs a product with narrow weights is shared out (``kernels/linear.py``)."""
     count = 1
-    if _UNSPLIT_ROWS < rows <= SPLIT_ROWS:
+    if rows <= SPLIT_ROWS:
+        tile_inputs = _LONG_TILE_INPUTS if rows <= _FEW_ROWS and form == INT4 else _TILE_INPUTS
         programs = -(-outputs // _TILE_OUTPUTS)
-        while count < _MOST_SPLITS and programs * count < _BUSY and inputs >= 4 * count * _TILE_INPUTS:
+        while count < _MOST_SPLITS and programs * count < _BUSY and inputs >= 4 * count * tile_inputs:
             count *= 2
     return count
 
 
-def _split_phases(model: Model, rows: int) -> int:
-    """Peak of the products that are shared out: each program's sums in float32, beside what they are of."""
+def _product_phases(model: Model, rows: int) -> int:
+    """Peak of a layer's products: what each takes beside its output, and what lives around it."""
     queries, keys, joined = _widths(model)
     layer = model.layer
     x = rows * HALF * model.text.hidden_size
@@ -119,10 +124,15 @@ def _split_phases(model: Model, rows: int) -> int:
 
 
 def _product(parts: list[Matrix], rows: int) -> int:
-    """Output of matrices that share their input, and the sums it is made of."""
-    outputs = sum(part.rows for part in parts)
-    count = 1 if parts[0].form == BF16 else splits(outputs, parts[0].columns, rows)
-    return rows * outputs * (HALF + (count * SINGLE if count > 1 else 0))
+    """Output of matrices that share their input; each program's sums, or the buffer to widen in."""
+    outputs, form = sum(part.rows for part in parts), parts[0].form
+    output = rows * outputs * HALF
+    if form == BF16:
+        return output
+    if rows > WIDEN_ROWS:
+        return output + SCRATCH_BYTES
+    count = splits(outputs, parts[0].columns, rows, form)
+    return output + (rows * outputs * count * SINGLE if count > 1 else 0)
 
 
 def decode_splits(sequences: int) -> int:

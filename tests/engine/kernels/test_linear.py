@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
-from vlfit.engine.kernels.linear import NarrowWeights, linear, splits_for, tiles_for
+from vlfit.engine.kernels import linear as kernels
+from vlfit.engine.kernels.linear import NarrowWeights, linear, splits_for, tiles_for, widen_rows
 from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
-ROWS = [1, 3, 17, 128, 200]
+ROWS = [1, 3, 17, 128, 200, 300]
 # Outputs and inputs of the linear layers of Qwen3-VL's text model: q, k and v as one; o; gate and up as one;
 # down.
 TRUE_SHAPES = {
@@ -77,7 +78,7 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [*ROWS, *([2, 5, 40] if ON_GPU else [])])
+@pytest.mark.parametrize("rows", [*ROWS, *([2, 8, 9, 40] if ON_GPU else [])])
 @pytest.mark.parametrize("name", ODD)
 def test_odd_sizes(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> None:
     if not ON_GPU and dtype == torch.float32 and rows > 17:
@@ -100,13 +101,45 @@ def test_codes_are_read_alike_with_and_without_the_cards_own_conversion(
 def test_inputs_shared_out_among_programs(device: torch.device) -> None:
     """Few rows over many inputs are split; the sums are added up in one order, so the result never varies."""
     torch.manual_seed(0)
-    weights = int4(40, 2048, 32)
-    x = torch.randn(9, 2048)
-    assert splits_for(9, 40, 2048, tiles_for(9, weights, torch.float16)) > 1
+    weights = int4(40, 1024, 32)
+    x = torch.randn(9, 1024)
+    assert splits_for(9, 40, 1024, tiles_for(9, weights, torch.float16)) > 1
     check(weights, 9, torch.float16, device)
     there = on(weights, device)
     first, second = (linear(x.to(device, torch.float16), there, None) for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ODD)
+def test_many_rows_multiply_with_the_weights_themselves(
+    name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit what the reference widens, from any row on; and slice by slice the whole product."""
+    torch.manual_seed(0)
+    weights = ODD[name]()
+    there = on(weights, device)
+    for first in (0, 5):
+        wide = torch.full((weights.outputs - first, weights.inputs), torch.nan, dtype=dtype, device=device)
+        for hardware in {False, kernels.converts_float8(device)}:
+            widen_rows(there, first, wide, hardware)
+            if weights.four_bits:
+                exact = dequantize_int4(weights.codes, weights.scale, weights.zero_point, dtype)
+            else:
+                exact = dequantize_fp8(weights.codes, weights.scale, weights.block, dtype)
+            assert torch.equal(wide.cpu(), exact[first:])
+    slices: list[int] = []
+
+    def widen_and_count(stored: NarrowWeights, first: int, wide: Tensor, hardware: bool) -> None:
+        slices.append(len(wide))
+        widen_rows(stored, first, wide, hardware)
+
+    monkeypatch.setattr(kernels, "SLICE_STEP", 2)
+    monkeypatch.setattr(kernels, "SCRATCH_BYTES", 16 * weights.inputs * dtype.itemsize)
+    monkeypatch.setattr(kernels, "widen_rows", widen_and_count)
+    check(weights, kernels.WIDEN_ROWS + 1, dtype, device)
+    assert sum(slices) == weights.outputs
+    assert max(slices) <= 16
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:

@@ -1,19 +1,31 @@
-"""``x @ weights.T + bias`` where weights are FP8 or int4 and stay so: no widened copy of them ever exists.
+"""``x @ weights.T + bias`` where weights are FP8 or int4 and stay so: no matrix is ever widened whole.
 
 Knows: how narrow weights lie in memory, which kernel and which tile sizes a number of rows gets, and what
-that allocates. The table of sizes is fixed, so no first start waits for a search; ``benchmarks/kernels.py
---sweep`` measures the candidates it was chosen from.
+that allocates. Up to ``WIDEN_ROWS`` rows one kernel reads weights once and unpacks them on the fly. More rows
+are bound by arithmetic, at which torch's bf16 product is two to five times as fast: there, a slice of the
+matrix at a time is widened into a buffer of fixed size. The table of tiles is fixed, so no first start waits
+for a search; ``benchmarks/kernels.py --sweep`` measures the candidates it was chosen from.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-MATVEC_ROWS = 4  # up to so many rows go through the kernel without matrix units
+# Widening moves about 5 bytes a weight (1 read, 2 written, 2 read again; int4 half a byte less), unpacking on
+# the fly 1, and computes at a share s of torch's speed. With F operations for each byte that a card moves in
+# the same time, they are even at 2 F / (1/s - 1) rows. An H200 has F = 260 and s = 0.45 (FP8) or 0.2 to 0.4
+# (int4): 430, and 130 to 350. Cards for games have F = 110 to 130: 200, and 60 to 160.
+WIDEN_ROWS = 256
+# Of the buffer: a slice of so many bytes stays in the L2 cache of newer cards (24 MB and more) until it is
+# multiplied, and has tiles enough for torch's product to fill a card with 8 or 16 GB.
+SCRATCH_BYTES = 16 * 1024**2
 SPLIT_ROWS = 64  # up to so many rows the inputs of a product may be shared out
 BUSY = 256  # programs that keep a card's multiprocessors reading; fewer tiles than that are split
 LONGEST_SPAN = 128  # inputs that are summed before their scale is applied, at most
+WIDEN_OUTPUTS = 32  # rows of weights that one program widens
+SLICE_STEP = 128  # rows of a slice are a multiple of it, as tiles of torch's products are
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +74,16 @@ class Tiles:
 
 def tiles_for(rows: int, weights: NarrowWeights, dtype: torch.dtype) -> Tiles:
     """The sizes for ``rows`` rows: chosen by regime, not by card."""
-    if rows <= MATVEC_ROWS:
-        tile_rows = 1 if rows == 1 else 2 if rows == 2 else 4
-        return Tiles(tile_rows, 4, 1024 if weights.four_bits else 512, 4, 1)
     if dtype == torch.float32:  # no matrix units for it, and twice the room
-        return Tiles(16 if rows <= 16 else 32, 32, 32, 4, 2)
+        return Tiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
+    if rows <= 8:
+        # A step of int4 is as many bytes as one of FP8.
+        return Tiles(8, 64, 256 if weights.four_bits else 128, 4, 3)
     if rows <= 16:
-        return Tiles(16, 64, 128, 4, 4)
-    if rows <= 32:
-        return Tiles(32, 64, 128, 4, 3)
+        return Tiles(16, 64, 128, 4, 3)
     if rows <= SPLIT_ROWS:
-        return Tiles(64, 64, 128, 4, 3)
-    return Tiles(128, 128, 64, 8, 3)
+        return Tiles(32 if rows <= 32 else 64, 64, 128, 4, 3)
+    return Tiles(128, 64, 64, 4, 3)
 
 
 def splits_for(rows: int, outputs: int, inputs: int, tiles: Tiles) -> int:
@@ -97,54 +107,72 @@ def linear(
 ) -> Tensor:
     """``x`` [rows, inputs] (rows may lie apart) times ``weights``: [rows, outputs] in the dtype of ``x``.
 
-    Allocates the output, and for a product that is split as much again in float32 for each split.
-    ``tiles``, ``splits`` and ``hardware`` (whether the card converts float8 itself) are chosen if not given.
+    Allocates the output; for a product that is split as much again in float32 for each split; for one of more
+    than ``WIDEN_ROWS`` rows ``SCRATCH_BYTES``. ``tiles``, ``splits`` and ``hardware`` (whether the card
+    converts float8 itself) are chosen if not given.
     """
     rows = len(x)
     output = torch.empty((rows, weights.outputs), dtype=x.dtype, device=x.device)
     if rows == 0:
         return output
-    tiles = tiles or tiles_for(rows, weights, x.dtype)
-    if tiles.rows < 16:
-        if x.device.type != "meta":
-            _launch_matvec(x, weights, bias, output, tiles, _converts_float8(x, hardware))
+    if hardware is None:
+        hardware = converts_float8(x.device)
+    if rows > WIDEN_ROWS and tiles is None:
+        _by_slices(x, weights, bias, output, hardware)
         return output
+    tiles = tiles or tiles_for(rows, weights, x.dtype)
     splits = splits or splits_for(rows, weights.outputs, weights.inputs, tiles)
     partial = output
     if splits > 1:
         partial = torch.empty((splits, *output.shape), dtype=torch.float32, device=x.device)
     if x.device.type != "meta":
-        _launch_matmul(x, weights, bias, partial, output, tiles, splits, _converts_float8(x, hardware))
+        _launch_matmul(x, weights, bias, partial, output, tiles, splits, hardware)
     return output
 
 
-def _converts_float8(x: Tensor, wish: bool | None) -> bool:
-    if wish is not None:
-        return wish
-    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (8, 9)
+@cache
+def converts_float8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _launch_matvec(
-    x: Tensor, weights: NarrowWeights, bias: Tensor | None, output: Tensor, tiles: Tiles, hardware: bool
+def _by_slices(
+    x: Tensor, weights: NarrowWeights, bias: Tensor | None, output: Tensor, hardware: bool
 ) -> None:
-    from vlfit.engine.kernels.matvec import matvec
+    """Always a buffer of the same size, so that torch's allocator has one block for all of them."""
+    scratch = torch.empty(SCRATCH_BYTES // x.dtype.itemsize, dtype=x.dtype, device=x.device)
+    if x.device.type == "meta":
+        return
+    most = max(len(scratch) // weights.inputs, 1)
+    slices = -(-weights.outputs // most)
+    height = min(-(-weights.outputs // (slices * SLICE_STEP)) * SLICE_STEP, most)
+    for first in range(0, weights.outputs, height):
+        last = min(first + height, weights.outputs)
+        wide = scratch[: (last - first) * weights.inputs].view(last - first, weights.inputs)
+        widen_rows(weights, first, wide, hardware)
+        torch.mm(x, wide.T, out=output[:, first:last])
+    if bias is not None:
+        output += bias
 
-    span = weights.span
-    matvec[(-(-weights.outputs // tiles.outputs),)](
-        *_pointers(x, weights, bias),
-        output,
-        len(x),
-        weights.outputs,
+
+def widen_rows(weights: NarrowWeights, first: int, wide: Tensor, hardware: bool) -> None:
+    """Fills ``wide`` [outputs, inputs] with the rows of ``weights`` from ``first`` on, in its dtype."""
+    from vlfit.engine.kernels.widen import widen
+
+    codes, scale, zero_point = _stored(weights)
+    widen[(-(-len(wide) // WIDEN_OUTPUTS), -(-weights.inputs // LONGEST_SPAN))](
+        codes,
+        scale,
+        zero_point,
+        wide,
+        first,
+        first + len(wide),
         weights.inputs,
-        x.stride(0),
         weights.scale.shape[1],
-        **_form(weights, bias, hardware),
-        span=span,
-        tile_rows=tiles.rows,
-        tile_outputs=tiles.outputs,
-        tile_spans=max(tiles.inputs // span, 1),
-        stages=tiles.stages,
-        num_warps=tiles.warps,
+        **_form(weights, hardware),
+        span=weights.span,
+        tile_outputs=WIDEN_OUTPUTS,
+        tile_inputs=LONGEST_SPAN,
+        num_warps=4,
     )
 
 
@@ -164,7 +192,9 @@ def _launch_matmul(
     steps = -(-weights.inputs // (splits * tiles.inputs))
     programs = -(-outputs // tiles.outputs) * -(-rows // tiles.rows)
     matmul[(programs, splits)](
-        *_pointers(x, weights, bias),
+        x,
+        *_stored(weights),
+        x if bias is None else bias,
         partial,
         rows,
         outputs,
@@ -172,7 +202,8 @@ def _launch_matmul(
         x.stride(0),
         weights.scale.shape[1],
         steps,
-        **_form(weights, bias, hardware),
+        **_form(weights, hardware),
+        has_bias=bias is not None,
         span=min(weights.span, tiles.inputs),
         tile_rows=tiles.rows,
         tile_outputs=tiles.outputs,
@@ -195,19 +226,17 @@ def _launch_matmul(
         )
 
 
-def _pointers(x: Tensor, weights: NarrowWeights, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Tensors as the kernels take them; what is not there is stood in for by one that is."""
+def _stored(weights: NarrowWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors as the kernels take them; codes stand in for zero points that are not there."""
     codes = weights.codes if weights.four_bits else weights.codes.view(torch.uint8)
-    zero_point = codes if weights.zero_point is None else weights.zero_point
-    return x, codes, weights.scale, zero_point, x if bias is None else bias
+    return codes, weights.scale, codes if weights.zero_point is None else weights.zero_point
 
 
-def _form(weights: NarrowWeights, bias: Tensor | None, hardware: bool) -> dict[str, int | bool]:
+def _form(weights: NarrowWeights, hardware: bool) -> dict[str, int | bool]:
     return {
         "four_bits": weights.four_bits,
         "hardware": hardware and not weights.four_bits,
         "has_zero_point": weights.zero_point is not None,
-        "has_bias": bias is not None,
         "scale_rows": weights.block[0],
         "scale_width": weights.block[1],
     }

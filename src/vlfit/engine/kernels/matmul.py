@@ -1,15 +1,17 @@
-"""The kernels for more rows: tiles of narrow weights, unpacked on the fly, times rows on the matrix units.
+"""The kernel for up to a few hundred rows: tiles of narrow weights, unpacked on the fly, times those rows.
 
 ``matmul`` computes a tile of the transposed output, so that unpacked weights are the product's first operand:
-that one may stay in registers. With few rows there are too few tiles to keep a card busy, so the inputs are
-shared out among ``splits`` programs, whose sums ``join`` adds up, always in the same order.
+that one may stay in registers. One row is computed as eight: matrix units wait for memory all the same, while
+a kernel without them took twice as long on an H200 (converting and adding up weights one by one). With few
+rows there are too few tiles to keep a card busy, so the inputs are shared out among ``splits`` programs, and
+``join`` adds up their sums, always in the same order.
 Reference: ``engine/layers/linear.py`` widens and calls ``F.linear``.
 """
 
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, spread, zero_points
+from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, scales, shuffle, spread
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -60,18 +62,23 @@ def matmul(
         x_place = row[:, None].to(tl.int64) * x_stride + column[None, :]
         x_tile = tl.load(x + x_place, mask=x_inside, other=0.0)
         if four_bits:
-            value = int4_tile(codes, output_index, start, outputs, inputs, tile_outputs, tile_inputs)
-            zero = zero_points(
+            x_tile = shuffle(x_tile, tile_rows, tile_inputs)
+            value = int4_tile(
+                codes,
                 zero_point,
                 output_index,
+                start,
                 group,
                 outputs,
+                inputs,
                 scale_columns,
+                x_tile.dtype,
                 has_zero_point,
+                True,
                 tile_outputs,
+                tile_inputs,
                 tile_spans,
             )
-            value -= spread(zero, tile_outputs, tile_spans, span)
         else:
             value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
         if tile_spans == 1:
@@ -80,11 +87,13 @@ def matmul(
             weight = value.to(x_tile.dtype)
             total += tl.dot(weight, tl.trans(x_tile), input_precision="ieee") * factor[:, None]
         else:
-            place = (output_index[:, None] // scale_rows) * scale_columns + group[None, :]
-            inside = (output_index[:, None] < outputs) & (group[None, :] < scale_columns)
-            factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
-            weight = (value.to(tl.float32) * spread(factor, tile_outputs, tile_spans, span)).to(x_tile.dtype)
-            total = tl.dot(weight, tl.trans(x_tile), total, input_precision="ieee")
+            factor = scales(scale, output_index, group, outputs, scale_columns, scale_rows)
+            if factor.dtype != value.dtype:
+                # Where both are of one half precision, their product is rounded once as it is.
+                factor = factor.to(tl.float32)
+                value = value.to(tl.float32)
+            weight = value * spread(factor, four_bits, tile_outputs, tile_inputs, tile_spans)
+            total = tl.dot(weight.to(x_tile.dtype), tl.trans(x_tile), total, input_precision="ieee")
     if not four_bits and not hardware:
         total *= 256.0
     written = (output_index[:, None] < outputs) & (row[None, :] < rows)

@@ -1,6 +1,6 @@
 """What a tile of narrow weights is in numbers: functions that the kernels for linear layers are made of.
 
-Columns past the last input come out as 0, so that a tile may reach over the edge. Knows no scales.
+Columns past the last input come out as some number, never as NaN; rows of inputs are 0 there.
 """
 
 import triton
@@ -34,49 +34,111 @@ def fp8_tile(
 @triton.jit
 def int4_tile(
     words,
+    zero_point,
     output_index,
     start,
+    group,
     outputs,
     inputs,
+    groups,
+    dtype: tl.constexpr,
+    has_zero_point: tl.constexpr,
+    shuffled: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
+    tile_spans: tl.constexpr,
 ):
-    """Codes of ``words`` [outputs, inputs / 8] from input ``start`` on as float32, 0 to 15.
+    """Codes of ``words`` [outputs, inputs / 8] from input ``start`` on, less their zero points, as ``dtype``.
 
-    A code is put into the last bits of 2^23, from which one subtraction makes a float32 of it: many cards
-    convert integers at a quarter of the speed of a subtraction.
+    A code becomes a number without conversion: in the last bits of 128 (bfloat16), 1024 (float16) or 2^23
+    (float32) it counts units, and one exact subtraction takes the rest away. Two codes of a word that are 16
+    bits apart are treated as one register, so two weights cost three instructions.
     """
     word = start // 8 + tl.arange(0, tile_inputs // 8)
     inside = (output_index[:, None] < outputs) & (word[None, :] < inputs // 8)
     place = output_index[:, None].to(tl.int64) * (inputs // 8) + word[None, :]
     eight = tl.load(words + place, mask=inside, other=0)
-    shift = tl.arange(0, 8) * 4
-    code = (eight[:, :, None] >> shift[None, None, :]) & 15
-    number = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    return tl.reshape(number, (tile_outputs, tile_inputs))
+    if dtype == tl.bfloat16:
+        pattern: tl.constexpr = 0x43004300
+        base: tl.constexpr = 128.0
+    elif dtype == tl.float16:
+        pattern: tl.constexpr = 0x64006400
+        base: tl.constexpr = 1024.0
+    else:
+        pattern: tl.constexpr = 0
+        base: tl.constexpr = 8388608.0
+    first = tl.join((eight & 0x000F000F) | pattern, ((eight >> 4) & 0x000F000F) | pattern)
+    second = tl.join(((eight >> 8) & 0x000F000F) | pattern, ((eight >> 12) & 0x000F000F) | pattern)
+    pair = tl.join(first, second)
+    low, high = pair & 0xFFFF, (pair >> 16) & 0xFFFF
+    if dtype == tl.float32:
+        low = (low | 0x4B000000).to(tl.float32, bitcast=True)
+        high = (high | 0x4B000000).to(tl.float32, bitcast=True)
+    else:
+        low = low.to(tl.uint16).to(dtype, bitcast=True)
+        high = high.to(tl.uint16).to(dtype, bitcast=True)
+    # [outputs, words, 2, 2, 2]: the last three count a code's place in its word, lowest bit first.
+    number = tl.join(low, high)
+    if shuffled:
+        number = tl.reshape(number, (tile_outputs, tile_inputs // 32, 4, 2, 2, 2))
+        number = tl.permute(number, (0, 1, 4, 2, 3, 5))
+    else:
+        number = tl.permute(number, (0, 1, 4, 3, 2))
+    number = tl.reshape(number, (tile_outputs, tile_inputs))
+    if has_zero_point:
+        known = (output_index[:, None] < outputs) & (group[None, :] < groups)
+        zeros = tl.load(
+            zero_point + (output_index[:, None] // 8) * groups + group[None, :], mask=known, other=0
+        )
+        zero = ((zeros >> ((output_index[:, None] % 8) * 4)) & 15).to(tl.float32) + base
+        return number - spread(zero.to(dtype), shuffled, tile_outputs, tile_inputs, tile_spans)
+    return number - (base + 8)
 
 
 @triton.jit
-def zero_points(
-    words,
+def shuffle(rows, tile_rows: tl.constexpr, tile_inputs: tl.constexpr):
+    """``rows`` [tile_rows, tile_inputs] with its inputs in the order of ``int4_tile(shuffled=True)``.
+
+    A product does not mind the order of its inputs, if both sides have the same. This one is how matrix units
+    want weights in registers: a thread holds the codes of a word, no weight moves between threads. Of 32
+    inputs, word t's code 4c + 2a + b stands at 16a + 4t + 2b + c.
+    """
+    parts = tl.reshape(rows, (tile_rows, tile_inputs // 32, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (0, 1, 4, 2, 5, 3)), (tile_rows, tile_inputs))
+
+
+@triton.jit
+def spread(
+    value,
+    shuffled: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+    tile_spans: tl.constexpr,
+):
+    """``value`` [tile_outputs, tile_spans] for each of the inputs: [tile_outputs, tile_inputs].
+
+    ``shuffled``: in the order of ``shuffle``, for spans of whole words.
+    """
+    if shuffled:
+        in_span: tl.constexpr = tile_inputs // tile_spans // 8
+        word = tl.broadcast_to(value[:, :, None], (tile_outputs, tile_spans, in_span))
+        word = tl.reshape(word, (tile_outputs, tile_inputs // 32, 4))
+        wide = tl.broadcast_to(word[:, :, None, :, None, None], (tile_outputs, tile_inputs // 32, 2, 4, 2, 2))
+    else:
+        wide = tl.broadcast_to(value[:, :, None], (tile_outputs, tile_spans, tile_inputs // tile_spans))
+    return tl.reshape(wide, (tile_outputs, tile_inputs))
+
+
+@triton.jit
+def scales(
+    scale,
     output_index,
     group,
     outputs,
     groups,
-    has_zero_point: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_groups: tl.constexpr,
+    scale_rows: tl.constexpr,
 ):
-    """Zero points [tile_outputs, tile_groups] of ``words`` [outputs / 8, groups] as float32; 8 without."""
-    if has_zero_point:
-        inside = (output_index[:, None] < outputs) & (group[None, :] < groups)
-        eight = tl.load(words + (output_index[:, None] // 8) * groups + group[None, :], mask=inside, other=0)
-        return ((eight >> ((output_index[:, None] % 8) * 4)) & 15).to(tl.float32)
-    return tl.full((tile_outputs, tile_groups), 8.0, tl.float32)
-
-
-@triton.jit
-def spread(value, tile_outputs: tl.constexpr, tile_spans: tl.constexpr, span: tl.constexpr):
-    """[tile_outputs, tile_spans] to [tile_outputs, tile_spans * span]: each value ``span`` times."""
-    wide = tl.broadcast_to(value[:, :, None], (tile_outputs, tile_spans, span))
-    return tl.reshape(wide, (tile_outputs, tile_spans * span))
+    """Scales [tile_outputs, tile_spans] of the groups ``group``, 0 outside."""
+    inside = (output_index[:, None] < outputs) & (group[None, :] < groups)
+    place = (output_index[:, None] // scale_rows) * groups + group[None, :]
+    return tl.load(scale + place, mask=inside, other=0.0)
