@@ -236,26 +236,19 @@ def by_line(lines: list[Line], held: Held) -> dict[str, dict[str, int]]:
         # torch's pool holds the workspace of matrix products, which the ledger counts with the context.
         "context": (sizes["context"], held.process - held.reserved + held.workspace),
         **{name: (sizes[name], count) for name, count in held.lines.items()},
-        # After loading. What the ledger has more is for what begins later.
-        "pool": (
-            sizes["reserve"] - calibration.RESERVE.bytes,
-            held.reserved_loaded - held.workspace - sum(held.lines.values()),
-        ),
     }
-    workspaces = held.reserved - held.reserved_loaded
+    # All of torch's pool that is none of these: workspaces, and what lies beside tensors.
+    pool = held.reserved - held.workspace - sum(held.lines.values())
     if "kv_cache" in held.lines:
-        found["workspaces"] = (sizes["vision_workspace"] + sizes["text_workspace"], workspaces)
+        found["workspaces"] = (sizes["vision_workspace"] + sizes["text_workspace"], pool)
     else:
         names = ("kv_cache", "vision_workspace", "text_workspace")
-        found["kv and workspaces"] = (sum(sizes[name] for name in names), workspaces)
+        found["kv and workspaces"] = (sum(sizes[name] for name in names), pool)
     return {name: {"predicted": before, "measured": after} for name, (before, after) in found.items()}
 
 
 def print_results(results: list[dict[str, Any]]) -> None:
-    columns = (
-        *("context", "weights.text", "weights.vision", "weights.embedding"),
-        *("kv_cache", "pool", "workspaces"),
-    )
+    columns = ("context", "weights.text", "weights.vision", "weights.embedding", "kv_cache", "workspaces")
     rows = [["MiB, predicted / measured", "total", "ratio", *columns, "slack"]]
     for result in results:
         if result["verdict"] == "failed":

@@ -110,10 +110,10 @@ def test_the_air_and_the_desktop_are_no_part_of_the_comparison(tmp_path: Path) -
         "context": 2000 - 900 + 32,
         "weights.text": 7,
         "kv_cache": 8,
-        "pool": 600 - 32 - 7 - 8,
-        "workspaces": 300,
+        "workspaces": 900 - 32 - 7 - 8,
     }
-    assert result["lines"]["pool"]["predicted"] == lines["reserve"] - calibration.RESERVE.bytes
+    workspaces = result["lines"]["workspaces"]["predicted"]
+    assert workspaces == lines["vision_workspace"] + lines["text_workspace"] > 0
 
 
 def test_a_word_that_no_name_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

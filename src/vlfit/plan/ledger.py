@@ -63,26 +63,16 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
         _kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings, constants),
         Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs"),
-        _reserve(
-            _pool_beside(model, backend, settings), "that torch's pool takes beside weights and KV cache"
-        ),
+        _reserve(),
     )
 
 
-def _pool_beside(model: Model, backend: str, settings: Settings) -> int:
-    """What torch takes more than weights and KV cache are, once both are there (``allocator.py``)."""
-    kv_cache = pool_tokens(backend, settings) * model.kv_bytes_per_token
-    if backend == TRANSFORMERS:  # a tensor for the keys and one for the values of each layer
-        tensors = 2 * model.text.num_hidden_layers
-        segments = allocator.held_for([kv_cache // tensors] * tensors)
-        return model.pool_apart + segments - kv_cache + allocator.BEGUN
-    # Keys of all layers are one tensor, values another.
-    return model.pool + 2 * allocator.beside(kv_cache // 2) + allocator.BEGUN
-
-
-def _reserve(more: int, why: str) -> Line:
-    air = f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice)"
-    return Line("reserve", calibration.RESERVE.bytes + more, MODELLED, f"{air}; {more / MIB:.0f} MiB {why}")
+def _reserve(more: int = 0) -> Line:
+    """Air. ``more``: what vLLM's large tensors are rounded up by."""
+    note = f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice)"
+    if more:
+        note += f"; {more / MIB:.0f} MiB by which large tensors are rounded up"
+    return Line("reserve", calibration.RESERVE.bytes + more, MODELLED, note)
 
 
 def _context_note(constants: Constants) -> str:
@@ -127,34 +117,51 @@ def _kv_cache(model: Model, backend: str, settings: Settings) -> Line:
 def _workspaces(model: Model, backend: str, settings: Settings, constants: Constants) -> tuple[Line, Line]:
     """Tower and text model never run at once and take their workspace from one pool.
 
-    So only the larger peak is counted; of the other only what stays when it is done.
+    So only the larger peak is counted; of the other only what stays when it is done. What the pool has
+    beside tensors stands with the text model, as nothing tells it from a workspace.
     """
     text = round(_text_slack(backend, constants) * _text_peak(model, backend, settings))
+    beside = _pool_beside(model, backend, settings)
+    begun = f"; {beside / MIB:.0f} MiB that torch's pool takes beside weights and KV cache"
     if model.vision is None or not settings.image_tokens:
         return (
             Line("vision_workspace", 0, EXACT, "no pictures"),
-            Line("text_workspace", text, MODELLED, _text_note(settings)),
+            Line("text_workspace", beside + text, MODELLED, _text_note(settings) + begun),
         )
     # What stays lies between what comes and goes, so the pool grows by more than either.
     kept = round(constants.vision_slack.value * _kept(model.vision, backend, settings))
     vision = round(constants.vision_slack.value * _vision_peak(model.vision, backend, settings))
     # In transformers no keys and values are there yet while the tower runs.
     instead = pool_tokens(backend, settings) * model.kv_bytes_per_token if backend == TRANSFORMERS else 0
+    lent = vision - instead < text
     stays = f"{kept / MIB:.0f} MiB of features{_and_pixels(backend)} stay"
     peak = f"peak {vision / MIB:.0f} MiB for {settings.image_tokens} image tokens"
-    lent = "" if vision - instead >= text else ", which text_workspace lends"
-    borrowed = "" if lent else ", which vision_workspace lends"
     return (
         Line(
-            "vision_workspace", kept + (0 if lent else vision - instead), MODELLED, f"{stays}; {peak}{lent}"
+            "vision_workspace",
+            kept + (0 if lent else vision - instead),
+            MODELLED,
+            f"{stays}; {peak}{', which text_workspace lends' if lent else ''}",
         ),
         Line(
             "text_workspace",
-            0 if borrowed else text,
+            beside + (text if lent else 0),
             MODELLED,
-            f"{_text_note(settings)}: peak {text / MIB:.0f} MiB{borrowed}",
+            f"{_text_note(settings)}: peak {text / MIB:.0f} MiB"
+            f"{'' if lent else ', which vision_workspace lends'}{begun}",
         ),
     )
+
+
+def _pool_beside(model: Model, backend: str, settings: Settings) -> int:
+    """What torch takes more than weights and KV cache are, once both are there (``allocator.py``)."""
+    kv_cache = pool_tokens(backend, settings) * model.kv_bytes_per_token
+    if backend == TRANSFORMERS:  # a tensor for the keys and one for the values of each layer
+        tensors = 2 * model.text.num_hidden_layers
+        segments = allocator.held_for([kv_cache // tensors] * tensors)
+        return model.pool_apart + segments - kv_cache + allocator.BEGUN
+    # Keys of all layers are one tensor, values another.
+    return model.pool + 2 * allocator.beside(kv_cache // 2) + allocator.BEGUN
 
 
 def _text_slack(backend: str, constants: Constants) -> float:
@@ -218,7 +225,7 @@ def _of_vllm(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
         *_workspaces_of_vllm(model, settings),
         Line("graphs", vllm_costs.graphs(settings), MODELLED, captured),
         Line("growth", growth, MODELLED, "what vLLM takes beyond its budget at its first requests"),
-        _reserve(model.rounding, "of large tensors rounded up"),
+        _reserve(model.rounding),
     )
 
 
