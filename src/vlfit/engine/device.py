@@ -3,12 +3,23 @@
 import torch
 
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine.kernels.toolchain import check_toolchain
 from vlfit.engine.loader import TORCH_DTYPES
 from vlfit.errors import DeviceError, UsageError
 
 
 def choose_device(wish: str) -> torch.device:
-    """``auto`` is the first CUDA device, or the CPU where there is none. Raises ``DeviceError``."""
+    """``auto`` is the first CUDA device, or the CPU where there is none. Raises ``DeviceError``.
+
+    A GPU that kernels cannot be built for is refused here, before anything loads.
+    """
+    device = _device(wish)
+    if device.type == "cuda":
+        check_toolchain()
+    return device
+
+
+def _device(wish: str) -> torch.device:
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
