@@ -1,9 +1,10 @@
 """The plan's total against what a process really holds on a GPU, configuration by configuration.
 
     ... -m benchmarks.ledger --json build/ledger.json    all of them: a few minutes
-    ... -m benchmarks.ledger --only 4B fp8               those whose name holds all of these words
+    ... -m benchmarks.ledger --only 4B fp8/int4          those whose name holds 4B, and fp8 or int4
     ... -m benchmarks.ledger --list
-    ... -m benchmarks.ledger --against build/ledger.json  what was measured before, and what is predicted now
+    ... -m benchmarks.ledger --against benchmarks/measured/ledger-h200.json
+                                                         what was measured before, and what is predicted now
 
 Each configuration has a process of its own, which loads a checkpoint of true sizes (``hollow.py``) and runs
 the worst case that the plan admits (``engine/rehearsal.py``). The ledger less the desktop and less the air,
@@ -65,7 +66,7 @@ def main() -> None:
     options = read_options()
     known, facts, gpu = earlier(options.against) if options.against else ({}, new_facts(), None)
     jobs = list(known) if options.against else all_jobs(options.read_files)
-    wanted = [job for job in jobs if all(word in job.name for word in options.only)]
+    wanted = [job for job in jobs if all(names(job, word) for word in options.only)]
     if options.list:
         print("\n".join(job.name for job in wanted))
         return
@@ -88,6 +89,11 @@ def main() -> None:
         print(f"\n{len(results)} configurations in {facts['seconds']:.0f} s")
     write(options.json, facts, gpu, results)
     sys.exit(1 if any(result["verdict"] != "ok" for result in results) else 0)
+
+
+def names(job: LedgerJob, word: str) -> bool:
+    """Whether the job's name holds ``word``, or one of several between slashes."""
+    return any(part in job.name for part in word.split("/"))
 
 
 def this_gpu() -> Gpu:
@@ -113,25 +119,32 @@ def new_facts() -> dict[str, Any]:
     }
 
 
-def earlier(file: Path) -> tuple[dict[LedgerJob, Held | str], dict[str, Any], Gpu]:
-    """What was measured before: by configuration, where, and on which GPU."""
-    content = json.loads(file.read_text("utf-8"))
+def earlier(files: list[Path]) -> tuple[dict[LedgerJob, Held | str], dict[str, Any], Gpu]:
+    """What was measured before: by configuration, where, and on which GPU. Later ``files`` count first."""
     known: dict[LedgerJob, Held | str] = {}
-    for result in content["results"]:
-        job = LedgerJob(folder="", **result["job"])
-        known[job] = Held(**result["held"]) if "held" in result else result["why"]
+    for file in files:
+        content = json.loads(file.read_text("utf-8"))
+        for result in content["results"]:
+            job = LedgerJob(folder="", **result["job"])
+            known[job] = Held(**result["held"]) if "held" in result else result["why"]
     return known, content["facts"], decode(Gpu, content["gpu"])
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The plan's total against measured processes.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="parts of names, e.g. 4B fp8")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="parts of names, e.g. 4B fp8/int4"
+    )
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument(
         "--read-files", action="store_true", help="read weights from files instead of making them on the GPU"
     )
     parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="measure nothing; take what --json wrote"
+        "--against",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing; take what --json wrote, of several files the last that has it",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     return parser.parse_args()

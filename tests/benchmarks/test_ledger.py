@@ -93,7 +93,8 @@ def test_predictions_are_compared_and_what_is_below_is_said_loudly(
     again = tmp_path / "again.json"
     assert run(monkeypatch, "--against", file, "--json", again) == 1
     assert json.loads(again.read_text())["results"] == json.loads(file.read_text())["results"]
-    assert run(monkeypatch, "--against", file, "--only", "2B-fp8") == 0
+    assert run(monkeypatch, "--against", file, "--only", "2B-fp8/no-such-words") == 0
+    assert run(monkeypatch, "--against", file, again, "--only", "2B", "fp8") == 0
     assert "BELOW" not in capsys.readouterr().out.splitlines()[-1]
 
 

@@ -112,8 +112,8 @@ CARDS = (
     Card("RTX A2000 12GB", 12282, 288, (8, 6), 4, 16),
     Card("RTX A2000 6GB", 6138, 288, (8, 6), 4, 16),
     # Data centre. Those with GDDR6 and ECC on show about 6 % less than on the box.
-    Card("H200", 143771, 4917, (9, 0), 5, 16),
-    Card("H200 NVL", 143771, 4917, (9, 0), 5, 16),
+    Card("H200", 143771, 4814, (9, 0), 5, 16),
+    Card("H200 NVL", 143771, 4814, (9, 0), 5, 16),
     Card("H100 80GB HBM3", 81559, 3352, (9, 0), 5, 16),
     Card("H100 PCIe", 81559, 2039, (9, 0), 5, 16),
     Card("H100 NVL", 95830, 3938, (9, 0), 5, 16),

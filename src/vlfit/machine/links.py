@@ -28,9 +28,9 @@ def pcie_bandwidth(generation: int | None, lanes: int | None) -> int | None:
 def memory_bandwidth(clock: int | None, bus_width: int | None) -> int | None:
     """Bytes per second of a memory at ``clock`` MHz, ``bus_width`` bits wide; None if that makes no sense.
 
-    NVML's memory clock is half the data rate, so each pin moves two bits per
-    cycle of it: 14001 MHz and 128 bit are the 448 GB/s of an RTX 5060, 1593 MHz and 5120 bit the 2039 GB/s of
-    an A100, 10501 MHz and 384 bit the 1008 GB/s of an RTX 4090.
+    NVML's memory clock is half the data rate, so each pin moves two bits per cycle of it: 14001 MHz and
+    128 bit are the 448 GB/s of an RTX 5060, 1593 MHz and 5120 bit the 2039 GB/s of an A100, 10501 MHz and
+    384 bit the 1008 GB/s of an RTX 4090, 3201 MHz and 6016 bit the 4.8 TB/s of an H200.
     """
     if not clock or not bus_width:
         return None
