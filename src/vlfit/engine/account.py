@@ -54,13 +54,15 @@ class Counters:
 class Pool:
     """Blocks of the KV cache: ``used`` are promised to running requests, filled or not.
 
-    ``known`` are full and may be shared by requests that begin alike, used or not.
+    ``known`` are full and may be shared by requests that begin alike, used or not. ``planned`` were there at
+    the start: more than ``blocks`` while other programs have their memory.
     """
 
     blocks: int
     used: int
     block_size: int
     known: int = 0
+    planned: int = 0
 
 
 @dataclass(frozen=True, slots=True)

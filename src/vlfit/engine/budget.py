@@ -34,12 +34,17 @@ class Budget:
         """
         if self.device.type == "cpu":
             return read_host().ram_available
-        free: int = torch.cuda.mem_get_info(self.device)[0]
+        free = self.device_free()
         reserved = torch.cuda.memory_reserved(self.device)
         spare = reserved - torch.cuda.memory_allocated(self.device)
         if self.limit is not None:
             free = min(free, max(self.limit - reserved, 0))
         return free + spare
+
+    def device_free(self) -> int:
+        """Bytes of the GPU that no process has."""
+        free: int = torch.cuda.mem_get_info(self.device)[0]
+        return free
 
     def release(self) -> None:
         """Give torch's spare memory back to the driver: what lies there in pieces is whole again."""

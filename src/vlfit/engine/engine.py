@@ -27,6 +27,7 @@ from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.passes import Passes
 from vlfit.engine.prefix_cache import PrefixCache, prompt_keys
+from vlfit.engine.pressure import Pressure, no_memory_for_the_pool
 from vlfit.engine.prompt import Prompt, PromptBuilder
 from vlfit.engine.qwen3_vl.rope import mrope_positions
 from vlfit.engine.qwen3_vl.text import TextModel
@@ -92,6 +93,14 @@ class Engine:
         self.pool = pool
         prefixes = PrefixCache() if options.prefix_cache else None
         self.scheduler = Scheduler(pool, options.sequences, options.chunk, prefixes)
+        watched = options.keep_to_plan and self.device.type == "cuda"
+        self.pressure = Pressure(
+            self.scheduler,
+            cache,
+            pool.blocks_for(self.context),
+            budget.device_free if watched else None,
+            budget.release,
+        )
         self._weights = weight_holdings(text, vision)
         self._gpu_uuid = gpu_uuid(self.device)
 
@@ -133,7 +142,13 @@ class Engine:
             self._settings(),
             len(scheduler.running),
             len(scheduler.waiting),
-            Pool(pool.blocks, pool.blocks - pool.free, pool.block_size, len(scheduler.prefixes or ())),
+            Pool(
+                pool.blocks,
+                pool.blocks - pool.free,
+                pool.block_size,
+                len(scheduler.prefixes or ()),
+                self.pressure.planned,
+            ),
             Holdings(
                 self._weights,
                 runner.cache.nbytes,
@@ -217,6 +232,11 @@ class Engine:
         """One forward pass for whoever can run. What fails ends its own request, and no other."""
         self._drop_cancelled()
         for sequence in self.scheduler.admit():
+        try:
+            self.pressure.relieve()
+        except torch.OutOfMemoryError:
+            self.fail_all(no_memory_for_the_pool())
+            return
             sequence.admitted = time.perf_counter()
             if sequence.copy is not None:
                 self.runner.cache.copy(*sequence.copy)

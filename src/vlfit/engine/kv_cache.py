@@ -5,7 +5,7 @@ A sequence holds a block table (a list of block numbers). Token i of it lives in
 """
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -64,6 +64,17 @@ class BlockPool:
                 if block not in kept:
                     self._free.move_to_end(block, last=False)
 
+    def resize(self, blocks: int) -> dict[int, int]:
+        """From now on there are ``blocks``, and those that somebody holds are the first of them.
+
+        Gives their new numbers by the old ones. There must be room for them, unless there is none for any.
+        """
+        held = [block for block, holders in enumerate(self._holders) if holders][:blocks]
+        self._holders = [self._holders[block] for block in held] + [0] * (blocks - len(held))
+        self._free = OrderedDict.fromkeys(range(len(held), blocks))
+        self.blocks = blocks
+        return {block: number for number, block in enumerate(held)}
+
 
 def slots_of(blocks: list[int], block_size: int) -> Tensor:
     """All slots [len(blocks) * block_size] of a block table, in the order of the tokens."""
@@ -93,6 +104,46 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def block_bytes(self) -> int:
+        """What one block takes in all layers."""
+        layers, _, heads, head_dim = self.keys.shape
+        return 2 * layers * self.block_size * heads * head_dim * self.keys.dtype.itemsize
+
+    def resize(self, blocks: int, kept: Mapping[int, int], release: Callable[[], None]) -> None:
+        """Make room for ``blocks`` and carry over those in ``kept``, new numbers by old, through RAM.
+
+        First keys, then values, so that no more than one of the two waits there. ``release`` gives the
+        device what was freed. Raises ``torch.OutOfMemoryError`` where there is no room; then all is lost.
+        """
+        for name in ("keys", "values"):
+            try:
+                setattr(self, name, self._resized(name, blocks, kept, release))
+            except torch.OutOfMemoryError:
+                self.keys, self.values = self.keys[:, :0].clone(), self.values[:, :0].clone()
+                release()
+                raise
+
+    def _resized(
+        self, name: str, blocks: int, kept: Mapping[int, int], release: Callable[[], None]
+    ) -> Tensor:
+        """``keys`` or ``values`` anew. The old ones are gone before there is room for both."""
+        old: Tensor = getattr(self, name)
+        size = self.block_size
+        waiting = {
+            new: old[:, number * size : (number + 1) * size].to("cpu", copy=True)
+            for number, new in kept.items()
+        }
+        nothing = old[:, :0].clone()
+        setattr(self, name, nothing)
+        del old
+        release()
+        layers, _, heads, head_dim = nothing.shape
+        fresh = nothing.new_empty((layers, blocks * size, heads, head_dim))
+        for new, block in waiting.items():
+            fresh[:, new * size : (new + 1) * size] = block
+        return fresh
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put ``keys`` and ``values`` [tokens, kv_heads, head_dim] into ``slots`` [tokens]."""

@@ -139,3 +139,16 @@ class Scheduler:
             sequence.blocks = []
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+    def resize(self, blocks: int) -> dict[int, int]:
+        """The pool has ``blocks`` from now on. Gives the new numbers of those that are held, by the old ones.
+
+        What blocks hold that nobody holds is forgotten. Not to be called between ``admit`` and a pass.
+        """
+        if self.prefixes is not None:
+            self.prefixes.forget(range(self.pool.blocks))
+        numbers = self.pool.resize(blocks)
+        for sequence in self.running:
+            sequence.blocks = [numbers[block] for block in sequence.blocks if block in numbers]
+            sequence.slots = None
+        return numbers
+

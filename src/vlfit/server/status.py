@@ -168,7 +168,12 @@ def engine_facts(account: EngineAccount) -> dict[str, Any]:
             "decode_cached_tokens": counters.decode_cached,
             "again": counters.again,
         },
-        "kv_blocks": {"total": pool.blocks, "used": pool.used, "tokens_each": pool.block_size},
+        "kv_blocks": {
+            "total": pool.blocks,
+            "used": pool.used,
+            "planned": pool.planned or pool.blocks,
+            "tokens_each": pool.block_size,
+        },
         "image_cache": {
             "bytes": account.holdings.image_cache,
             "limit": account.holdings.image_cache_limit,
