@@ -231,12 +231,12 @@ class Engine:
     def step(self) -> None:
         """One forward pass for whoever can run. What fails ends its own request, and no other."""
         self._drop_cancelled()
-        for sequence in self.scheduler.admit():
         try:
             self.pressure.relieve()
         except torch.OutOfMemoryError:
             self.fail_all(no_memory_for_the_pool())
             return
+        for sequence in self.scheduler.admit():
             sequence.admitted = time.perf_counter()
             if sequence.copy is not None:
                 self.runner.cache.copy(*sequence.copy)

@@ -126,19 +126,6 @@ class Scheduler:
             sequence.keys.append(key)
             self.prefixes.keep(key, sequence.blocks[number])
 
-    def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
-        """Take ``sequence`` out, wherever it is, and free its blocks. Harmless when it is already out.
-
-        What a ``failed`` one has computed is not trusted: nobody who comes later shares it.
-        """
-        if sequence in self.running:
-            self.running.remove(sequence)
-            if self.prefixes is not None and failed:
-                self.prefixes.forget(sequence.blocks)
-            self.pool.give_back(sequence.blocks, self.prefixes or ())
-            sequence.blocks = []
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
     def resize(self, blocks: int) -> dict[int, int]:
         """The pool has ``blocks`` from now on. Gives the new numbers of those that are held, by the old ones.
 
@@ -152,3 +139,16 @@ class Scheduler:
             sequence.slots = None
         return numbers
 
+    def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Take ``sequence`` out, wherever it is, and free its blocks. Harmless when it is already out.
+
+        What a ``failed`` one has computed is not trusted: nobody who comes later shares it.
+        """
+        if sequence in self.running:
+            self.running.remove(sequence)
+            if self.prefixes is not None and failed:
+                self.prefixes.forget(sequence.blocks)
+            self.pool.give_back(sequence.blocks, self.prefixes or ())
+            sequence.blocks = []
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
