@@ -1,6 +1,6 @@
 """``vlfit plan``, hf-vram-calc, accelerate estimate-memory and the truth on the same configurations.
 
-    ... -m benchmarks.side_by_side                        writes docs/side-by-side.md, without the truth
+    ... -m benchmarks.side_by_side                        writes docs/side-by-side.md
     ... -m benchmarks.side_by_side build/ledger.json      with the truth that benchmarks.ledger wrote there
 
 The two other tools are installed into a throw-away environment, build/side-by-side, which borrows torch and
@@ -28,13 +28,13 @@ from benchmarks.ledger_job import NATIVE, LedgerJob
 from benchmarks.measure import MIB, ROOT
 from benchmarks.report import markdown
 from tests.hub import HubRepository, running_hub
-from vlfit.machine.cards import card
 from vlfit.machine.model import Gpu
 from vlfit.machine.records import decode
 from vlfit.plan import calibration
 from vlfit.units import GIB, KIB
 
 PAGE = ROOT / "docs" / "side-by-side.md"
+TRUTH = ROOT / "benchmarks" / "measured" / "ledger-h200.json"
 HOME = ROOT / "build" / "side-by-side"
 ANSWERS = HOME / "answers.json"  # of the other tools, which take seconds each and never change their minds
 TOOLS = {"hf-vram-calc": "1.0.9", "accelerate": "1.15.0"}
@@ -89,22 +89,27 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description="vlfit plan, two other tools and the truth.")
     parser.add_argument(
-        "truth", nargs="?", type=Path, metavar="FILE", help="what benchmarks.ledger --json wrote"
+        "truth",
+        nargs="?",
+        type=Path,
+        default=TRUTH,
+        metavar="FILE",
+        help="what benchmarks.ledger --json wrote (default: what is kept in benchmarks/measured)",
     )
     parser.add_argument(
         "--page", type=Path, default=PAGE, help="where to write (default: docs/side-by-side.md)"
     )
     parser.add_argument("--again", action="store_true", help="ask the other tools again")
     options = parser.parse_args()
-    measured = json.loads(options.truth.read_text("utf-8")) if options.truth else {}
-    gpu = decode(Gpu, measured["gpu"]) if measured else card("H200").gpus[0]
+    measured = json.loads(options.truth.read_text("utf-8"))
+    gpu = decode(Gpu, measured["gpu"])
     install()
     if options.again:
         ANSWERS.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="vlfit-side-by-side-") as folder:
         jobs = [place(job, Path(folder)) for job in all_jobs(read_files=False)]
         rows = all_rows(jobs, gpu, truths(measured))
-    options.page.write_text(page(rows, gpu, measured.get("facts", {})), "utf-8")
+    options.page.write_text(page(rows, gpu, measured["facts"]), "utf-8")
     print(f"written to {options.page}")
 
 
@@ -236,12 +241,10 @@ def page(rows: list[Row], gpu: Gpu, facts: dict[str, Any]) -> str:
 
 
 def about_the_truth(facts: dict[str, Any]) -> str:
-    if not facts:
-        return "The truth has not been measured on a GPU yet: `benchmarks/ledger.py` measures it."
     return (
         "The truth is what the process took of the GPU's memory by NVML, in the worst case that the\n"
-        f"settings admit (`benchmarks/ledger.py`): {facts['card']}, torch {facts.get('torch')}, commit "
-        f"{facts.get('commit')}."
+        f"settings admit (`benchmarks/ledger.py`): {facts['card']}, torch {facts['torch']}, transformers\n"
+        f"{facts['transformers']}. The numbers are kept in `benchmarks/measured/`."
     )
 
 

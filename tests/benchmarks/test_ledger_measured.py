@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks.ledger import compared, earlier, place
 from benchmarks.ledger_job import Held, LedgerJob
-from benchmarks.measure import ROOT
+from benchmarks.measure import MIB, ROOT
 
+PAGE = (ROOT / "docs" / "side-by-side.md").read_text("utf-8")
 KNOWN, FACTS, GPU = earlier([ROOT / "benchmarks" / "measured" / "ledger-h200.json"])
 
 
@@ -34,6 +35,9 @@ def test_the_total_is_not_below_and_hardly_above(
     placed = place(job, tmp_path_factory.getbasetemp())
     result = compared(placed, held, GPU)
     assert 1 <= result["ratio"] <= 1.05
+    [row] = [line.split("|") for line in PAGE.splitlines() if line.startswith(f"| {job.name} ")]
+    assert row[2].split()[0] == f"{result['predicted'] / MIB:,.0f}", "run python -m benchmarks.side_by_side"
+    assert row[-2].strip() == f"{held.process / MIB:,.0f}"
     lines = result["lines"]  # the engine repeats the norms of q and k for each head, which is 0.01 % at most
     for name in ("weights.text", "weights.vision", "weights.embedding", "kv_cache"):
         if name in lines:
