@@ -28,7 +28,7 @@ from benchmarks.report import print_rows
 from vlfit.engine.kernels.attention import BlockPlan, block_attention
 from vlfit.engine.kernels.linear import linear
 
-ROWS = (1, 8, 1024)
+ROWS = (1, 8, 256, 512, 1024)
 HEADS = {"2B": 16, "4B": 32, "8B": 32}
 KEY_HEADS, HEAD_DIM, BLOCK = 8, 128, 16
 
@@ -52,6 +52,7 @@ class Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
+    parser.add_argument("--only", choices=LAYERS, help="the linear layers of this size, and no attention")
     parser.add_argument("--sweep", action="store_true", help="measure candidates for the tile tables")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -62,19 +63,23 @@ def main() -> None:
         if arguments.sweep:
             report: dict[str, Any] = {"sweep": sweep(copy)}
         else:
-            results = [*linears(), *decoding(), *prefills()]
-            print_linears([each for each in results if each.what == "linear"], copy)
-            print_attention([each for each in results if each.what != "linear"], copy)
+            sizes = [arguments.only] if arguments.only else list(LAYERS)
+            results = [*linears(sizes)]
+            print_linears(results, copy)
+            if not arguments.only:
+                others = [*decoding(), *prefills()]
+                print_attention(others, copy)
+                results += others
             report = {"results": [asdict(result) for result in results]}
     facts = {"commit": commit(), "card": card(), "torch": torch.__version__, "copy_bytes_per_s": copy}
     if arguments.json:
         arguments.json.write_text(json.dumps({**facts, **report}, indent=1), encoding="utf-8")
 
 
-def linears() -> Iterator[Result]:
+def linears(sizes: list[str]) -> Iterator[Result]:
     """Every matrix of a text layer, in every form, for each number of rows."""
-    for size, shapes in LAYERS.items():
-        for name, (outputs, inputs) in shapes.items():
+    for size in sizes:
+        for name, (outputs, inputs) in LAYERS[size].items():
             dense = dense_weights(outputs, inputs)
             asked = {rows: torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda") for rows in ROWS}
             by_torch = {
@@ -172,7 +177,7 @@ def print_linears(results: list[Result], copy: float) -> None:
         "times",
     ]
     rows = [heading]
-    for size in LAYERS:
+    for size in dict.fromkeys(each.size for each in results):
         for count in ROWS:
             for form in FORMS:
                 some = [each for each in results if (each.size, each.rows, each.form) == (size, count, form)]
