@@ -42,12 +42,16 @@ def house(blocks: int, chunk: int = 64) -> Scheduler:
     return Scheduler(BlockPool(blocks * BLOCK, BLOCK), 4, chunk, PrefixCache())
 
 
-def run_alone(scheduler: Scheduler, one: Sequence) -> None:
+def run_alone(scheduler: Scheduler, one: Sequence) -> int:
+    """How many tokens were there when it began."""
     scheduler.add(one)
     assert scheduler.admit() == [one]
+    shared = one.cached
     while len(one.generated) < one.max_tokens:
         finish_batch(scheduler)
+        assert scheduler.admit() == []
     scheduler.remove(one)
+    return shared
 
 
 def test_a_prompt_that_begins_as_an_earlier_one_starts_behind_what_they_share() -> None:
@@ -57,17 +61,14 @@ def test_a_prompt_that_begins_as_an_earlier_one_starts_behind_what_they_share() 
     assert scheduler.pool.free == 16
     scheduler.add(second)
     scheduler.admit()
-    assert second.cached == second.shared == 16  # two full blocks of eight; the third differs
+    assert second.cached == 16  # two full blocks of eight; the third differs
     assert [length for _, length in finish_batch(scheduler)] == [3]
 
 
 def test_a_prompt_seen_before_still_computes_its_last_token() -> None:
     """Also where it fills its blocks to the brim."""
     scheduler = house(16)
-    for _ in range(2):
-        again = sequence([*range(16)])
-        run_alone(scheduler, again)
-    assert again.shared == 8
+    assert [run_alone(scheduler, sequence([*range(16)])) for _ in range(2)] == [0, 8]
 
 
 def test_the_answer_is_shared_with_the_next_turn() -> None:
@@ -78,7 +79,7 @@ def test_the_answer_is_shared_with_the_next_turn() -> None:
     follow_up = sequence([*range(10), *first.generated, 5, 6, 7])
     scheduler.add(follow_up)
     scheduler.admit()
-    assert follow_up.shared == 24
+    assert follow_up.cached == 24
 
 
 def test_one_that_runs_shares_with_one_that_comes() -> None:
@@ -110,7 +111,7 @@ def test_kept_blocks_yield_the_ends_of_old_prompts_first() -> None:
         one = sequence(tokens, 1)
         scheduler.add(one)
         scheduler.admit()
-        assert one.shared == shared
+        assert one.cached == shared
         scheduler.remove(one)
 
 
@@ -128,7 +129,7 @@ def test_a_request_as_large_as_the_pool_is_admitted_whatever_is_kept() -> None:
         one = sequence(tokens, 1)
         scheduler.add(one)
         scheduler.admit()
-        assert one.shared == 0
+        assert one.cached == 0
         scheduler.remove(one)
 
 
@@ -143,7 +144,43 @@ def test_what_was_cut_off_shares_its_full_blocks_and_what_failed_none() -> None:
         again = sequence([*range(40)])
         scheduler.add(again)
         scheduler.admit()
-        assert again.shared == shared
+        assert again.cached == shared
+
+
+def test_blocks_that_are_shared_are_not_counted_as_free_besides() -> None:
+    scheduler = house(4)
+    run_alone(scheduler, sequence([*range(17)], 1))  # two of three blocks are kept
+    other = sequence([*range(50, 60)], 2)
+    scheduler.add(other)
+    scheduler.admit()
+    assert scheduler.pool.free == 2
+    again = sequence([*range(17)], 1)  # the two that are free, and one more
+    scheduler.add(again)
+    assert scheduler.admit() == []
+    scheduler.remove(other)
+    assert scheduler.admit() == [again]
+    assert again.cached == 16
+
+
+def test_a_picture_counts_as_known_when_it_is_computed_to_its_end_and_not_before() -> None:
+    def about_a_picture() -> Sequence:
+        ids = np.full(60, 7)
+        places = np.arange(2, 38)
+        one = sequence([*ids])
+        keys = prompt_keys(ids, places, (BLANK,), BLOCK)
+        one.prompt = replace(one.prompt, placeholders=places, images=(BLANK,), keys=keys)
+        return one
+
+    for chunk, shared in ((37, 32), (38, 38), (39, 38), (40, 40), (50, 48)):
+        scheduler = house(32, chunk)
+        scheduler.add(about_a_picture())
+        scheduler.admit()
+        finish_batch(scheduler)
+        again = about_a_picture()
+        scheduler.add(again)
+        scheduler.admit()
+        assert again.cached == shared
+        assert (again.copy is not None) == (shared == 38)
 
 
 def test_a_block_that_two_computed_is_known_once_and_freed_twice() -> None:

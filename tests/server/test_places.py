@@ -196,7 +196,7 @@ def test_our_own_client_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_place_is_free_when_the_model_is_done_not_when_its_client_has_read_on() -> None:
-    backend = Paced(words=("word ",) * 3)
+    backend = Paced(words=("x" * 2**20,) * 40)  # more than the buffers on the way hold
     with running(backend, ServerSettings(places=1)) as server, server.socket() as connection:
         body = b'{"messages": [{"role": "user", "content": "hello"}], "stream": true}'
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -206,7 +206,7 @@ def test_a_place_is_free_when_the_model_is_done_not_when_its_client_has_read_on(
 
             def answered() -> bool:
                 try:
-                    client.chat.completions.create(model="scripted", messages=HELLO)
+                    client.chat.completions.create(model="scripted", messages=HELLO, max_tokens=1)
                 except openai.RateLimitError:
                     return False
                 return True

@@ -14,8 +14,8 @@ class Counters:
 
     ``steps`` forward passes took ``seconds``. ``prompt_tokens`` were computed for prompts, ``tokens`` were
     sampled; ``shared_tokens`` of prompts were in the KV cache already. Of the steps, ``decode_steps``
-    computed one token of each of their requests and no prompt: they took ``decode_seconds`` and read ``decode_cached``
-    tokens of the KV cache, all layers counted once.
+    computed one token of each of their requests and no prompt: they took ``decode_seconds`` and read
+    ``decode_cached`` tokens of the KV cache, all layers counted once.
     ``again`` counts passes that failed and were done again, request by request.
     """
 
@@ -104,7 +104,10 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineAccount:
-    """All of it at one moment; ``seconds`` since the engine was built."""
+    """All of it at one moment; ``seconds`` since the engine was built.
+
+    ``pauses``: how often a request that ran was put back to wait, for want of KV blocks.
+    """
 
     seconds: float
     settings: EngineSettings
@@ -113,3 +116,4 @@ class EngineAccount:
     pool: Pool
     holdings: Holdings
     counters: Counters = field(default_factory=Counters)
+    pauses: int = 0

@@ -159,6 +159,7 @@ class Engine:
                 **torch_statistics(self.device),
             ),
             self.counters,
+            scheduler.pauses,
         )
 
     def _settings(self) -> EngineSettings:
@@ -237,11 +238,13 @@ class Engine:
             self.fail_all(no_memory_for_the_pool())
             return
         for sequence in self.scheduler.admit():
-            sequence.admitted = time.perf_counter()
             if sequence.copy is not None:
                 self.runner.cache.copy(*sequence.copy)
-            shared = self.counters.shared_tokens + sequence.shared
-            self.counters = replace(self.counters, shared_tokens=shared)
+            if sequence.admitted is None:  # not one that was paused
+                sequence.admitted = time.perf_counter()
+                sequence.shared = sequence.cached
+                shared = self.counters.shared_tokens + sequence.shared
+                self.counters = replace(self.counters, shared_tokens=shared)
         batch = self.scheduler.next_batch()
         if not batch:
             return

@@ -145,15 +145,8 @@ def _ends_of(sequence: Sequence) -> dict[int, int]:
 
 
 def _token_ids(work: Work) -> IntVector:
-    sequence = work.sequence
-    if sequence.decoding:
-        return np.array(sequence.generated[-1:], dtype=np.int64)
-    return sequence.prompt.token_ids[sequence.cached : sequence.cached + work.length]
+    return work.sequence.token_ids(work.sequence.cached, work.sequence.cached + work.length)
 
 
 def _positions(work: Work) -> IntMatrix:
-    sequence = work.sequence
-    if sequence.decoding:
-        position = sequence.prompt.next_position + len(sequence.generated) - 1
-        return np.full((3, 1), position, dtype=np.int64)
-    return sequence.prompt.positions[:, sequence.cached : sequence.cached + work.length]
+    return work.sequence.positions(work.sequence.cached, work.sequence.cached + work.length)

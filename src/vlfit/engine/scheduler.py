@@ -1,8 +1,11 @@
 """Who runs in the next forward pass: admission, chunked prefill, continuous batching. No tensors.
 
-A sequence is admitted when the blocks for its whole prompt and its longest possible completion are free, so
-nothing that runs is ever evicted. What is left of an earlier prompt that began alike it takes over.
-Decoding sequences go first, one token each; what is left of the chunk goes to prompts, oldest first.
+A sequence is admitted when blocks for its prompt and some tokens of an answer are free: how long the answer
+may become says little about how long it will. What is left of an earlier prompt that began alike it takes
+over. Who needs a block when none is free gets it from the youngest, which is paused: it waits before all
+others, and what it has said is computed again, or found where it was left, before it goes on. The oldest is
+never paused, so all come to their end. Decoding sequences go first, one token each; what is left of the chunk
+goes to prompts, oldest first.
 """
 
 from collections import deque
@@ -11,6 +14,8 @@ from dataclasses import dataclass
 from vlfit.engine.kv_cache import BlockPool
 from vlfit.engine.prefix_cache import ROOT, PrefixCache, PromptKeys, images_between, key_of
 from vlfit.engine.sequence import Sequence
+
+MARGIN = 64  # tokens of an answer that a request gets blocks for at a time, while there are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class Work:
 
 
 class Scheduler:
-    """``sequences``: most that run at once; ``chunk``: most tokens of one forward pass.
+    """``sequences``: most that run at once; ``chunk``: most tokens of one pass. ``pauses`` are counted.
 
     ``prefixes`` remembers what full blocks hold; None: nothing is remembered or shared.
     """
@@ -39,7 +44,8 @@ class Scheduler:
         self.sequences = sequences
         self.chunk = chunk
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # the oldest first
+        self.pauses = 0
 
     @property
     def busy(self) -> bool:
@@ -49,10 +55,12 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Move waiting sequences to the running ones while their blocks are free; gives those moved.
+        """Blocks for the next token of all that run; then move waiting sequences to the running ones while
+        their blocks are free. Gives those moved.
 
         Strictly first come, first served: a large request at the head is not overtaken, so it never starves.
         """
+        self._grow()
         admitted = []
         while self.waiting and len(self.running) < self.sequences:
             sequence = self.waiting[0]
@@ -63,21 +71,25 @@ class Scheduler:
         return admitted
 
     def _give_blocks(self, sequence: Sequence) -> bool:
-        """The blocks for all that ``sequence`` can become, if they are free: first those that are known to
-        hold the beginning of its prompt, which then is not computed again.
+        """The blocks that ``sequence`` begins with, if they are free: first those that are known to hold the
+        beginning of its tokens, which then is not computed again.
         """
         keys = sequence.prompt.keys
-        shared = self.prefixes.find(keys.blocks) if self.prefixes is not None and keys is not None else []
-        needed = self.pool.blocks_for(sequence.most_tokens) - len(shared)
+        known: list[bytes] = []
+        shared: list[int] = []
+        if self.prefixes is not None and keys is not None:
+            known = max(sequence.keys, list(keys.blocks), key=len)  # a paused one's hold its answer too
+            shared = self.prefixes.find(known)
+        begin = min(sequence.tokens + MARGIN, sequence.most_tokens)
+        needed = self.pool.blocks_for(begin) - len(shared)
         if needed > self.pool.free - (len(shared) - self.pool.held(shared)):
             return False
         self.pool.share(shared)
         taken = self.pool.take(needed)
         sequence.blocks = [*shared, *taken]
-        sequence.shared = sequence.cached = len(shared) * self.pool.block_size
-        sequence.copy = None
+        sequence.cached = len(shared) * self.pool.block_size
+        sequence.keys = known[: len(shared)]
         if self.prefixes is not None and keys is not None:
-            sequence.keys = list(keys.blocks[: len(shared)])
             self._find_copy(sequence, keys, self.prefixes)
         if self.prefixes is not None:
             self.prefixes.forget(taken)
@@ -88,12 +100,38 @@ class Scheduler:
 
         The block may be among those just taken, as nothing is written before that.
         """
-        begin = sequence.shared
+        begin = sequence.cached
         found = prefixes.find_part(keys.ends, begin, begin + self.pool.block_size)
         if found is not None:
             block, end = found
             sequence.copy = block, sequence.blocks[begin // self.pool.block_size], end - begin
-            sequence.shared = sequence.cached = end
+            sequence.cached = end
+
+    def _grow(self) -> None:
+        """A block for the next token of whoever has filled its own, the oldest first; some more if they are
+        free. The youngest is paused where there is none.
+        """
+        for sequence in list(self.running):
+            blocks = len(sequence.blocks)
+            if sequence not in self.running or sequence.tokens <= blocks * self.pool.block_size:
+                continue
+            while not self.pool.free and sequence in self.running:
+                self._pause(self.running[-1])
+            if sequence in self.running:
+                wanted = self.pool.blocks_for(min(sequence.tokens + MARGIN, sequence.most_tokens)) - blocks
+                taken = self.pool.take(min(wanted, self.pool.free))
+                if self.prefixes is not None:
+                    self.prefixes.forget(taken)
+                # A new list: whoever has the old one has it as it was.
+                sequence.blocks = [*sequence.blocks, *taken]
+                sequence.slots = None
+
+    def _pause(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.give_back(sequence.blocks, self.prefixes or ())
+        sequence.pause()
+        self.waiting.appendleft(sequence)
+        self.pauses += 1
 
     def next_batch(self) -> list[Work]:
         """Decoding sequences first, then prompts, at most ``chunk`` tokens (but every decoding one)."""

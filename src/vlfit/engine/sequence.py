@@ -46,8 +46,9 @@ class PricedPrompt:
 class Sequence:
     """``cached`` tokens have keys and values in the cache; the rest of ``tokens`` is still to be computed.
 
-    ``shared`` of them were there when it was admitted, the last of them perhaps in another's block: ``copy``
-    says which, which of its own they belong in, and how many they are. ``keys``: what its full blocks hold.
+    When it is admitted some are there already, the last of them perhaps in another's block: ``copy`` says
+    which, which of its own they belong in, and how many they are. ``shared``: all of them, the first time.
+    ``keys``: what its full blocks hold; when it is paused, what they held.
     """
 
     prompt: PricedPrompt
@@ -88,4 +89,21 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return self.cached >= self.prompt.tokens
+        """Whether all is in the cache but the token generated last."""
+        return self.cached >= self.prompt.tokens and self.tokens - self.cached == 1
+
+    def positions(self, begin: int, end: int) -> IntMatrix:
+        """M-RoPE positions [3, end - begin] of ``token_ids(begin, end)``."""
+        behind = self.prompt.next_position - self.prompt.tokens
+        generated = np.arange(max(begin, self.prompt.tokens), max(end, self.prompt.tokens)) + behind
+        return np.concatenate((self.prompt.positions[:, begin:end], np.tile(generated, (3, 1))), axis=1)
+
+    def pause(self) -> None:
+        """Back to the beginning, with all that was said and the random generator as they are. The blocks have
+        been given back.
+        """
+        self.cached = 0
+        self.blocks = []
+        self.copy = None
+        self.slots = None
+        self.features.clear()
