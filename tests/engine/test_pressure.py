@@ -10,10 +10,12 @@ from torch import Tensor
 
 from tests.engine.test_faults import Asked, ask_for, three_streams, tokens
 from tests.engine.test_faults import undisturbed as undisturbed
+from tests.server.harness import wait_for
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine import pressure
 from vlfit.engine.answer import Chunk
 from vlfit.engine.engine import Engine
+from vlfit.engine.loop import EngineLoop
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.pressure import Pressure
 from vlfit.engine.sampling import SamplingParams
@@ -191,3 +193,18 @@ def test_looks_are_seldom(tiny: Callable[[str], Path], card: Card, monkeypatch: 
     for _ in range(30):
         built.step()
     assert len(looks) == 1
+
+
+def test_an_idle_engine_gives_back_too(
+    tiny: Callable[[str], Path], card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks for anything: the game that was started must not wait for the next request."""
+    monkeypatch.setattr(pressure, "IDLE_SECONDS", 0.01)
+    card.free = 0
+    loop = EngineLoop(lambda _: engine(tiny, card))
+    try:
+        wait_for(lambda: loop.engine.pool.blocks == 32)
+        card.free = GIB
+        wait_for(lambda: loop.engine.pool.blocks == 256)
+    finally:
+        loop.close()

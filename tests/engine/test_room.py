@@ -214,7 +214,7 @@ def test_the_cap_is_the_plan_less_what_is_not_torchs(
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share)
     )
-    budget = Budget(CUDA, found.limit)
+    budget = Budget(torch.device("cuda:0"), found.limit)
     # As torch computes it (CUDACachingAllocator.cpp): the share of the card, cut off behind the point.
     assert int(fractions[0] * total) == found.limit
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, total))

@@ -25,8 +25,9 @@ class Budget:
         self.limit = limit if device.type == "cuda" else None
         if self.limit is not None:
             whole = torch.cuda.get_device_properties(device).total_memory
+            index = torch.cuda.current_device() if device.index is None else device.index
             # torch takes a share and cuts off what is behind the point, so half a byte is added.
-            torch.cuda.set_per_process_memory_fraction(min((self.limit + 0.5) / whole, 1.0), device)
+            torch.cuda.set_per_process_memory_fraction(min((self.limit + 0.5) / whole, 1.0), index)
 
     def free(self) -> int:
         """Bytes that an allocation may still have: free on the device or spare in torch's pool, up to the

@@ -90,7 +90,8 @@ class EngineLoop:
         """Wait for work, and do one step of it. False when it is time to end."""
         with self._wake:
             while not (self._inbox or self._closing or engine.busy):
-                self._wake.wait()
+                if not self._wake.wait(engine.pressure.idle_seconds):
+                    break  # a step with nobody in it looks at the memory that is left
             arrivals = list(self._inbox)
             self._inbox.clear()
             closing = self._closing

@@ -22,6 +22,7 @@ from vlfit.units import MIB, format_bytes
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 1.0  # asking the driver takes some ten microseconds, a step some ten milliseconds
+IDLE_SECONDS = 5.0  # between two looks while nothing runs
 STEP = 64 * MIB  # what is given back at least: each time costs a trip of the cache to RAM and back
 
 
@@ -47,6 +48,11 @@ class Pressure:
         self._release = release
         self._next_look = 0.0
         self._said = False
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long to wait for requests before the next look; None where nobody has to look."""
+        return None if self._free is None else IDLE_SECONDS
 
     def relieve(self) -> None:
         """Called before a step. Raises ``torch.OutOfMemoryError`` if others were faster and took what the

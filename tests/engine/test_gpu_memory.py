@@ -1,0 +1,107 @@
+"""Memory on a CUDA device: torch's cap, an allocation that truly fails, a pool that gives way."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.test_faults import ask_for, three_streams, tokens
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine import pressure
+from vlfit.engine.engine import Engine
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.pressure import Pressure
+from vlfit.engine.rehearsal import at_start
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import OutOfMemory
+from vlfit.units import MIB
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_cap_afterwards() -> Iterator[None]:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
+
+
+def engine(tiny: Callable[[str], Path], kv_tokens: int | None = None) -> Engine:
+    options = EngineOptions(device="cuda", dtype="float32", context=512, chunk=64, kv_tokens=kv_tokens)
+    return Engine(open_checkpoint(tiny("tied")), options)
+
+
+def run(built: Engine) -> None:
+    while built.busy:
+        built.step()
+
+
+def test_torch_takes_no_more_than_the_plan_says(tiny: Callable[[str], Path]) -> None:
+    """And the worst case that the plan admits needs no more."""
+    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, keep_to_plan=True)
+    built = Engine(open_checkpoint(tiny("tied")), options)
+    limit = built.passes.budget.limit
+    assert limit is not None
+    at_start(built)
+    assert torch.cuda.max_memory_reserved() <= limit
+    assert built.passes.budget.free() <= limit
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(limit, dtype=torch.uint8, device="cuda")
+    stream = ask_for(built, 1, SamplingParams(max_tokens=4, ignore_eos=True))
+    run(built)
+    assert [len(said) for said in tokens([stream])] == [4]
+
+
+def test_an_allocation_that_fails_costs_its_request(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = three_streams(built := engine(tiny))
+    run(built)
+    built = engine(tiny)
+    streams = three_streams(built)
+    while not all(stream.heard for stream in streams):
+        built.step()
+    encode = built.runner.encode
+
+    def too_much(image: object) -> object:
+        return torch.empty(2**45, dtype=torch.uint8, device="cuda")
+
+    for seed in range(20):
+        monkeypatch.setattr(built.runner, "encode", too_much)
+        large = ask_for(built, 100 + seed, SamplingParams(max_tokens=4))
+        while not large.over:
+            built.step()
+        assert isinstance(large.heard[-1], OutOfMemory)
+        assert "32768.00 GiB were asked for" in large.heard[-1].message
+        monkeypatch.setattr(built.runner, "encode", encode)
+    run(built)
+    assert tokens(streams) == tokens(undisturbed)
+    assert built.pool.free == built.pool.blocks
+
+
+def test_a_smaller_pool_gives_its_memory_back_to_the_driver(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = three_streams(built := engine(tiny, 300_000))
+    run(built)
+    monkeypatch.setattr(pressure, "EVERY_SECONDS", 0.0)
+    built = engine(tiny, 300_000)
+    budget = built.passes.budget
+    built.pressure = Pressure(
+        built.scheduler, built.runner.cache, built.pool.blocks_for(512), lambda: 0, budget.release
+    )
+    streams = three_streams(built)
+    before, large = torch.cuda.memory_reserved(), built.runner.cache.nbytes
+    assert large > 200 * MIB
+    for _ in range(30):
+        built.step()
+    small = built.runner.cache.nbytes
+    assert small < large / 100
+    assert before - torch.cuda.memory_reserved() >= large - small - 8 * MIB
+    run(built)
+    assert tokens(streams) == tokens(undisturbed)
