@@ -1,6 +1,7 @@
 """Memory that others take: the KV pool gives way, and nobody who is speaking says another word for it."""
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from tests.engine.test_faults import Asked, ask_for, three_streams, tokens
 from tests.engine.test_faults import undisturbed as undisturbed
-from tests.server.harness import wait_for
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine import pressure
 from vlfit.engine.answer import Chunk
@@ -50,6 +50,15 @@ def engine(tiny: Callable[[str], Path], card: Card, prefix_cache: bool = True) -
     assert built.pressure._free is None  # nobody watches RAM
     built.pressure = Pressure(built.scheduler, built.runner.cache, 512 // 16, lambda: card.free, card.release)
     return built
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Returns once ``condition`` holds; another thread has some seconds to make it so."""
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.005)
+    pytest.fail("waited in vain")
 
 
 def run(built: Engine) -> None:
