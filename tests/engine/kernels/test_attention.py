@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
-from vlfit.engine.kernels.attention import BlockPlan, block_attention, plain_attention
+from vlfit.engine.kernels.attention import BlockPlan, Tiles, block_attention, plain_attention
 from vlfit.engine.kv_cache import slots_of
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
@@ -24,6 +24,7 @@ class Shape:
 SHAPES = {
     "2B": Shape(16, 8, 128),
     "4B and 8B": Shape(32, 8, 128),
+    "heads of 128": Shape(4, 1, 128),
     "heads of 64": Shape(6, 2, 64),
     "one key head, heads of no power of two": Shape(5, 1, 24, block_size=4),
     "tiny": Shape(4, 2, 16, block_size=5),
@@ -70,10 +71,12 @@ def batch(
 
 
 def check(shape: Shape, work: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
+    """With the sizes that the engine chooses; the interpreter's time goes by programs, so there are few."""
+    splits, tiles = (None, None) if ON_GPU else (2, Tiles(64, 64, 4, 1))
     torch.manual_seed(0)
     decoding = next((index for index, (tokens, _) in enumerate(work) if tokens > 1), len(work))
     query, keys, values, plan = batch(shape, work, decoding, dtype, device)
-    out = block_attention(query, keys, values, plan)
+    out = block_attention(query, keys, values, plan, splits=splits, tiles=tiles)
     exact = plain_attention(query.double(), keys.double(), values.double(), plan)
     assert out.dtype == dtype
     assert relative_error(out, exact) < TOLERANCES[dtype]
@@ -85,7 +88,7 @@ def check(shape: Shape, work: list[tuple[int, int]], dtype: torch.dtype, device:
 def test_every_token_sees_what_came_before_it(
     shape: str, work: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    if not ON_GPU and SHAPES[shape].heads > 6 and not (work == "one sequence" and dtype == torch.float16):
+    if not ON_GPU and SHAPES[shape].heads > 6:
         pytest.skip("the interpreter takes long for many heads; fewer go the same way")
     check(SHAPES[shape], BATCHES[work], dtype, device)
 
