@@ -18,6 +18,8 @@ from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
 from vlfit.backends.native import NativeBackend
 from vlfit.backends.remote import RemoteBackend
+from vlfit.cli.printing import Printer
+from vlfit.cli.serve import _load, _server_settings
 from vlfit.engine.account import Counters
 from vlfit.engine.conversation import ask
 from vlfit.engine.options import EngineOptions
@@ -25,6 +27,7 @@ from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import InvalidRequest, QueueFull, UsageError
 from vlfit.server.places import LONGEST_WAIT, Places
 from vlfit.server.settings import ServerSettings
+from vlfit.settings import read_settings
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 
@@ -143,6 +146,18 @@ def test_past_the_limit_a_request_gets_429_before_its_pictures_are_looked_at() -
         assert httpx.post(url, json={"messages": HELLO, "n": 2}).status_code == 200
 
 
+def test_status_tells_of_the_places() -> None:
+    backend = ScriptedBackend(words=("word ",) * 20, delay=0.05)
+    with running(backend, ServerSettings(places=2)) as server:
+        threads = busy(server, backend, 2)
+        for _ in range(3):
+            httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HELLO})
+        status = httpx.get(f"{server.url}/v1/vlfit/status").json()
+        assert status["places"] == {"limit": 2, "taken": 2, "refused": 3}
+        for thread in threads:
+            thread.join()
+
+
 def test_the_openai_package_comes_again_by_itself_and_is_answered() -> None:
     backend = Paced(words=("word ",) * 10, delay=0.05)
     backend.seconds = 10.0
@@ -236,3 +251,20 @@ def test_a_client_that_hangs_up_leaves_its_place(tiny: Callable[[str], Path]) ->
             stream.close()
         with OpenAI(base_url=f"{server.url}/v1", api_key="none") as patient:
             patient.chat.completions.create(model=backend.model, messages=HELLO, max_tokens=2)
+
+
+def test_what_is_typed_arrives(tiny: Callable[[str], Path]) -> None:
+    printer = Printer(json=False, stream=False, quiet=True)
+    folder = str(tiny("tied"))
+    typed = {"model": folder, "device": "cpu", "context": 128, "sequences": 2}
+    for wishes, places, remembers in (
+        ({}, 2 + 16, True),
+        ({"sequences": 5}, 5 + 40, True),
+        ({"queue": 0, "prefix_cache": False}, 2, False),
+    ):
+        settings = read_settings(**{**typed, **wishes})
+        with _load(settings, printer) as backend:
+            assert _server_settings(settings, backend, ()).places == places
+            assert (backend._loop.engine.scheduler.prefixes is not None) is remembers
+    with pytest.raises(UsageError, match="queue"):
+        read_settings(queue=-1)

@@ -115,7 +115,7 @@ def test_a_key_is_asked_for_and_no_line_is_logged(
 def test_a_backend_without_an_account_tells_what_there_is() -> None:
     with running(ScriptedBackend()) as server:
         facts = get(server)
-        assert set(facts) == {"version", "vlfit", "model", "state", "pid", "run", "uptime_s"}
+        assert set(facts) == {"version", "vlfit", "model", "state", "pid", "run", "uptime_s", "places"}
         assert get(server, LEDGER) == {"version": 1, "model": "scripted"}
 
 

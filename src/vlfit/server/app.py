@@ -58,7 +58,7 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
     chat = ChatEndpoint(backend, settings, closing)
     app.router.routes.append(Route("/v1/chat/completions", chat, methods=["POST"]))
-    status = Status(backend, settings.expectation, closing)
+    status = Status(backend, settings.expectation, closing, chat.places)
     app.add_api_route("/v1/vlfit/status", status.status, methods=["GET"])
     app.add_api_route("/v1/vlfit/ledger", status.ledger, methods=["GET"])
     app.add_exception_handler(HTTPException, routing_reply)

@@ -47,7 +47,7 @@ class ChatEndpoint:
         self._backend = backend
         self._settings = settings
         self._closing = closing
-        self._places = Places(backend, settings.places)
+        self.places = Places(backend, settings.places)
         # Apart, so that waiting for slow web servers never keeps requests from being prepared.
         self._work = Threads(PREPARED_AT_ONCE)
         self._fetches = Threads(FETCHED_AT_ONCE)
@@ -76,7 +76,7 @@ class ChatEndpoint:
         check_model(wishes.model, self._backend, self._settings)
         sampling = sampling_of(wishes, self._backend.default_sampling())
         # Before anything is fetched or decoded: who is refused should cost next to nothing.
-        with self._places.take(wishes.n or 1) as held:
+        with self.places.take(wishes.n or 1) as held:
             await self._run(wishes, sampling, request, streaming, held)
 
     async def _run(

@@ -30,16 +30,20 @@ class Held:
 
 
 class Places:
-    """``limit`` places, one for each completion; None: as many as anybody wants."""
+    """``limit`` places, one for each completion; None: as many as anybody wants. ``taken`` are so now.
+
+    ``refused``: requests that were told to come again.
+    """
 
     def __init__(
         self, backend: LocalBackend, limit: int | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._backend = backend
-        self._limit = limit
         self._clock = clock
         self._promised = -math.inf
+        self.limit = limit
         self.taken = 0
+        self.refused = 0
 
     @contextmanager
     def take(self, count: int) -> Iterator[Held]:
@@ -47,8 +51,8 @@ class Places:
 
         Raises ``QueueFull`` if they are not free, ``InvalidRequest`` if so many can never be.
         """
-        if self._limit is not None and self.taken + count > self._limit:
-            raise self._refusal(count, self._limit)
+        if self.limit is not None and self.taken + count > self.limit:
+            raise self._refusal(count, self.limit)
         self.taken += count
         held = Held(self, count)
         try:
@@ -64,6 +68,7 @@ class Places:
                 f"ask for at most {limit}",
                 param="n",
             )
+        self.refused += 1
         wait = self._wait(count)
         return QueueFull(
             f"{self.taken} completions run or wait here already, and the server takes {limit} at once",

@@ -25,6 +25,7 @@ from vlfit.plan.expect import Expectation
 from vlfit.plan.ledger import Settings
 from vlfit.server.closing import Closing
 from vlfit.server.failures import JSONReply
+from vlfit.server.places import Places
 from vlfit.server.threads import Threads
 
 VERSION = 1
@@ -34,10 +35,13 @@ FRESH_SECONDS = 0.2  # an answer of this age is given again: however many look, 
 class Status:
     """The two routes. Belongs to one event loop."""
 
-    def __init__(self, backend: LocalBackend, expectation: Expectation, closing: Closing) -> None:
+    def __init__(
+        self, backend: LocalBackend, expectation: Expectation, closing: Closing, places: Places
+    ) -> None:
         self._backend = backend
         self._expectation = expectation
         self._closing = closing
+        self._places = places
         self._run = uuid4().hex[:12]
         self._started = time.perf_counter()
         self._watch: Watch | None = None
@@ -71,6 +75,11 @@ class Status:
             "pid": os.getpid(),
             "run": self._run,
             "uptime_s": round(now - self._started, 3),
+            "places": {
+                "limit": self._places.limit,
+                "taken": self._places.taken,
+                "refused": self._places.refused,
+            },
         }
         if isinstance(self._backend, Accountable):
             facts |= self._about_engine(self._backend)
@@ -158,8 +167,13 @@ def engine_facts(account: EngineAccount) -> dict[str, Any]:
             "finished": counters.finished,
             "cancelled": counters.cancelled,
             "failed": counters.failed,
+            "pauses": account.pauses,
         },
-        "tokens": {"prompt": counters.prompt_tokens, "generated": counters.tokens},
+        "tokens": {
+            "prompt": counters.prompt_tokens,
+            "shared": counters.shared_tokens,
+            "generated": counters.tokens,
+        },
         "steps": {
             "count": counters.steps,
             "seconds": round(counters.seconds, 6),
@@ -171,6 +185,7 @@ def engine_facts(account: EngineAccount) -> dict[str, Any]:
         "kv_blocks": {
             "total": pool.blocks,
             "used": pool.used,
+            "known": pool.known,
             "planned": pool.planned or pool.blocks,
             "tokens_each": pool.block_size,
         },
