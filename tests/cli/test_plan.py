@@ -35,6 +35,7 @@ FIELDS = [
     "command",
     "environment",
     "changes",
+    "remarks",
 ]
 
 
@@ -88,7 +89,10 @@ def test_json_of_a_refusal(vlfit: Vlfit) -> None:
     assert facts["command"] is None
     assert facts["headroom"] < -2 * 1024 * MIB
     assert len(facts["changes"]) == 3
-    assert all(set(change) == {"what", "frees"} and change["frees"] > 0 for change in facts["changes"])
+    for change in facts["changes"]:
+        assert set(change) == {"what", "frees", "enough"}
+        assert change["frees"] > 0
+        assert change["enough"] == (change["frees"] >= -facts["headroom"])
 
 
 def test_without_a_model_everything_that_fits_best_first(vlfit: Vlfit) -> None:

@@ -33,7 +33,7 @@ def test_the_page_has_a_command_that_can_be_copied(vlfit: Vlfit) -> None:
 def test_json_keeps_version_1_and_adds_flags(vlfit: Vlfit) -> None:
     native = json.loads(vlfit("plan", "2B", *CARD, "--json").out)
     facts = json.loads(vlfit("plan", "2B", *CARD, *VLLM, "--json").out)
-    assert list(facts) == [*native, "flags", "remarks"]
+    assert list(facts) == [*native, "flags"]
     assert facts["version"] == 1
     assert facts["backend"] == "vllm"
     assert facts["fits"] is True

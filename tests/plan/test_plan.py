@@ -7,13 +7,13 @@ import pytest
 
 from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.cards import card
-from vlfit.machine.model import GpuProcess, Machine
+from vlfit.machine.model import Machine
 from vlfit.plan import calibration
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
 from vlfit.plan.ledger import ledger
-from vlfit.plan.search import CHUNKS, Plan, Wishes, plan
+from vlfit.plan.preference import CHUNKS
+from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import everything, subjects
-from vlfit.plan.what_if import variants
 from vlfit.units import GIB, MIB
 
 LINES = [
@@ -167,13 +167,26 @@ def test_more_memory_never_gives_a_worse_plan() -> None:
 
 def test_context_counts_more_than_exact_weights() -> None:
     assert planned("4B").settings.weights == "int4"
-    assert planned("4B", context=4096, sequences=1).settings.weights == "fp8"
+    assert planned("4B", context=4096, image_tokens=1024, sequences=1).settings.weights == "fp8"
 
 
 def test_the_emptiest_gpu_is_planned_for() -> None:
     small, large = EXAMPLE.gpus[0], card("RTX 3090").gpus[0]
     both = replace(EXAMPLE, gpus=(small, replace(large, index=1)))
     assert planned("8B", both).gpu.name == large.name
+
+
+def test_of_several_gpus_the_command_names_the_one_that_was_planned_for() -> None:
+    small, large = EXAMPLE.gpus[0], card("RTX 3090").gpus[0]
+    both = replace(EXAMPLE, gpus=(small, replace(large, index=1)))
+    made = planned("2B", both)
+    assert made.command is not None
+    assert made.command[-2:] == ("--device", "cuda:1")
+    assert made.environment == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    alone = planned("2B")
+    assert alone.command is not None
+    assert "--device" not in alone.command
+    assert alone.environment == {}
 
 
 @pytest.mark.parametrize(
@@ -187,11 +200,30 @@ def test_the_emptiest_gpu_is_planned_for() -> None:
         ({"backend": "ollama"}, "--backend is 'ollama'"),
         ({"context": 1024, "image_tokens": 1024}, "fills a context"),
         ({"context": 300_000}, "at most 262144"),
+        ({"context": 16}, "no room for a picture of 256 tokens"),
+        ({"image_tokens": 10_000}, "fills a context of 8192, the longest that is tried"),
+        ({"image_tokens": 300_000}, "fills a context of 8192"),
     ],
 )
 def test_wishes_that_make_no_sense(wishes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         planned("2B", **wishes)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "hint"),
+    [
+        ({"image_tokens": 10_000}, {"image_tokens": 10_000, "context": 16_384}),
+        ({"image_tokens": 8192}, {"image_tokens": 8192, "context": 16_384}),
+        ({"context": 16}, {"context": 16, "image_tokens": 8}),
+    ],
+)
+def test_the_way_out_that_is_named_is_one(wishes: dict[str, int], hint: dict[str, int]) -> None:
+    with pytest.raises(UsageError) as raised:
+        planned("2B", card("H200"), **wishes)
+    (name,) = hint.keys() - wishes.keys()
+    assert f"--{name.replace('_', '-')} {hint[name]}" in raised.value.hint
+    assert planned("2B", card("H200"), **hint).fits
 
 
 def test_text_only_models_have_no_eyes_and_another_backend() -> None:
@@ -212,52 +244,6 @@ def test_text_only_models_have_no_eyes_and_another_backend() -> None:
 def test_no_gpu_is_said() -> None:
     with pytest.raises(DeviceError, match="no driver"):
         planned("2B", replace(EXAMPLE, gpus=(), notes=("no driver",)))
-
-
-# --- changes -----------------------------------------------------------------------------------------------
-
-
-def test_changes_free_what_they_say() -> None:
-    made = planned("Qwen3-VL-4B-Instruct-FP8", context=16384, image_tokens=256)
-    assert not made.fits
-    assert 1 <= len(made.changes) <= 3
-    shorter = next(change for change in made.changes if change.what.startswith("context 16384 -> "))
-    context = int(shorter.what.rpartition(" ")[2])
-    again = ledger(made.model, made.gpu, made.backend, replace(made.settings, context=context))
-    assert made.total - sum(line.bytes for line in again) == shorter.frees
-    assert shorter.frees >= -made.headroom
-
-
-def test_what_is_enough_comes_first() -> None:
-    made = planned("Qwen3-VL-4B-Instruct")
-    deficit = -made.headroom
-    enough = [change.frees >= deficit for change in made.changes]
-    assert enough == sorted(enough, reverse=True)
-    assert made.changes[0].what == "weights bf16 -> fp8 (Qwen/Qwen3-VL-4B-Instruct-FP8)"
-
-
-def test_a_browser_whose_share_the_driver_tells_is_named_with_it() -> None:
-    gpu = replace(EXAMPLE.gpus[0], processes=(GpuProcess(7, "firefox", 420 * MIB),))
-    host = replace(EXAMPLE.host, wsl2=False, display="wayland")
-    machine = replace(EXAMPLE, gpus=(gpu,), host=host)
-    made = planned("Qwen3-VL-4B-Instruct-FP8", machine, context=6000, image_tokens=2560)
-    assert -made.headroom < 420 * MIB
-    assert "browser" in made.changes[0].what
-    assert made.changes[0].frees == 420 * MIB
-    rows = dict(variants(machine))
-    closed = next(other for what, other in rows.items() if what.startswith("browser closed"))
-    assert closed.gpus[0].free == gpu.free + 420 * MIB
-
-
-def test_what_if_rows() -> None:
-    rows = list(variants(EXAMPLE))
-    words = ["native Linux", "headless", "12 GB card", "16 GB card", "24 GB card"]
-    assert [word for what, _ in rows for word in words if what.startswith(word)] == words
-    machines = dict(rows)
-    headless = next(other for what, other in machines.items() if what.startswith("headless"))
-    assert headless.gpus[0].free == headless.gpus[0].total == 8151 * MIB
-    assert not rows[0][1].host.wsl2
-    assert rows[-1][1].gpus[0].desktop == 951 * MIB
 
 
 # --- speed -------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """From a name to models: folders, the catalog, families, conversions that are still to be made, the hub."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,15 @@ from vlfit.checkpoint import catalog, hub, remote
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.engine.convert.convert import convert
-from vlfit.errors import CheckpointError, NotACheckpoint, UnknownArchitecture, UsageError
-from vlfit.plan.subjects import everything, subjects
+from vlfit.errors import (
+    CheckpointError,
+    HubModelNotFound,
+    NotACheckpoint,
+    UnknownArchitecture,
+    UsageError,
+)
+from vlfit.plan.model import Model, model_of
+from vlfit.plan.subjects import everything, instead_of, subjects
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +36,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_catalog_needs_no_network() -> None:
     assert [model.weights for model in subjects("Qwen/Qwen3-VL-8B-Thinking-FP8")] == ["fp8"]
-    assert [model.weights for model in subjects("4B")] == ["bf16", "fp8", "int4"]
+    assert [model.weights for model in subjects("4B") if not model.convert_options] == ["bf16", "fp8", "int4"]
     assert [model.name for model in subjects("4B", "fp8")] == ["Qwen/Qwen3-VL-4B-Instruct-FP8"]
     assert [model.name for model in subjects("Qwen/Qwen3-VL-4B-Thinking", "int4")] == [
         "Qwen3-VL-4B-Thinking-INT4"
@@ -55,12 +63,121 @@ def test_a_folder_is_read_from_its_headers(tiny: Callable[[str], Path]) -> None:
 def test_a_conversion_is_planned_to_the_byte_before_it_is_made(tmp_path: Path, weights: str) -> None:
     """mini in fewer bits: what the plan counts from shapes is what is read from the converted files."""
     source = read_checkpoint("mini", Path(str(subjects_folder())))
-    (planned,) = subjects("mini", weights)
+    planned = subjects("mini", weights)[0]
     convert(source, weights, tmp_path / "made")
     (made,) = subjects(str(tmp_path / "made"))
     assert planned.converted_from == "mini"
+    assert planned.made_by == f"vlfit convert mini --weights {weights}"
+    same_sizes(planned, made)
+
+
+def same_sizes(planned: Model, made: Model) -> None:
     for part in ("text_bytes", "vision_bytes", "embedding_bytes", "parameters", "layer", "head"):
         assert getattr(planned, part) == getattr(made, part), part
+
+
+def test_a_head_in_int4_is_planned_to_the_byte_before_it_is_made(
+    tmp_path: Path, tiny: Callable[[str], Path]
+) -> None:
+    """The command of the plan is what is run, so that its options cannot say another thing than its sizes."""
+    models = subjects(str(tiny("untied_sharded")), "int4")
+    assert [model.convert_options.split(" --out ")[0] for model in models] == ["", "--head"]
+    words = shlex.split(models[1].made_by)
+    assert words[:3] == ["vlfit", "convert", str(tiny("untied_sharded"))]
+    assert words[3:6] == ["--weights", "int4", "--head"]
+    assert words[6:] == ["--out", models[1].place]
+    convert(read_checkpoint("x", tiny("untied_sharded")), "int4", tmp_path / "made", head=True)
+    (made,) = subjects(str(tmp_path / "made"))
+    same_sizes(models[1], made)
+    assert made.head_is_rounded
+    assert made.embedding_bytes < models[0].embedding_bytes
+
+
+def test_larger_groups_are_planned_to_the_byte_before_they_are_made(tmp_path: Path) -> None:
+    source = read_checkpoint("mini", subjects_folder())
+    config = catalog.in_format(source.config, "int4", group_size=64)
+    convert(source, "int4", tmp_path / "made", group_size=64)
+    (made,) = subjects(str(tmp_path / "made"))
+    planned = model_of("mini", config, catalog.tensors_of(config), "counted")
+    same_sizes(planned, made)
+
+
+def test_8b_has_what_convert_can_make_of_it_the_mildest_first() -> None:
+    names = [model.name.rpartition("INT4")[2] for model in subjects("8B") if model.convert_options]
+    assert names == ["-G128", "-HEAD", "-HEAD-G128"]
+    sizes = [model.weight_bytes for model in subjects("8B")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [model.convert_options.split(" --out ")[0] for model in subjects("2B", "int4")] == [
+        "",
+        "--group-size 128",
+    ]
+    (named,) = subjects("Qwen3-VL-8B-Instruct-INT4-HEAD")
+    assert named.head_is_rounded
+    assert named.made_by == (
+        "vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4 --head --out Qwen3-VL-8B-Instruct-INT4-HEAD"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("4B-FP8", "Qwen/Qwen3-VL-4B-Instruct-FP8"),
+        ("4b-bf16", "Qwen/Qwen3-VL-4B-Instruct"),
+        ("8b-thinking-fp8", "Qwen/Qwen3-VL-8B-Thinking-FP8"),
+        ("qwen3-vl:4b", "Qwen/Qwen3-VL-4B-Instruct"),
+        ("Qwen3_VL_4B_Instruct_FP8", "Qwen/Qwen3-VL-4B-Instruct-FP8"),
+        ("Phi-3-mini", "microsoft/Phi-3-mini-4k-instruct"),
+        ("Llama-2-7B", "meta-llama/Llama-2-7b-hf"),
+        ("Qwen2.5-3B", "Qwen/Qwen2.5-3B-Instruct"),
+        ("https://huggingface.co/Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-4B-Instruct"),
+        ("https://huggingface.co/Qwen/Qwen3-VL-4B-Thinking-FP8/tree/main", "Qwen/Qwen3-VL-4B-Thinking-FP8"),
+        ("hf.co/Qwen/Qwen3-VL-2B-Instruct/", "Qwen/Qwen3-VL-2B-Instruct"),
+    ],
+)
+def test_names_as_people_write_them(typed: str, name: str) -> None:
+    assert subjects(typed)[0].name == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("Qwen3-VL-4B-Instuct", "Did you mean Qwen/Qwen3-VL-4B-Instruct or "),
+        ("qwen3-vl", "Did you mean Qwen/Qwen3-VL-8B-Instruct or Qwen/Qwen3-VL-4B-Instruct or "),
+        ("qwen3-8b", "Did you mean Qwen/Qwen3-VL-8B-Instruct or "),  # another model than Qwen3-VL-8B
+        ("llama-7b", "Did you mean meta-llama/Llama-2-7b-hf? "),
+        ("gpt2", "Give a folder"),
+    ],
+)
+def test_names_that_mean_nothing_or_several_are_not_guessed(typed: str, words: str) -> None:
+    with pytest.raises(NotACheckpoint) as raised:
+        subjects(typed)
+    assert raised.value.hint.startswith(words)
+
+
+def test_a_misspelt_name_of_the_hub_has_its_neighbours_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> None:
+        raise HubModelNotFound(f"no model {name}", "Check the spelling.")
+
+    monkeypatch.setattr(remote, "read_remote", none)
+    with pytest.raises(HubModelNotFound) as raised:
+        subjects("Qwen/Qwen3-VL-4B-Instuct-FP8")
+    assert raised.value.hint.startswith("Did you mean Qwen/Qwen3-VL-4B-Instruct-FP8 or ")
+    assert raised.value.hint.endswith("Check the spelling.")
+
+
+def test_the_page_of_a_revision_is_that_revision() -> None:
+    page = "https://huggingface.co/org/other/tree/refs"
+    with pytest.raises(AssertionError, match="org/other@refs"):
+        subjects(page)
+
+
+def test_a_folder_that_does_not_fit_can_be_converted(tiny: Callable[[str], Path]) -> None:
+    folder = tiny("untied_sharded")
+    others = [
+        each for each in instead_of(subjects(str(folder)), str(folder)) if each.converted_from == str(folder)
+    ]
+    assert [each.weights for each in others] == ["fp8", "int4", "int4"]
+    assert instead_of(subjects("4B-thinking"), "4B-thinking")[0].name == "Qwen/Qwen3-VL-8B-Thinking"
 
 
 def subjects_folder() -> Path:

@@ -2,7 +2,8 @@
 
 Knows: their configs (the numbers of the official ``config.json`` files), from which every tensor's name,
 shape and type follows as in the published files: no size is written down here. int4 entries are what ``vlfit
-convert`` makes of the bf16 ones. Does not know: whether the files are on this disk, or anything about memory.
+convert`` makes of the bf16 ones, ``variants`` what it makes of them with options that cost exactness. Does
+not know: whether the files are on this disk, or anything about memory.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from vlfit.checkpoint.tensors import PACKED_SUFFIX, SCALE_SUFFIX, expected_tenso
 BF16 = "bf16"
 FORMATS = (BF16, FP8, INT4)  # from the most to the least exact
 GROUP_SIZE = 32  # what `vlfit convert --weights int4` takes when it is not told another
+COARSE_GROUP_SIZE = 128  # the largest that it takes
 VISION_MODULE = "model.visual"
 _SOURCE = Path("catalog")  # these tensors lie in no file
 _BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
@@ -45,7 +47,8 @@ class CatalogEntry:
     """A checkpoint by its config. ``name`` is its name on the hub; for int4 the folder that convert writes.
 
     ``family`` is shared by the same model in other formats: ``Qwen3-VL-4B``. ``edition``: Instruct, Thinking
-    or "". ``converted_from``: the hub name of the checkpoint that ``vlfit convert`` makes this one of.
+    or "". ``converted_from``: the hub name of the checkpoint that ``vlfit convert`` makes this one of;
+    ``convert_options``: what it is told besides ``--weights``.
     """
 
     name: str
@@ -54,6 +57,7 @@ class CatalogEntry:
     weights: str
     config: ModelConfig | TextOnlyConfig
     converted_from: str = ""
+    convert_options: str = ""
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -73,14 +77,37 @@ def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
     return tensors
 
 
-def in_format(config: ModelConfig, weights: str) -> ModelConfig:
-    """``config`` with the text layers in ``weights``: bf16, or as ``vlfit convert`` writes fp8 and int4."""
+def in_format(
+    config: ModelConfig, weights: str, *, group_size: int = GROUP_SIZE, head: bool = False
+) -> ModelConfig:
+    """``config`` with the text layers in ``weights``: bf16, or as ``vlfit convert`` writes fp8 and int4.
+
+    ``group_size`` and ``head`` are its options for int4: weights that share a scale, and the output head too.
+    """
+    kept = (r"re:model\.visual\.",) if head else (r"re:model\.visual\.", "lm_head")
     forms = {
         BF16: None,
         FP8: Fp8Format(128, 128, (VISION_MODULE,)),
-        INT4: Int4Format(GROUP_SIZE, True, (r"re:model\.visual\.", "lm_head")),
+        INT4: Int4Format(group_size, True, kept),
     }
     return replace(config, quantization=forms[weights])
+
+
+def option_sets(config: ModelConfig) -> Iterator[tuple[int, bool, str, str]]:
+    """Group size, head, the options of ``vlfit convert`` and a name's ending, the mildest first.
+
+    Only what this config can have: larger groups must divide every layer, and a tied head is the embedding.
+    """
+    text = config.text
+    widths = (text.hidden_size, text.intermediate_size, text.num_attention_heads * text.head_dim)
+    coarse = not any(width % COARSE_GROUP_SIZE for width in widths)
+    if coarse:
+        yield COARSE_GROUP_SIZE, False, f"--group-size {COARSE_GROUP_SIZE}", f"-G{COARSE_GROUP_SIZE}"
+    if not config.tie_word_embeddings:
+        yield GROUP_SIZE, True, "--head", "-HEAD"
+        if coarse:
+            options = f"--head --group-size {COARSE_GROUP_SIZE}"
+            yield COARSE_GROUP_SIZE, True, options, f"-HEAD-G{COARSE_GROUP_SIZE}"
 
 
 @lru_cache(maxsize=1)
@@ -89,10 +116,26 @@ def entries() -> tuple[CatalogEntry, ...]:
     return tuple(_entries())
 
 
+@lru_cache(maxsize=1)
+def variants() -> tuple[CatalogEntry, ...]:
+    """The int4 entries in still fewer bytes, by options of ``vlfit convert`` that cost exactness."""
+    return tuple(
+        replace(
+            entry,
+            name=f"{entry.name}{ending}",
+            config=in_format(entry.config, INT4, group_size=group_size, head=head),
+            convert_options=f"{options} --out {entry.name}{ending}",
+        )
+        for entry in entries()
+        if entry.weights == INT4 and isinstance(entry.config, ModelConfig)
+        for group_size, head, options, ending in option_sets(entry.config)
+    )
+
+
 def find(name: str) -> CatalogEntry | None:
     """The entry called ``name``: whole, or without what stands before the slash; case does not matter."""
     wanted = name.lower()
-    for entry in entries():
+    for entry in (*entries(), *variants()):
         if wanted in (entry.name.lower(), entry.name.lower().rpartition("/")[2]):
             return entry
     return None

@@ -222,16 +222,22 @@ def _between(speed: "Speed | None") -> str:
 def _advice(plan: "Plan") -> list[str]:
     lines = []
     if plan.changes:
-        enough = [change for change in plan.changes if change.frees >= -plan.headroom]
-        lines.append("What to change:" if enough else "What to change (none of these is enough alone):")
-        lines += [f"  {plain(change.what, terminal=True)}: {_mib(change.frees)}" for change in plan.changes]
+        enough = [change for change in plan.changes if change.enough]
+        rest = [change for change in plan.changes if not change.enough]
+        for title, changes in (("What to change, any one of:", enough), ("Not enough alone:", rest)):
+            if changes:
+                lines.append(title)
+                lines += [
+                    f"  {plain(change.what, terminal=True)}: {_mib(change.frees)}" for change in changes
+                ]
     if plan.fits and plan.model.converted_from:
-        made = f"vlfit convert {plan.model.converted_from} --weights {plan.model.weights}"
-        lines.append(f"Make it with: {plain(made, terminal=True)}")
+        lines.append(f"Make it with: {plain(plan.model.made_by, terminal=True)}")
     if plan.flags:
         lines += ["Start it with:", *_command_of_many_lines(plan)]
     elif plan.command is not None:
-        lines.append(f"Start it with: {plain(shlex.join(plan.command), terminal=True)}")
+        variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
+        words = " ".join([*variables, shlex.join(plan.command)])
+        lines.append(f"Start it with: {plain(words, terminal=True)}")
     return lines
 
 

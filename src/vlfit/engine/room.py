@@ -23,7 +23,7 @@ from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import EXACT, constants_for
 from vlfit.plan.expect import expect_in_ram, expect_on_gpu
 from vlfit.plan.ledger import Line, Settings
-from vlfit.plan.search import IMAGE_TOKENS
+from vlfit.plan.preference import IMAGE_TOKENS
 from vlfit.units import format_bytes
 
 # What a person is told of a ledger, in few words: the first part of a line's name, and what it is called.

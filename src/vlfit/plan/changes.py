@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Host
+from vlfit.plan import calibration
 from vlfit.plan.ledger import NATIVE, VLLM, Settings, held_by_others, ledger
 from vlfit.plan.model import Model
 
@@ -19,10 +20,11 @@ _LEAST_CHUNK = 128  # the fewest tokens of a pass that plans of the native engin
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``what`` to change, in words, and the bytes that it ``frees``."""
+    """``what`` to change, in words, the bytes that it ``frees``, and whether that is ``enough`` alone."""
 
     what: str
     frees: int
+    enough: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +45,42 @@ def total(model: Model, gpu: Gpu, backend: str, settings: Settings) -> int:
     return sum(line.bytes for line in ledger(model, gpu, backend, settings))
 
 
+def can_be_freed(gpu: Gpu, host: Host) -> int:
+    """The most bytes of what others hold that a person can get back.
+
+    The driver keeps its own share. Under WSL2 a Linux process never sees all of the card, whatever Windows
+    does (``calibration.WSL2_HIDES``).
+    """
+    kept = max(gpu.reserved, calibration.WSL2_HIDES.bytes if host.wsl2 else 0)
+    return max(held_by_others(gpu) - kept, 0)
+
+
 def cheapest(
-    refused: Refused, contexts: Iterable[int], image_tokens: Iterable[int], *, most: int = SHOWN
+    refused: Refused,
+    contexts: Iterable[int],
+    image_tokens: Iterable[int],
+    sequences: Iterable[int],
+    *,
+    most: int = SHOWN,
 ) -> tuple[Change, ...]:
     """The cheapest changes that each make it fit; where fewer do, those that free the most besides.
 
-    ``contexts`` and ``image_tokens`` are the steps that may be gone down to.
+    ``contexts``, ``image_tokens`` and ``sequences`` are the steps that may be gone down to; above the largest
+    of them every double of it is a step too.
     """
-    changes = [change for change in _all(refused, tuple(contexts), tuple(image_tokens)) if change.frees > 0]
-    enough = [change for change in changes if change.frees >= refused.deficit]
-    rest = sorted((c for c in changes if c.frees < refused.deficit), key=lambda change: -change.frees)
+    found = _all(refused, tuple(contexts), tuple(image_tokens), tuple(sequences))
+    changes = [replace(each, enough=each.frees >= refused.deficit) for each in found if each.frees > 0]
+    enough = [change for change in changes if change.enough]
+    rest = sorted((change for change in changes if not change.enough), key=lambda change: -change.frees)
     return tuple([*enough, *rest][:most])
 
 
-def _all(refused: Refused, contexts: tuple[int, ...], image_tokens: tuple[int, ...]) -> Iterator[Change]:
+def _all(
+    refused: Refused, contexts: tuple[int, ...], image_tokens: tuple[int, ...], sequences: tuple[int, ...]
+) -> Iterator[Change]:
     yield from _desktop(refused)
     settings = refused.settings
-    yield from _setting(refused, "sequences", settings.sequences, (1,))
+    yield from _setting(refused, "sequences", settings.sequences, sequences)
     yield from _own_engine(refused)
     yield from _formats(refused)
     yield from _setting(refused, "image tokens", settings.image_tokens, image_tokens)
@@ -68,26 +89,38 @@ def _all(refused: Refused, contexts: tuple[int, ...], image_tokens: tuple[int, .
 
 
 def _desktop(refused: Refused) -> Iterator[Change]:
+    """Single programs where the driver tells what they hold; else, and last, everything that can go."""
+    everything = "no desktop on this card (log out, or the screen on another GPU)"
+    if refused.host.wsl2:  # there is no desktop in WSL2 to log out of: it is Windows'
+        everything = "in Windows, the screen on another GPU and nothing open on this one"
     for tip in advice(refused.gpu, refused.host):
         if tip.frees is not None:
             yield Change(tip.what, tip.frees)
-    held = held_by_others(refused.gpu)
-    everything = "no desktop on this card (log out, or the screen on another GPU), at most"
-    yield Change(everything, held - refused.gpu.reserved)
+        elif tip.kind in ("windows", "outside"):
+            everything = tip.what
+    yield Change(f"{everything}, at most", can_be_freed(refused.gpu, refused.host))
 
 
 def _setting(refused: Refused, name: str, now: int, steps: tuple[int, ...]) -> Iterator[Change]:
-    """One step down that is enough, the smallest such; else the largest step there is."""
-    lower = sorted((step for step in steps if step < now), reverse=True)
+    """The largest step down that is enough; where none is, the last."""
     field = name.replace(" ", "_")
     best: Change | None = None
-    for step in lower:
+    for step in _below(now, steps):
         smaller = replace(refused.settings, **{field: step})  # type: ignore[arg-type]
         best = Change(f"{name} {now} -> {step}", _freed(refused, refused.model, smaller))
         if best.frees >= refused.deficit:
             break
     if best is not None:
         yield best
+
+
+def _below(now: int, steps: tuple[int, ...]) -> list[int]:
+    """Steps below ``now``, the largest first, with the doubles of the largest that are below it too."""
+    doubles, double = [], 2 * max(steps)
+    while double < now:
+        doubles.append(double)
+        double *= 2
+    return sorted({*doubles, *(step for step in steps if step < now)}, reverse=True)
 
 
 def _own_engine(refused: Refused) -> Iterator[Change]:
@@ -100,12 +133,37 @@ def _own_engine(refused: Refused) -> Iterator[Change]:
 
 
 def _formats(refused: Refused) -> Iterator[Change]:
+    """Each smaller format; where none is enough, also what options of ``vlfit convert`` make of int4."""
     model = refused.model
-    for other in refused.models:
-        if other.family == model.family and other.weight_bytes < model.weight_bytes:
-            source = other.converted_from
-            made = f"vlfit convert {source} --weights {other.weights}" if source else other.name
-            yield Change(f"weights {model.weights} -> {other.weights} ({made})", _instead(refused, other))
+    smaller = [
+        other
+        for other in refused.models
+        if other.family == model.family and other.weight_bytes < model.weight_bytes
+    ]
+    enough = False
+    for other in smaller:
+        if not other.convert_options:
+            change = Change(
+                f"weights {model.weights} -> {other.weights} ({other.made_by or other.name})",
+                _instead(refused, other),
+            )
+            enough = enough or change.frees >= refused.deficit
+            yield change
+    if refused.backend == NATIVE and not enough:
+        yield from _rounded_more(refused, [other for other in smaller if other.convert_options])
+
+
+def _rounded_more(refused: Refused, variants: list[Model]) -> Iterator[Change]:
+    """The mildest of ``variants`` that is enough, else the smallest; with the loss that it means."""
+    best: Change | None = None
+    for other in sorted(variants, key=lambda each: -each.weight_bytes):
+        loss = "output head in 4 bits too, " if other.head_is_rounded else ""
+        what = f"int4 rounded further, {loss}answers less exact ({other.made_by})"
+        best = Change(what, _instead(refused, other))
+        if best.frees >= refused.deficit:
+            break
+    if best is not None:
+        yield best
 
 
 def _models(refused: Refused) -> Iterator[Change]:
@@ -115,6 +173,7 @@ def _models(refused: Refused) -> Iterator[Change]:
         other
         for other in refused.models
         if other.family != model.family
+        and not other.convert_options
         and other.parameters < model.parameters
         and (other.vision is None) == (model.vision is None)
     ]

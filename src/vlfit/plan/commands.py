@@ -27,14 +27,21 @@ def start_of(
     if backend == VLLM and version is not None:
         several = len(machine.gpus) > 1
         return vllm.start(model, settings, lines, gpu, version, wsl2=machine.host.wsl2, several=several)
-    return _native(model, settings) if backend == NATIVE else None
+    return _native(model, settings, machine, gpu) if backend == NATIVE else None
 
 
-def _native(model: Model, settings: Settings) -> Start:
+def _native(model: Model, settings: Settings, machine: Machine, gpu: Gpu) -> Start:
+    """Where there are several GPUs the command names the one that was planned for.
+
+    torch counts the fastest first unless it is told to count as the driver does, by place on the bus.
+    """
     words = ["vlfit", "serve", model.place, "--context", str(settings.context)]
     words += ["--sequences", str(settings.sequences)]
     if settings.image_tokens:
         words += ["--image-tokens", str(settings.image_tokens)]
     if settings.chunk != SERVE_CHUNK:
         words += ["--chunk", str(settings.chunk)]
-    return Start(tuple(words))
+    if len(machine.gpus) < 2:
+        return Start(tuple(words))
+    words += ["--device", f"cuda:{gpu.index}"]
+    return Start(tuple(words), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})

@@ -4,6 +4,7 @@ Knows: what the native engine's loader makes of each tensor (FP8 scales widened 
 repeated for each head, what is not loaded at all). Does not know: where the tensors were read, or machines.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,7 +49,8 @@ class Model:
     ``rounding`` is what torch's allocator adds by rounding large tensors up; ``pool`` is all that it takes
     more than the weights are once they are loaded, ``pool_apart`` that without joining what shares its input,
     as in transformers. ``converted_from`` names the checkpoint that ``vlfit convert`` has to make this one
-    of, "" if it exists. ``place`` is what a command names to load it: a folder's path or a name on the hub.
+    of, "" if it exists, and ``convert_options`` what it is told for that, beside the format, at the cost of
+    exactness. ``place`` is what a command names to load it: a folder's path or a name on the hub.
     ``known_by`` says in words where the sizes were read.
     """
 
@@ -69,6 +71,20 @@ class Model:
     known_by: str
     converted_from: str = ""
     place: str = ""
+    convert_options: str = ""
+
+    @property
+    def made_by(self) -> str:
+        """The command that makes this checkpoint; "" if it exists."""
+        if not self.converted_from:
+            return ""
+        words = f"vlfit convert {shlex.quote(self.converted_from)} --weights {self.weights}"
+        return f"{words} {self.convert_options}".rstrip()
+
+    @property
+    def head_is_rounded(self) -> bool:
+        """Whether the output head has weights of its own in fewer than 16 bits."""
+        return self.head.form != BF16
 
     @property
     def weight_bytes(self) -> int:
@@ -96,6 +112,7 @@ def model_of(
     family: str = "",
     converted_from: str = "",
     place: str = "",
+    convert_options: str = "",
 ) -> Model:
     """The model that ``tensors`` (a checkpoint's headers, or the catalog's) and ``config`` describe."""
     text, vision = (config, None) if isinstance(config, TextOnlyConfig) else (_text(config), config.vision)
@@ -125,6 +142,7 @@ def model_of(
         known_by=known_by,
         converted_from=converted_from,
         place=place or name,
+        convert_options=convert_options,
     )
 
 

@@ -41,21 +41,23 @@ def facts(plan: Plan) -> dict[str, Any]:
         "speed": None if plan.speed is None else _speed_facts(plan.speed),
         "command": None if plan.command is None else list(plan.command),
         "environment": dict(plan.environment),
-        "changes": [{"what": change.what, "frees": change.frees} for change in plan.changes],
-        **_vllm_facts(plan),
+        "changes": [
+            {"what": change.what, "frees": change.frees, "enough": change.enough} for change in plan.changes
+        ],
+        "remarks": list(plan.remarks),
+        **_flag_facts(plan),
     }
 
 
-def _vllm_facts(plan: Plan) -> dict[str, Any]:
-    """What only plans for vLLM have: each flag with the line it moves, and remarks."""
+def _flag_facts(plan: Plan) -> dict[str, Any]:
+    """What only plans for vLLM have: each flag with the line it moves."""
     if plan.backend != VLLM:
         return {}
     return {
         "flags": [
             {"flag": flag.flag, "value": flag.value, "line": flag.line, "why": flag.why}
             for flag in plan.flags
-        ],
-        "remarks": list(plan.remarks),
+        ]
     }
 
 

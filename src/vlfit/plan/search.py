@@ -1,12 +1,11 @@
 """From a machine, a model and wishes to a plan: what is fixed stays so, the rest is chosen in a stated order.
 
-The order: the better model first, then context, image tokens, sequences, weights format (the more exact), and
-last tokens of a pass, which cost only time. Of each the largest that fits is taken, down the steps below.
-Knows that order and those steps. Does not know what a line costs (``ledger.py``) or how to get memory back
-(``changes.py``).
+The first settings in the order of preference that fit are taken, if they leave air for what is modelled;
+where none does, those that leave the most. Knows how a choice is made. Does not know the order
+(``preference.py``), what a line costs (``ledger.py``) or how to get memory back (``changes.py``).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +17,23 @@ from vlfit.plan.changes import Change, Refused, cheapest
 from vlfit.plan.commands import start_of
 from vlfit.plan.ledger import BACKENDS, NATIVE, TRANSFORMERS, VLLM, Line, Settings, ledger
 from vlfit.plan.model import Model
+from vlfit.plan.preference import (
+    CONTEXTS,
+    IMAGE_TOKENS,
+    SEQUENCES,
+    air,
+    candidates,
+    is_ample,
+    keeps_floors,
+    modelled,
+    tiers,
+)
 from vlfit.plan.speed import Speed, predict
 from vlfit.plan.vllm.command import Flag, remarks
 from vlfit.plan.vllm.costs import LEAST_PIXELS, pixels_of_token
 from vlfit.plan.vllm.versions import Version, check_card, chosen_version, parse_version
+from vlfit.units import MIB
 
-CONTEXTS = (8192, 4096, 2048)
-IMAGE_TOKENS = (2560, 1280, 1024, 768, 512, 256)
-SEQUENCES = (4, 2, 1)
-CHUNKS = (1024, 512, 256, 128)
-VLLM_CHUNKS = (2048, 1024, 512)
 _LEAST_CONTEXT = 16  # of ``EngineOptions``
 _LEAST_IMAGE_TOKENS = 4
 
@@ -104,13 +110,14 @@ class Plan:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """Sorts plans, best first: what fits, sees pictures, knows more, then the order of preference."""
+        """Sorts plans, best first: what fits, sees pictures, keeps to the floors, knows more, and so on."""
         settings = self.settings
         preference = (settings.context, settings.image_tokens, settings.sequences)
         format_rank = FORMATS.index(self.model.weights) if self.model.weights in FORMATS else len(FORMATS)
         return (
             not self.fits,
             self.model.vision is None,
+            not is_ample(settings),
             -self.model.parameters,
             tuple(-value for value in preference),
             format_rank,
@@ -122,27 +129,76 @@ def plan(
 ) -> Plan:
     """The best plan for one of ``models`` (one model in several formats); it may not fit, and then says why.
 
-    ``others`` gives models that may be proposed instead; it is asked if the plan does not fit. Raises
-    ``DeviceError`` where there is no GPU, and ``UsageError`` for wishes that this model cannot have.
+    What is converted at the cost of exactness is taken only where nothing else fits. ``others`` gives models
+    that may be proposed instead; it is asked if the plan does not fit. Raises ``DeviceError`` where there is
+    no GPU, and ``UsageError`` for wishes that this model cannot have.
     """
     gpu = emptiest(machine)
     version = chosen_version(wishes.vllm_version) if wishes.backend == VLLM else None
-    candidates = _runnable(models, wishes, gpu, version)
-    smallest: tuple[int, Model, str, Settings] | None = None
-    for settings, model, backend in _candidates(candidates, wishes):
-        lines = ledger(model, gpu, backend, settings)
-        spent = sum(line.bytes for line in lines)
-        if spent <= gpu.total:
-            return _finished(model, backend, machine, gpu, settings, lines, version)
-        if smallest is None or spent < smallest[0]:
-            smallest = (spent, model, backend, settings)
-    if smallest is None:
-        raise UsageError(
-            f"no settings are left to try for {models[0].name if models else 'this model'}",
-            "wish for a smaller --context or fewer --image-tokens",
-        )
-    _, model, backend, settings = smallest
-    return _refused(model, backend, machine, gpu, settings, tuple(others()), version)
+    runnable = _runnable(models, wishes, gpu, version)
+    exact = [each for each in runnable if not each[0].convert_options]
+    rounded = [each for each in runnable if each[0].convert_options]
+    found = _best(exact, wishes, gpu) if exact else _coarser(rounded, wishes, gpu)
+    if (
+        found.headroom < 0 and exact and rounded and wishes.backend != VLLM
+    ):  # of which not all read such heads
+        coarser = _coarser(rounded, wishes, gpu)
+        found = coarser if coarser.headroom >= 0 else found  # a refusal is of what keeps its exactness
+    model, backend, settings = found.model, found.backend, found.settings
+    if found.headroom < 0:
+        return _refused(model, backend, machine, gpu, settings, tuple(others()), version)
+    return _finished(model, backend, machine, gpu, settings, found.lines, version)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    model: Model
+    backend: str
+    settings: Settings
+    lines: tuple[Line, ...]
+    headroom: int
+
+
+def _best(models: list[tuple[Model, str]], wishes: Wishes, gpu: Gpu) -> _Choice:
+    """The choice among these; with a negative ``headroom`` nothing fits, and it is what takes the least.
+
+    Where nothing leaves air, what leaves the most is taken: so more memory never makes a plan smaller.
+    """
+    every = candidates(models, wishes)
+    # The last settings of a model are the least of each step: if those do not fit, none do.
+    last = {model.name: (settings, model, backend) for settings, model, backend in every}
+    smallest = max((_choice(gpu, *each) for each in last.values()), key=_headroom)
+    if smallest.headroom < 0:
+        return smallest
+    for tier in tiers(every, wishes):
+        roomiest: _Choice | None = None
+        for each in tier:
+            choice = _choice(gpu, *each)
+            if choice.headroom >= air(choice.lines):
+                return choice
+            if roomiest is None or choice.headroom > roomiest.headroom:
+                roomiest = choice
+        if roomiest is not None and roomiest.headroom >= 0:
+            return roomiest
+    return smallest
+
+
+def _choice(gpu: Gpu, settings: Settings, model: Model, backend: str) -> _Choice:
+    lines = ledger(model, gpu, backend, settings)
+    return _Choice(model, backend, settings, lines, gpu.total - sum(line.bytes for line in lines))
+
+
+def _headroom(choice: _Choice) -> int:
+    return choice.headroom
+
+
+def _coarser(models: list[tuple[Model, str]], wishes: Wishes, gpu: Gpu) -> _Choice:
+    """Of models that are rounded more, the mildest that fits with air and above the floors; else any."""
+    for model in models:
+        choice = _best([model], wishes, gpu)
+        if choice.headroom >= air(choice.lines) and keeps_floors(choice.settings, wishes):
+            return choice
+    return _best(models, wishes, gpu)
 
 
 def emptiest(machine: Machine) -> Gpu:
@@ -150,7 +206,9 @@ def emptiest(machine: Machine) -> Gpu:
     if not machine.gpus:
         raise DeviceError(
             f"there is no GPU to plan for: {machine.no_gpu_reason}",
-            'Plan for a card that you might use: --gpu "RTX 5060" --desktop 951MiB, or --machine FILE.',
+            'A plan is for a GPU\'s memory. Name the card: --gpu "RTX 5060" --desktop 951MiB (vlfit machine '
+            "--cards lists them), or --machine FILE. Without a GPU everything runs on the processor, with no "
+            "plan: vlfit caption PICTURE.",
         )
     return with_bandwidth(max(machine.gpus, key=lambda gpu: gpu.free))
 
@@ -202,49 +260,6 @@ def _check_pictures(model: Model, wishes: Wishes) -> None:
         )
 
 
-def _candidates(models: list[tuple[Model, str]], wishes: Wishes) -> Iterator[tuple[Settings, Model, str]]:
-    """Settings in the order of preference, each with every format before the next step down."""
-    sees = [model.vision is not None for model, _ in models]
-    if not all(sees) and wishes.image_tokens is not None:
-        raise UsageError(
-            f"{models[sees.index(False)][0].name} is a text-only model and takes no pictures",
-            "leave out --image-tokens",
-        )
-    for context in _steps(wishes.context, CONTEXTS):
-        for image_tokens in _steps(wishes.image_tokens, IMAGE_TOKENS if all(sees) else (0,)):
-            for sequences in _steps(wishes.sequences, SEQUENCES):
-                for model, backend in models:
-                    if not _possible(model, context, image_tokens, wishes):
-                        continue
-                    for chunk, graphs in _passes(backend, context):
-                        settings = Settings(model.weights, context, image_tokens, sequences, chunk, graphs)
-                        yield settings, model, backend
-
-
-def _passes(backend: str, context: int) -> Iterator[tuple[int, bool]]:
-    """Tokens of a pass, and whether there are CUDA graphs: both cost only time, and graphs are worth more."""
-    if backend == TRANSFORMERS:
-        yield context, False
-    elif backend == NATIVE:
-        yield from ((chunk, False) for chunk in CHUNKS)
-    else:
-        yield from ((chunk, graphs) for graphs in (True, False) for chunk in VLLM_CHUNKS)
-
-
-def _steps(wish: int | None, steps: Iterable[int]) -> tuple[int, ...]:
-    return tuple(steps) if wish is None else (wish,)
-
-
-def _possible(model: Model, context: int, image_tokens: int, wishes: Wishes) -> bool:
-    most = model.text.max_position_embeddings
-    if context > most and wishes.context is not None:
-        raise UsageError(
-            f"a context of {context} tokens was asked for; {model.name} was made for at most {most}",
-            f"use --context {most} or less",
-        )
-    return context <= most and image_tokens < context
-
-
 def _finished(
     model: Model,
     backend: str,
@@ -266,8 +281,30 @@ def _finished(
         command=None if start is None else start.words,
         environment={} if start is None else start.environment,
         flags=() if start is None else start.flags,
-        remarks=_remarks(version, settings, gpu),
+        remarks=(*_about(model, backend, lines, gpu), *_remarks(version, settings, gpu)),
     )
+
+
+def _about(model: Model, backend: str, lines: tuple[Line, ...], gpu: Gpu) -> tuple[str, ...]:
+    """What to know of a plan that fits: that it leaves next to nothing, that its head is rounded too."""
+    left, wanted = gpu.total - sum(line.bytes for line in lines), air(lines)
+    remarks = []
+    if left < wanted:
+        remarks.append(
+            f"Little is left: {left / MIB:,.0f} MiB beside the reserve, and the {modelled(lines) / MIB:,.0f} "
+            f"MiB that are modelled may be {wanted / MIB:,.0f} MiB more. Close what you can"
+            f"{'' if backend == VLLM else '; vlfit plan --calibrate measures the machine'}."
+        )
+    if model.convert_options and model.head_is_rounded:
+        remarks.append(
+            "The output head is in 4 bits too, as nothing more exact fits: each word is chosen from rounded "
+            "scores. How much worse answers become was not measured."
+        )
+    elif model.convert_options:
+        remarks.append(
+            "128 weights share a scale instead of 32, as nothing more exact fits: rounding is coarser."
+        )
+    return tuple(remarks)
 
 
 def _refused(
@@ -291,7 +328,7 @@ def _refused(
         ledger=lines,
         speed=predict(model, gpu, backend, settings, deficit),
         command=None,
-        changes=cheapest(refused, CONTEXTS, IMAGE_TOKENS),
+        changes=cheapest(refused, CONTEXTS, IMAGE_TOKENS, SEQUENCES),
         remarks=_remarks(version, settings, gpu),
     )
 

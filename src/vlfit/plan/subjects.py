@@ -5,14 +5,15 @@ machines. Nothing is downloaded here but headers, and those only of a hub model 
 nor on disk.
 """
 
+import shlex
 from functools import lru_cache
 from pathlib import Path
 
-from vlfit.checkpoint import catalog
+from vlfit.checkpoint import catalog, names
 from vlfit.checkpoint.catalog import BF16, FORMATS, CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import MINI, Checkpoint, mini_folder, read_checkpoint
-from vlfit.errors import NotACheckpoint, UsageError
+from vlfit.errors import HubModelNotFound, NotACheckpoint, UsageError
 from vlfit.plan.model import Model, model_of
 
 _HINT = "Give a folder, a name on the hub (org/name), mini, or one of the catalog: vlfit plan lists it."
@@ -22,25 +23,59 @@ def subjects(name: str, weights: str | None = None) -> list[Model]:
     """The models that ``name`` may mean, the most exact weights first; one, unless it leaves the format open.
 
     ``weights`` asks for a format. A checkpoint in bf16 is then planned as ``vlfit convert`` would write it.
+    What more of its options make of int4 comes last (``Model.convert_options``).
     Raises ``CheckpointError`` and ``HubError`` for what cannot be read, ``UsageError`` for a format that this
     checkpoint cannot be brought into.
     """
     if name == MINI:
-        return [_in_wanted_format(read_checkpoint(MINI, mini_folder()), weights)]
+        return _in_wanted_format(read_checkpoint(MINI, mini_folder()), weights)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return [_in_wanted_format(read_checkpoint(folder.resolve().name, folder), weights, str(folder))]
+        return _in_wanted_format(read_checkpoint(folder.resolve().name, folder), weights, str(folder))
     if folder.is_file():
         raise _a_file(name, folder)
+    name = names.without_address(name)
     entry = catalog.find(name)
     if entry is not None:
         return [of_entry(_sibling(entry, weights))]
-    members = catalog.family(name)
-    if members:
-        return [of_entry(member) for member in members if weights in (None, member.weights)]
     if name.lower().endswith(".gguf"):
         raise _a_file(name, folder)
-    return [_in_wanted_format(_from_the_hub(name), weights)]
+    members = catalog.family(name) or names.meant(name)
+    if members:
+        return _members(members, weights)
+    return _in_wanted_format(_from_the_hub(name), weights)
+
+
+def instead_of(models: list[Model], name: str) -> list[Model]:
+    """What could be taken where ``models``, which ``name`` means, do not fit: other formats, other models."""
+    edition = "Thinking" if "-thinking" in models[0].name.lower() else "Instruct"
+    known = everything(edition=edition)
+    found = [*known, *(of_entry(entry) for entry in catalog.variants() if entry.edition == edition)]
+    folder = mini_folder() if name == MINI else Path(name).expanduser()
+    if not folder.is_dir():
+        return found
+    checkpoint = read_checkpoint(MINI if name == MINI else folder.resolve().name, folder)
+    if checkpoint.config.quantization is not None:
+        return found
+    place = "" if name == MINI else str(folder)
+    for form in FORMATS[1:]:
+        if form != FORMATS[-1] or not _undivided(checkpoint.config):
+            found += _conversions(checkpoint, form, place)
+    return found
+
+
+def _members(members: list[CatalogEntry], weights: str | None) -> list[Model]:
+    """One model in the formats of ``members``, or in the one that was asked for."""
+    chosen = [member for member in members if weights in (None, member.weights)]
+    if not chosen:
+        return [of_entry(_sibling(members[0], weights))]
+    exact = [of_entry(entry) for entry in chosen]
+    return [*exact, *(of_entry(entry) for model in exact for entry in variants(model))]
+
+
+def variants(model: Model) -> list[CatalogEntry]:
+    """What more options of ``vlfit convert`` make of an int4 model of the catalog, the mildest first."""
+    return [entry for entry in catalog.variants() if entry.name.startswith(f"{model.name}-")]
 
 
 def everything(weights: str | None = None, *, edition: str = "Instruct") -> list[Model]:
@@ -62,6 +97,7 @@ def of_entry(entry: CatalogEntry) -> Model:
         "counted from the shapes of its config (built-in catalog)",
         family=entry.family,
         converted_from=entry.converted_from,
+        convert_options=entry.convert_options,
     )
 
 
@@ -76,40 +112,55 @@ def _sibling(entry: CatalogEntry, weights: str | None) -> CatalogEntry:
     )
 
 
-def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = "") -> Model:
+def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = "") -> list[Model]:
     """``place``: the folder that was named, "" for a name. A conversion of it will lie beside it."""
     stored = checkpoint.weights_format
     if weights is None or weights == stored or (weights == BF16 and stored in ("fp16", "fp32")):
         known_by = "read from its headers"
-        return model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, known_by, place=place)
+        return [model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, known_by, place=place)]
     if checkpoint.config.quantization is not None or weights == BF16:
         raise UsageError(
             f"{checkpoint.name} is in {stored}; it cannot be made {weights} from that",
             "Name the original checkpoint in bf16, or leave out --weights.",
         )
-    config = catalog.in_format(checkpoint.config, weights)
-    _check_groups(checkpoint.config, weights, checkpoint.name)
-    name = f"{checkpoint.name}-{weights.upper()}"
-    return model_of(
-        name,
-        config,
-        catalog.tensors_of(config),
-        "counted for what vlfit convert would write",
-        family=checkpoint.name,
-        converted_from=place or checkpoint.name,
-        place=str(Path(place).resolve().parent / name) if place else name.rpartition("/")[2],
-    )
+    if weights == FORMATS[-1] and _undivided(checkpoint.config):
+        raise UsageError(
+            f"layers of {checkpoint.name} have inputs in no whole groups of {catalog.GROUP_SIZE}: "
+            f"no plan for {weights}",
+            "Plan for fp8, or convert it (vlfit convert) and plan for the new folder.",
+        )
+    return _conversions(checkpoint, weights, place)
 
 
-def _check_groups(config: ModelConfig, weights: str, name: str) -> None:
+def _conversions(checkpoint: Checkpoint, weights: str, place: str) -> list[Model]:
+    """What ``vlfit convert`` would write: plain, then by options that save bytes at the cost of exactness."""
+    option_sets = [(catalog.GROUP_SIZE, False, "", "")]
+    if weights == FORMATS[-1]:
+        option_sets += catalog.option_sets(checkpoint.config)
+    found = []
+    for group_size, head, options, ending in option_sets:
+        config = catalog.in_format(checkpoint.config, weights, group_size=group_size, head=head)
+        name = f"{checkpoint.name}-{weights.upper()}{ending}"
+        out = str(Path(place).resolve().parent / name) if place else name.rpartition("/")[2]
+        made = model_of(
+            name,
+            config,
+            catalog.tensors_of(config),
+            "counted for what vlfit convert would write",
+            family=checkpoint.name,
+            converted_from=place or checkpoint.name,
+            place=out,
+            convert_options=f"{options} --out {shlex.quote(out)}" if options else "",
+        )
+        found.append(made)
+    return found
+
+
+def _undivided(config: ModelConfig) -> bool:
     """int4 has no partial groups: layers that 32 does not divide would stay in 16 bits."""
     text = config.text
     widths = (text.hidden_size, text.intermediate_size, text.num_attention_heads * text.head_dim)
-    if weights == FORMATS[-1] and any(width % catalog.GROUP_SIZE for width in widths):
-        raise UsageError(
-            f"layers of {name} have inputs in no whole groups of {catalog.GROUP_SIZE}: no plan for {weights}",
-            "Plan for fp8, or convert it (vlfit convert) and plan for the new folder.",
-        )
+    return any(width % catalog.GROUP_SIZE for width in widths)
 
 
 def _from_the_hub(name: str) -> Checkpoint:
@@ -117,14 +168,23 @@ def _from_the_hub(name: str) -> Checkpoint:
 
     if not hub.is_hub_name(name):
         raise NotACheckpoint(
-            f"{name!r} is neither a folder, nor in the catalog, nor a name on the hub", _HINT
+            f"{name!r} is neither a folder, nor in the catalog, nor a name on the hub",
+            f"{_did_you_mean(name)}{_HINT}",
         )
     cached = hub.cached_folder(name)
     if cached is not None:
         return read_checkpoint(name, cached)
     from vlfit.checkpoint.remote import read_remote
 
-    return read_remote(name)
+    try:
+        return read_remote(name)
+    except HubModelNotFound as error:
+        raise HubModelNotFound(error.message, f"{_did_you_mean(name)}{error.hint}") from error
+
+
+def _did_you_mean(name: str) -> str:
+    found = names.near(name)
+    return f"Did you mean {' or '.join(found)}? " if found else ""
 
 
 def _a_file(name: str, path: Path) -> NotACheckpoint:

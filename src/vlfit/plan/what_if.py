@@ -10,6 +10,7 @@ from vlfit.machine.cards import card
 from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
+from vlfit.plan.changes import can_be_freed
 from vlfit.plan.ledger import held_by_others
 from vlfit.plan.search import emptiest
 from vlfit.units import GIB, format_bytes
@@ -31,9 +32,10 @@ def variants(machine: Machine) -> Iterator[tuple[str, Machine]]:
         host = replace(machine.host, wsl2=False, display="x11")
         what = f"native Linux instead of WSL2 (frees about {format_bytes(freed)})"
         yield what, replace(linux, host=host)
-    if held > gpu.reserved:
-        freed = held - gpu.reserved
-        yield f"headless: no desktop on this card (frees {format_bytes(freed)})", _with(machine, gpu, freed)
+    freed = can_be_freed(gpu, machine.host)
+    if freed:
+        how = "Windows on another GPU" if machine.host.wsl2 else "no desktop on this card"
+        yield f"headless: {how} (frees {format_bytes(freed)})", _with(machine, gpu, freed)
     for size, name in _CARDS:
         larger = card(name, held, machine.host.wsl2)
         if larger.gpus[0].total > gpu.total + GIB:

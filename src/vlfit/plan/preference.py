@@ -1,0 +1,147 @@
+"""Which settings a plan tries, in which order, and how much air it would like to leave.
+
+Two floors are had before anything grows: a context of 4096 and pictures of 1024 tokens. Above them, and below
+where they cannot be had, the context counts first, then image tokens, requests at once, exact weights, and
+last the tokens of a pass, which cost only time. Knows that order and the steps. Does not know what settings
+take (``ledger.py``).
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from vlfit.errors import UsageError
+from vlfit.plan.calibration import MODELLED
+from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings
+from vlfit.plan.model import Model
+
+if TYPE_CHECKING:
+    from vlfit.plan.search import Wishes
+
+CONTEXTS = (8192, 4096, 2048)
+IMAGE_TOKENS = (2560, 1280, 1024, 768, 512, 256)
+SEQUENCES = (4, 2, 1)
+CHUNKS = (1024, 512, 256, 128)
+VLLM_CHUNKS = (2048, 1024, 512)
+# A picture of 1024x1024, and a question about it with a long answer, or two such pictures.
+AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS = 4096, 1024
+# The share of what is modelled that it may be wrong by. CUDA's own memory is most of it: the one card that it
+# was measured on took 704 MiB, 15 % more than the 614 MiB assumed for others.
+UNSURE = 0.15
+_A_CHOICE = "reserve"  # modelled by name, but air itself
+
+
+def air(lines: Iterable[Line]) -> int:
+    """Bytes that should stay free beside the ledger: what its modelled lines may be wrong by."""
+    return round(UNSURE * modelled(lines))
+
+
+def modelled(lines: Iterable[Line]) -> int:
+    """Bytes of the lines that nobody measured on such a card, the reserve left out."""
+    return sum(line.bytes for line in lines if line.how == MODELLED and line.line != _A_CHOICE)
+
+
+def is_ample(settings: Settings) -> bool:
+    """Whether context and pictures are not below the floors; a model without eyes needs no pictures."""
+    return settings.context >= AMPLE_CONTEXT and (
+        not settings.image_tokens or settings.image_tokens >= AMPLE_IMAGE_TOKENS
+    )
+
+
+def candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> list[tuple[Settings, Model, str]]:
+    """All settings in the order of preference, each model with its backend, by context and so on down.
+
+    Raises ``UsageError`` for wishes that leave nothing to try.
+    """
+    found = list(_candidates(models, wishes))
+    if not found:
+        raise _nothing_left(models, wishes)
+    return found
+
+
+def tiers(
+    every: list[tuple[Settings, Model, str]], wishes: "Wishes"
+) -> Iterator[list[tuple[Settings, Model, str]]]:
+    """Those of ``candidates`` that keep to the floors, then those below one."""
+    yield [each for each in every if keeps_floors(each[0], wishes)]
+    yield [each for each in every if not keeps_floors(each[0], wishes)]
+
+
+def keeps_floors(settings: Settings, wishes: "Wishes") -> bool:
+    """Whether context and pictures are above the floors; what was wished for is no matter of floors."""
+    context = wishes.context is not None or settings.context >= AMPLE_CONTEXT
+    pictures = wishes.image_tokens is not None or not settings.image_tokens
+    return context and (pictures or settings.image_tokens >= AMPLE_IMAGE_TOKENS)
+
+
+def _candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> Iterator[tuple[Settings, Model, str]]:
+    """Settings in the order of preference, each with every format before the next step down."""
+    sees = [model.vision is not None for model, _ in models]
+    if not all(sees) and wishes.image_tokens is not None:
+        raise UsageError(
+            f"{models[sees.index(False)][0].name} is a text-only model and takes no pictures",
+            "leave out --image-tokens",
+        )
+    for context in _steps(wishes.context, CONTEXTS):
+        for image_tokens in _steps(wishes.image_tokens, IMAGE_TOKENS if all(sees) else (0,)):
+            for sequences in _steps(wishes.sequences, SEQUENCES):
+                for model, backend in models:
+                    if not _possible(model, context, image_tokens, wishes):
+                        continue
+                    for chunk, graphs in _passes(backend, context):
+                        settings = Settings(model.weights, context, image_tokens, sequences, chunk, graphs)
+                        yield settings, model, backend
+
+
+def _passes(backend: str, context: int) -> Iterator[tuple[int, bool]]:
+    """Tokens of a pass, and whether there are CUDA graphs: both cost only time, and graphs are worth more."""
+    if backend == TRANSFORMERS:
+        yield context, False
+    elif backend == NATIVE:
+        yield from ((chunk, False) for chunk in CHUNKS)
+    elif backend == VLLM:
+        yield from ((chunk, graphs) for graphs in (True, False) for chunk in VLLM_CHUNKS)
+
+
+def _steps(wish: int | None, steps: Iterable[int]) -> tuple[int, ...]:
+    return tuple(steps) if wish is None else (wish,)
+
+
+def _possible(model: Model, context: int, image_tokens: int, wishes: "Wishes") -> bool:
+    most = model.text.max_position_embeddings
+    if context > most and wishes.context is not None:
+        raise UsageError(
+            f"a context of {context} tokens was asked for; {model.name} was made for at most {most}",
+            f"use --context {most} or less",
+        )
+    return context <= most and image_tokens < context
+
+
+def _nothing_left(models: list[tuple[Model, str]], wishes: "Wishes") -> UsageError:
+    """Which limit no setting that is tried keeps to, and the way out."""
+    model = models[0][0]
+    most = max(each.text.max_position_embeddings for each, _ in models)
+    contexts = [context for context in _steps(wishes.context, CONTEXTS) if context <= most]
+    if not contexts:
+        return UsageError(
+            f"{model.name} was made for a context of at most {most}; {min(CONTEXTS)} is the least that is "
+            "tried",
+            f"add --context {most} or less",
+        )
+    if wishes.image_tokens is None:
+        least = min(IMAGE_TOKENS)
+        return UsageError(
+            f"a context of {contexts[0]} has no room for a picture of {least} tokens, the smallest that is "
+            "tried",
+            f"ask for a larger --context, above {least}, or say how small pictures may be: "
+            f"--image-tokens {max(4, contexts[0] // 2)}",
+            param="context",
+        )
+    larger = 1 << wishes.image_tokens.bit_length()
+    return UsageError(
+        f"a picture of {wishes.image_tokens} tokens fills a context of {contexts[0]}, the longest that is "
+        "tried unless one is asked for",
+        f"add a larger one: --context {larger}"
+        if larger <= most
+        else f"{model.name} was made for at most {most} tokens in all: ask for fewer --image-tokens",
+        param="image_tokens",
+    )

@@ -1,0 +1,130 @@
+"""What to change when a plan does not fit: what frees how much, and what is enough alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from vlfit.machine.cards import card
+from vlfit.machine.model import GpuProcess, Machine
+from vlfit.plan import calibration
+from vlfit.plan.ledger import ledger
+from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.subjects import instead_of, subjects
+from vlfit.plan.what_if import variants
+from vlfit.units import MIB
+
+# The card of the documents: 8151 MiB, of which a desktop under Windows holds 951.
+EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
+
+
+def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
+    asked = Wishes(**wishes)  # type: ignore[arg-type]
+    models = subjects(name, asked.weights)
+    return plan(models, machine, asked, lambda: instead_of(models, name))
+
+
+def with_free(free: int) -> Machine:
+    gpu = EXAMPLE.gpus[0]
+    return replace(EXAMPLE, gpus=(replace(gpu, free=free, desktop=gpu.total - free),))
+
+
+def test_changes_free_what_they_say() -> None:
+    made = planned("Qwen3-VL-4B-Instruct-FP8", context=16384, image_tokens=256)
+    assert not made.fits
+    assert 1 <= len(made.changes) <= 3
+    shorter = next(change for change in made.changes if change.what.startswith("context 16384 -> "))
+    context = int(shorter.what.rpartition(" ")[2])
+    again = ledger(made.model, made.gpu, made.backend, replace(made.settings, context=context))
+    assert made.total - sum(line.bytes for line in again) == shorter.frees
+    assert shorter.frees >= -made.headroom
+
+
+def test_what_is_enough_comes_first() -> None:
+    made = planned("Qwen3-VL-4B-Instruct")
+    deficit = -made.headroom
+    enough = [change.frees >= deficit for change in made.changes]
+    assert enough == sorted(enough, reverse=True)
+    assert enough == [change.enough for change in made.changes]
+    assert made.changes[0].what == "weights bf16 -> fp8 (Qwen/Qwen3-VL-4B-Instruct-FP8)"
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "asked", "advised"),
+    [("4B", "context", 32768, 16384), ("2B", "sequences", 64, 16)],
+)
+def test_the_largest_step_that_fits_is_advised(name: str, setting: str, asked: int, advised: int) -> None:
+    made = planned(name, EXAMPLE, **{setting: asked})
+    steps = [change for change in made.changes if change.what.startswith(f"{setting} {asked} -> ")]
+    assert [change.what for change in steps] == [f"{setting} {asked} -> {advised}"]
+    assert steps[0].enough
+    assert planned(name, EXAMPLE, **{setting: advised}).fits
+    assert not planned(name, EXAMPLE, **{setting: 2 * advised}).fits
+
+
+def test_only_what_can_be_freed_is_offered() -> None:
+    """Nobody logs out of WSL2, and what it hides stays hidden."""
+    under_wsl2 = planned("Qwen3-VL-8B-Instruct-INT4").changes
+    assert not [change for change in under_wsl2 if "log out" in change.what]
+    (windows,) = [change for change in under_wsl2 if change.what.startswith("in Windows")]
+    assert "hardware acceleration" in windows.what
+    assert windows.frees == 951 * MIB - calibration.WSL2_HIDES.bytes
+    assert not windows.enough
+    hidden = planned("Qwen3-VL-8B-Instruct-INT4", card("RTX 5060", 500 * MIB, wsl2=True)).changes
+    assert not [change for change in hidden if "Windows" in change.what]
+    linux = card("RTX 5060", 951 * MIB)
+    linux = replace(linux, host=replace(linux.host, container=False))
+    assert [
+        change.frees
+        for change in planned("Qwen3-VL-8B-Instruct-INT4", linux).changes
+        if "log out" in change.what
+    ] == [951 * MIB]
+
+
+def test_a_browser_whose_share_the_driver_tells_is_named_with_it() -> None:
+    gpu = replace(EXAMPLE.gpus[0], processes=(GpuProcess(7, "firefox", 420 * MIB),))
+    host = replace(EXAMPLE.host, wsl2=False, display="wayland")
+    machine = replace(EXAMPLE, gpus=(gpu,), host=host)
+    made = planned("Qwen3-VL-4B-Instruct-FP8", machine, context=6000, image_tokens=2560)
+    assert -made.headroom < 420 * MIB
+    assert "browser" in made.changes[0].what
+    assert made.changes[0].frees == 420 * MIB
+    rows = dict(variants(machine))
+    closed = next(other for what, other in rows.items() if what.startswith("browser closed"))
+    assert closed.gpus[0].free == gpu.free + 420 * MIB
+
+
+def test_what_if_rows() -> None:
+    rows = list(variants(EXAMPLE))
+    words = ["native Linux", "headless", "12 GB card", "16 GB card", "24 GB card"]
+    assert [word for what, _ in rows for word in words if what.startswith(word)] == words
+    machines = dict(rows)
+    headless = next(other for what, other in machines.items() if what.startswith("headless"))
+    assert headless.gpus[0].free == headless.gpus[0].total - calibration.WSL2_HIDES.bytes
+    rows_of_linux = dict(variants(card("RTX 5060", desktop=951 * MIB)))
+    free = [other.gpus[0].free for what, other in rows_of_linux.items() if what.startswith("headless: no")]
+    assert free == [8151 * MIB]
+    hidden = card("RTX 5060", desktop=400 * MIB, wsl2=True)  # less than WSL2 alone keeps
+    assert not [what for what, _ in variants(hidden) if what.startswith("headless")]
+    assert not rows[0][1].host.wsl2
+    assert rows[-1][1].gpus[0].desktop == 951 * MIB
+
+
+def test_a_refusal_is_of_the_exact_model_and_offers_the_rounded_one() -> None:
+    made = planned("8B")
+    assert made.model.name == "Qwen3-VL-8B-Instruct-INT4"
+    (rounded,) = [change for change in made.changes if "rounded further" in change.what]
+    assert "--head --group-size 128 --out" in rounded.what
+    assert "less exact" in rounded.what
+    assert not rounded.enough
+    (model,) = subjects("Qwen3-VL-8B-Instruct-INT4-HEAD-G128")
+    again = ledger(model, made.gpu, made.backend, made.settings)
+    assert made.total - sum(line.bytes for line in again) == rounded.frees
+
+
+def test_the_mildest_rounding_that_is_enough_is_offered() -> None:
+    made = planned("Qwen3-VL-8B-Instruct-INT4", with_free(7200 * MIB + 1000 * MIB))
+    assert 0 < -made.headroom < 311 * MIB
+    (rounded,) = [change for change in made.changes if "rounded further" in change.what]
+    assert rounded.enough
+    assert "--group-size 128" in rounded.what
+    assert "--head" not in rounded.what

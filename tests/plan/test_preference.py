@@ -1,0 +1,91 @@
+"""The order of preference: floors, air, and what is rounded further only where nothing else fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from vlfit.machine.cards import card
+from vlfit.machine.model import Machine
+from vlfit.plan.calibration import MEASURED, MODELLED
+from vlfit.plan.ledger import Line, ledger
+from vlfit.plan.preference import air, candidates
+from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.subjects import instead_of, subjects
+from vlfit.units import MIB
+
+# The card of the documents: 8151 MiB, of which a desktop under Windows holds 951.
+EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
+
+
+def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
+    asked = Wishes(**wishes)  # type: ignore[arg-type]
+    models = subjects(name, asked.weights)
+    return plan(models, machine, asked, lambda: instead_of(models, name))
+
+
+def with_free(free: int) -> Machine:
+    gpu = EXAMPLE.gpus[0]
+    return replace(EXAMPLE, gpus=(replace(gpu, free=free, desktop=gpu.total - free),))
+
+
+# --- floors and air ----------------------------------------------------------------------------------------
+
+
+def test_a_long_context_is_not_bought_with_small_pictures() -> None:
+    """4B in FP8 on the example: 8192 would fit with 256 image tokens and next to nothing left."""
+    made = planned("Qwen3-VL-4B-Instruct-FP8")
+    assert made.settings.context >= 4096
+    assert made.settings.image_tokens >= 1024
+    assert made.headroom >= air(made.ledger) > 0
+    assert made.remarks == ()
+    tight = planned("Qwen3-VL-4B-Instruct-FP8", context=8192, image_tokens=256)
+    assert tight.fits  # who asks for it gets it
+
+
+def test_a_plan_that_leaves_next_to_nothing_says_so_and_leaves_what_it_can() -> None:
+    name = "Qwen3-VL-4B-Instruct-FP8"
+    least = planned(name, context=4096, image_tokens=1024, sequences=1)
+    made = planned(name, with_free(7200 * MIB - least.headroom))
+    assert made.fits
+    assert made.headroom < air(made.ledger)
+    assert "Little is left" in made.remarks[0]
+    assert (made.settings.context, made.settings.image_tokens) == (4096, 1024)  # above both floors
+    more = [
+        sum(line.bytes for line in ledger(made.model, made.gpu, "native", settings))
+        for settings, _, _ in candidates([(made.model, "native")], Wishes())
+        if settings.context >= 4096 and settings.image_tokens >= 1024
+    ]
+    assert made.total == min(more)
+
+
+def test_what_is_measured_needs_no_air() -> None:
+    assert air([Line("context", 700 * MIB, MEASURED, ""), Line("reserve", 128 * MIB, MODELLED, "")]) == 0
+    assert air([Line("context", 614 * MIB, MODELLED, "")]) >= (704 - 614) * MIB  # the one that was measured
+
+
+@pytest.mark.parametrize("backend", ["native", "vllm"])
+@pytest.mark.parametrize("name", ["2B", "Qwen3-VL-4B-Instruct-FP8", "Qwen3-VL-8B-Instruct-INT4-HEAD"])
+def test_the_last_settings_take_the_least(name: str, backend: str) -> None:
+    """On which the search relies: where they do not fit, it looks no further."""
+    model, gpu = subjects(name)[0], EXAMPLE.gpus[0]
+    every = candidates([(model, backend)], Wishes())
+    totals = [sum(line.bytes for line in ledger(model, gpu, backend, settings)) for settings, _, _ in every]
+    assert totals[-1] == min(totals)
+
+
+# --- rounded further ---------------------------------------------------------------------------------------
+
+
+def test_8b_with_its_head_in_int4_fits_an_empty_card_of_8_gib() -> None:
+    """Nothing more exact does, and that is said."""
+    empty = card("RTX 4060")
+    assert not planned("Qwen3-VL-8B-Instruct-INT4", empty).fits
+    made = planned("8B", empty)
+    assert made.fits
+    assert made.model.head_is_rounded
+    assert made.settings.context >= 4096
+    assert made.settings.image_tokens >= 1024
+    assert any("output head is in 4 bits" in remark for remark in made.remarks)
+    exact = planned("8B", card("RTX 3060 12GB"))
+    assert not exact.model.convert_options
+    assert exact.remarks == ()
