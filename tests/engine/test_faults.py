@@ -173,9 +173,11 @@ def test_fifty_faults_in_a_row_cost_fifty_requests_and_nothing_else(
 
 
 def test_a_shortage_that_passes_costs_nobody_anything(
-    tiny: Callable[[str], Path], undisturbed: list[list[int]]
+    tiny: Callable[[str], Path], undisturbed: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each third pass fails once: who was in it is done again alone, and says the same."""
+    """Each third pass fails once: who was in it is done again alone, and says the same. The log is not full
+    of it.
+    """
     built = engine(tiny)
     run, calls = built.runner.run, iter(range(10**6))
 
@@ -192,6 +194,7 @@ def test_a_shortage_that_passes_costs_nobody_anything(
     assert tokens(streams) == undisturbed
     assert built.counters.failed == 0
     assert built.counters.again > 30
+    assert caplog.text.count("done again request by request") == 1
 
 
 def test_a_mistake_of_ours_ends_its_own_request_too(

@@ -8,6 +8,7 @@ told (``engine.py``) or who runs next (``scheduler.py``).
 """
 
 import logging
+import time
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -27,6 +28,8 @@ from vlfit.errors import ModelFailed, OutOfMemory
 from vlfit.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+SAY_AGAIN_SECONDS = 60.0
 
 Found = TypeVar("Found")
 
@@ -53,6 +56,7 @@ class Passes:
         self.runner = runner
         self.budget = budget
         self._token_text = token_text
+        self._said = float("-inf")
 
     def run(self, batch: Many[Work]) -> Outcome:
         """Do all of ``batch``, which has its decoding sequences first. What fails is told, not raised."""
@@ -142,12 +146,22 @@ class Passes:
         wanted = f"{format_bytes(asked)} were asked for" if asked is not None else str(error).splitlines()[0]
         place = "RAM" if self.budget.device.type == "cpu" else "the GPU"
         message = f"{place} is out of memory: {wanted}, {self.budget.shortage()}, for {who}"
-        logger.warning("%s", message)
+        self._log(message, batch)
         return OutOfMemory(
             message,
             "send fewer or smaller pictures or less text, or try again; or start with a smaller --context, "
             "--image-tokens or --chunk",
         )
+
+    def _log(self, message: str, batch: Many[Work]) -> None:
+        """A batch that is done again, request by request, may be so at every step: said once in a while."""
+        now = time.perf_counter()
+        if len(batch) > 1:
+            if now - self._said < SAY_AGAIN_SECONDS:
+                return
+            self._said = now
+            message += "; done again request by request"
+        logger.warning("%s", message)
 
     def _make_room(self) -> None:
         """Give back what only saves time."""
