@@ -1,18 +1,19 @@
 """Headers of a hub checkpoint by HTTP ranges, against a hub on this computer."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.hub import Hub, running_hub
 from vlfit.checkpoint import remote
-from vlfit.checkpoint.headers import SINGLE_FILE
+from vlfit.checkpoint.headers import INDEX_FILE, SINGLE_FILE
 from vlfit.checkpoint.remote import read_remote
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.errors import (
-    BrokenShard,
     HubAccessDenied,
     HubError,
     HubModelNotFound,
@@ -96,10 +97,71 @@ def test_another_architecture_is_refused_before_its_weights_are_asked_for(
     assert hub.downloads(SINGLE_FILE) == []
 
 
-def test_wrong_bytes_are_refused(hub: Hub, tiny: Callable[[str], Path]) -> None:
-    hub.add(NAME, tiny("tied")).files[SINGLE_FILE] = b"<!doctype html><html>sign in</html>"
-    with pytest.raises(BrokenShard, match="web page"):
+PAGE = b"<!doctype html><html>sign in</html>"
+
+
+@pytest.mark.parametrize(
+    ("file", "sent", "words"),
+    [
+        (SINGLE_FILE, PAGE, "model.safetensors is a web page"),
+        (SINGLE_FILE, b"\x08\0\0\0\0\0\0\0not JSON", "model.safetensors has a header that is no JSON"),
+        (SINGLE_FILE, b"\xff" * 64, "its header claims"),
+        ("config.json", PAGE, "config.json came as a web page"),
+        ("config.json", b'{"model_type": "qwen', "config.json came as 20 bytes that are no JSON object"),
+        ("config.json", b"[]", "no JSON object"),
+        ("config.json", b"", "no JSON object"),
+        ("config.json", b"\xff\xfe\0", "no JSON object"),
+        (INDEX_FILE, PAGE, "model.safetensors.index.json came as a web page"),
+    ],
+)
+def test_what_no_hub_sends_is_told_by_hub_and_network(
+    hub: Hub, tiny: Callable[[str], Path], file: str, sent: bytes, words: str
+) -> None:
+    """A login page of a hotel, a broken mirror: the files that were read are gone, so none is named."""
+    hub.add(NAME, tiny("tied")).files[file] = sent
+    with pytest.raises(HubError) as raised:
         read_remote(NAME)
+    assert words in raised.value.message
+    assert hub.url in raised.value.message
+    assert "proxy" in raised.value.hint
+    assert "vlfit-plan-" not in str(raised.value)
+    assert "Delete" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"Content-Range": "bytes 0-1/9000"}, "of config.json came 2 bytes of 9,000"),
+        ({"Content-Range": "bytes nonsense"}, "does not say how long config.json is"),
+        ({}, "does not say how long config.json is"),
+    ],
+)
+def test_ranges_that_are_none(monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], words: str) -> None:
+    from huggingface_hub import constants
+
+    class Liar(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(206)
+            for name, value in {**headers, "Content-Length": "2"}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Liar) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        try:
+            with pytest.raises(HubError) as raised:
+                read_remote(NAME)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert words in raised.value.message
 
 
 def test_a_silent_hub_is_not_waited_for(

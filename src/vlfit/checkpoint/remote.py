@@ -6,6 +6,7 @@ checks it as reads a whole checkpoint. Does not know: the cache (``hub.py``), or
 (``headers.py``).
 """
 
+import json
 import re
 import time
 from pathlib import Path
@@ -58,8 +59,12 @@ def read_remote(name: str) -> Checkpoint:
             httpx.Client(headers=headers, follow_redirects=True, timeout=_SILENCE_S) as client,
         ):
             folder = Path(place)
-            _Files(client, constants.ENDPOINT, name, folder).fetch()
-            return read_checkpoint(name, folder)
+            files = _Files(client, constants.ENDPOINT, name, folder)
+            files.fetch()
+            try:
+                return read_checkpoint(name, folder)
+            except BrokenShard as error:  # of files that nobody can look at: the folder is gone by then
+                raise files.broken(error.message.replace(f"{folder}/", "")) from error
     except httpx.InvalidURL as error:
         raise HubError(
             f"HF_ENDPOINT is {constants.ENDPOINT!r}, which is no URL: {error}",
@@ -100,6 +105,9 @@ class _Files:
         data, total = self._bytes(file, 0, _LARGEST_JSON, optional=True)
         if total < 0:
             return False
+        if not _is_object(data):
+            what = "a web page" if _is_page(data) else f"{len(data):,} bytes that are no JSON object"
+            raise self.broken(f"{file} came as {what}")
         (self.folder / file).write_bytes(data)
         return True
 
@@ -131,7 +139,28 @@ class _Files:
                     raise HubUnreachable(
                         f"the hub sent {len(data):,} bytes of {file} and was too slow with the rest", _LATER
                     )
-            return bytes(data[skip : skip + count]), _length(reply, file)
+            found, total = bytes(data[skip : skip + count]), self._length(reply, file)
+            if len(found) < min(count, total - start):
+                raise self.broken(f"of {file} came {len(found):,} bytes of {min(count, total - start):,}")
+            return found, total
+
+    def broken(self, what: str) -> HubError:
+        """The error for an answer that is not what the hub would send; ``what`` came."""
+        return HubError(
+            f"{self.endpoint} did not answer for {self.name} as a hub does: {what}",
+            "A login page of the network, a proxy or a mirror may answer in its place: open "
+            f"{self.endpoint}/{self.repository} in a browser, and try again. Or plan from the catalog "
+            "(vlfit plan lists it), which needs no network.",
+        )
+
+    def _length(self, reply: "httpx.Response", file: str) -> int:
+        """How long the whole file is, by what the server says of the part that it sent."""
+        said = re.fullmatch(r"bytes (?:\d+-\d+|\*)/(\d+)", reply.headers.get("Content-Range", ""))
+        if said:
+            return int(said[1])
+        if reply.status_code == 200 and reply.headers.get("Content-Length", "").isdigit():
+            return int(reply.headers["Content-Length"])
+        raise self.broken(f"it does not say how long {file} is")
 
     def _refused(self, reply: "httpx.Response", file: str) -> HubError:
         status, code = reply.status_code, reply.headers.get("X-Error-Code", "")
@@ -165,11 +194,12 @@ class _Files:
         return HubUnreachable(f"the hub answered HTTP {status} for {self.name}", _LATER)
 
 
-def _length(reply: "httpx.Response", file: str) -> int:
-    """How long the whole file is, by what the server says of the part that it sent."""
-    said = re.fullmatch(r"bytes (?:\d+-\d+|\*)/(\d+)", reply.headers.get("Content-Range", ""))
-    if said:
-        return int(said[1])
-    if reply.status_code == 200 and reply.headers.get("Content-Length", "").isdigit():
-        return int(reply.headers["Content-Length"])
-    raise BrokenShard(f"the hub does not say how long {file} is", "A proxy or mirror may be in between.")
+def _is_object(data: bytes) -> bool:
+    try:
+        return isinstance(json.loads(data), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_page(data: bytes) -> bool:
+    return data.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype", b"<html", b"<head"))
