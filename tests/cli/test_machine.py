@@ -195,3 +195,17 @@ def test_nothing_slow_is_loaded() -> None:
     )
     assert done.stderr.splitlines()[-1] == "[]"
     assert json.loads(done.stdout)["version"] == 1
+
+
+def test_the_cards_are_listed(vlfit: Vlfit) -> None:
+    from vlfit.machine.card_table import CARDS
+    from vlfit.machine.cards import find_card
+
+    ended = vlfit("machine", "--cards")
+    assert ended.code == 0
+    head, *rows = ended.out.splitlines()
+    assert head.split() == ["card", "MiB", "GB/s", "compute", "PCIe"]
+    assert [find_card(row[:44]) for row in rows] == list(CARDS)
+    assert "8151    448  12.0     5.0 x8" in next(row for row in rows if row.startswith("GeForce RTX 5060  "))
+    facts = json.loads(vlfit("machine", "--cards", "--json").out)
+    assert [each["total"] for each in facts["cards"]] == [each.total * MIB for each in CARDS]

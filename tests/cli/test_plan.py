@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -205,6 +206,42 @@ def test_a_machine_file_with_a_missing_field(vlfit: Vlfit, tmp_path: Path) -> No
     ended = vlfit("plan", "4B", "--machine", tmp_path / "machine.json")
     assert ended.code == 2
     assert "gpus[0].total" in ended.err
+
+
+def test_a_machine_file_from_stdin(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "2B", "--machine", "-", "--json", stdin=json.dumps(card("RTX 3090").to_json()))
+    assert json.loads(ended.out)["machine"]["gpu"].endswith("RTX 3090")
+    ended = vlfit("plan", "2B", "--machine", "-", stdin="no JSON")
+    assert ended.code == 2
+    assert "no machine file" in ended.err
+
+
+def test_a_machine_file_without_a_gpu(vlfit: Vlfit, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({**card("RTX 5060").to_json(), "gpus": []}))
+    ended = vlfit("plan", "4B", "--machine", file)
+    assert ended.code == 1
+    assert f"error: the machine in {file} has no GPU\n" in ended.err
+    assert "5060" not in ended.err
+
+
+def test_without_a_gpu_the_ways_on_are_named(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = card("RTX 5060")
+    nothing = replace(machine, gpus=(), notes=("no driver is here",))
+    monkeypatch.setattr("vlfit.machine.survey.survey", lambda: nothing)
+    ended = vlfit("plan", "mini")
+    assert ended.code == 1
+    assert "no driver is here" in ended.err
+    assert all(words in ended.err for words in ("--gpu", "vlfit machine --cards", "vlfit caption"))
+
+
+def test_two_gpus_are_told_apart_in_the_command(vlfit: Vlfit, tmp_path: Path) -> None:
+    small, large = card("RTX 5060").gpus[0], card("RTX 3090").gpus[0]
+    save_machine(replace(card("RTX 5060"), gpus=(small, replace(large, index=1))), tmp_path / "machine.json")
+    ended = vlfit("plan", "8B", "-w", "fp8", "--machine", tmp_path / "machine.json")
+    command = " ".join(ended.out.partition("Start it with: ")[2].split())
+    assert command.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID vlfit serve Qwen/Qwen3-VL-8B-Instruct-FP8 ")
+    assert " --device cuda:1" in command
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"

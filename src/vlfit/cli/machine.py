@@ -11,6 +11,7 @@ from vlfit.cli.printing import Printer
 from vlfit.units import MIB, format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
+    from vlfit.machine.card_table import Card
     from vlfit.machine.desktop import Advice
     from vlfit.machine.model import Gpu, Host, Machine
 
@@ -20,6 +21,7 @@ Examples:
   vlfit machine --save this.json
   vlfit machine --machine other.json --json
   vlfit machine --gpu "RTX 5060" --desktop 951MiB --wsl2 --save card.json
+  vlfit machine --cards
 """
 
 _WIDTH = 100
@@ -42,11 +44,15 @@ def machine(
     gpu: GpuName = None,
     desktop: DesktopSize = None,
     wsl2: UnderWsl2 = False,
+    cards: Annotated[bool, typer.Option("--cards", help="List the cards that --gpu knows, and end.")] = False,
 ) -> None:
     """Show GPUs, who holds their memory, RAM, WSL2 or container, and what is wrong if no GPU is seen.
 
     Ends with 0 also where there is no GPU.
     """
+    if cards:
+        _list_cards(Printer(json=as_json), as_json)
+        return
     chosen = chosen_machine(machine, gpu, desktop, wsl2)
     printer = Printer(json=as_json)
     if save is not None:
@@ -58,6 +64,32 @@ def machine(
         printer.data(_facts(chosen))
     else:
         printer.line("\n".join(_page(chosen)))
+
+
+def _list_cards(printer: Printer, as_json: bool) -> None:
+    from vlfit.machine.card_table import CARDS
+
+    if as_json:
+        printer.data({"version": 1, "cards": [_card_facts(each) for each in CARDS]})
+        return
+    rows = [
+        f"{each.name:<44} {each.total:>7} {each.bandwidth:>6.0f}  "
+        f"{'.'.join(map(str, each.compute_capability)):<7}  {each.pcie_generation}.0 x{each.pcie_lanes}"
+        for each in CARDS
+    ]
+    printer.line("\n".join([f"{'card':<44} {'MiB':>7} {'GB/s':>6}  compute  PCIe", *rows]))
+
+
+def _card_facts(each: "Card") -> dict[str, Any]:
+    """One card of the table, in bytes and bytes per second."""
+    return {
+        "name": each.name,
+        "total": each.total * MIB,
+        "bandwidth": round(each.bandwidth * 10**9),
+        "compute_capability": list(each.compute_capability),
+        "pcie_generation": each.pcie_generation,
+        "pcie_lanes": each.pcie_lanes,
+    }
 
 
 def _facts(chosen: "Machine") -> dict[str, Any]:

@@ -19,13 +19,16 @@ MachineFile = Annotated[
     typer.Option(
         "--machine",
         metavar="FILE",
-        help="A machine that `vlfit machine --save` wrote down, instead of this one.",
+        help="A machine that `vlfit machine --save` wrote down, instead of this one; - reads stdin.",
     ),
 ]
 GpuName = Annotated[
     str | None,
     typer.Option(
-        "--gpu", metavar="NAME", help='This computer with another card, e.g. "RTX 5060" or "4060 Ti 16GB".'
+        "--gpu",
+        metavar="NAME",
+        help='This computer with another card, e.g. "RTX 5060" or "4060 Ti 16GB"; vlfit machine --cards lists'
+        " them.",
     ),
 ]
 DesktopSize = Annotated[

@@ -10,7 +10,7 @@ import typer
 from vlfit.cli.calibrate import measure, warn_of_broken
 from vlfit.cli.machine_options import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
 from vlfit.cli.printing import Printer, cannot_write
-from vlfit.errors import DoesNotFit, UsageError, VlfitError
+from vlfit.errors import DeviceError, DoesNotFit, UsageError, VlfitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +113,12 @@ def plan(
     if svg is not None and model is None:
         raise UsageError("--svg draws the ledger of one model", "name it: vlfit plan MODEL --svg FILE")
     chosen = chosen_machine(machine, gpu, desktop, wsl2)
+    if machine is not None and not chosen.gpus:
+        raise DeviceError(
+            f"the machine in {machine} has no GPU",
+            "A plan is for a GPU's memory: name a file with one, or a card with --gpu (vlfit machine --cards "
+            "lists them).",
+        )
     printer = Printer(json=json)
     if calibrate:
         measure(chosen, printer, elsewhere=machine is not None or gpu is not None)

@@ -18,6 +18,10 @@ _GIGA = 10**9
 _IDLE_WORDS = frozenset(
     ("nvidia", "geforce", "rtx", "gtx", "tesla", "quadro", "gpu", "graphics", "card", "generation", "edition")
 )
+_OTHER_MAKERS = re.compile(
+    r"\b(arc|intel|iris|amd|radeon|rx|instinct|mi\d{2,3}x?|apple|m\d (pro|max|ultra))\b"
+)
+_BEFORE_TURING = re.compile(r"\b((gtx ?)?(9|10)[5-8]0( ?ti)?|titan (x|xp|v)|p(4|40|100)|v100|k80|m(40|60))\b")
 _SAME_WORDS = {"mobile": "laptop", "notebook": "laptop"}
 _SIZE = re.compile(r"\b(\d+)\s*gi?b?\b")
 
@@ -92,11 +96,26 @@ def find_card(name: str) -> Card:
             f"{name!r} means several cards: {_names(found)}",
             f"name one of them, e.g. --gpu {found[0].name!r}",
         )
-    other_sizes = _matching(words) if words else []
-    near = other_sizes or _nearest(name)
-    raise UsageError(
-        f"no card {name!r} in the table; nearest: {_names(near)}",
-        "on a computer that has it, `vlfit machine --save FILE` writes it down for --machine FILE",
+    raise _not_in_the_table(name, _matching(words) if words else [])
+
+
+def _not_in_the_table(name: str, other_sizes: list[Card]) -> UsageError:
+    """Says which cards are near, or why none of its kind is there."""
+    if _OTHER_MAKERS.search(name.lower()):
+        return UsageError(
+            f"no card {name!r} in the table: it has NVIDIA's only, as vlfit needs CUDA",
+            "`vlfit machine --cards` lists them; pass one to --gpu",
+        )
+    if _BEFORE_TURING.search(name.lower()):
+        return UsageError(
+            f"no card {name!r} in the table: it is older than Turing (2018), for which current builds of "
+            "torch have no kernels",
+            "`vlfit machine --cards` lists those that are there; pass one to --gpu",
+        )
+    return UsageError(
+        f"no card {name!r} in the table; nearest: {_names(other_sizes or _nearest(name))}",
+        "`vlfit machine --cards` lists them all; on a computer that has the card, `vlfit machine --save "
+        "FILE` writes it down for --machine FILE",
     )
 
 

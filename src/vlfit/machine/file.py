@@ -4,6 +4,7 @@ Knows files and JSON. Does not know the fields (``model.py``).
 """
 
 import json
+import sys
 from pathlib import Path
 
 from vlfit.errors import UsageError
@@ -14,10 +15,13 @@ _HINT = "`vlfit machine --save FILE` writes such a file"
 
 
 def load_machine(path: Path) -> Machine:
-    """The machine in ``path``. Raises ``UsageError`` for a file that cannot be read or is no machine file."""
+    """The machine in ``path``, - for stdin. Raises ``UsageError`` for what cannot be read or is none."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST + 1)
+        if str(path) == "-":
+            data = sys.stdin.buffer.read(_MOST + 1)
+        else:
+            with path.open("rb") as file:
+                data = file.read(_MOST + 1)
     except OSError as error:
         raise UsageError(f"cannot read the machine file {path}: {error.strerror}", _HINT) from None
     if len(data) > _MOST:
