@@ -17,7 +17,7 @@ class BlockPool:
     """Who holds which block, of enough for ``tokens`` tokens. No tensors; the scheduler reads and changes it.
 
     Several may hold one block: requests that begin alike. A block that nobody holds is free. What is in it
-    may still be wanted (``kept``), so blank blocks are handed out first, then those that were freed longest ago.
+    may still be wanted (``kept``), so blank blocks are handed out first, then those freed longest ago.
     """
 
     def __init__(self, tokens: int, block_size: int) -> None:
