@@ -9,8 +9,8 @@ import pytest
 
 from vlfit.doctor import checks
 from vlfit.doctor.builds import BUILDS, driver_is_too_old, lacks_code_for, wanted_build
+from vlfit.doctor.check import Check
 from vlfit.doctor.checks import (
-    Check,
     TorchBuild,
     check_cache,
     check_disk,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import BinaryIO
 
-    from vlfit.doctor.checks import Check
+    from vlfit.doctor.check import Check
     from vlfit.doctor.diagnose import Examined
 
 EXAMPLES = """\b

@@ -3,6 +3,7 @@
 Knows: the wheels of PyTorch 2.9 to 2.13. Does not know what is installed (``checks.py``).
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -27,15 +28,36 @@ _NEWEST_WITH_PTX = (99, 0)  # code in PTX is compiled for newer cards when it is
 _OLDEST_CUDA_FOR = {(10, 0): (12, 8), (12, 0): (12, 8), (9, 0): (11, 8), (8, 9): (11, 8)}
 
 
-def wanted_build(capability: tuple[int, int] | None) -> str:
-    """The newest build with code for a card of this compute capability; ``cu128`` reaches most cards."""
-    if capability is None:
-        return "cu128"
-    for build in reversed(BUILDS):
-        newest = _NEWEST_WITH_PTX if build is BUILDS[-1] else build.newest
-        if build.oldest <= capability <= newest:
-            return build.name
-    return BUILDS[0].name
+def wanted_build(capability: tuple[int, int] | None, driver_cuda: tuple[int, int] | None = None) -> str:
+    """The build with code for a card of ``capability`` that a driver for ``driver_cuda`` runs; "" if none is.
+
+    Of several the newest that needs nothing of the driver, then the newest within its major version. For an
+    unknown driver the build that most of them run; for an unknown card the one that reaches most of them.
+    """
+    fitting = [build for build in BUILDS if capability is None or _reaches(build, capability)]
+    if driver_cuda is None:
+        oldest = min((build.cuda[0] for build in fitting), default=0)
+        return next((build.name for build in reversed(fitting) if build.cuda[0] == oldest), "")
+    runnable = [build for build in fitting if not driver_is_too_old(build.cuda, driver_cuda)]
+    best = max(runnable, key=lambda build: (build.cuda <= driver_cuda, build.cuda), default=None)
+    return "" if best is None else best.name
+
+
+def _reaches(build: Build, capability: tuple[int, int]) -> bool:
+    newest = _NEWEST_WITH_PTX if build is BUILDS[-1] else build.newest
+    return build.oldest <= capability <= newest
+
+
+def driver_wanted(capability: tuple[int, int] | None) -> str:
+    """The CUDA that a driver has to run before any build has code for this card: ``"12.8"``."""
+    fitting = [build.cuda for build in BUILDS if capability is None or _reaches(build, capability)]
+    return ".".join(map(str, min(fitting, default=BUILDS[-1].cuda)))
+
+
+def parse_cuda(text: str) -> tuple[int, int] | None:
+    """``"12.9"`` as two numbers; None for a driver that does not tell."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found.group(1)), int(found.group(2))) if found else None
 
 
 def install_command(build: str) -> str:

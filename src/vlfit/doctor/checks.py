@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from vlfit.doctor.builds import driver_is_too_old, install_command, lacks_code_for, wanted_build
+from vlfit.doctor.builds import (
+    driver_is_too_old,
+    driver_wanted,
+    install_command,
+    lacks_code_for,
+    parse_cuda,
+    wanted_build,
+)
+from vlfit.doctor.check import Check
+from vlfit.doctor.compiler import check_compiler
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu, Host
@@ -36,16 +45,6 @@ _LINUX_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib64")
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was looked at. ``level`` is green, yellow or red; ``fix`` is "" where none is needed."""
-
-    id: str
-    level: str
-    says: str
-    fix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class TorchBuild:
     """The installed PyTorch. ``cuda`` is None for the build without a GPU."""
 
@@ -62,7 +61,10 @@ def check_all(port: int, environment: Mapping[str, str] = os.environ) -> list[Ch
     checks = [check_python(sys.version_info[:2]), check_driver(gpus, problems)]
     if host.wsl2:
         checks.append(check_wsl(Path("/"), can_load))
-    checks += [check_torch(installed_torch(), gpus), *(check_gpu_memory(gpu) for gpu in gpus)]
+    checks += [check_torch(installed_torch(), gpus)]
+    if gpus:
+        checks.append(check_compiler(environment))
+    checks += [check_gpu_memory(gpu) for gpu in gpus]
     checks += [check_ram(host)]
     if host.memory_limit is not None:
         checks.append(check_memory_limit(host.memory_limit))
@@ -145,8 +147,7 @@ def torch_build(version: str, text: str) -> TorchBuild:
 
 def check_torch(build: TorchBuild | None, gpus: tuple[Gpu, ...]) -> Check:
     """Whether the installed PyTorch has code for the GPUs that are here and suits their driver."""
-    capability = gpus[0].compute_capability if gpus else None
-    fix = f"Run `{install_command(wanted_build(capability))}`."
+    fix = _build_for(gpus)
     if build is None:
         return Check("torch", "red", "PyTorch is not installed", fix)
     if build.cuda is None:
@@ -160,14 +161,22 @@ def check_torch(build: TorchBuild | None, gpus: tuple[Gpu, ...]) -> Check:
     for gpu in gpus:
         if reason := lacks_code_for(build.cuda, gpu.compute_capability):
             return Check("torch", "red", f"{name} cannot run on the {gpu.name}: {reason}", fix)
-        driver_cuda = re.match(r"(\d+)\.(\d+)", gpu.cuda)
-        if driver_cuda and driver_is_too_old(
-            build.cuda, (int(driver_cuda.group(1)), int(driver_cuda.group(2)))
-        ):
+        driver_cuda = parse_cuda(gpu.cuda)
+        if driver_cuda and driver_is_too_old(build.cuda, driver_cuda):
             says = f"{name} needs a driver for CUDA {build.cuda[0]}; this one runs up to {gpu.cuda}"
-            update = f"Update the driver, or run `{install_command('cu128')}`."
+            other = fix if wanted_build(gpu.compute_capability, driver_cuda) else ""
+            update = "Update the driver" + (f", or {other[:1].lower()}{other[1:]}" if other else ".")
             return Check("torch", "red", says, update)
     return Check("torch", "green", name)
+
+
+def _build_for(gpus: tuple[Gpu, ...]) -> str:
+    """How to install a build that suits the first card and its driver."""
+    capability = gpus[0].compute_capability if gpus else None
+    driver_cuda = parse_cuda(gpus[0].cuda) if gpus else None
+    if build := wanted_build(capability, driver_cuda):
+        return f"Run `{install_command(build)}`."
+    return f"Update the driver first: it must run CUDA {driver_wanted(capability)} or newer."
 
 
 def check_gpu_memory(gpu: Gpu) -> Check:

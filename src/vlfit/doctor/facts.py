@@ -1,16 +1,16 @@
 """What a log says about the run that failed: which model, which version, which flags, how much memory.
 
-Knows: the lines in which vLLM writes its own settings, and the shell line that started it. Does not know what
-went wrong (``rules/``).
+Knows: the lines in which vLLM writes its own settings, and the shell line that started it; those of llama.cpp
+are in ``llama.py``. Does not know what went wrong (``rules/``).
 """
 
 import ast
 import json
 import re
-import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
+from vlfit.doctor.llama import Llama, shell_words
 from vlfit.doctor.logs import Piece
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
@@ -21,20 +21,34 @@ _CONFIG = re.compile(r"config: ?model='([^']{1,300})'")
 _MAX_SEQ_LEN = re.compile(r"max_seq_len=(\d+)")
 _ARGUMENTS = re.compile(r"non-default args: (\{.{0,8000}\})")
 # Backslashes are line ends of a shell command; prose such as "after `vllm serve ...`" ends at the backtick.
-_GGUF = re.compile(
-    r"(?:load(?:ing)? model,? |error loading model |\) from |--model |-m )'?([^\s']{1,300}\.gguf)"
-)
 _SHELL = re.compile(r"(?:^|[\s`(|])vllm serve (?=\S)((?:[^\n\\`|;&]|\\\n|\\(?!\n))+)")
+# Each with words, one of which stands wherever it matches: a plain search is many times faster.
 _FLOATS = {
-    "weights_gib": re.compile(rf"(?:Model loading took|Loading model weights took) ({_NUMBER}) Gi?B"),
-    "kv_gib": re.compile(rf"Available KV cache memory: ({_NUMBER}) GiB"),
-    "total_gib": re.compile(
-        rf"(?:total_gpu_memory \(|total capacity of |Free memory on device ?(?:cuda:\d+)? "
-        rf"?\({_NUMBER}/)({_NUMBER}) ?GiB"
+    "weights_gib": (
+        ("oading took", "weights took"),
+        re.compile(rf"(?:Model loading took|Loading model weights took) ({_NUMBER}) Gi?B"),
     ),
-    "free_gib": re.compile(rf"Free memory on device ?(?:cuda:\d+)? ?\(({_NUMBER})/"),
-    "utilization": re.compile(rf"gpu_memory_utilization (?:\(|is \()({_NUMBER})"),
+    "kv_gib": (
+        ("Available KV cache memory: ",),
+        re.compile(rf"Available KV cache memory: ({_NUMBER}) GiB"),
+    ),
+    "total_gib": (
+        ("total_gpu_memory (", "total capacity of ", "Free memory on device"),
+        re.compile(
+            rf"(?:total_gpu_memory \(|total capacity of |Free memory on device ?(?:cuda:\d+)? "
+            rf"?\({_NUMBER}/)({_NUMBER}) ?GiB"
+        ),
+    ),
+    "free_gib": (
+        ("Free memory on device",),
+        re.compile(rf"Free memory on device ?(?:cuda:\d+)? ?\(({_NUMBER})/"),
+    ),
+    "utilization": (
+        ("gpu_memory_utilization ",),
+        re.compile(rf"gpu_memory_utilization (?:\(|is \()({_NUMBER})"),
+    ),
 }
+_DRIVER = re.compile(r"CUDA Version: (\d{1,2})\.(\d{1,2})\b")  # as nvidia-smi heads its table
 _OF_VLLM = ("vLLM", "vllm", "config: model=", "non-default args")
 # As vLLM reads them: lower case counts in thousands.
 _SUFFIXES = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
@@ -50,7 +64,8 @@ class Facts:
     model: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
-    gguf: str | None = None  # the model file of llama.cpp
+    llama: Llama = field(default_factory=Llama)
+    driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the driver runs
     weights_gib: float | None = None
     kv_gib: float | None = None
     total_gib: float | None = None
@@ -64,12 +79,15 @@ class Facts:
         text = piece.text
         if any(word in text for word in _OF_VLLM):
             self._read_settings(piece)
-        if ".gguf" in text:
-            for match in _GGUF.finditer(text):
-                self.gguf = match.group(1)
-        for name, pattern in _FLOATS.items():
-            for match in pattern.finditer(piece.flat):
-                setattr(self, name, float(match.group(1)))
+        if "llama" in text or ".gguf" in text:
+            self.llama.read(text)
+        for name, (words, pattern) in _FLOATS.items():
+            if any(word in piece.flat for word in words):
+                for match in pattern.finditer(piece.flat):
+                    setattr(self, name, float(match.group(1)))
+        if "CUDA Version: " in text:
+            for match in _DRIVER.finditer(text):
+                self.driver_cuda = int(match.group(1)), int(match.group(2))
         self.wsl2 = self.wsl2 or any(word in text for word in _WSL)
 
     def _read_settings(self, piece: Piece) -> None:
@@ -121,13 +139,9 @@ def _literal(text: str) -> dict[str, Any]:
 
 def _flags(line: str) -> dict[str, Any]:
     """The words after ``vllm serve`` as vLLM's own names: ``--max-model-len 4096`` is ``max_model_len``."""
-    try:
-        words = shlex.split(line.replace("\\\n", " ").replace("\\ ", " "))
-    except ValueError:
-        words = line.split()
     found: dict[str, Any] = {}
     waiting: str | None = None
-    for word in words:
+    for word in shell_words(line):
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             waiting = name.replace("-", "_")

@@ -33,7 +33,8 @@ _PREFIXES = (
     r"[A-Za-z0-9][\w.-]{0,60} +\|(?= )",  # docker compose
     r"\d+\.\d\d\.\d{3}\.\d{3} [A-Z]\b",  # llama.cpp
 )
-_PREFIX = re.compile(rf"^(?:[ \t>]*(?:{'|'.join(_PREFIXES)}))*[ \t>]*", re.MULTILINE)
+# With the line's end before it rather than ^: a search for a plain character is a third of the time.
+_PREFIX = re.compile(rf"\n[ \t>]*+(?:(?:{'|'.join(_PREFIXES)})[ \t>]*+)*+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def clean(text: str) -> str:
         text = _ESCAPES.sub("", text)
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     lines = [line.strip() for line in _CONTROLS.sub("", text).split("\n")]
-    return _PREFIX.sub("", "\n".join(lines))
+    return _PREFIX.sub("\n", "\n" + "\n".join(lines))[1:]
 
 
 def pieces(stream: BinaryIO) -> Iterator[Piece]:

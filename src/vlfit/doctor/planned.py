@@ -7,6 +7,7 @@ Knows: how the planner is asked, and how a plan is told in a sentence. Does not 
 import json
 import shlex
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 from vlfit.checkpoint import catalog
@@ -22,7 +23,8 @@ _SIZES = ("8B", "4B", "2B")
 def own_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
     """A sentence and a command for the largest Qwen3-VL, up to ``size``, that fits ``machine``.
 
-    Without a machine, or where nothing fits, the sentence is "" and the command is the planner's.
+    What has to be converted first is: the command does both. Without a machine, or where nothing fits, the
+    sentence is "" and the command is the planner's.
     """
     if machine is None or not machine.gpus:
         return "", "vlfit plan"
@@ -35,21 +37,24 @@ def own_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
         except VlfitError:
             continue
         if found.fits:
-            settings = found.settings
+            settings, made_by = found.settings, found.model.made_by
+            made = f", made of {found.model.converted_from} first" if made_by else ""
             says = (
-                f" vlfit's own engine fits {found.model.name} there: context {settings.context}, pictures "
-                f"of {settings.image_tokens} tokens, {format_bytes(found.total)} of "
+                f" vlfit's own engine fits {found.model.name} there{made}: context {settings.context}, "
+                f"pictures of {settings.image_tokens} tokens, {format_bytes(found.total)} of "
                 f"{format_bytes(found.gpu.total)} by its plan."
             )
-            command = found.command or ("vlfit", "plan", found.model.name)
-            return says, shlex.join(command)
+            start = shlex.join(found.command or ("vlfit", "plan", found.model.name))
+            variables = "".join(f"{name}={shlex.quote(to)} " for name, to in found.environment.items())
+            return says, f"{made_by} && {variables}{start}" if made_by else f"{variables}{start}"
     return " vlfit's own engine fits no Qwen3-VL there either, by its plan.", "vlfit plan"
 
 
 def vllm_plan(
-    machine: Machine | None, facts: Facts, names: Iterable[str], context: int
+    machine: Machine | None, facts: Facts, names: Iterable[str], contexts: Iterable[int]
 ) -> tuple[str, str] | None:
-    """A sentence and the command of the first of ``names`` that fits ``machine`` with the vLLM of the log.
+    """A sentence and the command of the first of ``names`` that fits ``machine`` with the vLLM of the log,
+    with the first of ``contexts`` that it has room for.
 
     Both are "" where none fits. None where the planner cannot say: without a machine, for models that are not
     in the catalog (no hub is asked here), for several GPUs. Flags that the plan says nothing of stay.
@@ -62,9 +67,10 @@ def vllm_plan(
     from vlfit.plan.subjects import subjects
 
     version = None if facts.version is None else ".".join(str(part) for part in facts.version)
-    for name in known:
+    for name, context in product(known, tuple(contexts)):
+        wishes = Wishes(context=context, backend=VLLM, vllm_version=version)
         try:
-            made = plan(subjects(name), machine, Wishes(context=context, backend=VLLM, vllm_version=version))
+            made = plan(subjects(name), machine, wishes)
         except VlfitError:
             continue
         if made.fits:

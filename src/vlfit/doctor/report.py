@@ -6,7 +6,8 @@ Knows: words and their order. Does not know how they were found.
 from dataclasses import asdict
 from typing import Any
 
-from vlfit.doctor.checks import Check, worst
+from vlfit.doctor.check import Check
+from vlfit.doctor.checks import worst
 from vlfit.doctor.diagnose import Examined
 
 UNKNOWN = (

@@ -8,6 +8,11 @@ from vlfit.doctor.rules.llama import LLAMA
 from vlfit.doctor.rules.memory import MEMORY
 from vlfit.doctor.rules.settings import SETTINGS
 from vlfit.doctor.rules.torch import TORCH
+from vlfit.doctor.rules.triton import TRITON
 from vlfit.doctor.rules.wrappers import WRAPPERS
 
-RULES: tuple[Rule, ...] = (*KERNEL, *DRIVER, *SETTINGS, *MEMORY, *TORCH, *LLAMA, *FILES, *WRAPPERS)
+RULES: tuple[Rule, ...] = (
+    *(*KERNEL, *DRIVER, *TRITON),
+    *(*SETTINGS, *MEMORY, *TORCH),
+    *(*LLAMA, *FILES, *WRAPPERS),
+)

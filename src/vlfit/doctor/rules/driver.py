@@ -4,7 +4,7 @@ Knows: the messages of PyTorch, the CUDA runtime, NVML and the dynamic linker. W
 ``vlfit.doctor.builds``.
 """
 
-from vlfit.doctor.builds import install_command, wanted_build
+from vlfit.doctor.builds import driver_wanted, install_command, parse_cuda, wanted_build
 from vlfit.doctor.rule import Case, Rule, Values
 
 _LINUX_DRIVER = "sudo apt update && ubuntu-drivers devices"
@@ -33,14 +33,14 @@ def _library(case: Case) -> Values:
 def _old_driver(case: Case) -> Values:
     version = int(case.found.groups["version"])
     where = "the Windows driver, then `wsl.exe --update`" if case.wsl2 else "the driver"
-    build = "cu130" if version >= 13000 else "cu128" if version >= 12080 else "cu126"
-    # Within CUDA 12 every driver of 12 will do; there is no build of today's PyTorch for one of 11.
+    cuda = version // 1000, version % 1000 // 10
+    build = wanted_build(case.gpu.compute_capability if case.gpu else None, cuda)
     otherwise = "Where that cannot be, install a PyTorch built for this driver; vLLM then has to match it."
     return {
-        "cuda": f"{version // 1000}.{version % 1000 // 10}",
+        "cuda": f"{cuda[0]}.{cuda[1]}",
         "where": where,
-        "otherwise": otherwise if version >= 12000 else "No PyTorch of today runs with it.",
-        "run": install_command(build) if version >= 12000 else "nvidia-smi",
+        "otherwise": otherwise if build else "No PyTorch of today runs with it.",
+        "run": install_command(build) if build else "nvidia-smi",
     }
 
 
@@ -55,11 +55,34 @@ def _build(case: Case) -> Values:
     capability = case.gpu.compute_capability if case.gpu else None
     if digits := case.found.groups.get("capability"):
         capability = (int(digits[:-1]), int(digits[-1]))
-    build = wanted_build(capability)
     name = (case.found.groups.get("card") or "").strip()
     card = f"the {name}" if name else "this GPU"
     number = f" (compute capability {capability[0]}.{capability[1]})" if capability else ""
-    return {"card": card, "number": number, "run": install_command(build)}
+    return {"card": card, "number": number, **build_for(case, capability)}
+
+
+def build_for(case: Case, capability: tuple[int, int] | None) -> Values:
+    """``advice`` and ``run``: the build for this card that the driver runs, where the driver is known."""
+    driver_cuda = parse_cuda(case.gpu.cuda) if case.gpu else None
+    driver_cuda = driver_cuda or case.facts.driver_cuda
+    build = wanted_build(capability, driver_cuda)
+    if driver_cuda is None:
+        return {
+            "advice": f"Install {build}, which has it and asks least of the driver.",
+            "run": install_command(build),
+        }
+    driver = f"the driver (CUDA up to {driver_cuda[0]}.{driver_cuda[1]})"
+    if not build:
+        where = "in Windows" if case.wsl2 else "and restart"
+        advice = (
+            f"No build has it that {driver} runs: update the driver {where}, to one for CUDA "
+            f"{driver_wanted(capability)} or newer. This shows which is there."
+        )
+        return {"advice": advice, "run": "nvidia-smi"}
+    return {
+        "advice": f"Install {build}, which has it and which {driver} runs.",
+        "run": install_command(build),
+    }
 
 
 DRIVER = (
@@ -127,7 +150,7 @@ DRIVER = (
             r"sm_(?P<capability>\d{2,3}) is not compatible with the current PyTorch installation"
         ),
         cause="This PyTorch has no code for {card}{number}: its build is for other cards.",
-        remedy="Install the build that has it.",
+        remedy="{advice}",
         command="{run}",
         compute=_build,
         hides=("cuda.no_kernel_image",),
@@ -138,8 +161,8 @@ DRIVER = (
         pattern=r"no kernel image is available for execution on the device",
         cause="This build of PyTorch, vLLM or an extension has no code for {card}{number}.",
         remedy=(
-            "Install a build that has it: RTX 50 cards (12.0) need CUDA 12.8 or newer, builds for CUDA 13 "
-            "start at 7.5."
+            "{advice} RTX 50 cards (12.0) need a build for CUDA 12.8 or newer; builds for CUDA 13 start at "
+            "7.5."
         ),
         command="{run}",
         compute=_build,
@@ -149,7 +172,7 @@ DRIVER = (
         words=("Torch not compiled with CUDA enabled",),
         pattern=r"Torch not compiled with CUDA enabled",
         cause="The installed PyTorch is the build for computers without a GPU.",
-        remedy="Replace it by one for CUDA.",
+        remedy="Replace it by one for CUDA. {advice}",
         command="{run}",
         compute=_build,
     ),

@@ -13,10 +13,15 @@ from vlfit.doctor.arithmetic import (
 )
 from vlfit.doctor.command import serve, without_model
 from vlfit.doctor.rule import Case, Rule, Values
-from vlfit.doctor.rules.shortfall import make_room
+from vlfit.doctor.rules.shortfall import make_room, planned_start
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _FEW_SEQUENCES = 8
+# What a length that vLLM counted leaves open, where no machine or no known model is named.
+_GROWS_LATER = (
+    f"Whether the {GROWTH:g} GiB that its process grows later are free, too, is unchecked: the planner "
+    "counts that for an official Qwen3-VL where --gpu or --machine names the card."
+)
 
 
 def _utilization_that_is_free(case: Case) -> Values:
@@ -65,17 +70,20 @@ def _shorter_context(case: Case) -> Values:
             **room,
             "why": why + f" What is left holds {fits} tokens, too few for a picture and an answer.",
         }
-    advice = (
-        f"Ask for at most {fits} tokens: {fits} x {per_token:.3g} KiB = {fits * needed / length:.2f} GiB, "
-        f"within "
-        f"{available:g} GiB." + without_model(case.facts)
-    )
+    counted = f"{fits} x {per_token:.3g} KiB = {fits * needed / length:.2f} GiB, within {available:g} GiB"
+    if (planned := planned_start(case, fits)) is not None:
+        estimate = f"By vLLM's own numbers {fits} tokens fit ({counted}), before it has grown. "
+        return {**planned, "why": why, "advice": estimate + planned["advice"]}
+    advice = f"Ask for at most {fits} tokens: {counted}. {_GROWS_LATER}" + without_model(case.facts)
     return {"why": why, "advice": advice, "run": serve(case.facts, {"max_model_len": fits})}
 
 
 def _stored(case: Case) -> Values:
     stored = int(case.found.groups["stored"])
-    return {"fits": str(stored), "run": serve(case.facts, {"max_model_len": stored})}
+    if (planned := planned_start(case, stored)) is not None:
+        return planned
+    advice = f"Ask for at most {stored} tokens: that is what vLLM itself counted on this GPU. {_GROWS_LATER}"
+    return {"advice": advice, "run": serve(case.facts, {"max_model_len": stored})}
 
 
 def _again(case: Case) -> Values:
@@ -172,7 +180,7 @@ MEMORY = (
             r"that can be stored in KV cache \((?P<stored>\d+)\)"
         ),
         cause="The context was to be {length} tokens, and the memory left for the KV cache holds {stored}.",
-        remedy="Ask for at most {fits} tokens: that is what vLLM itself counted on this GPU.",
+        remedy="{advice}",
         command="{run}",
         compute=_stored,
     ),

@@ -5,8 +5,12 @@ Knows: which flags came and went with which version (read in the sources of vLLM
 
 import re
 
+from vlfit.doctor.arithmetic import QWEN3_VL, kv_gib, size_of
 from vlfit.doctor.command import serve, without_model
 from vlfit.doctor.rule import Case, Rule, Values
+from vlfit.doctor.rules.shortfall import planned_start
+
+_MODEST_CONTEXT = 8192
 
 # What became of flags that guides still name.
 GONE = {
@@ -42,7 +46,41 @@ def _unknown(case: Case) -> Values:
 
 
 def _shown_length(case: Case) -> Values:
-    return {"run": serve(case.facts, {"max_model_len": int(case.found.groups["most"])})}
+    """The longest context that the planner fits; else the model's own, if any Qwen3-VL could have it here."""
+    most = int(case.found.groups["most"])
+    if (planned := planned_start(case, most)) is not None:
+        return planned
+    size = size_of(case.facts.model)
+    needed = kv_gib(QWEN3_VL[size or "2B"], most)
+    room = case.gpu.free / 2**30 if case.gpu else case.facts.total_gib
+    whose = f"Qwen3-VL {size}" if size else "the smallest Qwen3-VL"
+    advice = (
+        f"The model was made for {most}, which says nothing of what fits: their KV cache takes {needed:.1f} "
+        f"GiB for {whose}. "
+    )
+    length = most
+    if room is not None and needed > room:
+        length = _MODEST_CONTEXT
+        advice += f"This GPU has {room:.1f} GiB, so ask for {length:,}. "
+    missing = "an official Qwen3-VL" if case.machine else "the machine (--gpu or --machine)"
+    advice += f"That it fits is unchecked: the log and the options do not name {missing}."
+    run = serve(case.facts, {"max_model_len": length})
+    return {"advice": advice + without_model(case.facts), "run": run}
+
+
+# Architectures that came with a version of vLLM; Qwen3-VL is in the registry from 0.11.0 on.
+_ARCHITECTURES = {"Qwen3VLForConditionalGeneration": "0.11", "Qwen3VLMoeForConditionalGeneration": "0.11"}
+
+
+def _architecture(case: Case) -> Values:
+    kind = case.found.groups["kind"]
+    since = _ARCHITECTURES.get(kind)
+    version = ".".join(map(str, case.facts.version)) if case.facts.version else ""
+    return {
+        "version": f" {version}" if version else "",
+        "since": f" It came with vLLM {since}." if since else " It may have come with a later version.",
+        "run": f'pip install --upgrade "vllm>={since}"' if since else "pip install --upgrade vllm",
+    }
 
 
 def _half(case: Case) -> Values:
@@ -131,9 +169,18 @@ SETTINGS = (
             r"\((?:\w+=)*(?P<most>\d+)"
         ),
         cause="A context of {length} tokens was asked for, and the model was made for {most}.",
-        remedy="Ask for at most {most}. A shorter context also needs less memory.",
+        remedy="{advice}",
         command="{run}",
         compute=_shown_length,
+    ),
+    Rule(
+        id="vllm.architecture",
+        words=("are not supported for now",),
+        pattern=r"Model architectures \['(?P<kind>\w{1,80})'[^\]\n]{0,200}\] are not supported for now",
+        cause="This vLLM{version} does not know models of the kind {kind}.{since}",
+        remedy="Update vLLM in the environment that runs it; a newer one brings a newer PyTorch, too.",
+        command="{run}",
+        compute=_architecture,
     ),
     Rule(
         id="vllm.bf16",

@@ -28,6 +28,7 @@ from vlfit.doctor.rule import Case, Values
 
 _FEW_SEQUENCES = 2
 _FEW_BATCHED = 2048
+_CONTEXTS = (131072, 65536, 32768, 16384, 8192, 4096)
 _CHECKED_ON = "sums from vLLM 0.22 measured on one H200; other versions and cards differ by some hundred MiB"
 
 
@@ -57,10 +58,9 @@ def make_room(case: Case, missing: float | None, have: float = 0.0) -> Values:
         return _unknown_model(case)
     model = QWEN3_VL[size]
     length = min(facts.whole("max_model_len", CONTEXT_WISHED), CONTEXT_WISHED)
-    name = facts.model or ""
-    planned = vllm_plan(case.machine, facts, (name, fp8_name(name)), length)
+    planned = planned_start(case, length)
     if planned is not None:
-        return _by_the_planner(case, size, *planned)
+        return planned
     wanted = kv_gib(model, length)
     needed = (missing or 0.0) + wanted - have
     changes = _cheapest(case, model, needed if missing is not None or have else None)
@@ -91,8 +91,20 @@ def make_room(case: Case, missing: float | None, have: float = 0.0) -> Values:
     return {"why": why, "advice": advice, "run": serve(facts, changes.flags, model=changes.model)}
 
 
-def _by_the_planner(case: Case, size: str, says: str, run: str) -> Values:
-    """For a machine that was named: what fits it, whatever the log's own numbers leave open."""
+def planned_start(case: Case, most: int) -> Values | None:
+    """``why``, ``advice`` and ``run`` for a machine and a model that the planner knows; else None.
+
+    What fits there, whatever the log's own numbers leave open: the longest context up to ``most`` tokens, of
+    this checkpoint if any fits, else of the same in FP8.
+    """
+    name = case.facts.model or ""
+    if (size := size_of(name)) is None:
+        return None
+    contexts = dict.fromkeys((most, *(step for step in _CONTEXTS if step < most)))
+    planned = vllm_plan(case.machine, case.facts, (name, fp8_name(name)), contexts)
+    if planned is None:
+        return None
+    says, run = planned
     if run:
         return {"why": _why(case), "advice": f"Start it anew: {says} ({_CHECKED_ON}).", "run": run}
     says, run = own_plan(case.machine, size)

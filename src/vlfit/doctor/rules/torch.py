@@ -11,8 +11,10 @@ from vlfit.doctor.arithmetic import PICTURE_CAP, fp8_name, is_quantized, size_of
 from vlfit.doctor.command import serve, without_model
 from vlfit.doctor.planned import own_plan
 from vlfit.doctor.rule import Case, Rule, Values
+from vlfit.doctor.rules.shortfall import planned_start
 
-_SIZE = r"[\d.]+ [KMGT]i?B"
+_SIZE = r"[\d.]+ (?:[KMGT]i?B|bytes)"
+_LONGEST = 8192  # the context that a plan begins with where vLLM was asked for more
 _CAP = {"size": {"longest_edge": PICTURE_CAP, "shortest_edge": 65536}}
 
 
@@ -74,6 +76,23 @@ _TRANSFORMERS = (
 )
 
 
+def _of_vllm(case: Case) -> bool:
+    return "vllm" in case.found.before or case.facts.version is not None or bool(case.facts.arguments)
+
+
+def _alone(case: Case) -> str:
+    """A sentence if the log says that the weights alone are more than the card holds, else ""."""
+    weights = case.facts.weights_gib
+    total = case.gpu.total / 2**30 if case.gpu else case.facts.total_gib
+    if weights is None or total is None or weights <= total:
+        return ""
+    return (
+        f" The model alone takes {weights:.2f} GiB, more than the {total:.2f} GiB of the card: under "
+        f"Windows and "
+        "WSL2 the driver spills the rest into RAM until that ends, too."
+    )
+
+
 def _smaller(case: Case) -> tuple[str, str]:
     """What to load instead, in words, and the name for a command ("" if none is known)."""
     model = case.facts.model or ""
@@ -90,7 +109,17 @@ def _out_of_memory(case: Case) -> Values:
         numbers = f", of which {free} were free" if free else ""
         numbers = f" on a GPU of {groups['total']}{numbers}"
     values = {"numbers": numbers}
+    values |= {"alone": _alone(case)}
+    is_vllm = _of_vllm(case)
+    when = next((stage.when for stage in VLLM_STAGES if re.search(stage.functions, before)), "")
+    most = case.facts.whole("max_model_len", _LONGEST)
+    if is_vllm and (start := planned_start(case, min(most, _LONGEST))) is not None:
+        return values | {"when": f" {when}" if when else "", "advice": start["advice"], "run": start["run"]}
     planned, run = own_plan(case.machine, size_of(case.facts.model))
+    if is_vllm and values["alone"]:
+        words, name = _smaller(case)
+        again = serve(case.facts, model=name) if name else run
+        return values | {"when": f" {when}" if when else "", "advice": words + _UNCHECKED, "run": again}
     for functions, when in _TRANSFORMERS:
         if "vllm" not in before and re.search(functions, before):
             return values | {"when": f" {when}", "advice": _TRANSFORMERS_ADVICE + planned, "run": run}
@@ -122,7 +151,67 @@ def _graphs(case: Case) -> Values:
     return {"run": serve(case.facts, changes), "model": without_model(case.facts)}
 
 
+def _illegal(case: Case) -> Values:
+    if not (case.facts.model and _of_vllm(case)):
+        advice = (
+            "Where it happened is only known if each kernel is waited for: run it once more with "
+            "CUDA_LAUNCH_BLOCKING=1. The kernel's log says whether the card itself reported a fault (Xid)."
+        )
+        return {"advice": advice, "run": "sudo dmesg -T | grep -i xid | vlfit doctor --log -"}
+    advice = (
+        "Start it without compiled graphs, waiting for each kernel (slow): if that cures it, leave only "
+        "--enforce-eager; if not, its traceback now names the kernel to report. That it helps is unchecked."
+    )
+    variables = {"CUDA_LAUNCH_BLOCKING": "1"}
+    return {"advice": advice, "run": serve(case.facts, {"enforce_eager": True}, environment=variables)}
+
+
+_INDEX = re.compile(r"srcIndex < srcSelectDimSize|index out of bounds|ind(?:ex)? >= 0 && ind")
+
+
+def _assertion(case: Case) -> Values:
+    said = re.findall(r"Assertion [`']?(.{1,120}?)[`']? failed", case.found.before)
+    which = f" ({said[-1]})" if said else ""
+    if said and _INDEX.search(said[-1]):
+        meaning = (
+            "a number that counts places was too large: most often a token that the model's vocabulary "
+            "lacks, from "
+            "a tokenizer or processor of another model, or a text longer than the model's positions"
+        )
+    else:
+        meaning = "a value was not what a kernel expects"
+    return {"which": which, "meaning": meaning}
+
+
 TORCH = (
+    Rule(
+        id="cuda.illegal_access",
+        words=("an illegal memory access was encountered",),
+        pattern=r"CUDA error: an illegal memory access was encountered",
+        cause=(
+            "A kernel read or wrote GPU memory that is not its own: a fault of the program (an extension "
+            "that does "
+            "not fit this card or PyTorch, more often than the card), not a lack of memory. Lines above "
+            "may name "
+            "the wrong place, as kernels are waited for later."
+        ),
+        remedy="{advice}",
+        command="{run}",
+        compute=_illegal,
+    ),
+    Rule(
+        id="cuda.device_assert",
+        words=("device-side assert triggered",),
+        pattern=r"device-side assert triggered",
+        cause="A check inside a kernel failed{which}: {meaning}. Every later call in this process fails.",
+        remedy=(
+            "Take model, tokenizer and processor from one folder. The same on the processor "
+            "(device_map='cpu'), or "
+            "with this variable set, names the place."
+        ),
+        command="export CUDA_LAUNCH_BLOCKING=1",
+        compute=_assertion,
+    ),
     Rule(
         id="cuda.graph_oom",
         words=("CUDA error: out of memory",),
@@ -151,7 +240,7 @@ TORCH = (
             rf"| \(GPU \d+; (?P<total_old>{_SIZE}) total capacity; {_SIZE} already allocated; "
             rf"(?P<free_old>{_SIZE}) free)?"
         ),
-        cause="GPU memory ran out{when}: {wanted} more were asked for{numbers}.",
+        cause="GPU memory ran out{when}: {wanted} more were asked for{numbers}.{alone}",
         remedy="{advice}",
         command="{run}",
         compute=lambda case: _out_of_memory(_with_total(case)),

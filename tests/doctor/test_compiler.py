@@ -1,0 +1,111 @@
+"""What Triton needs to launch a kernel: looked for as Triton and the engine look for it."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vlfit.doctor import checks, compiler
+from vlfit.doctor.compiler import check_compiler
+from vlfit.errors import DeviceError
+from vlfit.machine.cards import card
+from vlfit.machine.model import Machine
+
+
+def pretend_triton(monkeypatch: pytest.MonkeyPatch, *, here: bool) -> None:
+    look = importlib.util.find_spec
+    told = importlib.util.spec_from_loader("triton", None) if here else None
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: told if name == "triton" else look(name, *more)
+    )
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs with gcc, and Python's headers beside it; Triton can be found."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "gcc").touch(0o755)
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_paths", lambda *_, **__: {"include": str(tmp_path / "include")})
+    pretend_triton(monkeypatch, here=True)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path
+
+
+def environment(tools: Path, **more: str) -> Mapping[str, str]:
+    return {"PATH": str(tools / "bin"), **more}
+
+
+def test_all_is_there(tools: Path) -> None:
+    check = check_compiler(environment(tools))
+    assert (check.level, check.fix) == ("green", "")
+    assert "gcc" in check.says
+    (tools / "bin" / "gcc").rename(tools / "bin" / "clang")
+    assert "clang" in check_compiler(environment(tools)).says
+
+
+def test_what_is_missing_is_named_with_what_installs_it(tools: Path) -> None:
+    (tools / "bin" / "gcc").unlink()
+    check = check_compiler(environment(tools))
+    assert check.level == "red"
+    assert "no C compiler" in check.says
+    assert "Python.h" not in check.says
+    assert "sudo apt install build-essential python3-dev" in check.fix
+    (tools / "include" / "Python.h").unlink()
+    both = check_compiler(environment(tools))
+    assert "C compiler" in both.says
+    assert str(tools / "include" / "Python.h") in both.says
+
+
+def test_a_compiler_that_cc_names(tools: Path) -> None:
+    check = check_compiler(environment(tools, CC="icc"))
+    assert check.level == "red"
+    assert "'icc'" in check.says
+    assert "CC" in check.fix
+    assert check_compiler(environment(tools, CC="gcc")).level == "green"
+
+
+def test_without_triton_nothing_is_launched(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_triton(monkeypatch, here=False)
+    check = check_compiler(environment(tools))
+    assert check.level == "red"
+    assert "Triton is not installed" in check.says
+
+
+@pytest.mark.parametrize("missing", ["", "bin/gcc", "include/Python.h", "CC", "triton"])
+def test_the_engine_asks_for_the_same(missing: str, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlfit.engine.kernels.toolchain import check_toolchain
+
+    more = {}
+    if missing == "CC":
+        more["CC"] = "no-such-compiler"
+        monkeypatch.setenv("CC", more["CC"])
+    elif missing == "triton":
+        pretend_triton(monkeypatch, here=False)
+    elif missing:
+        (tools / missing).unlink()
+    level = check_compiler(environment(tools, **more)).level
+    if not missing:
+        check_toolchain()
+        assert level == "green"
+    else:
+        with pytest.raises(DeviceError):
+            check_toolchain()
+        assert level == "red"
+
+
+@pytest.mark.parametrize("described", [card("RTX 5060"), None])
+def test_it_is_asked_only_beside_a_gpu(described: Machine | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(replace(gpu, driver="581.15", cuda="13.0") for gpu in described.gpus) if described else ()
+    monkeypatch.setattr(checks, "read_gpus", lambda *_: (gpus, ()))
+    asked = [check.id for check in checks.check_all(0)]
+    assert ("compiler" in asked) == bool(described)
+
+
+def test_the_headers_are_looked_for_where_this_python_has_them() -> None:
+    assert compiler.python_headers().name.startswith("python3.")

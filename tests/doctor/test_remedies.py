@@ -1,0 +1,248 @@
+"""What the doctor advises can be done: builds that suit the card, commands that run, plans that fit."""
+
+import re
+import shlex
+from dataclasses import replace
+from io import BytesIO
+from itertools import product
+
+import pytest
+
+from tests.doctor.test_rules import OOM, flags, started, traceback
+from vlfit.doctor.builds import BUILDS, driver_is_too_old, driver_wanted, lacks_code_for, wanted_build
+from vlfit.doctor.checks import TorchBuild, check_torch
+from vlfit.doctor.diagnose import examine
+from vlfit.doctor.rule import Diagnosis
+from vlfit.machine.cards import card
+from vlfit.machine.model import Machine
+from vlfit.plan.search import Wishes, plan
+from vlfit.plan.subjects import subjects
+from vlfit.units import MIB
+
+WORKED_EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
+NO_CODE = (
+    "NVIDIA GeForce RTX 5060 with CUDA capability sm_{sm} is not compatible with the current PyTorch "
+    "installation.\n"
+)
+OLD_DRIVER = "RuntimeError: The NVIDIA driver on your system is too old (found version {number})\n"
+
+
+def only(text: str, machine: Machine | None = None) -> Diagnosis:
+    (found,) = examine(BytesIO(text.encode()), machine).diagnoses
+    return found
+
+
+def with_driver(cuda: str) -> Machine:
+    return replace(WORKED_EXAMPLE, gpus=(replace(WORKED_EXAMPLE.gpus[0], cuda=cuda),))
+
+
+# --- builds of PyTorch -------------------------------------------------------------------------------------
+
+CAPABILITIES = [(5, 0), (6, 1), (7, 5), (8, 6), (8, 9), (9, 0), (12, 0)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_wanted_build_suits_card_and_driver(capability: tuple[int, int]) -> None:
+    for driver in [(11, 8), (12, 2), (12, 6), (12, 9), (13, 0), (13, 2)]:
+        name = wanted_build(capability, driver)
+        suiting = [
+            build.name
+            for build in BUILDS
+            if not lacks_code_for(build.cuda, capability)
+            and not driver_is_too_old(build.cuda, driver)
+            and capability <= max(build.newest, (9, 0))
+        ]
+        assert (name in suiting) if suiting else name == "", (driver, suiting)
+
+
+def test_the_remedies_of_pytorch_do_not_go_in_a_circle() -> None:
+    """The build that the first log leads to is one that the second, of its driver, does not refuse."""
+    for sm, cuda in product(("61", "86", "120"), ("12.4", "12.9", "13.0")):
+        machine = replace(
+            WORKED_EXAMPLE,
+            gpus=(
+                replace(WORKED_EXAMPLE.gpus[0], cuda=cuda, compute_capability=(int(sm[:-1]), int(sm[-1]))),
+            ),
+        )
+        first = only(NO_CODE.format(sm=sm), machine).command
+        number = int(cuda.split(".")[0]) * 1000 + int(cuda.split(".")[1]) * 10
+        assert only(OLD_DRIVER.format(number=number), machine).command == first, (sm, cuda)
+
+
+def test_a_driver_for_cuda_12_9_gets_a_build_for_12_8() -> None:
+    assert only(NO_CODE.format(sm=120), with_driver("12.9")).command.endswith("cu128")
+    assert only(NO_CODE.format(sm=120), with_driver("13.0")).command.endswith("cu130")
+    # nvidia-smi's table in the log tells the driver as well; without either, the build that asks least.
+    assert only("| NVIDIA-SMI 580.95  CUDA Version: 13.0 |\n" + NO_CODE.format(sm=120)).command.endswith(
+        "cu130"
+    )
+    assert only(NO_CODE.format(sm=120)).command.endswith("cu128")
+
+
+def test_where_no_build_suits_the_driver_is_to_be_updated() -> None:
+    found = only(NO_CODE.format(sm=120), with_driver("11.8"))
+    assert "update the driver" in found.remedy
+    assert "12.8" in found.remedy
+    assert "pip" not in found.command
+    assert driver_wanted((6, 1)) == "12.6"
+    old = replace(WORKED_EXAMPLE.gpus[0], cuda="11.8")
+    check = check_torch(TorchBuild("2.9.0", (12, 8)), (old,))
+    assert check.fix == "Update the driver."
+    assert "pip" not in check_torch(None, (old,)).fix
+
+
+def test_ptxas_is_updated_with_pytorch_where_its_build_knows_the_card() -> None:
+    line = "ptxas fatal   : Value 'sm_{}' is not defined for option 'gpu-name'\n"
+    assert only(line.format("120a"), with_driver("12.9")).command.endswith("cu128")
+    assert "TRITON_PTXAS_PATH" in only(line.format("121a")).command
+
+
+def test_headers_of_the_python_that_runs() -> None:
+    text = "main.c:5:10: fatal error: Python.h: No such file or directory\n"
+    assert only(text).command == "sudo apt install build-essential python3-dev"
+    named = text + "Command '['/usr/bin/gcc', 'main.c', '-I/usr/include/python3.12']' returned non-zero\n"
+    assert only(named).command == "sudo apt install build-essential python3.12-dev"
+
+
+# --- commands that run -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        traceback("transformers/modeling_utils.py", "from_pretrained"),
+        "vllm serve Qwen/Qwen3-VL-8B-Instruct-FP8\n" + traceback("vllm/v1/x.py", "load_model"),
+        started("Qwen/Qwen3-VL-8B-Instruct-FP8", 9.86, -3.2),
+        OOM,
+    ],
+)
+def test_what_is_served_is_on_the_hub_or_made_first(text: str) -> None:
+    command = only(text, WORKED_EXAMPLE).command
+    made: list[str] = []
+    for step in command.split(" && "):
+        words = shlex.split(step)
+        if words[:2] == ["vlfit", "convert"]:
+            assert words[2].startswith("Qwen/")
+            model = next(model for model in subjects("4B") + subjects("8B") if model.made_by == step)
+            made.append(model.place)
+        else:
+            served = words[words.index("serve") + 1]
+            assert served in made or served.startswith("Qwen/"), command
+    assert "serve" in command
+
+
+# --- plans that fit ----------------------------------------------------------------------------------------
+
+TOO_SHORT = (
+    "$ vllm serve Qwen/Qwen3-VL-2B-Instruct --gpu-memory-utilization 0.8 --port 8123\n"
+    "ValueError: To serve at least one request with the models's max seq len (262144), (28.00 GiB KV cache "
+    "is needed, which is larger than the available KV cache memory (0.91 GiB). Based on the available "
+    "memory, the estimated maximum model length is 8512."
+)
+
+
+def test_a_length_that_vllm_counted_is_planned_on_a_named_machine() -> None:
+    found = only(TOO_SHORT, WORKED_EXAMPLE)
+    set_to = flags(found.command)
+    context = int(set_to["max-model-len"])
+    assert context <= 8512
+    made = plan(subjects(set_to["model"]), WORKED_EXAMPLE, Wishes(context=context, backend="vllm"))
+    assert made.fits
+    assert set_to["kv-cache-memory-bytes"] == next(
+        flag.value for flag in made.flags if flag.flag == "--kv-cache-memory-bytes"
+    )
+    assert set_to["port"] == "8123"
+    alone = only(TOO_SHORT)
+    assert flags(alone.command)["max-model-len"] == "8512"
+    assert "unchecked" in alone.remedy
+
+
+LONGER = (
+    "ValueError: User-specified max_model_len (500000) is greater than the derived max_model_len "
+    "(max_position_embeddings=262144 or model_max_length=None in model's config.json)."
+)
+
+
+def test_the_models_own_length_is_not_said_to_fit() -> None:
+    run = "$ vllm serve Qwen/Qwen3-VL-4B-Instruct-FP8 --max-model-len 500000\n"
+    planned = flags(only(run + LONGER, WORKED_EXAMPLE).command)
+    made = plan(
+        subjects(planned["model"]),
+        WORKED_EXAMPLE,
+        Wishes(context=int(planned["max-model-len"]), backend="vllm"),
+    )
+    assert made.fits
+    assert int(planned["max-model-len"]) >= 4096
+    unnamed = only(run + LONGER)
+    assert flags(unnamed.command)["max-model-len"] == "262144"
+    assert "36.0 GiB" in unnamed.remedy
+    assert "unchecked" in unnamed.remedy
+    # A model that is not known, on a card that holds no Qwen3-VL of that length.
+    assert flags(only(LONGER, WORKED_EXAMPLE).command)["max-model-len"] == "8192"
+
+
+def test_a_model_larger_than_the_card_is_said() -> None:
+    run = "vllm serve Qwen/Qwen3-VL-4B-Instruct --max-model-len 8192\nModel loading took 8.59 GiB and 12 s\n"
+    found = only(run + OOM, WORKED_EXAMPLE)
+    assert "8.59 GiB, more than the 7.96 GiB" in found.cause
+    assert flags(found.command)["model"] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
+    unnamed = only(run + OOM)
+    assert "8.59 GiB, more than the 7.96 GiB" in unnamed.cause
+    assert flags(unnamed.command)["model"] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
+    assert "alone" not in only(run.replace("8.59", "4.88") + OOM).cause
+
+
+def test_no_byte_is_free() -> None:
+    assert "of which 0 bytes were free" in only(OOM.replace("0.41 GiB", "0 bytes")).cause
+
+
+# --- what is new in a version, the hub, faults --------------------------------------------------------------
+
+
+def test_vllm_is_older_than_the_model() -> None:
+    line = "ValueError: Model architectures ['{}'] are not supported for now. Supported architectures: []"
+    found = only("vLLM API server version 0.10.2\n" + line.format("Qwen3VLForConditionalGeneration"))
+    assert "0.10.2" in found.cause
+    assert found.command == "pip install --upgrade 'vllm>=0.11'".replace("'", '"')
+    assert only(line.format("NewForCausalLM")).command == "pip install --upgrade vllm"
+
+
+def test_names_like_one_that_the_hub_lacks() -> None:
+    line = "Repository Not Found for url: https://huggingface.co/{}.\n"
+    found = only(line.format("api/models/Qwen/Qwen3-VL-3B-Instruct"))
+    assert "has no Qwen/Qwen3-VL-3B-Instruct," in found.cause
+    assert "Qwen/Qwen3-VL-4B-Instruct" in found.cause
+    assert "Names like it" not in only(line.format("someone/other/resolve/main/config.json")).cause
+    assert "has no someone/other," in only(line.format("someone/other/resolve/main/config.json")).cause
+
+
+def test_offline_is_not_told_as_unreachable() -> None:
+    text = (
+        "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files in the disk cache "
+        "and outgoing traffic has been disabled. To enable\nOSError: We couldn't connect to "
+        "'https://huggingface.co' to load the files, and couldn't find them in the cached files.\n"
+    )
+    assert only(text).id == "hub.offline"
+    named = only("$ vllm serve Qwen/Qwen3-VL-4B-Instruct-FP8\n" + text)
+    assert named.command.endswith("hf download Qwen/Qwen3-VL-4B-Instruct-FP8")
+    assert "-u HF_HUB_OFFLINE" in named.command
+
+
+def test_a_fault_of_a_kernel_under_vllm_is_looked_for_without_graphs() -> None:
+    line = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+    found = only("$ vllm serve Qwen/Qwen3-VL-4B-Instruct-FP8 --port 8001\n" + line)
+    assert found.command.startswith("CUDA_LAUNCH_BLOCKING=1 vllm serve ")
+    assert flags(found.command)["enforce-eager"] is True
+    assert "vllm" not in only(line).command
+
+
+@pytest.mark.parametrize(
+    ("assertion", "meaning"),
+    [("srcIndex < srcSelectDimSize", "vocabulary"), ("probability > 0", "not what a kernel expects")],
+)
+def test_what_a_device_side_assertion_says(assertion: str, meaning: str) -> None:
+    above = f"Indexing.cu:1308: thread: [32,0,0] Assertion `{assertion}` failed.\n"
+    found = only(above + "CUDA error: device-side assert triggered")
+    assert f"({assertion})" in found.cause
+    assert meaning in found.cause
+    assert not re.search(r"[`']", only("CUDA error: device-side assert triggered").cause)
