@@ -58,6 +58,23 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_the_deficit(vlfit: Vlfit) -> N
     assert "|" in ended.out.splitlines()[3]  # where the card ends
 
 
+def test_what_is_not_enough_alone_stands_apart_and_two_may_be_enough(vlfit: Vlfit) -> None:
+    words = " ".join(vlfit("plan", "8B", *CARD).out.split())
+    enough, rest = words.partition("What to change, any one of: ")[2].split(" Not enough alone: ")
+    assert enough.startswith("Qwen/Qwen3-VL-4B-Instruct-FP8 instead: ")
+    assert "--head --group-size 128" in rest
+    assert "in Windows, close browsers" in rest
+    assert re.search(r"The first and the second of these together: [\d,]+ MiB, enough\.$", rest)
+
+
+def test_what_is_rounded_further_is_not_called_best(vlfit: Vlfit) -> None:
+    facts = json.loads(vlfit("plan", "--gpu", "RTX 4060", "--json").out)
+    names = [plan["model"] for plan in facts["plans"] if plan["fits"]]
+    assert names[0] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
+    (rounded,) = [plan for plan in facts["plans"] if "INT4-HEAD" in plan["model"]]
+    assert any("output head" in remark for remark in rounded["remarks"])
+
+
 def test_json_is_version_1_in_bytes_and_seconds(vlfit: Vlfit) -> None:
     ended = vlfit("plan", "4B", "-w", "fp8", *CARD, "--json")
     facts = json.loads(ended.out)

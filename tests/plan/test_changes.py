@@ -7,6 +7,7 @@ import pytest
 from vlfit.machine.cards import card
 from vlfit.machine.model import GpuProcess, Machine
 from vlfit.plan import calibration
+from vlfit.plan.changes import enough_together
 from vlfit.plan.ledger import ledger
 from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import instead_of, subjects
@@ -19,7 +20,7 @@ EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 
 def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
     asked = Wishes(**wishes)  # type: ignore[arg-type]
-    models = subjects(name, asked.weights)
+    models = subjects(name, asked.weights, coarser=True)
     return plan(models, machine, asked, lambda: instead_of(models, name))
 
 
@@ -128,3 +129,16 @@ def test_the_mildest_rounding_that_is_enough_is_offered() -> None:
     assert rounded.enough
     assert "--group-size 128" in rounded.what
     assert "--head" not in rounded.what
+
+
+def test_two_changes_that_are_enough_together() -> None:
+    """8B in int4 on the example: rounding further, and closing what is open in Windows."""
+    made = planned("8B")
+    both = enough_together(made.changes, -made.headroom)
+    assert both is not None
+    assert [change.others for change in both] == [False, True]
+    freed = with_free(7200 * MIB + both[1].frees)
+    assert planned("Qwen3-VL-8B-Instruct-INT4-HEAD-G128", freed).fits
+    assert enough_together(made.changes, -made.headroom + MIB * 1024) is None
+    fits_alone = [replace(change, enough=True) for change in both]
+    assert enough_together(fits_alone, 0) is None

@@ -19,7 +19,7 @@ EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 
 def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
     asked = Wishes(**wishes)  # type: ignore[arg-type]
-    models = subjects(name, asked.weights)
+    models = subjects(name, asked.weights, coarser=True)
     return plan(models, machine, asked, lambda: instead_of(models, name))
 
 

@@ -36,7 +36,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_catalog_needs_no_network() -> None:
     assert [model.weights for model in subjects("Qwen/Qwen3-VL-8B-Thinking-FP8")] == ["fp8"]
-    assert [model.weights for model in subjects("4B") if not model.convert_options] == ["bf16", "fp8", "int4"]
+    assert [model.weights for model in subjects("4B")] == ["bf16", "fp8", "int4"]
     assert [model.name for model in subjects("4B", "fp8")] == ["Qwen/Qwen3-VL-4B-Instruct-FP8"]
     assert [model.name for model in subjects("Qwen/Qwen3-VL-4B-Thinking", "int4")] == [
         "Qwen3-VL-4B-Thinking-INT4"
@@ -80,7 +80,7 @@ def test_a_head_in_int4_is_planned_to_the_byte_before_it_is_made(
     tmp_path: Path, tiny: Callable[[str], Path]
 ) -> None:
     """The command of the plan is what is run, so that its options cannot say another thing than its sizes."""
-    models = subjects(str(tiny("untied_sharded")), "int4")
+    models = subjects(str(tiny("untied_sharded")), "int4", coarser=True)
     assert [model.convert_options.split(" --out ")[0] for model in models] == ["", "--head"]
     words = shlex.split(models[1].made_by)
     assert words[:3] == ["vlfit", "convert", str(tiny("untied_sharded"))]
@@ -103,11 +103,13 @@ def test_larger_groups_are_planned_to_the_byte_before_they_are_made(tmp_path: Pa
 
 
 def test_8b_has_what_convert_can_make_of_it_the_mildest_first() -> None:
-    names = [model.name.rpartition("INT4")[2] for model in subjects("8B") if model.convert_options]
+    names = [
+        model.name.rpartition("INT4")[2] for model in subjects("8B", coarser=True) if model.convert_options
+    ]
     assert names == ["-G128", "-HEAD", "-HEAD-G128"]
-    sizes = [model.weight_bytes for model in subjects("8B")]
+    sizes = [model.weight_bytes for model in subjects("8B", coarser=True)]
     assert sizes == sorted(sizes, reverse=True)
-    assert [model.convert_options.split(" --out ")[0] for model in subjects("2B", "int4")] == [
+    assert [model.convert_options.split(" --out ")[0] for model in subjects("2B", "int4", coarser=True)] == [
         "",
         "--group-size 128",
     ]

@@ -145,7 +145,7 @@ def _one(
     from vlfit.plan.subjects import instead_of, subjects
 
     emptiest(machine)  # without a GPU there is nothing to ask a hub for
-    models = subjects(name, wishes.weights)
+    models = subjects(name, wishes.weights, coarser=True)
     made = plan(models, machine, wishes, lambda: instead_of(models, name))
     rows = _what_if(machine, lambda other: plan(models, other, wishes)) if what_if else []
     if svg is not None:

@@ -29,6 +29,7 @@ _LEGEND = (
 _BFLOAT16_FROM = (8, 0)  # compute capability
 _BAR = 72
 _WIDTH = 110
+_PLACES = ("first", "second", "third")
 _TABLE_WIDTH = 130  # names are long, and cut names are of no use
 # In a pipe there are no colours: each line has its letter.
 LETTERS = {
@@ -219,17 +220,27 @@ def _between(speed: "Speed | None") -> str:
     return f"{speed.decode.low:.{digits}f}-{speed.decode.high:.{digits}f}"
 
 
-def _advice(plan: "Plan") -> list[str]:
+def _changes(plan: "Plan") -> list[str]:
+    """What to change: what is enough alone, then what is not, and which two of those are enough together."""
+    from vlfit.plan.changes import enough_together
+
+    enough = [change for change in plan.changes if change.enough]
+    rest = [change for change in plan.changes if not change.enough]
     lines = []
-    if plan.changes:
-        enough = [change for change in plan.changes if change.enough]
-        rest = [change for change in plan.changes if not change.enough]
-        for title, changes in (("What to change, any one of:", enough), ("Not enough alone:", rest)):
-            if changes:
-                lines.append(title)
-                lines += [
-                    f"  {plain(change.what, terminal=True)}: {_mib(change.frees)}" for change in changes
-                ]
+    for title, changes in (("What to change, any one of:", enough), ("Not enough alone:", rest)):
+        if changes:
+            lines.append(title)
+            lines += [f"  {plain(change.what, terminal=True)}: {_mib(change.frees)}" for change in changes]
+    both = enough_together(rest, -plan.headroom)
+    if both is not None:
+        first, second = sorted(rest.index(change) for change in both)
+        freed = _mib(sum(change.frees for change in both))
+        lines.append(f"The {_PLACES[first]} and the {_PLACES[second]} of these together: {freed}, enough.")
+    return lines
+
+
+def _advice(plan: "Plan") -> list[str]:
+    lines = _changes(plan)
     if plan.fits and plan.model.converted_from:
         lines.append(f"Make it with: {plain(plan.model.made_by, terminal=True)}")
     if plan.flags:

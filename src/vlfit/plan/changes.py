@@ -20,11 +20,15 @@ _LEAST_CHUNK = 128  # the fewest tokens of a pass that plans of the native engin
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``what`` to change, in words, the bytes that it ``frees``, and whether that is ``enough`` alone."""
+    """``what`` to change, in words, the bytes that it ``frees``, and whether that is ``enough`` alone.
+
+    ``others``: what is freed is other programs', so that it comes on top of any other change.
+    """
 
     what: str
     frees: int
     enough: bool = False
+    others: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,19 @@ def cheapest(
     return tuple([*enough, *rest][:most])
 
 
+def enough_together(changes: Iterable[Change], deficit: int) -> tuple[Change, Change] | None:
+    """Two changes that only together free ``deficit`` bytes; None where there are none, or one is enough.
+
+    One of them is of other programs: of two settings nothing says that their bytes add up.
+    """
+    rest = [change for change in changes if not change.enough]
+    for own in (change for change in rest if not change.others):
+        for other in (change for change in rest if change.others):
+            if own.frees + other.frees >= deficit:
+                return own, other
+    return None
+
+
 def _all(
     refused: Refused, contexts: tuple[int, ...], image_tokens: tuple[int, ...], sequences: tuple[int, ...]
 ) -> Iterator[Change]:
@@ -95,10 +112,10 @@ def _desktop(refused: Refused) -> Iterator[Change]:
         everything = "in Windows, the screen on another GPU and nothing open on this one"
     for tip in advice(refused.gpu, refused.host):
         if tip.frees is not None:
-            yield Change(tip.what, tip.frees)
+            yield Change(tip.what, tip.frees, others=True)
         elif tip.kind in ("windows", "outside"):
             everything = tip.what
-    yield Change(f"{everything}, at most", can_be_freed(refused.gpu, refused.host))
+    yield Change(f"{everything}, at most", can_be_freed(refused.gpu, refused.host), others=True)
 
 
 def _setting(refused: Refused, name: str, now: int, steps: tuple[int, ...]) -> Iterator[Change]:

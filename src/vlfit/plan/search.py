@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """Sorts plans, best first: what fits, sees pictures, keeps to the floors, knows more, and so on."""
+        """Sorts plans, best first: what fits, sees pictures, keeps to the floors, is exact, knows more..."""
         settings = self.settings
         preference = (settings.context, settings.image_tokens, settings.sequences)
         format_rank = FORMATS.index(self.model.weights) if self.model.weights in FORMATS else len(FORMATS)
@@ -118,6 +118,7 @@ class Plan:
             not self.fits,
             self.model.vision is None,
             not is_ample(settings),
+            bool(self.model.convert_options),  # nobody measured what such rounding costs
             -self.model.parameters,
             tuple(-value for value in preference),
             format_rank,

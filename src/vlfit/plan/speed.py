@@ -61,6 +61,7 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     moved = weights + cached * model.kv_bytes_per_token
     layers = model.text.num_hidden_layers
     launch = layers * constants.launch.value
+    # Kernels are launched ahead of the GPU, so the longer of the two counts; at worst nothing overlaps.
     fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * constants.launch_low.value)
     expected = max(moved / (bandwidth * constants.efficiency.value), launch)
     slow = moved / (bandwidth * constants.efficiency_low.value) + launch

@@ -19,14 +19,20 @@ from vlfit.plan.model import Model, model_of
 _HINT = "Give a folder, a name on the hub (org/name), mini, or one of the catalog: vlfit plan lists it."
 
 
-def subjects(name: str, weights: str | None = None) -> list[Model]:
+def subjects(name: str, weights: str | None = None, *, coarser: bool = False) -> list[Model]:
     """The models that ``name`` may mean, the most exact weights first; one, unless it leaves the format open.
 
     ``weights`` asks for a format. A checkpoint in bf16 is then planned as ``vlfit convert`` would write it.
-    What more of its options make of int4 comes last (``Model.convert_options``).
+    ``coarser``: also what more of its options make of int4, last (``Model.convert_options``).
     Raises ``CheckpointError`` and ``HubError`` for what cannot be read, ``UsageError`` for a format that this
     checkpoint cannot be brought into.
     """
+    found = _found(name, weights)
+    return [model for model in found if coarser or len(found) == 1 or not model.convert_options]
+
+
+def _found(name: str, weights: str | None) -> list[Model]:
+    """All of them, the coarser ones too."""
     if name == MINI:
         return _in_wanted_format(read_checkpoint(MINI, mini_folder()), weights)
     folder = Path(name).expanduser()
