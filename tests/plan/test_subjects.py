@@ -148,6 +148,11 @@ def test_names_as_people_write_them(typed: str, name: str) -> None:
         ("qwen3-8b", "Did you mean Qwen/Qwen3-VL-8B-Instruct or "),  # another model than Qwen3-VL-8B
         ("llama-7b", "Did you mean meta-llama/Llama-2-7b-hf? "),
         ("gpt2", "Give a folder"),
+        ("[4B", "Give a folder"),
+        ("http://[::1", "Give a folder"),
+        ("https://huggingface.co/", "Give a folder"),
+        ("x" * 5000, "Give a folder"),
+        ("~nobody-of-that-name/model", "Give a folder"),
     ],
 )
 def test_names_that_mean_nothing_or_several_are_not_guessed(typed: str, words: str) -> None:

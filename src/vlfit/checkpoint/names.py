@@ -19,7 +19,10 @@ _CLOSE = 0.55  # of ``difflib``: "Qwen3-VL-4b-Intsruct" is closer, "gpt2" is not
 def without_address(name: str) -> str:
     """``org/name`` or ``org/name@revision`` of a pasted page of the hub; anything else as it is."""
     text = name.strip()
-    parts = urlsplit(text if "://" in text else f"https://{text}")
+    try:
+        parts = urlsplit(text if "://" in text else f"https://{text}")
+    except ValueError:  # half an address of IPv6, say
+        return name
     path = [part for part in parts.path.split("/") if part]
     if parts.hostname not in _HUBS or len(path) < 2:
         return name

@@ -35,7 +35,7 @@ def _found(name: str, weights: str | None) -> list[Model]:
     """All of them, the coarser ones too."""
     if name == MINI:
         return _in_wanted_format(read_checkpoint(MINI, mini_folder()), weights)
-    folder = Path(name).expanduser()
+    folder = _path(name)
     if folder.is_dir():
         return _in_wanted_format(read_checkpoint(folder.resolve().name, folder), weights, str(folder))
     if folder.is_file():
@@ -57,7 +57,7 @@ def instead_of(models: list[Model], name: str) -> list[Model]:
     edition = "Thinking" if "-thinking" in models[0].name.lower() else "Instruct"
     known = everything(edition=edition)
     found = [*known, *(of_entry(entry) for entry in catalog.variants() if entry.edition == edition)]
-    folder = mini_folder() if name == MINI else Path(name).expanduser()
+    folder = mini_folder() if name == MINI else _path(name)
     if not folder.is_dir():
         return found
     checkpoint = read_checkpoint(MINI if name == MINI else folder.resolve().name, folder)
@@ -191,6 +191,16 @@ def _from_the_hub(name: str) -> Checkpoint:
 def _did_you_mean(name: str) -> str:
     found = names.near(name)
     return f"Did you mean {' or '.join(found)}? " if found else ""
+
+
+def _path(name: str) -> Path:
+    """``name`` as a path, there or not. Raises ``NotACheckpoint`` for what no path can be."""
+    try:
+        path = Path(name).expanduser()
+        path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise NotACheckpoint(f"{name[:80]!r} cannot be a path: {type(error).__name__}", _HINT) from error
+    return path
 
 
 def _a_file(name: str, path: Path) -> NotACheckpoint:
