@@ -113,6 +113,8 @@ def test_the_encoders_command_keeps_its_files() -> None:
         "out of memory\n"
     )
     assert found.command == COMMAND + " --image-max-tokens 1024 --no-mmproj-offload"
+    assert "What is free is not in the log" in found.remedy
+    assert "7,200 MiB that are free" in only(found.evidence, WORKED_EXAMPLE).remedy
 
 
 @pytest.mark.parametrize(

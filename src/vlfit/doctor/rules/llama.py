@@ -14,7 +14,6 @@ from vlfit.units import MIB
 _PICTURE = ("warmup with image size", "clip_model_loader", "clip_ctx", "mtmd_", "alloc_compute_meta")
 _OLLAMA = ("ollama", "source=server.go", "source=runner.go", "source=sched.go", "llama runner")
 _OLLAMA_SHORT = "OLLAMA_CONTEXT_LENGTH=4096 ollama serve"
-_UNCHECKED = "What is free is not in the log, so that it fits is unchecked."
 _WISHED, _LEAST = 4096, 2048
 _STEP = 256  # llama.cpp rounds a context up to these
 # What llama.cpp's own fitting leaves free on a GPU (--fit-target); here for its CUDA context and workspaces,
@@ -27,7 +26,9 @@ def _failed(case: Case, mib: float) -> Values:
     values = {"size": f"{mib:,.0f} MiB"}
     if any(word in before for word in _OLLAMA):
         what = "the model's layers, its KV cache or their workspace"
-        advice = f"Give it a shorter context, of which Ollama reserves every token at once. {_UNCHECKED}"
+        advice = (
+            f"Give it a shorter context, of which Ollama reserves every token at once. {_unchecked(case)}"
+        )
         return {**values, "what": what, "advice": advice, "run": _OLLAMA_SHORT}
     if "kv cache" in case.found.groups.get("later", ""):
         return values | _too_long(case, mib)
@@ -36,14 +37,14 @@ def _failed(case: Case, mib: float) -> Values:
         changes: Changes = {"--mmproj": encoder, "--image-max-tokens": "1024", "--no-mmproj-offload": ""}
         advice = (
             "Its workspace grows with the picture: cap the picture's tokens, and leave the encoder in RAM "
-            f"(slower).{_placeholders(case, encoder)} {_UNCHECKED}"
+            f"(slower).{_placeholders(case, encoder)} {_unchecked(case)}"
         )
         what = "the picture encoder (mmproj) or its workspace"
         return {**values, "what": what, "advice": advice, "run": case.facts.llama.again(changes)}
     what = "the model's layers, its KV cache or their workspace"
     if "compute" in case.found.groups.get("later", ""):
         what = "the workspace of a pass (compute buffers)"
-    return {**values, "what": what, "advice": f"{_fitted(case)} {_UNCHECKED}", "run": _fit(case)}
+    return {**values, "what": what, "advice": f"{_fitted(case)} {_unchecked(case)}", "run": _fit(case)}
 
 
 def _too_long(case: Case, mib: float) -> Values:
@@ -51,12 +52,14 @@ def _too_long(case: Case, mib: float) -> Values:
     run, free = case.facts.llama, case.gpu.free / MIB if case.gpu else None
     what = "the KV cache, which is reserved for every token of the context at once"
     if run.context is None:
-        return {"what": what, "advice": f"{_fitted(case)} {_UNCHECKED}", "run": _fit(case)}
+        return {"what": what, "advice": f"{_fitted(case)} {_unchecked(case)}", "run": _fit(case)}
     per_token = mib * 1024 / run.context
     what = f"the KV cache: {run.context:,} tokens x {per_token:.4g} KiB, all reserved at once"
     if free is None or run.weights_mib is None:
         unknown = (
-            _UNCHECKED if free is None else "The log lacks the model's size, so that it fits is unchecked."
+            _unchecked(case)
+            if free is None
+            else "The log lacks the model's size, so that it fits is unchecked."
         )
         return {"what": what, "advice": f"{_fitted(case)} {unknown}", "run": _fit(case)}
     encoder = _encoder_mib(case)
@@ -104,6 +107,12 @@ def _fit(case: Case, **changes: str) -> str:
     length = min(case.facts.llama.context or _WISHED, _WISHED)
     named = {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
     return case.facts.llama.again({"--gpu-layers": None, "--fit": "on", **named, "--ctx-size": str(length)})
+
+
+def _unchecked(case: Case) -> str:
+    if case.gpu is None:
+        return "What is free is not in the log, so that it fits is unchecked."
+    return f"That this fits the {case.gpu.free / MIB:,.0f} MiB that are free on the named GPU is unchecked."
 
 
 def _placeholders(case: Case, encoder: str = "") -> str:
