@@ -29,6 +29,24 @@ def test_an_answer_that_may_be_long_keeps_nobody_out_before_it_is() -> None:
     assert house.pool.free == 40 - 2 * house.pool.blocks_for(20 + BLOCK)
 
 
+def test_who_has_a_table_of_blocks_keeps_it_as_it_was() -> None:
+    """The layout compares tables to know whether the one on the device is still true."""
+    house = Scheduler(BlockPool(40 * BLOCK, BLOCK), 4, 64)
+    one = sequence(BLOCK, max_tokens=200)
+    house.add(one)
+    house.admit()
+    tables = [one.blocks]
+    copies = [[*one.blocks]]
+    while len(one.generated) < 100:
+        finish_batch(house)
+        house.admit()
+        if one.blocks is not tables[-1]:
+            tables.append(one.blocks)
+            copies.append([*one.blocks])
+    assert len(tables) > 5
+    assert tables == copies
+
+
 def test_the_youngest_is_paused_and_comes_before_all_who_wait() -> None:
     house = Scheduler(BlockPool(30 * BLOCK, BLOCK), 2, 64)
     old, young, later = sequence(16, 200), sequence(16, 200), sequence(8, 4)

@@ -162,15 +162,31 @@ def test_blocks_that_are_shared_are_not_counted_as_free_besides() -> None:
     assert again.cached == 16
 
 
-def test_a_picture_counts_as_known_when_it_is_computed_to_its_end_and_not_before() -> None:
-    def about_a_picture() -> Sequence:
-        ids = np.full(60, 7)
-        places = np.arange(2, 38)
-        one = sequence([*ids])
-        keys = prompt_keys(ids, places, (BLANK,), BLOCK)
-        one.prompt = replace(one.prompt, placeholders=places, images=(BLANK,), keys=keys)
-        return one
+def about_a_picture(question: int = 7) -> Sequence:
+    """60 tokens; the picture's are those from 2 to 37, so that it ends within the fifth block."""
+    ids = np.array([7] * 38 + [question] * 22)
+    places = np.arange(2, 38)
+    one = sequence([*ids])
+    keys = prompt_keys(ids, places, (BLANK,), BLOCK)
+    one.prompt = replace(one.prompt, placeholders=places, images=(BLANK,), keys=keys)
+    return one
 
+
+def test_what_was_copied_is_not_copied_again_after_a_pause() -> None:
+    """Its block holds what came after it by then, and is shared as it is."""
+    scheduler = house(32)
+    run_alone(scheduler, about_a_picture())
+    other = about_a_picture(question=8)
+    scheduler.add(other)
+    scheduler.admit()
+    assert (other.cached, other.copy is None) == (38, False)
+    finish_batch(scheduler)
+    scheduler._pause(other)
+    assert scheduler.admit() == [other]
+    assert (other.cached, other.copy) == (56, None)
+
+
+def test_a_picture_counts_as_known_when_it_is_computed_to_its_end_and_not_before() -> None:
     for chunk, shared in ((37, 32), (38, 38), (39, 38), (40, 40), (50, 48)):
         scheduler = house(32, chunk)
         scheduler.add(about_a_picture())

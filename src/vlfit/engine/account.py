@@ -52,7 +52,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Blocks of the KV cache: ``used`` are promised to running requests, filled or not.
+    """Blocks of the KV cache: ``used`` are held by running requests, filled or not.
 
     ``known`` are full and may be shared by requests that begin alike, used or not. ``planned`` were there at
     the start: more than ``blocks`` while other programs have their memory.
