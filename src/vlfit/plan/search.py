@@ -140,9 +140,8 @@ def plan(
     exact = [each for each in runnable if not each[0].convert_options]
     rounded = [each for each in runnable if each[0].convert_options]
     found = _best(exact, wishes, gpu) if exact else _coarser(rounded, wishes, gpu)
-    if (
-        found.headroom < 0 and exact and rounded and wishes.backend != VLLM
-    ):  # of which not all read such heads
+    # Not every vLLM reads an output head in int4.
+    if found.headroom < 0 and exact and rounded and wishes.backend != VLLM:
         coarser = _coarser(rounded, wishes, gpu)
         found = coarser if coarser.headroom >= 0 else found  # a refusal is of what keeps its exactness
     model, backend, settings = found.model, found.backend, found.settings
