@@ -53,7 +53,8 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a hub id, mini, or a name of the catalog; 4B leaves the weights to the plan."
+            help="A folder, a hub id or its address, mini, or a name of the catalog; 4B leaves the weights to the"
+            " plan."
             "  [default: all models of the catalog]",
             show_default=False,
         ),
@@ -97,7 +98,8 @@ def plan(
     """Say what fits on a GPU before anything is downloaded or loaded, and where every MiB goes.
 
     What you fix stays fixed. The rest is chosen in this order: the better model, a longer context, more image
-    tokens, more requests at once, more exact weights. Without a MODEL: everything in the catalog, best first.
+    tokens, more requests at once, more exact weights; a context of 4096 and pictures of 1024 tokens before
+    either grows. Without a MODEL: everything in the catalog, best first.
     Reads headers only. Exit code 0: it fits; 3: it does not, and the cheapest changes are listed.
     """
     from vlfit.plan.search import Wishes
