@@ -107,5 +107,9 @@ def test_it_is_asked_only_beside_a_gpu(described: Machine | None, monkeypatch: p
     assert ("compiler" in asked) == bool(described)
 
 
-def test_the_headers_are_looked_for_where_this_python_has_them() -> None:
+def test_the_headers_are_looked_for_where_this_python_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.python_headers().name.startswith("python3.")
+    # Debian's Python has a scheme of its own, under /usr/local, where its headers are not.
+    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: "posix_local")
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": f"/usr/{scheme}"})
+    assert compiler.python_headers() == Path("/usr/posix_prefix")
