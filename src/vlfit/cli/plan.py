@@ -53,9 +53,8 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a hub id or its address, mini, or a name of the catalog; 4B leaves the weights to the"
-            " plan."
-            "  [default: all models of the catalog]",
+            help="A folder, a hub id or its address, mini, or a name of the catalog; 4B leaves the weights to"
+            " the plan.  [default: all models of the catalog]",
             show_default=False,
         ),
     ] = None,
