@@ -8,6 +8,7 @@ not know how a plan was chosen.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from vlfit.checkpoint.quantization import INT4
 from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan import calibration
@@ -150,37 +151,39 @@ def _own_engine(refused: Refused) -> Iterator[Change]:
 
 
 def _formats(refused: Refused) -> Iterator[Change]:
-    """Each smaller format; where none is enough, also what options of ``vlfit convert`` make of int4."""
+    """Each smaller format; where none is enough, what more options make of int4 stands for it."""
     model = refused.model
     smaller = [
         other
         for other in refused.models
         if other.family == model.family and other.weight_bytes < model.weight_bytes
     ]
-    enough = False
-    for other in smaller:
-        if not other.convert_options:
-            change = Change(
-                f"weights {model.weights} -> {other.weights} ({other.made_by or other.name})",
-                _instead(refused, other),
-            )
-            enough = enough or change.frees >= refused.deficit
-            yield change
-    if refused.backend == NATIVE and not enough:
-        yield from _rounded_more(refused, [other for other in smaller if other.convert_options])
+    plain = {
+        other.weights: Change(
+            f"weights {model.weights} -> {other.weights} ({other.made_by or other.name})",
+            _instead(refused, other),
+        )
+        for other in smaller
+        if not other.convert_options
+    }
+    coarser = [other for other in smaller if other.convert_options]
+    if refused.backend == NATIVE and coarser and all(each.frees < refused.deficit for each in plain.values()):
+        plain[INT4] = _rounded_more(refused, coarser)
+    yield from plain.values()
 
 
-def _rounded_more(refused: Refused, variants: list[Model]) -> Iterator[Change]:
+def _rounded_more(refused: Refused, variants: list[Model]) -> Change:
     """The mildest of ``variants`` that is enough, else the smallest; with the loss that it means."""
-    best: Change | None = None
+    now = refused.model.weights
+    changes = []
     for other in sorted(variants, key=lambda each: -each.weight_bytes):
+        begun = (
+            f"{now} rounded further" if now == other.weights else f"weights {now} -> {other.weights}, coarse"
+        )
         loss = "output head in 4 bits too, " if other.head_is_rounded else ""
-        what = f"int4 rounded further, {loss}answers less exact ({other.made_by})"
-        best = Change(what, _instead(refused, other))
-        if best.frees >= refused.deficit:
-            break
-    if best is not None:
-        yield best
+        what = f"{begun}: {loss}answers less exact ({other.made_by})"
+        changes.append(Change(what, _instead(refused, other)))
+    return next((change for change in changes if change.frees >= refused.deficit), changes[-1])
 
 
 def _models(refused: Refused) -> Iterator[Change]:
