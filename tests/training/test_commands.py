@@ -1,13 +1,16 @@
 """What the programs of training/mini refuse at once, before anything is fetched, drawn or learnt."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from training.mini import prepare, refine, train
+from training.mini import draw_held_out, prepare, refine, tokenizer, train
+from training.mini.arguments import folder_to_write
 from training.mini.refine import begin_with
+from training.mini.tokenizer import PACKAGE
 from vlfit.checkpoint.source import mini_folder
 
 Main = Callable[[list[str]], int]
@@ -24,6 +27,8 @@ def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "Trainer", begun)
     monkeypatch.setattr(refine, "full_atlas", begun)
     monkeypatch.setattr(prepare, "build", begun)
+    monkeypatch.setattr(draw_held_out, "fetch_photos", begun)
+    monkeypatch.setattr(tokenizer, "learn", begun)
 
 
 def refused(main: Main, given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -83,6 +88,68 @@ def test_a_place_that_may_not_be_written_to_is_refused(
     monkeypatch.setattr("os.access", lambda *_: False)
     said = refused(train.main, ["--tiny", "--out", str(tmp_path / "new" / "deep")], capsys)
     assert f"{tmp_path} may not be written to" in said
+
+
+def test_a_place_where_nothing_can_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in /proc, where root may write and yet cannot."""
+
+    def cannot(**_: object) -> str:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr("tempfile.mkdtemp", cannot)
+    said = refused(prepare.main, ["--out", str(tmp_path / "new")], capsys)
+    assert f"nothing can be written in {tmp_path} (No such file or directory): give another folder" in said
+
+
+def test_looking_whether_a_folder_can_be_written_to_leaves_nothing_there(tmp_path: Path) -> None:
+    assert folder_to_write(str(tmp_path / "new")) == tmp_path / "new"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "part"])
+def test_the_mini_that_ships_is_never_written_over(
+    below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(PACKAGE)
+    start = ["--start", str(mini_folder()), "--sort", "photo"]
+    programs: list[tuple[Main, list[str]]] = [(train.main, ["--tiny"]), (train.main, [])]
+    programs += [(refine.main, start), (tokenizer.main, [])]
+    for main, given in programs:
+        for folder in (PACKAGE, tmp_path / "link"):
+            said = refused(main, [*given, "--out", str(folder / below)], capsys)
+            assert "is the mini that ships: choose another folder" in said
+    work = ["--tiny", "--out", str(tmp_path / "new"), "--work", str(PACKAGE / below)]
+    assert "is the mini that ships" in refused(train.main, work, capsys)
+    assert not (PACKAGE / "part").exists()
+
+
+def test_a_tokenizer_is_written_where_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "required: --out" in refused(tokenizer.main, [], capsys)
+
+
+def test_held_out_questions_are_drawn_from_materials_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(draw_held_out, "MATERIALS", tmp_path / "none")
+    for given in ([], ["--materials", str(tmp_path)]):
+        said = refused(draw_held_out.main, given, capsys)
+        assert "argument --materials" in said
+        assert "run python -m training.mini.prepare first" in said
+    assert "holds no atlas.npz" in said
+
+
+def test_a_model_of_another_shape_is_told_from_mini(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tiny"
+    shutil.copytree(mini_folder(), folder)
+    told = json.loads((folder / "config.json").read_text())
+    told["vision_config"]["depth"] = 3
+    (folder / "config.json").write_text(json.dumps(told))
+    said = refused(refine.main, ["--start", str(folder), "--out", str(tmp_path / "new")], capsys)
+    assert f"the model in {folder} is of another shape than mini's" in said
 
 
 def test_refining_begins_with_the_weights_of_a_mini(

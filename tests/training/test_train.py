@@ -19,7 +19,7 @@ from training.mini.render import Renderer
 from training.mini.sequences import BLIND, Words
 from training.mini.team import Team
 from training.mini.tokenizer import PACKAGE
-from training.mini.train import TINY, Plan, Trainer
+from training.mini.train import NO_TOPICS, TINY, Plan, Trainer
 
 
 def plan(out: Path, steps: int) -> Plan:
@@ -44,6 +44,13 @@ def test_a_tiny_run_learns_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "training.json").read_text())
     assert written["step"] == 12
     assert (tmp_path / "model.safetensors.index.json").exists()
+    assert written["pictures"] == 12 * 4
+    card = (tmp_path / "README.md").read_text()
+    assert "12 steps" in card
+    assert "48 pictures" in card
+    last = {topic: value for topic, value in written["history"][-1].items() if topic not in NO_TOPICS}
+    assert last
+    assert all(f"| {topic} | {100 * value:.0f} % |" in card for topic, value in last.items())
     assert replace(second.plan, most_steps=24).most_steps == 24
 
 

@@ -7,6 +7,7 @@ Each function is a `type` of argparse: it raises `ArgumentTypeError`, which ends
 import argparse
 import math
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +43,27 @@ def folder_to_write(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{nearest} is a file: give a folder to write to")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(f"{nearest} may not be written to: give another folder")
+    try:
+        # Where nothing can be made although all may write (/proc), only trying tells.
+        os.rmdir(tempfile.mkdtemp(dir=nearest))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"nothing can be written in {nearest} ({error.strerror}): give another folder"
+        ) from error
     return Path(text)
+
+
+def folder_outside(kept: Path) -> Callable[[str], Path]:
+    """Takes a folder to write to that is not ``kept``, nor in it."""
+
+    def take(text: str) -> Path:
+        if Path(os.path.realpath(text)).is_relative_to(os.path.realpath(kept)):
+            raise argparse.ArgumentTypeError(
+                f"{text} is the mini that ships: choose another folder, and copy the model when it is scored"
+            )
+        return folder_to_write(text)
+
+    return take
 
 
 def file_to_write(text: str) -> Path:

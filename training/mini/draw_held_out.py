@@ -27,6 +27,7 @@ import torch
 from PIL import Image
 
 from training.mini import clips, lettering, manners, several, texts
+from training.mini.arguments import file_to_write, folder_with
 from training.mini.arrange import arrange
 from training.mini.atlas import MATERIALS, Atlas, pack, to_photo
 from training.mini.charts import HIGHEST
@@ -320,9 +321,18 @@ def assemble(materials: Path, photos: list[Image.Image], seed: int) -> Drawer:
     return Drawer(words, Atlas.load(materials / "twemoji.npz"), photos, seed)
 
 
-def main() -> int:
+def materials_folder(text: str) -> Path:
+    """A type of argparse: a folder with all that is drawn from."""
+    try:
+        return folder_with("atlas.npz", "twemoji.npz", "words.txt", "fonts/*.ttf")(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}: run python -m training.mini.prepare first") from error
+
+
+def main(given: list[str] | None = None) -> int:
     """Draw a set; returns the exit status."""
     parser = argparse.ArgumentParser(
+        prog="python -m training.mini.draw_held_out",
         description=(__doc__ or "").partition("Knows:")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -330,15 +340,19 @@ def main() -> int:
         "--seed", type=int, default=0, help="another seed, another set (default: 0, the one that ships)"
     )
     parser.add_argument(
-        "--out", type=Path, default=SHIPPED, help="where to write it (default: beside this module)"
+        "--out", type=file_to_write, default=SHIPPED, help="where to write it (default: beside this module)"
     )
+    # As text, so that the folder is looked at where none is given, too: before the photos are fetched.
     parser.add_argument(
-        "--materials", type=Path, default=MATERIALS, help="what python -m training.mini.prepare made"
+        "--materials",
+        type=materials_folder,
+        default=str(MATERIALS),
+        help="what python -m training.mini.prepare made",
     )
     parser.add_argument(
         "--photos", type=Path, metavar="FOLDER", help="photos mini never saw, instead of scikit-image's"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     try:

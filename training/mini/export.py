@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
+from training.mini.card import Making, card
 from training.mini.model import Model
 from training.mini.shape import Shape
 from training.mini.tokenizer import PACKAGE, added_id
@@ -111,11 +112,16 @@ def small_files(shape: Shape) -> dict[str, dict[str, Any]]:
 
 
 def export(
-    weights: dict[str, torch.Tensor], shape: Shape, folder: Path, tokenizer: Path = PACKAGE
-) -> None:  # fmt: skip
+    weights: dict[str, torch.Tensor],
+    shape: Shape,
+    folder: Path,
+    tokenizer: Path = PACKAGE,
+    making: Making | None = None,
+) -> None:
     """Write a complete checkpoint folder with bf16 weights in shards of at most ``SHARD_BYTES``.
 
-    ``tokenizer``: the folder with the tokenizer the weights were trained with.
+    ``tokenizer``: the folder with the tokenizer the weights were trained with. ``making``: what the card,
+    README.md, shall say of how they came about.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -133,7 +139,8 @@ def export(
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        # safetensors' own save_file leaves files that nobody else may read.
+        (folder / file).write_bytes(save(shard, metadata={"format": "pt"}))
         index |= dict.fromkeys(shard, file)
     total = sum(tensor.numel() * 2 for tensor in weights.values())
     write_json(
@@ -145,6 +152,8 @@ def export(
     for name, source in sources.items():
         if folder.resolve() != source.resolve():
             shutil.copy(source / name, folder / name)
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    (folder / "README.md").write_text(card(making, shape, parameters, folder))
 
 
 def write_json(path: Path, content: object) -> None:

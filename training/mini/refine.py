@@ -10,6 +10,7 @@ Knows: a short run without state. Does not know: how mini learns from nothing (t
 """
 
 import argparse
+import json
 import time
 from collections.abc import Iterator
 from math import cos, pi
@@ -19,16 +20,19 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from training.mini.arguments import folder_to_write, folder_with, positive, whole
+from training.mini.arguments import folder_outside, folder_with, positive, whole
 from training.mini.atlas import Atlas
+from training.mini.card import Making, made_before
 from training.mini.data import Batch, draw_form, long_batch, make_batch, one_batch
-from training.mini.export import TOKENIZER_FILES, export, load
+from training.mini.export import TOKENIZER_FILES, configuration, export, load
 from training.mini.loss import batch_loss
 from training.mini.lots import SORTS
 from training.mini.model import Model
 from training.mini.prepare import MATERIALS
 from training.mini.render import Renderer
 from training.mini.sequences import Words
+from training.mini.shape import Shape
+from training.mini.tokenizer import PACKAGE
 from training.mini.train import LEAST_BATCH, full_atlas
 
 # The share of scenes that are of the sort to be learnt, and of steps that are of any kind instead.
@@ -101,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         "--start", type=folder_with("*.safetensors", *TOKENIZER_FILES), required=True,
         help="the checkpoint folder to begin with",
     )  # fmt: skip
-    add("--out", type=folder_to_write, required=True, help="the checkpoint folder to write")
+    add("--out", type=folder_outside(PACKAGE), required=True, help="the checkpoint folder to write")
     add(
         "--sort", choices=tuple(SORTS), action="append", default=[], dest="sorts", metavar="SORT",
         help=f"what to learn better (may be given several times; default: all): {', '.join(SORTS)}",
@@ -114,8 +118,27 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def has_another_shape(path: Path) -> bool:
+    """Whether the config.json of a model names other sizes than mini's; no if it cannot be read."""
+    try:
+        told = json.loads(path.read_text())
+        return any(
+            told[half][name] != size
+            for half in ("text_config", "vision_config")
+            for name, size in configuration(Shape())[half].items()
+            if isinstance(size, int)
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def begin_with(folder: Path) -> Model:
     """The model in ``folder``. Raises ``ValueError`` where its weights are not those of a mini."""
+    if has_another_shape(folder / "config.json"):
+        raise ValueError(
+            f"the model in {folder} is of another shape than mini's (as those of train --tiny are), "
+            "and only models of mini's shape can be refined"
+        )
     try:
         return load(folder)
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -138,7 +161,14 @@ def main(given: list[str] | None = None) -> int:
     lessons = Lessons(full_atlas(MATERIALS, TEXTS), words, arguments.sorts, arguments.batch)
     seconds = arguments.minutes * 60
     steps = refine(model, lessons, seconds, arguments.rate, arguments.see, arguments.workers)
-    export(model.state_dict(), model.shape, arguments.out, arguments.start)
+    making = Making(
+        f"A model that had been trained was taught some more: {steps:,} steps of {arguments.batch} pictures "
+        f"in {arguments.minutes:g} minutes, mostly of {', '.join(arguments.sorts) or 'all sorts'}, "
+        f"{'all of it' if arguments.see else 'its text half only'}.",
+        MATERIALS,
+        before=made_before(arguments.start),
+    )
+    export(model.state_dict(), model.shape, arguments.out, arguments.start, making)
     print(f"{steps} steps; written to {arguments.out}")
     return 0
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from training.mini.arguments import folder_outside
 from training.mini.atlas import Atlas
 from training.mini.clips import ask_clip, draw_clip
 from training.mini.lettering import fonts, letter
@@ -157,15 +158,17 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     """Learn and write; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m training.mini.tokenizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--out", type=Path, default=PACKAGE, help="the folder to write to (default: the package)"
+        "--out", type=folder_outside(PACKAGE), required=True, metavar="FOLDER", help="the folder to write to"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     path = MATERIALS / "atlas.npz"
     if not path.exists():
         raise SystemExit(f"{path} is missing: run python -m training.mini.prepare first")

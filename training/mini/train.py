@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from training.mini.arguments import folder_to_write, folder_with, positive, whole
+from training.mini.arguments import folder_outside, folder_with, positive, whole
 from training.mini.atlas import Atlas, built_in_atlas
+from training.mini.card import Making
 from training.mini.data import Batch, Stream
 from training.mini.export import TOKENIZER_FILES, export
 from training.mini.lettering import letter, training_texts
@@ -39,7 +40,10 @@ from training.mini.tokenizer import PACKAGE
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train. ``minutes``: training time over all calls; ``stop_after``: seconds of this call."""
+    """How to train. ``minutes``: training time over all calls; ``stop_after``: seconds of this call.
+
+    ``materials``: where the atlas came from, for the card; None where it was built in.
+    """
 
     minutes: float
     out: Path
@@ -60,10 +64,14 @@ class Plan:
     compiled: bool = True
     most_steps: int = 1 << 60
     measured_tokens: int | None = None
+    log_every: int = 100
+    materials: Path | None = None
 
 
 # A clip is up to eight pictures: a smaller batch could hold none.
 LEAST_BATCH = 8
+# What the history of a run holds beside scores.
+NO_TOPICS = frozenset({"minute", "step", "loss"})
 # A team looks at the clock together once in so many steps.
 CLOCK = 10
 TINY = Shape(
@@ -87,6 +95,7 @@ class Trainer:
         self.renderer = Renderer(atlas, processor)
         self.step, self.elapsed, self.loss, self.replayed = 0, 0.0, float("nan"), 0
         self.first_loss = float("nan")
+        self.pictures: int | None = 0
         self.history: list[dict[str, object]] = []
         self.ease = torch.ones(()).share_memory_()
         tokenizer = str(plan.tokenizer / "tokenizer.json")
@@ -136,7 +145,7 @@ class Trainer:
         )
         started, before = time.monotonic(), self.elapsed
         saved = measured = started
-        logged = self.step // 100
+        logged = self.step // plan.log_every
         kept: deque[Batch] = deque(maxlen=400)
         batches = iter(loader)
         while True:
@@ -158,9 +167,9 @@ class Trainer:
                 break
             if not self.team.leads:
                 continue
-            if self.step // 100 > logged or self.step <= 2:
+            if self.step // plan.log_every > logged or self.step <= 2:
                 self.log(now - started)
-                logged = self.step // 100
+                logged = self.step // plan.log_every
             if now - saved > plan.save_every:
                 self.save()
                 saved = now
@@ -173,11 +182,33 @@ class Trainer:
     def finish(self) -> None:
         """Save, score and write the checkpoint."""
         plan = self.plan
+        print(f"step {self.step} is the last; scoring, then writing to {plan.out}", flush=True)
         self.save()
         self.measure()
-        export(self.average, self.shape, plan.out, plan.tokenizer)
-        state = {"step": self.step, "elapsed": self.elapsed, "minutes": plan.minutes, "history": self.history}
+        export(self.average, self.shape, plan.out, plan.tokenizer, self.making())
+        state = {
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "minutes": plan.minutes,
+            "pictures": self.pictures,
+            "history": self.history,
+        }
         (plan.out / "training.json").write_text(json.dumps(state, indent=1) + "\n")
+
+    def making(self) -> Making:
+        """What the card tells of this run."""
+        shown = f", {self.pictures:,} pictures (one shown twice counts twice)" if self.pictures else ""
+        scores = {
+            topic: value
+            for topic, value in self.history[-1].items()
+            if isinstance(value, float) and topic not in NO_TOPICS
+        }
+        return Making(
+            f"Trained from nothing: {self.step:,} steps in {self.elapsed / 60:.1f} minutes{shown}.",
+            self.plan.materials,
+            scores,
+            self.plan.measure_each,
+        )
 
     def set_ease(self) -> None:
         """Large single things first: they get the vision tower off the ground."""
@@ -196,8 +227,12 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        if self.step % 10 == 0 or self.step < 3 or self.progress >= 1:
+        if self.pictures is not None:
+            self.pictures += self.plan.batch * self.team.size
+        noted = self.step < 3 or self.progress >= 1
+        if self.step % 10 == 0 or noted:
             self._average(min(0.98, 1 - 10 / (self.step + 10)))
+        if self.step % min(10, self.plan.log_every) == 0 or noted:
             self.loss = loss.item()
             self.first_loss = self.loss if self.step == 1 else self.first_loss
 
@@ -242,6 +277,7 @@ class Trainer:
             "step": self.step,
             "elapsed": self.elapsed,
             "history": self.history,
+            "pictures": self.pictures,
         }
         torch.save(state, self.plan.work / "state.new")
         (self.plan.work / "state.new").rename(self.plan.work / "state.pt")
@@ -257,6 +293,8 @@ class Trainer:
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
         self.step, self.elapsed, self.history = state["step"], state["elapsed"], state["history"]
+        # Runs begun before pictures were counted do not know how many they were.
+        self.pictures = state.get("pictures")
         print(f"going on at step {self.step}, minute {self.elapsed / 60:.2f}", flush=True)
 
 
@@ -278,7 +316,7 @@ def tiny(out: Path, steps: int = 30) -> Trainer:
     """A run of seconds on a CPU, with the drawings that need no download."""
     plan = Plan(
         10.0, out, out / "work", batch=8, workers=0, warm_up=5, rate=3e-3, measure_each=4, compiled=False,
-        most_steps=steps,
+        most_steps=steps, log_every=5,
     )  # fmt: skip
     trainer = Trainer(plan, TINY, built_in_atlas(), torch.device("cpu"))
     trainer.run()
@@ -302,8 +340,8 @@ def parser() -> argparse.ArgumentParser:
         help="how often to score",
     )
     add("--stop-after", type=number, default=float("inf"), metavar="SECONDS", help="seconds for this call")
-    add("--out", type=folder_to_write, required=True, help="the checkpoint folder to write")
-    add("--work", type=folder_to_write, help="where the resumable state lives (default: OUT/work)")
+    add("--out", type=folder_outside(PACKAGE), required=True, help="the checkpoint folder to write")
+    add("--work", type=folder_outside(PACKAGE), help="where the resumable state lives (default: OUT/work)")
     add(
         "--tokenizer", type=folder_with(*TOKENIZER_FILES), default=PACKAGE,
         help="a folder that tokenizer.py wrote",
@@ -333,7 +371,7 @@ def main(given: list[str] | None = None) -> int:
     plan = replace(
         plan, stop_after=arguments.stop_after, workers=arguments.workers, batch=arguments.batch,
         rate=arguments.rate, measure_every=arguments.measure_every, compiled=not arguments.no_compile,
-        tokenizer=arguments.tokenizer,
+        tokenizer=arguments.tokenizer, materials=MATERIALS,
     )  # fmt: skip
     if team.leads:
         print(json.dumps({key: str(value) for key, value in asdict(plan).items()}), flush=True)
