@@ -122,6 +122,19 @@ def test_a_cap_that_changes_nothing_says_nothing() -> None:
     assert prepare_image(ImagePart(picture(640, 480)), SMALL, 64).seen.notes == ()
 
 
+def test_low_detail_means_few_tokens_and_says_so() -> None:
+    large = picture(1600, 1200)
+    low = prepare_image(ImagePart(large, detail="low"), OFFICIAL, None)
+    high = prepare_image(ImagePart(large, detail="high"), OFFICIAL, None)
+    assert low.tokens <= 256 < high.tokens
+    assert "detail low" in low.seen.notes[0]
+    planned = prepare_image(ImagePart(large, detail="low"), OFFICIAL, 64)
+    assert planned.tokens <= 64
+    assert "the plan allows 64" in planned.seen.notes[0]
+    small = prepare_image(ImagePart(picture(96, 64), detail="low"), SMALL, None)
+    assert small.seen.notes == ()
+
+
 def test_sides_over_1_to_200_are_refused_with_numbers() -> None:
     with pytest.raises(PictureTooLarge, match=r"20000x1 has sides 1:20,000; the model takes at most 1:200"):
         smart_resize(1, 20000, 32, 1024, 65536)

@@ -261,11 +261,16 @@ def test_unknown_fields_are_named_and_bookkeeping_is_not(client: OpenAI) -> None
     assert extras(completion)["ignored"] == ["temprature"]
 
 
-def test_low_detail_is_said_to_be_ignored(client: OpenAI) -> None:
-    part = {"type": "image_url", "image_url": {"url": data_url(png("red")), "detail": "low"}}
-    messages = cast(list[ChatCompletionMessageParam], [{"role": "user", "content": [part]}])
-    completion = client.chat.completions.create(model="scripted", messages=messages)
-    assert extras(completion)["ignored"] == ["image_url.detail"]
+def test_each_picture_has_its_detail(client: OpenAI, backend: ScriptedBackend) -> None:
+    content = [
+        {"type": "image_url", "image_url": {"url": data_url(png("red")), **detail}}
+        for detail in ({"detail": "low"}, {"detail": "high"}, {})
+    ]
+    messages = cast(list[ChatCompletionMessageParam], [{"role": "user", "content": content}])
+    client.chat.completions.create(model="scripted", messages=messages)
+    [message] = backend.asked[-1][0]
+    details = [part.detail for part in message.parts if isinstance(part, ImagePart)]
+    assert details == ["low", "high", "auto"]
 
 
 def test_four_streams_at_once(server: Running, backend: ScriptedBackend) -> None:

@@ -104,7 +104,8 @@ def _part(part: Part, vlfit_server: bool) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):
-        return {"type": "image_url", "image_url": {"url": data_url(part.data)}}
+        detail = {} if part.detail == "auto" else {"detail": part.detail}
+        return {"type": "image_url", "image_url": {"url": data_url(part.data), **detail}}
     if isinstance(part, VideoPart) and not vlfit_server:
         raise InvalidRequest(
             "a clip can be sent to vlfit servers only", "send its frames as pictures", param="messages"

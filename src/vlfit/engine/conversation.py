@@ -23,11 +23,13 @@ class TextPart:
 class ImagePart:
     """A picture: the encoded bytes (JPEG, PNG, WebP, ...) and what to call it in errors.
 
-    ``place`` is the field of a request that it came in, which errors give as their ``param``.
+    ``detail`` "low" asks for few tokens (``engine/images.py``); "high" and "auto" for as many as the plan has
+    room for. ``place`` is the field of a request that it came in, which errors give as their ``param``.
     """
 
     data: bytes
     label: str = "picture"
+    detail: Detail = "auto"
     place: str | None = field(default=None, compare=False)
 
 

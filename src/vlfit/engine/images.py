@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_FRAMES = 768  # the reference samples no more from any clip
+LOW_DETAIL = 256  # tokens: 512x512 pixels, which is what OpenAI's low detail means
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,12 +55,16 @@ class PreparedImage:
 def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
     """Decode and resize one picture to at most ``max_tokens`` tokens (None: what the checkpoint allows).
 
+    One of low detail gets at most ``LOW_DETAIL`` tokens.
     Raises ``NotAPicture`` or ``PictureTooLarge``.
     """
     with _naming(part.place):
         decoded = decode(part.data, part.label)
+    cause = f"the plan allows {max_tokens} tokens per picture"
+    if part.detail == "low" and (max_tokens is None or max_tokens > LOW_DETAIL):
+        max_tokens, cause = LOW_DETAIL, f"detail low means {LOW_DETAIL} tokens at most"
     size = _capped_size(decoded.image, processing, max_tokens, frames=None)
-    notes = [*decoded.notes, *_size_notes(decoded.image, size, processing, max_tokens, frames=None)]
+    notes = [*decoded.notes, *_size_notes(decoded.image, size, processing, cause, frames=None)]
     pixels = _resized(decoded.image, size)[None]
     return _prepared(pixels, decoded.image.size, processing, notes, frames=1)
 
@@ -78,7 +83,8 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
     first = _decode_frame(part, 0)
     frames = len(part.frames)
     size = _capped_size(first.image, processing, max_tokens, frames)
-    notes = [*first.notes, *_size_notes(first.image, size, processing, max_tokens, frames)]
+    cause = f"the plan allows {max_tokens} tokens per pair of frames"
+    notes = [*first.notes, *_size_notes(first.image, size, processing, cause, frames)]
     repeats = -frames % processing.temporal_patch_size
     pixels = np.empty((frames + repeats, *size, 3), dtype=np.uint8)
     pixels[0] = _resized(first.image, size)
@@ -219,18 +225,14 @@ def _size_notes(
     image: Image.Image,
     size: tuple[int, int],
     processing: ImageProcessing,
-    max_tokens: int | None,
+    cause: str,
     frames: int | None,
 ) -> list[str]:
-    """What the plan's cap changed; the checkpoint's own limits are nobody's doing and need no note."""
+    """What a cap changed, and its ``cause``; the checkpoint's own limits are nobody's doing and need no note."""
     uncapped = _capped_size(image, processing, None, frames)
     if size == uncapped:
         return []
-    per = "picture" if frames is None else "pair of frames"
-    return [
-        f"scaled down from {uncapped[1]}x{uncapped[0]} to {size[1]}x{size[0]}: "
-        f"the plan allows {max_tokens} tokens per {per}"
-    ]
+    return [f"scaled down from {uncapped[1]}x{uncapped[0]} to {size[1]}x{size[0]}: {cause}"]
 
 
 def _resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:

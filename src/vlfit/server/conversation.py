@@ -146,6 +146,6 @@ def _part(where: str, part: ContentPart, pictures: Iterator[ImagePart]) -> Part:
     if isinstance(part, TextContent):
         return TextPart(part.text)
     if isinstance(part, ImageContent):
-        return next(pictures)
+        return replace(next(pictures), detail=part.image_url.detail)
     frames = tuple(next(pictures).data for _ in part.frames)
     return VideoPart(frames, part.fps, place=f"{where}.frames")

@@ -45,7 +45,7 @@ class TextContent(_Strict):
 
 
 class ImageURL(_Strict):
-    """``url`` is ``data:image/...;base64,...``, ``https://`` or ``http://``."""
+    """``url`` is ``data:image/...;base64,...``, ``https://`` or ``http://``; ``detail``: see ``ImagePart``."""
 
     url: str
     detail: Detail = "auto"
@@ -151,16 +151,7 @@ class ChatRequest(_Strict):
 
     def ignored(self) -> tuple[str, ...]:
         """The fields that were sent and have no effect, as a person would write them."""
-        names = [name for name in self.model_extra or {} if name not in BOOKKEEPING]
-        parts = [
-            part
-            for message in self.messages
-            if not isinstance(message.content, str)
-            for part in message.content
-        ]
-        if any(isinstance(part, ImageContent) and part.image_url.detail == "low" for part in parts):
-            names.append("image_url.detail")
-        return tuple(names)
+        return tuple(name for name in self.model_extra or {} if name not in BOOKKEEPING)
 
 
 def parse_chat_request(body: bytes) -> ChatRequest:
