@@ -228,7 +228,7 @@ def _size_notes(
     cause: str,
     frames: int | None,
 ) -> list[str]:
-    """What a cap changed, and its ``cause``; the checkpoint's own limits are nobody's doing and need no note."""
+    """What a cap changed, and its ``cause``; the checkpoint's own limits are nobody's doing: no note."""
     uncapped = _capped_size(image, processing, None, frames)
     if size == uncapped:
         return []
