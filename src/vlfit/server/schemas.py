@@ -45,7 +45,7 @@ class TextContent(_Strict):
 
 
 class ImageURL(_Strict):
-    """``url`` is ``data:image/...;base64,...``, ``https://`` or ``http://``; ``detail``: low for few tokens."""
+    """``url``: data:image/...;base64,..., https:// or http://. ``detail``: low for few tokens."""
 
     url: str
     detail: Detail = "auto"
