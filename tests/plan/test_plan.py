@@ -300,3 +300,23 @@ def test_the_command_is_given_only_if_it_starts_this_very_plan() -> None:
     assert smaller_passes.command[-2:] == ("--chunk", str(smaller_passes.settings.chunk))
     assert "--chunk" not in made.command
     assert planned("Qwen3-VL-8B-Instruct-FP8").command is None
+
+
+def test_a_card_without_kernels_is_passed_over_and_alone_refused() -> None:
+    machine = card("RTX 5060")
+    [new] = machine.gpus
+    old = replace(new, name="NVIDIA GeForce GTX 1080 Ti", compute_capability=(6, 1), free=new.total)
+    found = plan(subjects("2B"), replace(machine, gpus=(old, replace(new, index=1))), Wishes())
+    assert found.gpu.index == 1
+    with pytest.raises(DeviceError, match="capability 6"):
+        plan(subjects("2B"), replace(machine, gpus=(old,)), Wishes())
+
+
+def test_only_weights_can_wait_in_ram() -> None:
+    found = plan(subjects("2B"), card("RTX 5060"), Wishes(context=262144))
+    assert not found.fits
+    assert found.speed is not None
+    assert found.speed.offload is None
+    too_large = plan(subjects("8B", "bf16"), card("RTX 5060"), Wishes()).speed
+    assert too_large is not None
+    assert too_large.offloaded > 0

@@ -12,6 +12,7 @@ from typing import Any
 from vlfit.checkpoint.catalog import FORMATS
 from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.model import Gpu, Machine
+from vlfit.machine.remarks import OLDEST
 from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.changes import Change, Refused, cheapest
 from vlfit.plan.commands import start_of
@@ -135,6 +136,7 @@ def plan(
     no GPU, and ``UsageError`` for wishes that this model cannot have.
     """
     gpu = emptiest(machine)
+    _check_age(gpu, wishes)
     version = chosen_version(wishes.vllm_version) if wishes.backend == VLLM else None
     runnable = _runnable(models, wishes, gpu, version)
     exact = [each for each in runnable if not each[0].convert_options]
@@ -202,7 +204,10 @@ def _coarser(models: list[tuple[Model, str]], wishes: Wishes, gpu: Gpu) -> _Choi
 
 
 def emptiest(machine: Machine) -> Gpu:
-    """The GPU with the most free memory. Raises ``DeviceError`` where there is none."""
+    """The GPU with the most free memory, of those that torch has kernels for if there are any.
+
+    Raises ``DeviceError`` where there is none.
+    """
     if not machine.gpus:
         raise DeviceError(
             f"there is no GPU to plan for: {machine.no_gpu_reason}",
@@ -210,7 +215,23 @@ def emptiest(machine: Machine) -> Gpu:
             "--cards lists them), or --machine FILE. Without a GPU everything runs on the processor, with no "
             "plan: vlfit caption PICTURE.",
         )
-    return with_bandwidth(max(machine.gpus, key=lambda gpu: gpu.free))
+    usable = [gpu for gpu in machine.gpus if not _is_too_old(gpu)]
+    return with_bandwidth(max(usable or machine.gpus, key=lambda gpu: gpu.free))
+
+
+def _is_too_old(gpu: Gpu) -> bool:
+    # (0, 0): the driver does not tell.
+    return (0, 0) < gpu.compute_capability < OLDEST
+
+
+def _check_age(gpu: Gpu, wishes: Wishes) -> None:
+    """Raises ``DeviceError`` for a card that torch has no kernels for; vLLM's are checked by its version."""
+    if wishes.backend != VLLM and _is_too_old(gpu):
+        have, oldest = (".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST))
+        raise DeviceError(
+            f"{gpu.name} has compute capability {have}; torch has kernels from {oldest} on",
+            "Plan for another card: vlfit machine --cards lists them.",
+        )
 
 
 def _runnable(

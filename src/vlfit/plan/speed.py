@@ -65,14 +65,17 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * constants.launch_low.value)
     expected = max(moved / (bandwidth * constants.efficiency.value), launch)
     slow = moved / (bandwidth * constants.efficiency_low.value) + launch
-    offload = gpu.pcie_bandwidth / deficit if deficit > 0 and gpu.pcie_bandwidth else None
+    # Only weights can wait in RAM: a KV cache that is too large cannot.
+    stored = model.text_bytes + model.vision_bytes + model.embedding_bytes
+    offloaded = deficit if 0 < deficit <= stored else 0
+    offload = gpu.pcie_bandwidth / offloaded if offloaded and gpu.pcie_bandwidth else None
     return Speed(
         decode=Range(1 / slow, 1 / expected, 1 / fast),
         first_token=_first_token(model, bandwidth, weights, settings, constants),
         roof=bandwidth / moved,
         bytes_per_token=round(moved),
         offload=offload,
-        offloaded=max(deficit, 0),
+        offloaded=offloaded,
     )
 
 
