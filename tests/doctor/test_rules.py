@@ -409,3 +409,19 @@ def test_the_picture_encoder_of_llama_cpp_is_told_apart() -> None:
     assert "4,521 MiB" in encoder.cause
     assert "--image-max-tokens" in encoder.command
     assert "/models/Qwen3-VL-4B-Q4_K_M.gguf" in encoder.command
+
+
+def test_a_share_that_is_not_free_gets_the_planners_start_where_the_card_is_named() -> None:
+    """The first error that most people meet: a smaller share alone would only bring the next one."""
+    log = (
+        "INFO vLLM API server version 0.25.1\nnon-default args: {'model': 'Qwen/Qwen3-VL-4B-Instruct-FP8'}\n"
+        "ValueError: Free memory on device cuda:0 (6.9/7.96 GiB) on startup is less than desired GPU memory "
+        "utilization (0.92, 7.32 GiB). Decrease GPU memory utilization."
+    )
+    place = card("RTX 5060", desktop=951 * MIB, wsl2=True)
+    [found] = examine(BytesIO(log.encode()), place).diagnoses
+    assert found.id == "vllm.free_lt_util"
+    assert "--max-model-len" in found.command
+    assert "VLLM_WSL2_ENABLE_PIN_MEMORY=1" in found.command
+    [without] = examine(BytesIO(log.encode()), None).diagnoses
+    assert "0.8" in without.command

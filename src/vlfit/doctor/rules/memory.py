@@ -25,10 +25,13 @@ _GROWS_LATER = (
 
 
 def _utilization_that_is_free(case: Case) -> Values:
-    """The share of the GPU that is free now, less what vLLM takes beyond its budget later."""
+    """The planner's start; else the share that is free now, less what vLLM takes beyond its budget later."""
     free, total = case.found.number("free"), case.found.number("total")
     share = largest_utilization(free, total)
     holders = f"{total - free:.2f} GiB of the {total:g} GiB are taken by other programs and the CUDA context"
+    asked = case.facts.whole("max_model_len", CONTEXT_WISHED)
+    if (planned := planned_start(case, asked)) is not None:
+        return {"holders": holders, "advice": planned["advice"], "run": planned["run"]}
     if share < 0.1:
         return {
             "holders": holders,

@@ -57,10 +57,11 @@ def make_room(case: Case, missing: float | None, have: float = 0.0) -> Values:
     if size is None:
         return _unknown_model(case)
     model = QWEN3_VL[size]
-    length = min(facts.whole("max_model_len", CONTEXT_WISHED), CONTEXT_WISHED)
-    planned = planned_start(case, length)
+    asked = facts.whole("max_model_len", CONTEXT_WISHED)
+    planned = planned_start(case, asked)
     if planned is not None:
         return planned
+    length = min(asked, CONTEXT_WISHED)
     wanted = kv_gib(model, length)
     needed = (missing or 0.0) + wanted - have
     changes = _cheapest(case, model, needed if missing is not None or have else None)
