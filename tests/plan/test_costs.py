@@ -14,12 +14,12 @@ from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.quantization import Int4Format
 from vlfit.engine import engine
+from vlfit.engine.decoder.text import TextModel, VisualRows
 from vlfit.engine.kernels import attention as attention_kernels
 from vlfit.engine.kernels import linear as linear_kernels
 from vlfit.engine.kernels.attention import BlockPlan
 from vlfit.engine.kv_cache import BlockPool, KVCache
 from vlfit.engine.options import EngineOptions
-from vlfit.engine.qwen3_vl.text import TextModel, VisualRows
 from vlfit.engine.qwen3_vl.vision import VisionTower
 from vlfit.machine.cards import card
 from vlfit.plan import costs
@@ -57,6 +57,7 @@ def test_weights_are_what_loading_allocates_to_the_byte(size: str, weights: str)
     planned = model(entry)
     with live() as counter:
         text = TextModel(config_of(entry), loader(entry))
+        assert text.rope.axis is not None
         rope = text.rope.axis.nbytes + text.rope.inverse_frequencies.nbytes
         with_text = counter.now - rope
         tower = VisionTower(config_of(entry).vision, loader(entry))

@@ -42,7 +42,14 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """The language model. ``head_dim`` need not be ``hidden_size / num_attention_heads``."""
+    """The language model. ``head_dim`` need not be ``hidden_size / num_attention_heads``.
+
+    ``mrope_section``: how many rotary frequencies belong to time, height and width; empty where positions
+    have one axis. ``attention_bias`` is of queries, keys and values. The defaults are what all Qwen3-VL have:
+    names of tensors begin with ``prefix``; ``query_key_norm``: queries and keys are normalized;
+    ``output_bias``: the attention's output has a bias; ``joined``: the files have one matrix for queries,
+    keys and values and one for gate and up; ``rotary_share``: the part of each head that is turned.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -54,9 +61,19 @@ class TextConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    mrope_section: tuple[int, int, int]
+    mrope_section: tuple[int, ...]
     attention_bias: bool
     hidden_act: str
+    prefix: str = "model.language_model"
+    query_key_norm: bool = True
+    output_bias: bool = False
+    joined: bool = False
+    rotary_share: float = 1.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many elements of each head are turned by the position."""
+        return int(self.head_dim * self.rotary_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +170,7 @@ def _read_text(fields: Fields) -> TextConfig:
         rope_theta=rope[0],
         mrope_section=rope[1],
         attention_bias=fields.flag("attention_bias", False),
+        output_bias=fields.flag("attention_bias", False),
         hidden_act=_activation(fields, "silu"),
     )
 

@@ -18,6 +18,7 @@ from vlfit.engine.account import Counters, EngineAccount, EngineSettings, Holdin
 from vlfit.engine.answer import Chunk, Timings, Usage
 from vlfit.engine.budget import Budget
 from vlfit.engine.completion import Completion
+from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.device import choose_device, choose_dtype
 from vlfit.engine.holdings import gpu_uuid, resident_bytes, torch_statistics, weight_holdings
@@ -30,7 +31,6 @@ from vlfit.engine.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.pressure import Pressure, no_memory_for_the_pool
 from vlfit.engine.prompt import Prompt, PromptBuilder
 from vlfit.engine.qwen3_vl.rope import mrope_positions
-from vlfit.engine.qwen3_vl.text import TextModel
 from vlfit.engine.qwen3_vl.vision import VisionTower
 from vlfit.engine.refusal import too_long
 from vlfit.engine.room import Room, Wanted, find_room

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vlfit.engine.qwen3_vl.text import TextModel
+from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.qwen3_vl.vision import VisionTower
 
 

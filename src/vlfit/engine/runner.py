@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.sidecar import ImageProcessing
+from vlfit.engine.decoder.text import TextModel, VisualRows
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.images import PreparedImage, patchify
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layout import Layout
-from vlfit.engine.qwen3_vl.text import TextModel, VisualRows
 from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.engine.scheduler import Work
 from vlfit.engine.sequence import IntMatrix, IntVector, Sequence

@@ -58,7 +58,7 @@ def vision_peak(vision: VisionConfig, image_tokens: int) -> int:
 def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native: bool = True) -> int:
     """Peak of one forward pass of the text model: the last ``chunk`` of a context, or ``sequences`` rows.
 
-    The largest phase counts, on top of what lives all along (``engine/qwen3_vl/text.py``). ``native`` False:
+    The largest phase counts, on top of what lives all along (``engine/decoder/text.py``). ``native`` False:
     no kernels of ours and no chunks: transformers with sdpa.
     """
     text = model.text

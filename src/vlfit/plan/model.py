@@ -164,7 +164,7 @@ def _text(config: ModelConfig) -> TextOnlyConfig:
 
 def _loaded(info: TensorInfo, text: TextOnlyConfig) -> int:
     """Bytes that the engine allocates for one tensor of the files (``engine/loader.py``)."""
-    if info.name.endswith(".q_norm.weight"):  # a row for each head (``engine/qwen3_vl/text.py``)
+    if info.name.endswith(".q_norm.weight"):  # a row for each head (``engine/decoder/text.py``)
         return text.num_attention_heads * info.count * HALF
     if info.name.endswith(".k_norm.weight"):
         return text.num_key_value_heads * info.count * HALF

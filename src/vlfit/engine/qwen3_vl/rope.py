@@ -1,7 +1,7 @@
-"""Rotary positions: where each token stands (text in one dimension, pictures in three) and the tables of it.
+"""Rotary positions of Qwen3-VL: where each token stands (text in one dimension, pictures in three), and the
+tables of the vision tower. Those of text are in ``decoder/rope.py``.
 
-Sources: Qwen3-VL's reference in transformers (``get_rope_index``, ``Qwen3VLTextRotaryEmbedding``,
-``Qwen3VLVisionRotaryEmbedding``).
+Sources: Qwen3-VL's reference in transformers (``get_rope_index``, ``Qwen3VLVisionRotaryEmbedding``).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.config import TextConfig, VisionConfig
+from vlfit.checkpoint.config import VisionConfig
+from vlfit.engine.decoder.rope import rotation_tables
 
 VISION_THETA = 10000.0
 
@@ -43,25 +44,6 @@ def mrope_positions(
     return positions, count + len(is_visual) - at
 
 
-class TextRope:
-    """Interleaved M-RoPE: the rotary frequencies are dealt out to time, row and column in turn."""
-
-    def __init__(self, config: TextConfig, device: torch.device) -> None:
-        half = config.head_dim // 2
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
-        axis = torch.zeros(half, dtype=torch.long)
-        for dimension in (1, 2):
-            axis[dimension : config.mrope_section[dimension] * 3 : 3] = dimension
-        self.axis = axis.to(device)
-
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for ``rotate`` [tokens, 1, head_dim] for ``positions`` [3, tokens]."""
-        angles = positions.float()[self.axis].T * self.inverse_frequencies
-        cosines, sines = rotation_tables(angles[:, None])
-        return cosines.to(dtype), sines.to(dtype)
-
-
 def vision_tables(
     config: VisionConfig, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -81,17 +63,3 @@ def merge_order(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
     raster = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
     order = raster.permute(0, 2, 1, 3).reshape(-1)
     return order // columns, order % columns
-
-
-def rotation_tables(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [..., head_dim] of ``angles`` [..., head_dim / 2], in float32."""
-    cosines, sines = angles.cos(), angles.sin()
-    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
-
-
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """``x`` [..., head_dim] turned by its position. Element i of the first half pairs with i of the second.
-
-    The reference's ``x * cos + rotate_half(x) * sin``, with the sign of ``rotate_half`` in the table.
-    """
-    return (x * cosines).addcmul_(x.roll(x.shape[-1] // 2, -1), sines)

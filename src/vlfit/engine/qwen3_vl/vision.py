@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit.checkpoint.config import VisionConfig
+from vlfit.engine.decoder.rope import rotate
 from vlfit.engine.loader import Loader
-from vlfit.engine.qwen3_vl.rope import merge_order, rotate, vision_tables
+from vlfit.engine.qwen3_vl.rope import merge_order, vision_tables
 
 LAYER_NORM_EPS = 1e-6
 

@@ -1,7 +1,10 @@
-"""The text model of Qwen3-VL: rows in (embedded tokens, or a picture's features), logits out.
+"""A decoder, the text model of every architecture: rows in (embedded tokens, or a picture's features), logits
+out.
 
-Reads top to bottom: embedding, decoder layers (grouped-query attention with normalized queries and keys over
-the paged cache, gated feed-forward), deepstack added after the first layers, final norm, head.
+Reads top to bottom: embedding, decoder layers (grouped-query attention over the paged cache, gated
+feed-forward), deepstack added after the first layers, final norm, head. What differs between architectures,
+the config says: biases, normalized queries and keys, the kind of positions, which matrices the files join.
+Does not know pictures.
 """
 
 from dataclasses import dataclass
@@ -12,14 +15,12 @@ from torch import Tensor
 
 from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.config import ModelConfig, TextConfig
+from vlfit.engine.decoder.rope import TextRope, rotate
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layers.attention import AttentionPlan, paged_attention
 from vlfit.engine.layers.linear import DenseLinear, Linear
 from vlfit.engine.layers.norm import rms_norm
 from vlfit.engine.loader import Loader
-from vlfit.engine.qwen3_vl.rope import TextRope, rotate
-
-PREFIX = "model.language_model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +38,17 @@ class TextModel:
     def __init__(self, config: ModelConfig, loader: Loader) -> None:
         text = config.text
         self.eps = text.rms_norm_eps
+        layers = f"{text.prefix}.layers."
         self.layers = [DecoderLayer(text, loader, index) for index in range(text.num_hidden_layers)]
-        self.norm = loader.tensor(f"{PREFIX}.norm.weight")
-        self.embedding = loader.tensor(f"{PREFIX}.embed_tokens.weight")
+        self.norm = loader.tensor(f"{text.prefix}.norm.weight")
+        self.embedding = loader.tensor(f"{text.prefix}.embed_tokens.weight")
         self.head: Linear = (
             DenseLinear(self.embedding) if config.tie_word_embeddings else loader.linear("lm_head")
         )
         self.rope = TextRope(text, loader.device)
         # One for each weight: what a row costs in all layers together.
         self.multiplications_per_row = sum(
-            count_weights(info)
-            for info in loader.checkpoint.tensors.values()
-            if f"{PREFIX}.layers." in info.name
+            count_weights(info) for info in loader.checkpoint.tensors.values() if info.name.startswith(layers)
         )
 
     def __call__(
@@ -82,21 +82,23 @@ class TextModel:
 
 class DecoderLayer:
     def __init__(self, config: TextConfig, loader: Loader, index: int) -> None:
-        name = f"{PREFIX}.layers.{index}"
+        name = f"{config.prefix}.layers.{index}"
         self.index = index
         self.eps = config.rms_norm_eps
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         attention = f"{name}.self_attn"
         self.input_norm = loader.tensor(f"{name}.input_layernorm.weight")
-        self.qkv = loader.linear(
-            f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj", bias=config.attention_bias
-        )
-        query_norm = loader.tensor(f"{attention}.q_norm.weight").expand(self.heads[0], -1)
-        key_norm = loader.tensor(f"{attention}.k_norm.weight").expand(self.heads[1], -1)
-        self.query_key_norm = torch.cat((query_norm, key_norm))  # a row for each head
-        self.output = loader.linear(f"{attention}.o_proj", bias=config.attention_bias)
+        projections = ("qkv_proj",) if config.joined else ("q_proj", "k_proj", "v_proj")
+        self.qkv = loader.linear(*(f"{attention}.{part}" for part in projections), bias=config.attention_bias)
+        self.query_key_norm: Tensor | None = None
+        if config.query_key_norm:
+            query_norm = loader.tensor(f"{attention}.q_norm.weight").expand(self.heads[0], -1)
+            key_norm = loader.tensor(f"{attention}.k_norm.weight").expand(self.heads[1], -1)
+            self.query_key_norm = torch.cat((query_norm, key_norm))  # a row for each head
+        self.output = loader.linear(f"{attention}.o_proj", bias=config.output_bias)
         self.post_attention_norm = loader.tensor(f"{name}.post_attention_layernorm.weight")
-        self.gate_up = loader.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
+        gates = ("gate_up_proj",) if config.joined else ("gate_proj", "up_proj")
+        self.gate_up = loader.linear(*(f"{name}.mlp.{part}" for part in gates))
         self.down = loader.linear(f"{name}.mlp.down_proj")
 
     def attend(
@@ -106,8 +108,10 @@ class DecoderLayer:
         x = rms_norm(hidden, self.input_norm, self.eps)
         query_heads, key_heads, _ = self.heads
         joined = self.qkv(x).view(len(x), sum(self.heads), -1)  # [rows, heads, head_dim]
-        normed = rms_norm(joined[:, : query_heads + key_heads], self.query_key_norm, self.eps)
-        query, key = rotate(normed, cosines, sines).split((query_heads, key_heads), dim=1)
+        turning = joined[:, : query_heads + key_heads]
+        if self.query_key_norm is not None:
+            turning = rms_norm(turning, self.query_key_norm, self.eps)
+        query, key = rotate(turning, cosines, sines).split((query_heads, key_heads), dim=1)
         value = joined[:, query_heads + key_heads :]
         cache.write(self.index, plan.write_slots, key, value)
         return hidden.add_(self.output(paged_attention(query, self.index, cache, plan)))

@@ -1,0 +1,60 @@
+"""Rotary positions of a decoder: the tables that queries and keys are turned by, and the turning.
+
+Knows every kind of frequencies that a config can ask for: as they are, stretched, dealt out to the three axes
+of Qwen3-VL's positions, for a part of each head. Does not know where a token stands (``qwen3_vl/rope.py``).
+
+Sources: transformers' ``Qwen3VLTextRotaryEmbedding``, and ``modeling_rope_utils`` for stretched frequencies.
+"""
+
+import torch
+from torch import Tensor
+
+from vlfit.checkpoint.config import TextConfig
+
+
+class TextRope:
+    """Tables for positions on three axes (``mrope_section``), or on one.
+
+    With three, the rotary frequencies are dealt out to time, row and column in turn.
+    """
+
+    def __init__(self, config: TextConfig, device: torch.device) -> None:
+        rotary = config.rotary_dim
+        exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
+        self.inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
+        self.axis: Tensor | None = None
+        if config.mrope_section:
+            axis = torch.zeros(rotary // 2, dtype=torch.long)
+            for dimension in (1, 2):
+                axis[dimension : config.mrope_section[dimension] * 3 : 3] = dimension
+            self.axis = axis.to(device)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables for ``rotate`` [tokens, 1, rotary_dim] for ``positions`` [3, tokens].
+
+        Where there is one axis only, it is the first: all three are alike.
+        """
+        if self.axis is None:
+            angles = positions[0, :, None].float() * self.inverse_frequencies
+        else:
+            angles = positions.float()[self.axis].T * self.inverse_frequencies
+        cosines, sines = rotation_tables(angles[:, None])
+        return cosines.to(dtype), sines.to(dtype)
+
+
+def rotation_tables(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [..., head_dim] of ``angles`` [..., head_dim / 2], in float32."""
+    cosines, sines = angles.cos(), angles.sin()
+    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """``x`` [..., head_dim] turned by its position. Element i of the first half pairs with i of the second.
+
+    The reference's ``x * cos + rotate_half(x) * sin``, with the sign of ``rotate_half`` in the table. Tables
+    narrower than ``x`` turn its first elements only.
+    """
+    rotary = cosines.shape[-1]
+    if rotary < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary], cosines, sines), x[..., rotary:]), dim=-1)
+    return (x * cosines).addcmul_(x.roll(rotary // 2, -1), sines)
