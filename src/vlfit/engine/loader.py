@@ -1,11 +1,12 @@
 """Streams a checkpoint's tensors from its files to the device, each byte read once.
 
-Knows: safetensors files (mapped into memory), dtypes, FP8 and int4, stacking of projections with one input.
+Knows: safetensors files (mapped into memory), dtypes, narrow weights, stacking of projections with one input.
 Does not know: the model. ``qwen3_vl/`` asks for tensors by name, in the order of the ledger.
 """
 
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,18 +16,29 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.quantization import CODES_PER_WORD
+from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.checkpoint.tensors import (
+    COMPRESSED_SCALE,
+    PACKED_SUFFIX,
+    SCALE_SUFFIX,
+    codes_per_word,
+    narrow_form,
+)
 from vlfit.engine import kernels
+from vlfit.engine.layers.embedding import DenseEmbedding, Embedding, Int8Embedding
 from vlfit.engine.layers.linear import (
     DenseLinear,
     Fp8Linear,
     Int4Linear,
+    Int8Linear,
     Linear,
     common_block_rows,
     dequantize_fp8,
     dequantize_int4,
+    dequantize_int8,
     join_zero_points,
+    signed_codes,
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 
@@ -35,6 +47,7 @@ TORCH_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
     "I32": torch.int32,
 }
 
@@ -44,8 +57,8 @@ Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 class Loader:
     """Reads tensors of one checkpoint. A context manager: leaving it unmaps the files.
 
-    ``dtype`` is what floating-point tensors become. On a GPU FP8 and int4 weights stay as they are; a CPU has
-    no unit for them and memory to spare, so there they are widened while loading.
+    ``dtype`` is what floating-point tensors become. On a GPU FP8, int8 and int4 weights stay as they are; a
+    CPU has no unit for them and memory to spare, so there they are widened while loading.
     """
 
     def __init__(
@@ -58,6 +71,7 @@ class Loader:
         self.checkpoint = checkpoint
         self.device = device
         self.dtype = dtype
+        self._keeps_narrow = kernels.used_on(device)
         self._progress = progress
         self._read = 0
         self._total = checkpoint.weight_bytes
@@ -72,6 +86,15 @@ class Loader:
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
+
+    @contextmanager
+    def into_ram(self) -> Iterator[None]:
+        """Until it is left tensors go to RAM, as they would lie on the device: narrow weights stay narrow."""
+        device, self.device = self.device, torch.device("cpu")
+        try:
+            yield
+        finally:
+            self.device = device
 
     def tensor(self, name: str) -> Tensor:
         """The tensor ``name`` on the device, in ``dtype``. Raises ``MissingTensor``."""
@@ -100,7 +123,7 @@ class Loader:
         and up.
         """
         stacked_bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        if kernels.used_on(self.device):
+        if self._keeps_narrow:
             if all(self._is_fp8(name) for name in names):
                 return self._fp8_linear(names, stacked_bias)
             if all(self._is_int4(name) for name in names):
