@@ -34,6 +34,7 @@ VlfitError
 ├── ModelFailed                    the model computed NaN or infinity instead of words
 ├── DeviceError                    the GPU is missing, broken or full
 │   └── OutOfMemory                    HTTP 503: an allocation failed while a request ran
+│       └── CannotWake                     others have the memory of a model that sleeps; come again
 ├── ServerUnreachable              no vlfit server answers at the URL
 ├── RemoteError                    a server answered with an error
 ├── UnreadableAnswer               the model answered in another form than the task asked for
@@ -186,6 +187,18 @@ class DeviceError(VlfitError):
 class OutOfMemory(DeviceError):
     http_status = 503
     code = "out_of_memory"
+
+
+class CannotWake(OutOfMemory):
+    """Others have the memory of a model that sleeps. ``retry_after``: seconds until there may be room."""
+
+    code = "cannot_wake"
+
+    def __init__(
+        self, message: str, hint: str = "", *, param: str | None = None, retry_after: int = 10
+    ) -> None:
+        super().__init__(message, hint, param=param)
+        self.retry_after = retry_after
 
 
 class ServerUnreachable(VlfitError):

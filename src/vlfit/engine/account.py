@@ -89,7 +89,9 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the engine runs with. ``value_bytes`` are those of one value that is computed with."""
+    """What the engine runs with. ``value_bytes`` are those of one value that is computed with; ``offload`` text
+    layers wait in RAM.
+    """
 
     device: str
     gpu_uuid: str
@@ -100,13 +102,39 @@ class EngineSettings:
     sequences: int
     chunk: int
     kv_tokens: int
+    offload: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asleep:
+    """The engine sleeps, its weights ``parked`` in ``ram`` (of which they take ``ram`` bytes) or ``files``.
+
+    It gave back ``freed`` bytes of the GPU, or of RAM on a CPU, and took ``seconds`` to.
+    """
+
+    parked: str
+    ram: int
+    freed: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What came of asking an engine to sleep or to wake: how it is now (``asleep`` is None: awake), whether
+    that is new, and how long it took.
+    """
+
+    asleep: Asleep | None
+    changed: bool
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAccount:
     """All of it at one moment; ``seconds`` since the engine was built.
 
-    ``pauses``: how often a request that ran was put back to wait, for want of KV blocks.
+    ``pauses``: how often a request that ran was put back to wait, for want of KV blocks. ``asleep`` is None
+    while the engine is awake.
     """
 
     seconds: float
@@ -117,3 +145,4 @@ class EngineAccount:
     holdings: Holdings
     counters: Counters = field(default_factory=Counters)
     pauses: int = 0
+    asleep: Asleep | None = None

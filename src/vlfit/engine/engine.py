@@ -39,7 +39,9 @@ from vlfit.engine.sampler import Sampled
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scheduler import Scheduler
 from vlfit.engine.sequence import Listener, PricedPrompt, Sequence
+from vlfit.engine.sleep import Sleep
 from vlfit.errors import DoesNotFit, ModelFailed, UsageError
+from vlfit.plan.calibration import RESERVE
 
 DEFAULT_CONTEXT = 8192
 TYPICAL_REQUEST = 2048  # tokens of a picture, a question and a long answer
@@ -76,9 +78,8 @@ class Engine:
             if progress:
                 progress("loading weights", read / total)
 
-        with torch.inference_mode(), loader_class(checkpoint, self.device, self.dtype, report) as loader:
-            text = TextModel(config, loader)
-            vision = VisionTower(config.vision, loader)
+        self._loader_class = loader_class
+        text, vision = self._load_model(report)
         pool = BlockPool(room.kv_tokens, options.block_size)
         cache = KVCache(config.text, pool.blocks, pool.block_size, self.dtype, self.device)
         self.runner = Runner(
@@ -101,8 +102,28 @@ class Engine:
             budget.device_free if watched else None,
             budget.release,
         )
+        self.sleep = Sleep(
+            checkpoint,
+            self.runner,
+            self.scheduler,
+            budget,
+            pool.blocks_for(self.context),
+            RESERVE.bytes if watched else 0,
+            budget.release,
+            self._load_again,
+        )
         self._weights = weight_holdings(text, vision)
         self._gpu_uuid = gpu_uuid(self.device)
+
+    def _load_model(self, report: Callable[[int, int], None] | None) -> tuple[TextModel, VisionTower]:
+        """Weights as they come to stay: of the text model, then of the vision tower."""
+        config = self.checkpoint.config
+        loader = self._loader_class(self.checkpoint, self.device, self.dtype, report)
+        with torch.inference_mode(), loader:
+            return TextModel(config, loader), VisionTower(config.vision, loader)
+
+    def _load_again(self) -> None:
+        self.runner.text, self.runner.vision = self._load_model(None)
 
     def _room(self) -> Room:
         """The ledger of what comes now. Raises ``DoesNotFit``."""
@@ -137,6 +158,7 @@ class Engine:
     def account(self) -> EngineAccount:
         """What was done and what is held. Any thread may ask: nothing is waited for, locked or woken."""
         runner, scheduler, pool = self.runner, self.scheduler, self.pool
+        asleep = self.sleep.asleep
         return EngineAccount(
             time.perf_counter() - self._built,
             self._settings(),
@@ -150,7 +172,7 @@ class Engine:
                 self.pressure.planned,
             ),
             Holdings(
-                self._weights,
+                dict.fromkeys(self._weights, 0) if asleep else self._weights,
                 runner.cache.nbytes,
                 runner.image_cache.used_bytes,
                 runner.image_cache.limit_bytes,
@@ -160,6 +182,7 @@ class Engine:
             ),
             self.counters,
             scheduler.pauses,
+            asleep,
         )
 
     def _settings(self) -> EngineSettings:

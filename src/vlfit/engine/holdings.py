@@ -5,10 +5,11 @@ the plan expected (``plan/actual.py``).
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.qwen3_vl.vision import VisionTower
@@ -30,27 +31,36 @@ def bytes_of(thing: object, seen: set[int] | None = None) -> int:
 
     ``seen`` are objects and storages that were counted before, by id; what is counted here is added.
     """
+    return sum(storage.nbytes() for storage in storages_in(thing, seen))
+
+
+def storages_in(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage]:
+    """Each storage behind a tensor in ``thing`` once, in the order of attributes; ``seen`` as above."""
     seen = set() if seen is None else seen
     if isinstance(thing, Tensor):
         storage = thing.untyped_storage()
         key = storage.data_ptr() or id(thing)
-        if key in seen:
-            return 0
-        seen.add(key)
-        return storage.nbytes()
-    if isinstance(thing, str | bytes | int | float | type(None)) or id(thing) in seen:
-        return 0
-    seen.add(id(thing))
+        if key not in seen:
+            seen.add(key)
+            yield storage
+    elif isinstance(thing, str | bytes | int | float | PinnedBytes | None) or id(thing) in seen:
+        return  # locked RAM is no memory of the device
+    else:
+        seen.add(id(thing))
+        for part in _parts(thing):
+            yield from storages_in(part, seen)
+
+
+def _parts(thing: object) -> Iterator[object]:
+    """What ``thing`` holds, if it is a container or an object of ours: others hold no tensors of ours."""
     if isinstance(thing, dict):
-        return sum(bytes_of(value, seen) for value in thing.values())
-    if isinstance(thing, list | tuple | set):
-        return sum(bytes_of(value, seen) for value in thing)
-    if not type(thing).__module__.startswith("vlfit."):
-        return 0  # what is not ours holds no tensors of ours
-    attributes = list(getattr(thing, "__dict__", {}).values())
-    for kind in type(thing).__mro__:
-        attributes += [getattr(thing, name, None) for name in getattr(kind, "__slots__", ())]
-    return sum(bytes_of(value, seen) for value in attributes)
+        yield from thing.values()
+    elif isinstance(thing, list | tuple | set):
+        yield from thing
+    elif type(thing).__module__.startswith("vlfit."):
+        yield from getattr(thing, "__dict__", {}).values()
+        for kind in type(thing).__mro__:
+            yield from (getattr(thing, name, None) for name in getattr(kind, "__slots__", ()))
 
 
 def torch_statistics(device: torch.device) -> dict[str, int]:

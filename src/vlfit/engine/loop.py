@@ -1,16 +1,24 @@
-"""The thread that drives an engine: builds it, takes requests from any thread, steps while there is work."""
+"""The thread that drives an engine: builds it, takes requests from any thread, steps while there is work.
+
+When nothing has come for as long as the engine's options say, or somebody asks for it, it lets the engine
+sleep; the next request wakes it.
+"""
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
-from vlfit.engine.account import EngineAccount
+from vlfit.engine.account import EngineAccount, Rest
 from vlfit.engine.engine import Engine, Progress
+from vlfit.engine.options import Park
 from vlfit.engine.sequence import Sequence
-from vlfit.errors import EngineStopped
+from vlfit.errors import EngineStopped, VlfitError
+from vlfit.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +36,9 @@ class EngineLoop:
         wait is interrupted.
         """
         self._inbox: deque[Sequence] = deque()
+        self._sleepers: list[tuple[Park, Future[Rest]]] = []
+        self._wakers: list[Future[Rest]] = []
+        self._active = time.monotonic()
         self._wake = threading.Condition()
         self._closing = False
         built: Future[Engine] = Future()
@@ -44,10 +55,30 @@ class EngineLoop:
     def submit(self, sequence: Sequence) -> None:
         """Hand a request to the engine. Raises ``EngineStopped`` after ``close``."""
         with self._wake:
-            if self._closing:
-                raise _stopped()
+            self._check_open()
             self._inbox.append(sequence)
             self._wake.notify()
+
+    def sleep(self, park: Park = "auto") -> "Future[Rest]":
+        """Let the engine sleep as soon as nothing runs or waits; at once if so. Cancelling the future in time
+        withdraws the wish, and so does ``wake``: the result says then that it is awake. Raises
+        ``EngineStopped`` after ``close``; the future has what ``Sleep.fall_asleep`` raises.
+        """
+        with self._wake:
+            self._check_open()
+            self._sleepers.append((park, Future()))
+            self._wake.notify()
+            return self._sleepers[-1][1]
+
+    def wake(self) -> "Future[Rest]":
+        """Wake the engine without a request. Raises ``EngineStopped`` after ``close``; the future has what
+        ``Sleep.wake`` raises.
+        """
+        with self._wake:
+            self._check_open()
+            self._wakers.append(Future())
+            self._wake.notify()
+            return self._wakers[-1]
 
     def account(self) -> EngineAccount:
         """The engine's account, and who has come since its last step. Wakes nobody, waits for nobody."""
@@ -68,6 +99,10 @@ class EngineLoop:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    def _check_open(self) -> None:
+        if self._closing:
+            raise _stopped()
+
     def _run(
         self, build: Callable[[Progress], Engine], progress: Progress | None, built: Future[Engine]
     ) -> None:
@@ -82,6 +117,7 @@ class EngineLoop:
         except BaseException as error:
             built.set_exception(error)
             return
+        self._active = time.monotonic()
         built.set_result(engine)
         while self._turn(engine):
             pass
@@ -89,17 +125,62 @@ class EngineLoop:
     def _turn(self, engine: Engine) -> bool:
         """Wait for work, and do one step of it. False when it is time to end."""
         with self._wake:
-            while not (self._inbox or self._closing or engine.busy):
-                if not self._wake.wait(engine.pressure.idle_seconds):
+            while not (self._inbox or self._closing or engine.busy or self._sleepers or self._wakers):
+                if not self._wake.wait(self._patience(engine)):
                     break  # a step with nobody in it looks at the memory that is left
             arrivals = list(self._inbox)
             self._inbox.clear()
             closing = self._closing
+            wakers, self._wakers = self._wakers, []
+            sleepers: list[tuple[Park, Future[Rest]]] = []
+            if closing or wakers or not (arrivals or engine.busy):
+                sleepers, self._sleepers = self._sleepers, []
         for sequence in arrivals:
             engine.add(sequence)
         if closing:
             engine.fail_all(_stopped())
+            for wish in [*wakers, *(wish for _, wish in sleepers)]:
+                if wish.set_running_or_notify_cancel():
+                    wish.set_exception(_stopped())
             return False
+        if wakers:
+            _settle([*wakers, *(wish for _, wish in sleepers)], lambda: self._awake(engine))
+        else:
+            for park, wish in sleepers:
+                _settle([wish], partial(self._asleep, engine, park))
+        if self._is_up(engine):
+            self._step(engine)
+        return True
+
+    def _patience(self, engine: Engine) -> float | None:
+        """Seconds to wait for somebody before something is to be done; None: nothing is."""
+        if engine.sleep.asleep is not None:
+            return None
+        idle, look = engine.options.idle_sleep, engine.pressure.idle_seconds
+        left = None if idle is None else max(self._active + idle - time.monotonic(), 0.0)
+        return min((seconds for seconds in (left, look) if seconds is not None), default=None)
+
+    def _is_up(self, engine: Engine) -> bool:
+        """Whether there is a step to take. A sleeping engine wakes if somebody wants it; one that nobody has
+        wanted for long falls asleep.
+        """
+        asleep, idle = engine.sleep.asleep is not None, engine.options.idle_sleep
+        try:
+            if engine.busy:
+                self._awake(engine)
+                return True
+            if not asleep and idle is not None and time.monotonic() >= self._active + idle:
+                self._active = time.monotonic()  # if it cannot, it tries again after as long
+                self._asleep(engine, "auto")
+                return False
+        except Exception as error:
+            logger.warning("%s", error, exc_info=not isinstance(error, VlfitError))
+            engine.fail_all(error)
+            return False
+        return not asleep
+
+    def _step(self, engine: Engine) -> None:
+        busy = engine.busy
         try:
             engine.step()
         except Exception as error:
@@ -107,7 +188,44 @@ class EngineLoop:
             # an answer that will not come.
             logger.exception("the engine failed in a step")
             engine.fail_all(error)
-        return True
+        if busy:
+            self._active = time.monotonic()
+
+    def _asleep(self, engine: Engine, park: Park) -> Rest:
+        if engine.sleep.asleep is not None:
+            return Rest(engine.sleep.asleep, False, 0.0)
+        asleep = engine.sleep.fall_asleep(park)
+        where = f"{format_bytes(asleep.ram)} of RAM" if asleep.ram else "their files"
+        logger.info(
+            "asleep: %s given back in %s, the weights are in %s",
+            *(format_bytes(asleep.freed), format_seconds(asleep.seconds), where),
+        )
+        return Rest(asleep, True, asleep.seconds)
+
+    def _awake(self, engine: Engine) -> Rest:
+        if engine.sleep.asleep is None:
+            return Rest(None, False, 0.0)
+        began = time.monotonic()
+        engine.sleep.wake()
+        self._active = time.monotonic()
+        seconds = round(self._active - began, 3)
+        logger.info("awake again after %s", format_seconds(seconds))
+        return Rest(None, True, seconds)
+
+
+def _settle(wishes: list[Future[Rest]], do: Callable[[], Rest]) -> None:
+    """Do what all ``wishes`` that were not withdrawn ask for, and tell them what came of it."""
+    wanted = [wish for wish in wishes if wish.set_running_or_notify_cancel()]
+    if not wanted:
+        return
+    try:
+        rest = do()
+    except Exception as error:
+        for wish in wanted:
+            wish.set_exception(error)
+        return
+    for wish in wanted:
+        wish.set_result(rest)
 
 
 def _stopped() -> EngineStopped:

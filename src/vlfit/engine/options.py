@@ -5,6 +5,7 @@ from typing import Literal
 
 from vlfit.errors import UsageError
 
+Park = Literal["auto", "ram", "files"]  # where weights wait while an engine sleeps
 DTYPES = ("float32", "bfloat16", "float16")  # what may be asked for by name
 
 
@@ -27,6 +28,7 @@ class EngineOptions:
     ``keep_to_plan``: on a GPU, torch's pool may not come to more than the plan says, and the worst case that
     the plan admits is run once before the first request. For a process that does nothing else.
     ``prefix_cache``: a request that begins as an earlier one did takes over what is still in the KV pool.
+    ``idle_sleep``: seconds without a request after which it sleeps, until the next one; None: never.
     """
 
     device: str = "auto"
@@ -41,6 +43,7 @@ class EngineOptions:
     image_cache_bytes: int = 64 * 1024**2
     keep_to_plan: bool = False
     prefix_cache: bool = True
+    idle_sleep: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
@@ -54,5 +57,7 @@ class EngineOptions:
             raise UsageError(f"kv_tokens is {self.kv_tokens}", "kv_tokens must be at least 1")
         if self.image_tokens is not None and self.image_tokens < 4:
             raise UsageError(f"image_tokens is {self.image_tokens}", "image_tokens must be at least 4")
+        if self.idle_sleep is not None and self.idle_sleep <= 0:
+            raise UsageError(f"idle_sleep is {self.idle_sleep}", "use seconds above 0, or None for never")
         if self.image_cache_bytes < 0:
             raise UsageError("image_cache_bytes is negative", "use 0 to turn the cache off")

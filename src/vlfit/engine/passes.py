@@ -130,7 +130,7 @@ class Passes:
             failure = self._told(error, batch)
             # A traceback holds its frames, and they hold the tensors of a pass, for as long as somebody
             # keeps the error.
-            _drop_tracebacks(error)
+            drop_tracebacks(error)
         for generator, state in zip(generators, states, strict=True):
             if generator is not None and state is not None:
                 generator.set_state(state)
@@ -169,7 +169,8 @@ class Passes:
         self.budget.release()
 
 
-def _drop_tracebacks(error: BaseException | None) -> None:
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Let go of the frames in which ``error``, and what led to it, came about, and of what they hold."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
