@@ -12,6 +12,7 @@ from vlfit.engine.conversation import ask
 from vlfit.engine.engine import DEFAULT_CONTEXT, Engine
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import MOST_SEED, SamplingParams
+from vlfit.engine.scores import Scores, scores_of
 from vlfit.errors import DoesNotFit, InvalidRequest, ModelFailed, UsageError
 
 
@@ -42,11 +43,11 @@ def test_numbers_that_are_none_end_the_request_and_no_other(tiny: Callable[[str]
         engine.add(engine.sequence(prompt, SamplingParams(max_tokens=3, ignore_eos=True), heard[name].append))
     forward = engine.runner.run
 
-    def overflowing(batch: object) -> torch.Tensor:
-        logits = forward(batch)  # type: ignore[arg-type]
+    def overflowing(batch: object) -> Scores:
+        logits = forward(batch).logits  # type: ignore[arg-type]
         if len(logits) == 2:
             logits[0, 5] = torch.nan
-        return logits
+        return scores_of(logits)
 
     engine.runner.run = overflowing  # type: ignore[method-assign]
     while engine.busy:

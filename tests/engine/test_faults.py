@@ -21,6 +21,7 @@ from vlfit.engine.engine import Engine
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampler import sample
 from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.scores import Scores
 from vlfit.engine.sequence import Sequence
 from vlfit.errors import OutOfMemory
 
@@ -85,19 +86,19 @@ def no_memory_for(built: Engine, guilty: set[Sequence], stage: str) -> Iterator[
         if hit:
             raise torch.OutOfMemoryError(NO_MEMORY)
 
-    def broken_run(batch: Any) -> Tensor:
-        logits = run(batch)
+    def broken_run(batch: Any) -> Scores:
+        scores = run(batch)
         wanted = {"prefill": False, "decode": True}.get(stage)
         refuse(any(work.sequence in guilty and work.sequence.decoding is wanted for work in batch))
-        return logits
+        return scores
 
     def broken_encode(image: Any) -> Any:
         features = encode(image)
         refuse(stage == "vision" and any(image in one.prompt.images for one in guilty))
         return features
 
-    def broken_sample(logits: Tensor, draws: Any, token_text: Any) -> Any:
-        found = sample(logits, draws, token_text)
+    def broken_sample(logits: Tensor, best: Any, draws: Any, token_text: Any) -> Any:
+        found = sample(logits, best, draws, token_text)
         theirs = [one.generated for one in guilty]
         refuse(stage == "sampling" and any(draw.generated is one for draw in draws for one in theirs))
         return found
@@ -181,11 +182,11 @@ def test_a_shortage_that_passes_costs_nobody_anything(
     built = engine(tiny)
     run, calls = built.runner.run, iter(range(10**6))
 
-    def sometimes(batch: Any) -> Tensor:
-        logits = run(batch)
+    def sometimes(batch: Any) -> Scores:
+        scores = run(batch)
         if len(batch) > 1 and next(calls) % 3 == 0:
             raise torch.OutOfMemoryError(NO_MEMORY)
-        return logits
+        return scores
 
     built.runner.run = sometimes  # type: ignore[method-assign]
     streams = three_streams(built)
@@ -205,11 +206,11 @@ def test_a_mistake_of_ours_ends_its_own_request_too(
     wrong = ask_for(built, 9, SamplingParams(max_tokens=4))
     run = built.runner.run
 
-    def broken(batch: Any) -> Tensor:
-        logits = run(batch)
+    def broken(batch: Any) -> Scores:
+        scores = run(batch)
         if any(work.sequence is wrong.sequence for work in batch):
             raise ValueError("made up")
-        return logits
+        return scores
 
     before = tensor_bytes()
     built.runner.run = broken  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from vlfit.engine.options import EngineOptions
 from vlfit.engine.prompt import Prompt
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scheduler import Work
+from vlfit.engine.scores import Scores
 from vlfit.engine.sequence import Sequence
 
 NEW_TOKENS = 64
@@ -144,9 +145,10 @@ def test_logits_equal_the_reference(
     seen: list[Tensor] = []
     forward = engine.runner.run
 
-    def watching(batch: list[Work]) -> Tensor:
-        seen.append(forward(batch))
-        return seen[-1]
+    def watching(batch: list[Work]) -> Scores:
+        scores = forward(batch)
+        seen.append(scores.logits)
+        return scores
 
     monkeypatch.setattr(engine.runner, "run", watching)
     run(engine, CONVERSATIONS[name], tokens=1)

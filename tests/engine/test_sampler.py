@@ -1,6 +1,7 @@
 """Each sampling wish does what transformers' processor of that name does."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from vlfit.engine.sampler import Draw, sample
+from vlfit.engine.sampler import Draw, Sampled, sample
 from vlfit.engine.sampling import SamplingParams
 
 VOCABULARY = 50
+
+
+def drawn(rows: Tensor, draws: Sequence[Draw], token_text: Callable[[int], str]) -> list[Sampled]:
+    return sample(rows, rows.argmax(-1).tolist(), draws, token_text)
 
 
 def logits(seed: int = 0) -> Tensor:
@@ -27,7 +32,7 @@ def draw_many(row: Tensor, sampling: SamplingParams, count: int = 3000) -> Tenso
     """How often each token comes out of ``count`` draws."""
     generator = torch.Generator().manual_seed(7)
     draws = [Draw(sampling, [], [], generator)] * count
-    tokens = [s.token_id for s in sample(row.expand(count, -1), draws, str)]
+    tokens = [s.token_id for s in drawn(row.expand(count, -1), draws, str)]
     return torch.bincount(torch.tensor(tokens), minlength=VOCABULARY) / count
 
 
@@ -59,7 +64,7 @@ def test_repetition_penalty_is_the_reference() -> None:
     prompt, generated = [3, 4, 4], [9]
     expected = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([prompt + generated]), row[None].clone())
     sampling = SamplingParams(repetition_penalty=1.8)
-    assert sample(row[None], [Draw(sampling, prompt, generated, None)], str)[0].token_id == expected.argmax()
+    assert drawn(row[None], [Draw(sampling, prompt, generated, None)], str)[0].token_id == expected.argmax()
     assert torch.equal(row, logits(1)), "the model's own logits were changed"
 
 
@@ -67,9 +72,9 @@ def test_presence_and_frequency_count_the_completion_alone() -> None:
     row = torch.zeros(VOCABULARY)
     row[5], row[6] = 3.0, 2.0
     greedy = SamplingParams(presence_penalty=0.5, frequency_penalty=0.4)
-    assert sample(row[None], [Draw(greedy, [5, 5, 5], [], None)], str)[0].token_id == 5
-    assert sample(row[None], [Draw(greedy, [], [5], None)], str)[0].token_id == 5  # 3 - 0.9 = 2.1
-    assert sample(row[None], [Draw(greedy, [], [5, 5], None)], str)[0].token_id == 6  # 3 - 1.3 = 1.7
+    assert drawn(row[None], [Draw(greedy, [5, 5, 5], [], None)], str)[0].token_id == 5
+    assert drawn(row[None], [Draw(greedy, [], [5], None)], str)[0].token_id == 5  # 3 - 0.9 = 2.1
+    assert drawn(row[None], [Draw(greedy, [], [5, 5], None)], str)[0].token_id == 6  # 3 - 1.3 = 1.7
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
@@ -79,15 +84,15 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     def fresh() -> Draw:
         return Draw(sampling, [], [], torch.Generator().manual_seed(3))
 
-    alone = sample(rows[1:2], [fresh()], str)[0].token_id
-    together = sample(rows, [fresh(), fresh(), fresh()], str)[1].token_id
+    alone = drawn(rows[1:2], [fresh()], str)[0].token_id
+    together = drawn(rows, [fresh(), fresh(), fresh()], str)[1].token_id
     assert alone == together
 
 
 def test_logprobs_are_the_models_own() -> None:
     row = logits(2)
     sampling = SamplingParams(temperature=1.5, top_k=1, top_logprobs=3)
-    sampled = sample(row[None], [Draw(sampling, [], [], None)], lambda token: f"<{token}>")[0]
+    sampled = drawn(row[None], [Draw(sampling, [], [], None)], lambda token: f"<{token}>")[0]
     expected = torch.log_softmax(row, -1)
     (entry,) = sampled.logprobs
     assert entry.token == f"<{sampled.token_id}>"
@@ -96,6 +101,6 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_logprobs_may_be_the_chosen_tokens_alone() -> None:
-    sampled = sample(logits()[None], [Draw(SamplingParams(top_logprobs=0), [], [], None)], str)[0]
+    sampled = drawn(logits()[None], [Draw(SamplingParams(top_logprobs=0), [], [], None)], str)[0]
     assert len(sampled.logprobs) == 1
     assert sampled.logprobs[0].top == ()

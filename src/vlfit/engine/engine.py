@@ -25,6 +25,7 @@ from vlfit.engine.holdings import gpu_uuid, resident_bytes, torch_statistics, we
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.kv_cache import BlockPool, KVCache
 from vlfit.engine.loader import Loader
+from vlfit.engine.offload import StreamedLayers
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.passes import Passes
 from vlfit.engine.prefix_cache import PrefixCache, prompt_keys
@@ -68,9 +69,11 @@ class Engine:
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.context = _context(options.context, checkpoint)
-        self.processing = ImageProcessing.read(checkpoint.folder)
+        self.processing = ImageProcessing.read(checkpoint.folder) if config.vision else None
         room = self._room()
+        self._waiting = room.waiting
         budget = Budget(self.device, room.limit if options.keep_to_plan else None)
+        self._budget = budget
         self.prompts = PromptBuilder(checkpoint.folder, config)
         self.generation = GenerationDefaults.read(checkpoint.folder)
 
@@ -87,9 +90,11 @@ class Engine:
             vision,
             self.processing,
             cache,
-            ImageCache(options.image_cache_bytes),
+            ImageCache(options.image_cache_bytes if vision else 0),
             self.device,
         )
+        if self.device.type == "cuda" and options.graphs and not self._waiting:
+            self.runner.record_graphs(self.context, options.sequences)
         self.passes = Passes(self.runner, budget, self.prompts.token_text)
         self.pool = pool
         prefixes = PrefixCache() if options.prefix_cache else None
@@ -100,7 +105,7 @@ class Engine:
             cache,
             pool.blocks_for(self.context),
             budget.device_free if watched else None,
-            budget.release,
+            self._release,
         )
         self.sleep = Sleep(
             checkpoint,
@@ -109,29 +114,31 @@ class Engine:
             budget,
             pool.blocks_for(self.context),
             RESERVE.bytes if watched else 0,
-            budget.release,
+            self._release,
             self._load_again,
         )
         self._weights = weight_holdings(text, vision)
         self._gpu_uuid = gpu_uuid(self.device)
 
-    def _load_model(self, report: Callable[[int, int], None] | None) -> tuple[TextModel, VisionTower]:
-        """Weights as they come to stay: of the text model, then of the vision tower."""
+    def _load_model(
+        self, report: Callable[[int, int], None] | None
+    ) -> tuple[TextModel, VisionTower | None]:
+        """Weights as they come to stay: of the text model, then of the vision tower, if there is one."""
         config = self.checkpoint.config
         loader = self._loader_class(self.checkpoint, self.device, self.dtype, report)
         with torch.inference_mode(), loader:
-            return TextModel(config, loader), VisionTower(config.vision, loader)
+            text = TextModel(replace(config, text=config.text.within(self.context)), loader)
+            return text, VisionTower(config.vision, loader) if config.vision else None
 
     def _load_again(self) -> None:
         self.runner.text, self.runner.vision = self._load_model(None)
 
     def _room(self) -> Room:
         """The ledger of what comes now. Raises ``DoesNotFit``."""
-        options, processing = self.options, self.processing
+        options = self.options
         tokens = options.kv_tokens or options.sequences * min(self.context, TYPICAL_REQUEST)
         whole = None if tokens == "auto" else -(-max(tokens, self.context) // options.block_size)
-        of_picture = processing.max_pixels // (processing.patch_size * processing.merge_size) ** 2
-        most_image_tokens = min(of_picture, self.context - 1)
+        most_image_tokens = min(self.processing.most_tokens if self.processing else 0, self.context - 1)
         wanted = Wanted(
             self.context,
             options.sequences,
@@ -140,6 +147,7 @@ class Engine:
             options.image_tokens,
             most_image_tokens,
             options.block_size,
+            options.offload,
         )
         room = find_room(self.checkpoint, self.device, self.dtype, wanted)
         self.image_tokens = room.image_tokens
@@ -150,6 +158,14 @@ class Engine:
                 "no room for larger pictures than of %d tokens: they are scaled down", room.image_tokens
             )
         return room
+
+    def _release(self) -> None:
+        """Tensors of the cache move: graphs of where they were are of no use, and what was theirs is free."""
+        self.runner.release_graphs()
+        layers = self.runner.text.layers
+        if isinstance(layers, StreamedLayers):
+            layers.forget()
+        self._budget.release()
 
     @property
     def busy(self) -> bool:
@@ -196,6 +212,7 @@ class Engine:
             sequences=self.options.sequences,
             chunk=self.options.chunk,
             kv_tokens=self.pool.blocks * self.pool.block_size,
+            offload=len(self._waiting),
         )
 
     def price(self, prompt: Prompt) -> PricedPrompt:
@@ -206,7 +223,8 @@ class Engine:
         token_ids = np.array(prompt.token_ids, dtype=np.int64)
         is_visual = np.isin(token_ids, (config.image_token_id, config.video_token_id))
         grids = [image.grid for image in prompt.images]
-        positions, next_position = mrope_positions(is_visual, grids, config.vision.spatial_merge_size)
+        merge = config.vision.spatial_merge_size if config.vision else 1
+        positions, next_position = mrope_positions(is_visual, grids, merge)
         places = np.flatnonzero(is_visual)
         keys = prompt_keys(token_ids, places, prompt.images, self.options.block_size)
         return PricedPrompt(token_ids, places, positions, next_position, prompt.images, keys)
@@ -349,10 +367,12 @@ class Engine:
 
 def _context(wish: int | None, checkpoint: Checkpoint) -> int:
     """Tokens of the longest sequence. Raises ``UsageError`` for more than the checkpoint was made for."""
-    most = checkpoint.config.text.max_position_embeddings
+    text = checkpoint.config.text
+    most = text.max_position_embeddings
     if wish is not None and wish > most:
+        why = f": its attention slides over {most}, which vlfit does not do" if text.window == most else ""
         raise UsageError(
-            f"a context of {wish} tokens was asked for; {checkpoint.name} was made for at most {most}",
+            f"a context of {wish} tokens was asked for; {checkpoint.name} runs with at most {most}{why}",
             f"use --context {most} or less",
         )
-    return wish or min(DEFAULT_CONTEXT, most)
+    return wish or min(DEFAULT_CONTEXT, text.usual_context)

@@ -27,6 +27,9 @@ class EngineOptions:
     ``image_cache_bytes``: how much the cache of encoded pictures may hold.
     ``keep_to_plan``: on a GPU, torch's pool may not come to more than the plan says, and the worst case that
     the plan admits is run once before the first request. For a process that does nothing else.
+    ``offload``: bytes of weights that leave a GPU: text layers wait in RAM and are copied to it in each pass;
+    ``auto``: as few as make it fit; None: none, and what does not fit is refused.
+    ``graphs``: on a GPU, decoding is recorded as CUDA graphs when the engine is built.
     ``prefix_cache``: a request that begins as an earlier one did takes over what is still in the KV pool.
     ``idle_sleep``: seconds without a request after which it sleeps, until the next one; None: never.
     """
@@ -44,6 +47,8 @@ class EngineOptions:
     keep_to_plan: bool = False
     prefix_cache: bool = True
     idle_sleep: float | None = None
+    graphs: bool = True
+    offload: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
@@ -59,5 +64,7 @@ class EngineOptions:
             raise UsageError(f"image_tokens is {self.image_tokens}", "image_tokens must be at least 4")
         if self.idle_sleep is not None and self.idle_sleep <= 0:
             raise UsageError(f"idle_sleep is {self.idle_sleep}", "use seconds above 0, or None for never")
+        if isinstance(self.offload, int) and self.offload < 1:
+            raise UsageError(f"offload is {self.offload} bytes", "leave it out: all stays on the GPU then")
         if self.image_cache_bytes < 0:
             raise UsageError("image_cache_bytes is negative", "use 0 to turn the cache off")

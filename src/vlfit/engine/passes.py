@@ -106,9 +106,11 @@ class Passes:
     def _pass(self, batch: Many[Work]) -> list[Done]:
         """One forward pass, and a token for whoever has reached the end of its tokens."""
         speaking = [work.sequence for work in batch if work.finishes_prompt]
-        logits = self.runner.run(batch)
-        sampled = iter(sample(logits, [_draw(sequence) for sequence in speaking], self._token_text))
-        usable = iter(logits.amax(-1).isfinite().tolist())
+        scores = self.runner.run(batch)
+        best, finite = scores.read()
+        draws = [_draw(sequence) for sequence in speaking]
+        sampled = iter(sample(scores.logits, best, draws, self._token_text))
+        usable = iter(finite)
         done = []
         for work in batch:
             token: Sampled | ModelFailed | None = None

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import isqrt
 
 import numpy as np
-from torch import Tensor
 
 from vlfit.engine.account import Counters
 from vlfit.engine.answer import ImageSeen
@@ -21,6 +20,7 @@ from vlfit.engine.images import PreparedImage
 from vlfit.engine.prompt import Prompt
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scheduler import Work
+from vlfit.engine.scores import Scores
 from vlfit.errors import DoesNotFit, OutOfMemory
 
 _FILLER = 100  # any ordinary token
@@ -82,7 +82,7 @@ def rehearse(engine: Engine, image_tokens: int) -> Rehearsed:
     image_tokens = min(image_tokens, engine.context - 3 - _ANSWER)
     run = engine.runner.run
 
-    def watched(batch: Sequence[Work]) -> Tensor:
+    def watched(batch: Sequence[Work]) -> Scores:
         seen.note(batch)
         return run(batch)
 
@@ -99,8 +99,10 @@ def rehearse(engine: Engine, image_tokens: int) -> Rehearsed:
 
 
 def pictures_to_fill_the_cache(engine: Engine, image_tokens: int) -> int:
-    """At least one; a picture that is larger than the cache is not kept."""
+    """At least one; a picture that is larger than the cache is not kept. None without eyes."""
     vision = engine.checkpoint.config.vision
+    if vision is None:
+        return 0
     values = image_tokens * vision.out_hidden_size * (1 + len(vision.deepstack_visual_indexes))
     return min(engine.options.image_cache_bytes // (values * engine.dtype.itemsize) + 1, _MOST_PICTURES)
 
@@ -119,7 +121,10 @@ def full_context(engine: Engine, image_tokens: int) -> Iterator[tuple[Prompt, in
     # A whole chunk at the end of a context that is nearly full, or part of a chunk at its very end.
     whole = most // room * room or most
     length = max((most, whole), key=lambda tokens: ((tokens - 1) % room + 1) * tokens)
-    yield about_a_picture(engine, min(image_tokens, length - 3), _MOST_PICTURES, length), _ANSWER
+    if image_tokens > 0:
+        yield about_a_picture(engine, min(image_tokens, length - 3), _MOST_PICTURES, length), _ANSWER
+    else:
+        yield text(length), _ANSWER
 
 
 def full_pool(engine: Engine) -> Iterator[tuple[Prompt, int]]:
@@ -141,7 +146,7 @@ def about_a_picture(engine: Engine, image_tokens: int, shade: int, tokens: int =
     The picture is the most square one of exactly ``image_tokens``.
     """
     config = engine.checkpoint.config
-    merge, patch = config.vision.spatial_merge_size, config.vision.patch_size
+    merge, patch = config.eyes.spatial_merge_size, config.eyes.patch_size
     rows = next(rows for rows in range(isqrt(image_tokens), 0, -1) if image_tokens % rows == 0)
     grid = (1, rows * merge, image_tokens // rows * merge)
     height, width = grid[1] * patch, grid[2] * patch

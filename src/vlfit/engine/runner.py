@@ -11,12 +11,15 @@ from torch import Tensor
 
 from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.engine.decoder.text import TextModel, VisualRows
+from vlfit.engine.graphs import DecodeGraphs
 from vlfit.engine.image_cache import ImageCache
-from vlfit.engine.images import PreparedImage, patchify
+from vlfit.engine.images import PreparedImage, patch_pieces
+from vlfit.engine.kernels.attention import BlockPlan
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layout import Layout
-from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
+from vlfit.engine.qwen3_vl.vision import SLICE_ROWS, VisionFeatures, VisionTower
 from vlfit.engine.scheduler import Work
+from vlfit.engine.scores import Scores, scores_of
 from vlfit.engine.sequence import IntMatrix, IntVector, Sequence
 from vlfit.engine.threads import threads_for
 
@@ -25,8 +28,8 @@ class Runner:
     def __init__(
         self,
         text: TextModel,
-        vision: VisionTower,
-        processing: ImageProcessing,
+        vision: VisionTower | None,
+        processing: ImageProcessing | None,
         cache: KVCache,
         image_cache: ImageCache,
         device: torch.device,
@@ -38,12 +41,35 @@ class Runner:
         self.image_cache = image_cache
         self.device = device
         self.layout = Layout(cache.block_size, device)
+        self.graphs: DecodeGraphs | None = None
 
-    def run(self, batch: Many[Work]) -> Tensor:
+    def run(self, batch: Many[Work]) -> Scores:
         """One forward pass. ``batch`` has its decoding sequences first.
 
-        Gives logits [n, vocabulary] of the newest token of each work that reaches the end of its tokens.
+        Gives what is said of the next token of each work that reaches the end of its tokens; valid until the
+        next pass.
         """
+        if self.graphs is not None and all(work.sequence.decoding for work in batch):
+            return self.graphs.run([work.sequence for work in batch])
+        return scores_of(self._forward(batch))
+
+    def record_graphs(self, context: int, sequences: int) -> None:
+        """Decode by graphs from now on: up to ``sequences`` at once, of up to ``context`` tokens."""
+
+        def step(token_ids: Tensor, positions: Tensor, plan: BlockPlan) -> Tensor:
+            return self.text(token_ids, positions, None, self.cache, plan, None)
+
+        self.graphs = DecodeGraphs(step, self.cache, context, sequences)
+        with torch.inference_mode():
+            self.graphs.record()
+
+    def release_graphs(self) -> None:
+        """What was recorded is forgotten: tensors move, or memory is wanted."""
+        if self.graphs is not None:
+            self.graphs.release()
+
+    def _forward(self, batch: Many[Work]) -> Tensor:
+        """Logits [n, vocabulary] of the rows that speak."""
         visual = self._visual_rows(batch)
         ends = np.cumsum([work.length for work in batch]) - 1
         speaking = np.array([work.finishes_prompt for work in batch])
@@ -75,10 +101,12 @@ class Runner:
 
     def encode(self, image: PreparedImage) -> VisionFeatures:
         """The features of a picture, from the cache if its content was seen before."""
+        if self.vision is None or self.processing is None:
+            raise RuntimeError("a picture came to a model without eyes")
         features = self.image_cache.get(image.key)
         if features is None:
-            pixels = torch.from_numpy(image.pixels).to(self.device)
-            features = self.vision(patchify(pixels, self.processing), image.grid)
+            pieces = patch_pieces(image.pixels, self.processing, self.device, SLICE_ROWS)
+            features = self.vision(pieces, image.grid)
             self.image_cache.put(image.key, features)
         return features
 

@@ -35,11 +35,14 @@ class Sampled:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], token_text: TokenText) -> list[Sampled]:
-    """One token for each row of ``logits`` [n, vocabulary] float32."""
-    if all(_is_plain_greedy(draw.sampling) for draw in draws):
-        return [Sampled(token_id) for token_id in logits.argmax(-1).tolist()]
-    return [_sample_row(row, draw, token_text) for row, draw in zip(logits, draws, strict=True)]
+def sample(
+    logits: Tensor, best: Sequence[int], draws: Sequence[Draw], token_text: TokenText
+) -> list[Sampled]:
+    """One token for each row of ``logits`` [n, vocabulary] float32, of which ``best`` are the likeliest."""
+    return [
+        Sampled(likeliest) if _is_plain_greedy(draw.sampling) else _sample_row(row, draw, token_text)
+        for row, likeliest, draw in zip(logits, best, draws, strict=True)
+    ]
 
 
 def _is_plain_greedy(sampling: SamplingParams) -> bool:

@@ -7,6 +7,7 @@ the config says: biases, normalized queries and keys, the kind of positions, whi
 Does not know pictures.
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.config import ModelConfig, TextConfig
-from vlfit.engine.decoder.rope import TextRope, rotate
+from vlfit.engine.decoder.rope import TextRope
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layers.attention import AttentionPlan, paged_attention
+from vlfit.engine.layers.fused import add_norm, rotate_and_store, silu_and_multiply
 from vlfit.engine.layers.linear import DenseLinear, Linear
-from vlfit.engine.layers.norm import rms_norm
 from vlfit.engine.loader import Loader
+from vlfit.engine.offload import StreamedLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +37,28 @@ class VisualRows:
 
 
 class TextModel:
-    def __init__(self, config: ModelConfig, loader: Loader) -> None:
+    def __init__(self, config: ModelConfig, loader: Loader, waiting: Collection[int] = ()) -> None:
+        """``waiting``: layers that wait in RAM, and are on the device only while they compute."""
         text = config.text
         self.eps = text.rms_norm_eps
         layers = f"{text.prefix}.layers."
-        self.layers = [DecoderLayer(text, loader, index) for index in range(text.num_hidden_layers)]
-        self.norm = loader.tensor(f"{text.prefix}.norm.weight")
-        self.embedding = loader.tensor(f"{text.prefix}.embed_tokens.weight")
-        self.head: Linear = (
-            DenseLinear(self.embedding) if config.tie_word_embeddings else loader.linear("lm_head")
+
+        def build(index: int) -> DecoderLayer:
+            return DecoderLayer(text, loader, index)
+
+        count = text.num_hidden_layers
+        self.layers: Sequence[DecoderLayer] = (
+            StreamedLayers(build, count, waiting, loader) if waiting else list(map(build, range(count)))
         )
+        self.norm = loader.tensor(f"{text.prefix}.norm.weight")
+        self.embedding = loader.embedding(f"{text.prefix}.embed_tokens")
+        self.head: Linear = self.embedding.head() if config.tie_word_embeddings else loader.linear("lm_head")
         self.rope = TextRope(text, loader.device)
         # One for each weight: what a row costs in all layers together.
         self.multiplications_per_row = sum(
-            count_weights(info) for info in loader.checkpoint.tensors.values() if info.name.startswith(layers)
+            count_weights(info, config.quantization)
+            for info in loader.checkpoint.tensors.values()
+            if info.name.startswith(layers)
         )
 
     def __call__(
@@ -58,26 +68,30 @@ class TextModel:
         visual: VisualRows | None,
         cache: KVCache,
         plan: AttentionPlan,
-        wanted: Tensor,
+        wanted: Tensor | None,
     ) -> Tensor:
-        """Logits [n, vocabulary] in float32 of the rows ``wanted`` [n].
+        """Logits [n, vocabulary] in float32 of the rows ``wanted`` [n]; None: of all.
 
         The rows are ``token_ids`` [rows] at ``positions`` [3, rows]; their keys and values go into ``cache``
         as ``plan`` says.
         """
-        hidden = F.embedding(token_ids, self.embedding)
+        hidden = self.embedding(token_ids)
         if visual is not None:
             hidden[visual.index] = visual.rows
-        cosines, sines = self.rope.tables(positions, hidden.dtype)
-        for index, layer in enumerate(self.layers[:-1]):
-            hidden = layer.feed_forward(layer.attend(hidden, cosines, sines, cache, plan))
+        tables = self.rope.tables(positions, hidden.dtype)
+        delta: Tensor | None = None  # what the last half of a layer found, not yet added
+        for index, layer in enumerate(self.layers):
+            delta = layer.attend(hidden, delta, tables, cache, plan)
+            if index == len(self.layers) - 1 and wanted is not None:
+                # Past the last keys and values only the rows that will speak matter; a picture's never do,
+                # so that deepstack has nothing to add there.
+                hidden, delta, visual = hidden[wanted], delta[wanted], None
+            delta = layer.feed_forward(hidden, delta)
             if visual is not None and index < len(visual.deepstack):
+                hidden.add_(delta)
+                delta = None
                 hidden[visual.index] += visual.deepstack[index]
-        # Past the last keys and values only the rows that will speak matter; a picture's never do, so that
-        # deepstack has nothing to add here.
-        last = self.layers[-1]
-        hidden = last.feed_forward(last.attend(hidden, cosines, sines, cache, plan)[wanted])
-        return self.head(rms_norm(hidden, self.norm, self.eps)).float()
+        return self.head(add_norm(hidden, delta, self.norm, self.eps)).float()
 
 
 class DecoderLayer:
@@ -102,21 +116,22 @@ class DecoderLayer:
         self.down = loader.linear(f"{name}.mlp.down_proj")
 
     def attend(
-        self, hidden: Tensor, cosines: Tensor, sines: Tensor, cache: KVCache, plan: AttentionPlan
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        tables: tuple[Tensor, Tensor],
+        cache: KVCache,
+        plan: AttentionPlan,
     ) -> Tensor:
-        """The first half of the layer, added to ``hidden`` [rows, hidden] in place."""
-        x = rms_norm(hidden, self.input_norm, self.eps)
-        query_heads, key_heads, _ = self.heads
+        """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what attention would add."""
+        x = add_norm(hidden, delta, self.input_norm, self.eps)
         joined = self.qkv(x).view(len(x), sum(self.heads), -1)  # [rows, heads, head_dim]
-        turning = joined[:, : query_heads + key_heads]
-        if self.query_key_norm is not None:
-            turning = rms_norm(turning, self.query_key_norm, self.eps)
-        query, key = rotate(turning, cosines, sines).split((query_heads, key_heads), dim=1)
-        value = joined[:, query_heads + key_heads :]
-        cache.write(self.index, plan.write_slots, key, value)
-        return hidden.add_(self.output(paged_attention(query, self.index, cache, plan)))
+        query = rotate_and_store(
+            joined, self.query_key_norm, tables, plan.write_slots, cache, self.index, self.eps
+        )
+        return self.output(paged_attention(query, self.index, cache, plan))
 
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        """The second half of the layer, added to ``hidden`` [rows, hidden] in place."""
-        gate, up = self.gate_up(rms_norm(hidden, self.post_attention_norm, self.eps)).chunk(2, dim=-1)
-        return hidden.add_(self.down(F.silu(gate, inplace=True).mul_(up)))
+    def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what the second half would add."""
+        x = add_norm(hidden, delta, self.post_attention_norm, self.eps)
+        return self.down(silu_and_multiply(self.gate_up(x)))

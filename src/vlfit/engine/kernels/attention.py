@@ -119,7 +119,7 @@ def _launch_decode(
         plan.table.stride(0),
         **sizes,
         splits=splits,
-        tile_heads=max(_power_of_two(heads // keys.shape[1]), 16),
+        tile_heads=max(power_of_two(heads // keys.shape[1]), 16),
         tile_tokens=tiles.tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -167,12 +167,12 @@ def _sizes(query: Tensor, keys: Tensor, plan: BlockPlan) -> dict[str, int | floa
         "shared": heads // key_heads,
         "head_dim": head_dim,
         "block_size": plan.block_size,
-        "tile_dim": max(_power_of_two(head_dim), 16),
+        "tile_dim": max(power_of_two(head_dim), 16),
         "factor": head_dim**-0.5 * math.log2(math.e),
     }
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     """The smallest that is not below ``size``."""
     return 1 << (size - 1).bit_length()
 

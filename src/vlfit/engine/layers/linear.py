@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit.engine import kernels
+from vlfit.engine.kernels.few_rows import FEW_ROWS, multiply
 from vlfit.engine.kernels.linear import NarrowWeights, linear
 
 
@@ -30,6 +31,8 @@ class DenseLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
+        if kernels.used_on(x.device) and len(x) <= FEW_ROWS:
+            return multiply(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -108,6 +111,39 @@ def dequantize_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, dt
         codes -= unpack_codes(zero_point.T)[:, : len(scale)].T.unsqueeze(2)
     widened: Tensor = (codes * scale.float().unsqueeze(2)).flatten(1).to(dtype)
     return widened
+
+
+class Int8Linear:
+    """Weights kept in 8 bits: ``codes`` [out, in] int8, ``scale`` [out, groups]; one group: a scale a row."""
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+        self.weights = NarrowWeights(codes, scale, None, (1, codes.shape[1] // scale.shape[1]))
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if kernels.used_on(x.device):
+            return linear(x, self.weights, self.bias)
+        return F.linear(x, dequantize_int8(self.weights.codes, self.weights.scale, x.dtype), self.bias)
+
+
+def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights [out, in] as ``dtype``: code * scale, in float32 and rounded once.
+
+    ``scale`` [out, groups]: neighbours in a row share one.
+    """
+    wide = codes.float().unflatten(1, (scale.shape[1], -1))
+    return wide.mul_(scale.float().unsqueeze(2)).flatten(1).to(dtype)
+
+
+_MIDDLES = 0x80808080 - 2**32  # the middle code, 128, in each byte of a word
+
+
+def signed_codes(packed: Tensor) -> Tensor:
+    """Packed 8-bit codes [out, in / 4] int32, four to a word, as int8 [out, in]: in place, the same bytes.
+
+    A packed code is its number plus 128, which differs from the number in the highest bit alone.
+    """
+    return packed.bitwise_xor_(_MIDDLES).view(torch.int8)
 
 
 def join_zero_points(parts: Sequence[Tensor], heights: Sequence[int]) -> Tensor:

@@ -1,0 +1,86 @@
+"""``x @ weight.T + bias`` for few rows and weights in the dtype of the computation.
+
+While one decodes, a product is as fast as its weights are read. Knows: up to how many rows the kernel is
+used, its tiles, and what it allocates. More rows are torch's.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+FEW_ROWS = 16
+BUSY = 512  # programs that keep a card's memory busy; fewer tiles than that are split
+_MOST_TILES = 16384  # of outputs: a vocabulary of a million tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What one program computes: outputs over steps of inputs, by so many warps and load stages."""
+
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def tiles_for(dtype: torch.dtype) -> Tiles:
+    return Tiles(32, 64, 4, 2) if dtype == torch.float32 else Tiles(32, 128, 4, 4)
+
+
+def splits_for(outputs: int, inputs: int, tiles: Tiles) -> int:
+    """Among how many programs the inputs of one tile are shared out: a power of two, at most 8."""
+    programs, splits = -(-outputs // tiles.outputs), 1
+    while splits < 8 and programs * splits < BUSY and inputs >= 4 * splits * tiles.inputs:
+        splits *= 2
+    return splits
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None = None, splits: int | None = None
+) -> Tensor:
+    """``x`` [rows, inputs], at most ``FEW_ROWS``, times ``weight`` [outputs, inputs].T: [rows, outputs].
+
+    Allocates the output and, for a product that is split, a float32 for each split of a tile.
+    """
+    rows, inputs = x.shape
+    outputs = len(weight)
+    output = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    tiles = tiles or tiles_for(x.dtype)
+    splits = splits or splits_for(outputs, inputs, tiles)
+    tile_rows = 8 if rows <= 8 else 16
+    programs = -(-outputs // tiles.outputs)
+    partial = output
+    if splits > 1:
+        cells = programs * splits * tiles.outputs * tile_rows
+        partial = torch.empty(cells, dtype=torch.float32, device=x.device)
+    if x.device.type != "meta" and rows:
+        from vlfit.engine.kernels.dense import multiply as kernel
+
+        kernel[(programs, splits)](
+            x.contiguous(),
+            weight,
+            output if bias is None else bias,
+            partial,
+            arrivals(x.device),
+            output,
+            rows,
+            outputs,
+            inputs,
+            -(-inputs // (splits * tiles.inputs)),
+            has_bias=bias is not None,
+            tile_rows=tile_rows,
+            tile_outputs=tiles.outputs,
+            tile_inputs=tiles.inputs,
+            splits=splits,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+    return output
+
+
+@cache
+def arrivals(device: torch.device) -> Tensor:
+    """How many programs of a tile have finished: zeros between any two kernels of a device's stream."""
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)

@@ -1,0 +1,89 @@
+"""What is done to rows between products, one kernel for what PyTorch does in three to eight.
+
+Knows: what each step allocates, and how many programs it gets. The references are in
+``engine/layers/fused.py``, which also decides where these run.
+"""
+
+import torch
+from torch import Tensor
+
+from vlfit.engine.kernels.attention import power_of_two
+
+_TILE = 1024  # elements that one program multiplies
+
+
+def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Adds ``delta`` to ``hidden`` [rows, width] in place; gives the norm of the sum, times ``weight``."""
+    output = torch.empty_like(hidden)
+    rows, width = hidden.shape
+    if hidden.device.type != "meta" and rows:
+        from vlfit.engine.kernels.row_steps import add_norm as kernel
+
+        tile = power_of_two(width)
+        kernel[(rows,)](
+            hidden,
+            hidden if delta is None else delta,
+            weight,
+            output,
+            eps,
+            width=width,
+            has_delta=delta is not None,
+            tile=tile,
+            num_warps=8 if tile >= 2048 else 4,
+        )
+    return output
+
+
+def rotate_and_store(
+    joined: Tensor,
+    norm_weight: Tensor | None,
+    tables: tuple[Tensor, Tensor],
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    eps: float,
+) -> Tensor:
+    """Queries [rows, heads, head_dim] of ``joined``, normalized and rotated; keys and values to the cache.
+
+    ``joined`` [rows, heads + 2 * key_heads, head_dim], ``norm_weight`` [heads + key_heads, head_dim] or None,
+    ``tables`` [rows, 1, rotated] (``rope.rotate``), ``slots`` [rows], negative for a row that leaves
+    nothing, ``keys`` and ``values`` [slots, key_heads, head_dim] of one layer.
+    """
+    rows, heads, head_dim = joined.shape
+    key_heads = keys.shape[1]
+    query = torch.empty((rows, heads - 2 * key_heads, head_dim), dtype=joined.dtype, device=joined.device)
+    if joined.device.type != "meta" and rows:
+        from vlfit.engine.kernels.row_steps import rotate_and_store as kernel
+
+        cosines, sines = tables
+        kernel[(rows, heads)](
+            joined,
+            joined if norm_weight is None else norm_weight,
+            cosines,
+            sines,
+            slots,
+            keys,
+            values,
+            query,
+            eps,
+            query_heads=heads - 2 * key_heads,
+            key_heads=key_heads,
+            head_dim=head_dim,
+            rotated=cosines.shape[-1],
+            has_norm=norm_weight is not None,
+            tile=power_of_two(head_dim),
+            num_warps=1,
+        )
+    return query
+
+
+def silu_and_multiply(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` [rows, inner] of ``gate_up`` [rows, 2 * inner]."""
+    rows, both = gate_up.shape
+    output = torch.empty((rows, both // 2), dtype=gate_up.dtype, device=gate_up.device)
+    if gate_up.device.type != "meta" and rows:
+        from vlfit.engine.kernels.row_steps import silu_and_multiply as kernel
+
+        cells = output.numel()
+        kernel[(-(-cells // _TILE),)](gate_up, output, cells, width=both // 2, tile=_TILE, num_warps=4)
+    return output

@@ -1,0 +1,114 @@
+"""The kernels for what is done to rows between products: residual and norm, rotation into the cache, SiLU.
+
+Each rounds where plain PyTorch does (``engine/layers/fused.py``), so that half precision gives the same
+numbers whether steps are fused or not. Host code: ``fused.py``.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(
+    hidden,
+    delta,
+    weight,
+    output,
+    eps,
+    width: tl.constexpr,
+    has_delta: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """A program for each row of ``hidden`` [rows, width]: adds ``delta`` to it, and writes its norm."""
+    column = tl.arange(0, tile)
+    place = tl.program_id(0).to(tl.int64) * width + column
+    inside = column < width
+    value = tl.load(hidden + place, mask=inside, other=0.0)
+    if has_delta:
+        added = value.to(tl.float32) + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
+        value = added.to(value.dtype)
+        tl.store(hidden + place, value, mask=inside)
+    factor = tl.load(weight + column, mask=inside, other=0.0)
+    tl.store(output + place, normalized(value, factor, width, eps), mask=inside)
+
+
+@triton.jit
+def normalized(value, weight, width: tl.constexpr, eps):
+    """``rms_norm`` of one row, rounded before it is multiplied by ``weight``, as the reference does."""
+    wide = value.to(tl.float32)
+    mean_square = tl.sum(wide * wide, 0) * (1.0 / width)
+    rounded = (wide * tl.rsqrt(mean_square + eps)).to(value.dtype)
+    return (rounded.to(tl.float32) * weight.to(tl.float32)).to(value.dtype)
+
+
+@triton.jit
+def rotate_and_store(
+    joined,
+    norm_weight,
+    cosines,
+    sines,
+    slots,
+    keys,
+    values,
+    query,
+    eps,
+    query_heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    rotated: tl.constexpr,
+    has_norm: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """A program for each row and head of ``joined`` [rows, query_heads + 2 * key_heads, head_dim].
+
+    Queries and keys are normalized and their first ``rotated`` elements turned; queries go to ``query``
+    [rows, query_heads, head_dim], keys and values to the slot of the row in ``keys`` and ``values`` [slots,
+    key_heads, head_dim]. A row whose slot is negative leaves nothing in the cache.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, tile)
+    inside = dim < head_dim
+    start = (row * (query_heads + 2 * key_heads) + head) * head_dim
+    value = tl.load(joined + start + dim, mask=inside, other=0.0)
+    slot = tl.load(slots + row).to(tl.int64)
+    if head < query_heads + key_heads:
+        half: tl.constexpr = rotated // 2
+        turned = dim < rotated
+        partner_dim = tl.where(turned, tl.where(dim < half, dim + half, dim - half), dim)
+        partner = tl.load(joined + start + partner_dim, mask=inside, other=0.0)
+        if has_norm:
+            weight = norm_weight + head * head_dim
+            wide = value.to(tl.float32)
+            shrink = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / head_dim) + eps)
+            own = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
+            other = tl.load(weight + partner_dim, mask=inside, other=0.0).to(tl.float32)
+            value = ((wide * shrink).to(value.dtype).to(tl.float32) * own).to(value.dtype)
+            partner = (partner.to(tl.float32) * shrink).to(value.dtype).to(tl.float32) * other
+            partner = partner.to(value.dtype)
+        angle = row * rotated + dim
+        cosine = tl.load(cosines + angle, mask=turned, other=1.0).to(tl.float32)
+        sine = tl.load(sines + angle, mask=turned, other=0.0).to(tl.float32)
+        straight = (value.to(tl.float32) * cosine).to(value.dtype).to(tl.float32)
+        value = (straight + partner.to(tl.float32) * sine).to(value.dtype)
+    if head < query_heads:
+        tl.store(query + (row * query_heads + head) * head_dim + dim, value, mask=inside)
+    elif head < query_heads + key_heads:
+        place = (slot * key_heads + head - query_heads) * head_dim + dim
+        tl.store(keys + place, value, mask=inside & (slot >= 0))
+    else:
+        place = (slot * key_heads + head - query_heads - key_heads) * head_dim + dim
+        tl.store(values + place, value, mask=inside & (slot >= 0))
+
+
+@triton.jit(do_not_specialize=["cells"])
+def silu_and_multiply(gate_up, output, cells, width: tl.constexpr, tile: tl.constexpr):
+    """``output`` [rows, width] = silu(gate) * up of ``gate_up`` [rows, 2 * width]; cells are rows x width."""
+    cell = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    inside = cell < cells
+    place = cell // width * (2 * width) + cell % width
+    gate = tl.load(gate_up + place, mask=inside, other=0.0)
+    up = tl.load(gate_up + place + width, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(output + cell, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)

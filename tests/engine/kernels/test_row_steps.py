@@ -1,0 +1,100 @@
+"""Steps between products, by the kernels, against plain PyTorch: bit for bit where it rounds alike."""
+
+import pytest
+import torch
+
+from tests.engine.kernels.conftest import DTYPES, TOLERANCES, relative_error
+from vlfit.engine.decoder.rope import rotate
+from vlfit.engine.kernels import few_rows, fused
+from vlfit.engine.layers.norm import rms_norm
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+EPS = 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (5, 2048)])
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_residual_and_norm(
+    rows: int, width: int, has_delta: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    hidden, delta = (torch.randn(2, rows, width) * 3).to(device, dtype)
+    weight = torch.randn(width).to(device, dtype)
+    summed = hidden + delta if has_delta else hidden.clone()
+    out = fused.add_norm(hidden, delta if has_delta else None, weight, EPS)
+    assert torch.equal(hidden, summed)
+    exact = summed.double() / (summed.double().square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    assert out.dtype == dtype
+    assert relative_error(out, exact) < TOLERANCES[dtype]
+    assert relative_error(out, rms_norm(summed, weight, EPS).double()) < TOLERANCES[dtype] / 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head_dim", "rotated"), [(4, 2, 16, 16), (3, 1, 24, 24), (2, 2, 20, 12)]
+)
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_rotation_into_the_cache(
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    rotated: int,
+    has_norm: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    rows = 5
+    joined = torch.randn(rows, heads + 2 * key_heads, head_dim).to(device, dtype)
+    weight = torch.randn(heads + key_heads, head_dim).to(device, dtype) if has_norm else None
+    tables = torch.randn(2, rows, 1, rotated).to(device, dtype).unbind()
+    slots = torch.tensor([7, 2, -1, 0, 9], device=device)
+    keys, values = torch.full((2, 11, key_heads, head_dim), 77.0).to(device, dtype)
+    query = fused.rotate_and_store(joined, weight, tables, slots, keys, values, EPS)
+    both = joined[:, : heads + key_heads].double()
+    if weight is not None:
+        both = rms_norm(joined[:, : heads + key_heads], weight, EPS).double()
+    turned = rotate(both[..., :rotated], *(table.double() for table in tables))
+    both = torch.cat((turned, both[..., rotated:]), -1)
+    assert relative_error(query, both[:, :heads]) < TOLERANCES[dtype]
+    written = slots >= 0
+    assert relative_error(keys[slots[written]], both[written, heads:]) < TOLERANCES[dtype]
+    assert torch.equal(values[slots[written]], joined[written, heads + key_heads :])
+    others = torch.tensor([slot for slot in range(11) if slot not in slots.tolist()], device=device)
+    assert (keys[others] == 77).all()
+    assert (values[others] == 77).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(5, 2 * 300).to(device, dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    out = fused.silu_and_multiply(gate_up)
+    assert relative_error(out, torch.nn.functional.silu(gate) * up) < TOLERANCES[dtype] * 1.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 300), (3, 70, 512), (16, 33, 128)])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_few_rows(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    splits: int,
+    has_bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Twice, as what the first leaves behind is what the second begins with."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, inputs).to(device, dtype), torch.randn(outputs, inputs).to(device, dtype)
+    bias = torch.randn(outputs).to(device, dtype) if has_bias else None
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    for _ in range(2):
+        out = few_rows.multiply(x, weight, bias, splits=splits)
+        assert out.dtype == dtype
+        assert relative_error(out, exact) < TOLERANCES[dtype]
+    assert not few_rows.arrivals(device).any()
