@@ -12,7 +12,7 @@ from tests.checkpoint.edit import change_json, copy_of
 from vlfit.checkpoint.cache import count_parameters, describe, weights_format
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.checkpoint.quantization import Fp8Format, Int4Format
+from vlfit.checkpoint.quantization import CompressedFormat, Fp8Format, WeightScheme
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.checkpoint.tensors import check_tensors, expected_tensors
 from vlfit.errors import CheckpointError, MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
@@ -66,31 +66,37 @@ def read(tiny: Tiny, folder: Path, quantization: dict[str, Any]) -> ModelConfig:
 @pytest.mark.parametrize(
     ("weights", "expected"),
     [
-        ({}, Int4Format(128, True, ("lm_head", "re:.*visual.*"))),
-        ({"group_size": 32, "symmetric": False}, Int4Format(32, False, ("lm_head", "re:.*visual.*"))),
-        ({"actorder": "weight"}, Int4Format(128, True, ("lm_head", "re:.*visual.*"))),
+        ({}, WeightScheme(4, 128)),
+        ({"group_size": 32, "symmetric": False}, WeightScheme(4, 32, False)),
+        ({"actorder": "weight"}, WeightScheme(4, 128)),
+        ({"strategy": "channel", "group_size": None}, WeightScheme(4, None)),
+        ({"num_bits": 8}, WeightScheme(8, 128)),
+        ({"num_bits": 8, "strategy": "channel", "group_size": -1}, WeightScheme(8, None)),
     ],
 )
 def test_what_others_write(
-    tiny: Tiny, tmp_path: Path, weights: dict[str, object], expected: Int4Format
+    tiny: Tiny, tmp_path: Path, weights: dict[str, object], expected: WeightScheme
 ) -> None:
     config = read(tiny, tmp_path, section(**weights))
-    assert config.int4 == expected
+    assert config.compressed == CompressedFormat((expected,), ("lm_head", "re:.*visual.*"))
     assert config.fp8 is None
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "num_bits is 8": section(num_bits=8),
     "num_bits is 3": section(num_bits=3),
+    "symmetric is false, with 8 bits": section(num_bits=8, symmetric=False),
     "type is 'float'": section(type="float"),
-    "strategy is 'channel'": section(strategy="channel", group_size=None),
+    "strategy is 'tensor'": section(strategy="tensor", group_size=None),
     "actorder is 'group'": section(actorder="group"),
     "dynamic is True": section(dynamic=True),
     "group_size is 20": section(group_size=20),
-    "format is 'int-quantized'": {**section(), "format": "int-quantized"},
+    "format is 'marlin-24'": {**section(), "format": "marlin-24"},
+    "num_bits is 4": {**section(), "format": "int-quantized"},
+    "type is 'int'": {**section(num_bits=8), "format": "float-quantized"},
+    "group_0.format is 'mixed-precision'": {**section(), "format": "mixed-precision"},
     "quantization_status is 'frozen'": {**section(), "quantization_status": "frozen"},
     "kv_cache_scheme is set": {**section(), "kv_cache_scheme": {"num_bits": 8}},
-    "holds 0 ways": {**section(), "config_groups": {}},
+    "holds no way": {**section(), "config_groups": {}},
 }
 
 
@@ -101,10 +107,9 @@ def test_what_is_not_run_is_named(tiny: Tiny, tmp_path: Path, words: str) -> Non
     assert "vlfit convert" in caught.value.hint
 
 
-def test_activations_and_other_targets_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_activations_and_other_formats_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     for change, words in (
         ({"input_activations": {"num_bits": 8}}, "input_activations is set"),
-        ({"targets": ["re:.*mlp.*"]}, "targets is"),
         ({"format": "nvfp4-pack-quantized"}, "format is 'nvfp4"),
     ):
         config = section()
@@ -133,12 +138,12 @@ def test_fields_that_must_be_there(tiny: Tiny, tmp_path: Path, name: str) -> Non
     ],
 )
 def test_which_modules_are_ignored(entry: str, ignored: bool) -> None:
-    assert Int4Format(32, True, (entry,)).converts(UP) is not ignored
+    assert CompressedFormat((WeightScheme(4, 32),), (entry,)).converts(UP) is not ignored
 
 
 def test_a_pattern_that_is_none_is_named() -> None:
     with pytest.raises(CheckpointError, match="ignore has the pattern"):
-        Int4Format(32, True, ("re:([",)).converts(UP)
+        CompressedFormat((WeightScheme(4, 32),), ("re:([",)).converts(UP)
 
 
 def test_expected_tensors(converted: Path) -> None:
@@ -152,8 +157,9 @@ def test_expected_tensors(converted: Path) -> None:
 
 def test_zero_points_have_their_place(converted: Path) -> None:
     config = ModelConfig.read(converted)
-    assert config.int4 is not None
-    config = replace(config, quantization=replace(config.int4, symmetric=False))
+    assert config.compressed is not None
+    lopsided = replace(config.compressed, schemes=(WeightScheme(4, 32, False),))
+    config = replace(config, quantization=lopsided)
     assert expected_tensors(config)[f"{UP}.weight_zero_point"] == (12, 2)
     with pytest.raises(MissingTensor, match="weight_zero_point"):
         check_tensors(config, read_headers(converted))
@@ -161,11 +167,12 @@ def test_zero_points_have_their_place(converted: Path) -> None:
 
 def test_counts_and_names_of_the_format(tiny: Tiny, converted: Path) -> None:
     headers = read_headers(converted)
-    assert weights_format(headers) == "int4"
-    assert count_parameters(headers) == open_checkpoint(tiny("tied")).parameter_count
+    form = ModelConfig.read(converted).quantization
+    assert weights_format(headers, form) == "int4"
+    assert count_parameters(headers, form) == open_checkpoint(tiny("tied")).parameter_count
     model = describe("org/x", converted)
     assert model is not None
-    assert (model.format, model.complete, model.parameters) == ("int4", True, count_parameters(headers))
+    assert (model.format, model.complete, model.parameters) == ("int4", True, count_parameters(headers, form))
     assert model.weight_bytes == sum(info.bytes for info in headers.values())
 
 
@@ -198,7 +205,7 @@ def test_headers_that_do_not_agree_with_the_config(converted: Path) -> None:
     with pytest.raises(UnknownWeightsFormat, match="no quantization_config"):
         check_tensors(replace(config, quantization=Fp8Format(128, 128, ())), headers)
     with pytest.raises(UnknownWeightsFormat, match="no whole number of groups of 40"):
-        check_tensors(replace(config, quantization=Int4Format(40, True, ())), headers)
+        check_tensors(replace(config, quantization=CompressedFormat((WeightScheme(4, 40),), ())), headers)
     zero = replace(headers[packed], name=f"{UP}.weight_zero_point")
     with pytest.raises(SurplusTensor, match="weight_zero_point"):
         check_tensors(config, {**headers, zero.name: zero})

@@ -52,7 +52,7 @@ def test_it_goes_beside_the_folder_and_is_named_for_what_it_is(
 def test_what_lies_elsewhere_goes_into_the_current_folder(vlfit: Vlfit, here: Path) -> None:
     ended = vlfit("convert", "mini", "-w", "int4", "-q")
     assert (ended.code, ended.out, ended.err) == (0, "mini-INT4\n", "")
-    assert open_checkpoint(here / "mini-INT4").config.int4 is not None
+    assert open_checkpoint(here / "mini-INT4").config.compressed is not None
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,15 +13,18 @@ from tests.plan.on_meta import META, Live, loader
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
-from vlfit.checkpoint.quantization import Int4Format
+from vlfit.checkpoint.quantization import CompressedFormat, WeightScheme
+from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.engine import engine
 from vlfit.engine.decoder.text import TextModel, VisualRows
+from vlfit.engine.images import patch_pieces
 from vlfit.engine.kernels import attention as attention_kernels
 from vlfit.engine.kernels import linear as linear_kernels
 from vlfit.engine.kernels.attention import BlockPlan
 from vlfit.engine.kv_cache import BlockPool, KVCache
 from vlfit.engine.options import EngineOptions
-from vlfit.engine.qwen3_vl.vision import VisionTower
+from vlfit.engine.qwen3_vl import vision
+from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.machine.cards import card
 from vlfit.plan import costs
 from vlfit.plan.ledger import NATIVE, Settings, ledger
@@ -111,23 +115,55 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("side", [16, 32, 52])
-@pytest.mark.parametrize("size", SIZES)
-def test_peak_of_the_vision_tower(size: str, side: int) -> None:
+def look(tower: VisionTower, frames: int, rows: int, columns: int) -> VisionFeatures:
+    """The features of a picture, or of a clip of ``frames``, of so many rows and columns of patches."""
+    pixels = np.zeros((frames, rows * 16, columns * 16, 3), dtype=np.uint8)
+    processing = ImageProcessing(1, 1, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255)
+    pieces = patch_pieces(pixels, processing, META, vision.SLICE_ROWS)
+    return tower(pieces, ((frames + 1) // 2, rows, columns))
+
+
+def peak_of_looking(size: str, frames: int, rows: int, columns: int) -> tuple[int, VisionFeatures]:
     entry = entry_of(size, "fp8")
-    vision = config_of(entry).vision
-    rows = columns = 2 * side  # patches: side * side image tokens
     with live() as counter:
-        tower = VisionTower(vision, loader(entry))
+        tower = VisionTower(config_of(entry).vision, loader(entry))
         before = counter.now
-        pixels = torch.empty(rows * 16, columns * 16, 3, dtype=torch.uint8, device=META)
-        patches = torch.empty(rows * columns, 1536, dtype=torch.float32, device=META)
         counter.restart()
-        features = tower(patches, (1, rows, columns))
-    close(costs.vision_peak(vision, side * side), counter.peak - before, 1.05)
-    assert costs.feature_bytes(vision, side * side) == features.nbytes
-    assert pixels.nbytes
+        features = look(tower, frames, rows, columns)
+    return counter.peak - before, features
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(32, 32), (64, 64), (64, 32), (46, 90), (104, 104), (2, 5120), (80, 128)]
+)
+@pytest.mark.parametrize("size", SIZES)
+def test_peak_of_the_vision_tower(size: str, rows: int, columns: int) -> None:
+    config = config_of(entry_of(size, "fp8")).vision
+    counted, features = peak_of_looking(size, 1, rows, columns)
+    close(costs.vision_peak(config, rows * columns // 4), counted, 1.01)
+    assert costs.feature_bytes(config, rows * columns // 4) == features.nbytes
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("frames", "rows", "columns"), [(16, 64, 40), (40, 16, 16), (6, 80, 128)])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_clip_takes_no_more_than_a_frame_of_it_and_its_features(
+    size: str, frames: int, rows: int, columns: int
+) -> None:
+    config = config_of(entry_of(size, "fp8")).vision
+    counted, features = peak_of_looking(size, frames, rows, columns)
+    together = max(costs.VISION_SLICE // (rows * columns), 1)
+    assert counted - features.nbytes <= costs.vision_peak(config, together * rows * columns // 4)
+
+
+@pytest.mark.parametrize("patches", [4, 1024, 2048, 2052, 3072, 5120, 10240, 10244])
+def test_the_tower_goes_slice_by_slice_as_the_plan_says(patches: int) -> None:
+    assert vision.SLICE_ROWS == costs.VISION_SLICE
+    parts = vision.slices(patches, 4)
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(patches))
+    assert max(part.stop - part.start for part in parts) == costs.vision_slice(patches, 4)
+    assert costs.vision_slice(patches, 4) <= costs.VISION_SLICE
 
 
 def run_text(entry: CatalogEntry, chunk: int, past: int, decoding: int, longest: int, visual: int) -> int:
@@ -185,7 +221,8 @@ def test_narrow_weights_are_never_widened_whole(size: str, weights: str) -> None
 
 def test_an_output_head_in_int4_costs_what_it_saves() -> None:
     entry = entry_of("8B", "int4")
-    config = replace(config_of(entry), quantization=Int4Format(32, True, (r"re:model\.visual\.",)))
+    form = CompressedFormat((WeightScheme(4, 32),), (r"re:model\.visual\.",))
+    config = replace(config_of(entry), quantization=form)
     entry = replace(entry, config=config)
     planned = model(entry)
     assert planned.head.form == "int4"

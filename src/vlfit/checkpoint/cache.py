@@ -11,8 +11,8 @@ from pathlib import Path
 from vlfit.checkpoint import hub
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4
-from vlfit.checkpoint.tensors import PACKED_SUFFIX, is_no_weight
+from vlfit.checkpoint.quantization import FP8, INT4, INT8, CompressedFormat, Quantization
+from vlfit.checkpoint.tensors import PACKED_SUFFIX, codes_per_word, is_no_weight, narrow_form
 from vlfit.errors import NotDownloaded, VlfitError
 
 
@@ -41,7 +41,7 @@ def describe(name: str, folder: Path) -> LocalModel | None:
     except VlfitError:
         return None
     size = _size(folder)
-    form = FP8 if config.fp8 else INT4 if config.int4 else "unknown"
+    form = _promised(config.quantization)
     unfinished = LocalModel(name, folder, size, form, complete=False)
     if not hub.is_complete(folder):
         return unfinished
@@ -50,32 +50,49 @@ def describe(name: str, folder: Path) -> LocalModel | None:
     except VlfitError:
         return unfinished
     weights = sum(info.bytes for info in tensors.values())
-    count = count_parameters(tensors)
-    return LocalModel(name, folder, size, weights_format(tensors), True, weights, count)
+    count = count_parameters(tensors, config.quantization)
+    form = weights_format(tensors, config.quantization)
+    return LocalModel(name, folder, size, form, True, weights, count)
 
 
-def weights_format(tensors: dict[str, TensorInfo]) -> str:
-    """``fp8`` or ``int4`` if any layer is, else what most bytes are in: ``bf16``, ``fp16`` or ``fp32``."""
-    if any(name.endswith(PACKED_SUFFIX) for name in tensors):
-        return INT4
+def _promised(quantization: Quantization | None) -> str:
+    """What a checkpoint that is not all here will be in, as far as its config tells."""
+    if quantization is None:
+        return "unknown"
+    if isinstance(quantization, CompressedFormat):
+        forms = {scheme.form for scheme in quantization.schemes}
+        return next(form for form in (INT4, FP8, INT8) if form in forms)
+    return FP8
+
+
+def weights_format(tensors: dict[str, TensorInfo], quantization: Quantization | None) -> str:
+    """What the text layers are in: ``int4``, ``fp8`` or ``int8`` if any is, else what most bytes are in.
+
+    That is ``bf16``, ``fp16`` or ``fp32``; or ``int8``, if the embedding is most of the checkpoint.
+    """
     sizes: dict[str, int] = {}
+    in_layers: set[str] = set()
+    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
     for info in tensors.values():
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.bytes
-    most = "F8_E4M3" if "F8_E4M3" in sizes else max(sizes, key=lambda dtype: sizes[dtype], default="unknown")
-    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": FP8}
-    return names.get(most, most.lower())
+        form = narrow_form(info, quantization) or names.get(info.dtype, info.dtype.lower())
+        sizes[form] = sizes.get(form, 0) + info.bytes
+        if ".layers." in info.name:
+            in_layers.add(form)
+    narrow = next((form for form in (INT4, FP8, INT8) if form in in_layers), None)
+    return narrow or max(sizes, key=lambda form: sizes[form], default="unknown")
 
 
-def count_parameters(tensors: dict[str, TensorInfo]) -> int:
+def count_parameters(tensors: dict[str, TensorInfo], quantization: Quantization | None) -> int:
     """Number of weights; scales and zero points of quantized layers are not weights."""
-    return sum(count_weights(info) for info in tensors.values())
+    return sum(count_weights(info, quantization) for info in tensors.values())
 
 
-def count_weights(info: TensorInfo) -> int:
-    """How many weights one tensor holds: eight in each word of a packed one, none in a scale."""
+def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:
+    """How many weights one tensor holds: several in each word of a packed one, none in a scale."""
     if is_no_weight(info.name):
         return 0
-    return info.count * (CODES_PER_WORD if info.name.endswith(PACKED_SUFFIX) else 1)
+    packed = info.name.endswith(PACKED_SUFFIX)
+    return info.count * (codes_per_word(info.name, quantization) if packed else 1)
 
 
 def cached_models() -> list[LocalModel]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vlfit.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format, Int4Format
+from vlfit.checkpoint.quantization import FP8, INT4, CompressedFormat, Fp8Format, WeightScheme
 from vlfit.checkpoint.tensors import PACKED_SUFFIX, SCALE_SUFFIX, expected_tensors
 
 BF16 = "bf16"
@@ -88,7 +88,7 @@ def in_format(
     forms = {
         BF16: None,
         FP8: Fp8Format(128, 128, (VISION_MODULE,)),
-        INT4: Int4Format(group_size, True, kept),
+        INT4: CompressedFormat((WeightScheme(4, group_size),), kept),
     }
     return replace(config, quantization=forms[weights])
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlfit.checkpoint.fields import Fields
-from vlfit.checkpoint.quantization import Fp8Format, Int4Format, read_quantization
-from vlfit.errors import NotACheckpoint, UnknownArchitecture
+from vlfit.checkpoint.quantization import CompressedFormat, Fp8Format, Quantization, read_quantization
+from vlfit.errors import InvalidRequest, NotACheckpoint, UnknownArchitecture
 
 MODEL_TYPE = "qwen3_vl"
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
@@ -87,15 +87,26 @@ class ModelConfig:
     vision_start_token_id: int
     vision_end_token_id: int
     tie_word_embeddings: bool
-    quantization: Fp8Format | Int4Format | None
+    quantization: Quantization | None
+
+    @property
+    def eyes(self) -> VisionConfig:
+        """``vision``, of a model that has it. Raises ``InvalidRequest`` otherwise."""
+        if self.vision is None:
+            raise InvalidRequest(
+                "this model has no eyes: it reads text only",
+                "Leave the pictures out, or load a Qwen3-VL.",
+                param="messages",
+            )
+        return self.vision
 
     @property
     def fp8(self) -> Fp8Format | None:
         return self.quantization if isinstance(self.quantization, Fp8Format) else None
 
     @property
-    def int4(self) -> Int4Format | None:
-        return self.quantization if isinstance(self.quantization, Int4Format) else None
+    def compressed(self) -> CompressedFormat | None:
+        return self.quantization if isinstance(self.quantization, CompressedFormat) else None
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":

@@ -1,7 +1,7 @@
 """``quantization_config`` of a checkpoint: how linear layers are stored in fewer bits than 16.
 
-Knows: the official FP8 form (quant_method ``fp8``) and the 4-bit form that vLLM and transformers read
-(quant_method ``compressed-tensors``, format ``pack-quantized``), and what of both vlfit does not run.
+Knows: the official FP8 form (quant_method ``fp8``) and what of the quant_method ``compressed-tensors`` vlfit
+runs: packed integers of 4 or 8 bits, plain ones of 8, and FP8, several of them in one checkpoint.
 Does not know: tensors or how they are computed with.
 """
 
@@ -13,15 +13,17 @@ from typing import Any
 from vlfit.checkpoint.fields import Fields
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
 
-FP8, INT4 = "fp8", "int4"  # what the formats are called on the command line and in lists
-FP8_METHOD, INT4_METHOD = "fp8", "compressed-tensors"
-PACKED_FORMAT = "pack-quantized"
+FP8, INT8, INT4 = "fp8", "int8", "int4"  # what the formats are called on the command line and in lists
+FP8_METHOD, COMPRESSED_METHOD = "fp8", "compressed-tensors"
+# The ways of compressed-tensors to store a weight: codes in 32-bit words, 8-bit integers, 8-bit floats.
+PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT = "pack-quantized", "int-quantized", "float-quantized"
+MIXED_FORMAT = "mixed-precision"  # each group of modules says its own
 CODES_PER_WORD = 8  # 4-bit codes in one 32-bit word
 
 _WHAT_IS_READ = (
     "vlfit reads bf16, fp16 and fp32 weights, FP8 as the official Qwen3-VL FP8 checkpoints have it (e4m3, "
-    "128x128 blocks, dynamic activations), and int4 as compressed-tensors packs it (W4A16 in groups). "
-    "vlfit convert makes both from a bf16 checkpoint."
+    "128x128 blocks, dynamic activations), and of compressed-tensors int4 in groups (W4A16), int8 and FP8 "
+    "with activations in 16 bits or dynamic. vlfit convert makes such checkpoints from a bf16 one."
 )
 
 
@@ -50,36 +52,96 @@ class Fp8Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Format:
-    """Weights in 4 bits, a scale for each ``group_size`` neighbours in a row, activations in 16 bits.
+class WeightScheme:
+    """How compressed-tensors stores a weight [rows, columns]: codes of ``bits``, and scales for them.
 
-    Eight codes (0-15) stand in each 32-bit word, the first in its lowest bits. A weight is its code less its
-    zero point, times its scale. ``symmetric``: the zero point is 8 everywhere and not stored.
-    ``ignored`` are names of modules, or patterns after ``re:``, that keep 16-bit weights.
+    ``kind``: ``PACKED_FORMAT`` has 32 / ``bits`` codes in each 32-bit word, the first in its lowest bits; a
+    weight is its code less its zero point, times its scale. ``symmetric``: the zero point is the middle code
+    (8 of 16, 128 of 256) everywhere, and not stored. ``INTEGER_FORMAT`` has signed bytes, ``FLOAT_FORMAT``
+    e4m3, both without zero points. A scale is shared by ``group_size`` neighbours in a row (None: by all of
+    them) of ``block_rows`` rows. ``targets``: whose weights; ``Linear``, names of modules, or patterns after
+    ``re:``.
     """
 
-    group_size: int
-    symmetric: bool
-    ignored: tuple[str, ...]
+    bits: int
+    group_size: int | None
+    symmetric: bool = True
+    kind: str = PACKED_FORMAT
+    block_rows: int = 1
+    targets: tuple[str, ...] = ("Linear",)
 
-    def converts(self, module: str) -> bool:
-        """Whether the linear layer ``module`` is in 4 bits, by the rule of compressed-tensors."""
-        return not any(_ignores(entry, module) for entry in self.ignored)
+    @property
+    def form(self) -> str:
+        """``int4``, ``int8`` or ``fp8``."""
+        return FP8 if self.kind == FLOAT_FORMAT else INT4 if self.bits == 4 else INT8
+
+    @property
+    def codes_per_word(self) -> int:
+        """Of a packed weight."""
+        return 32 // self.bits
 
     def divides(self, columns: int) -> bool:
-        """Whether rows of ``columns`` weights make whole groups; the form has no partial ones."""
-        return columns % self.group_size == 0
+        """Whether rows of ``columns`` weights make whole groups and words; only FP8 may have partial ones."""
+        if self.kind == FLOAT_FORMAT:
+            return True
+        words = columns % self.codes_per_word if self.kind == PACKED_FORMAT else 0
+        return columns % (self.group_size or columns) == 0 and words == 0
 
     def stored(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Names (after the module's) and shapes of what stands for a ``rows`` x ``columns`` weight."""
-        groups = columns // self.group_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "weight_packed": (rows, math.ceil(columns / CODES_PER_WORD)),
-            "weight_scale": (rows, groups),
-        }
+        groups = math.ceil(columns / (self.group_size or columns))
+        codes = self.codes_per_word
+        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
+        if self.kind == PACKED_FORMAT:
+            shapes = {"weight_packed": (rows, math.ceil(columns / codes))}
+        shapes["weight_scale"] = (math.ceil(rows / self.block_rows), groups)
         if not self.symmetric:
-            shapes["weight_zero_point"] = (math.ceil(rows / CODES_PER_WORD), groups)
+            shapes["weight_zero_point"] = (math.ceil(rows / codes), groups)
         return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedFormat:
+    """Weights as compressed-tensors stores them, activations in 16 bits: a scheme for each group of modules.
+
+    ``ignored`` are names of modules, or patterns after ``re:``, that keep 16-bit weights.
+    """
+
+    schemes: tuple[WeightScheme, ...]
+    ignored: tuple[str, ...]
+
+    def converts(self, module: str) -> bool:
+        """Whether the weight of ``module`` is in fewer bits, by the rule of compressed-tensors."""
+        ignored = any(_matches(entry, module, "ignore") for entry in self.ignored)
+        return not ignored and self.scheme_of(module) is not None
+
+    def scheme_of(self, module: str) -> WeightScheme | None:
+        """How the weight of ``module`` is stored if it is in fewer bits; None: no group has it.
+
+        The first group that targets it by its name, else by a pattern, else as the kind of module that it is.
+        """
+        ranked = (
+            (min(_rank(target, module) for target in scheme.targets), place)
+            for place, scheme in enumerate(self.schemes)
+            if scheme.targets
+        )
+        rank, place = min(ranked, default=(_NO_TARGET, 0))
+        return self.schemes[place] if rank < _NO_TARGET else None
+
+
+_NO_TARGET = 3
+
+
+def _rank(target: str, module: str) -> int:
+    """How closely a group's ``target`` names ``module``, 0 closest; ``_NO_TARGET``: not at all."""
+    if target == module:
+        return 0
+    if target.startswith("re:"):
+        return 1 if _matches(target, module, "config_groups: targets") else _NO_TARGET
+    return 2 if target == ("Embedding" if module.endswith("embed_tokens") else "Linear") else _NO_TARGET
+
+
+Quantization = Fp8Format | CompressedFormat
 
 
 def _exempts(entry: str, module: str) -> bool:
@@ -91,19 +153,19 @@ def _exempts(entry: str, module: str) -> bool:
         return module.startswith(f"{entry}.")
 
 
-def _ignores(entry: str, module: str) -> bool:
+def _matches(entry: str, module: str, field: str) -> bool:
     if not entry.startswith("re:"):
         return entry == module
     try:
         return re.match(entry.removeprefix("re:"), module) is not None
     except re.error as error:
         raise CheckpointError(
-            f"config.json: quantization_config.ignore has the pattern {entry!r}: {error}",
+            f"config.json: quantization_config.{field} has the pattern {entry!r}: {error}",
             "Compare the file with the original checkpoint's.",
         ) from None
 
 
-def read_quantization(fields: Fields) -> Fp8Format | Int4Format | None:
+def read_quantization(fields: Fields) -> Quantization | None:
     """The ``quantization_config`` of config.json, None where there is none.
 
     Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for wrong fields.
@@ -113,8 +175,8 @@ def read_quantization(fields: Fields) -> Fp8Format | Int4Format | None:
     section = fields.section("quantization_config")
     if not section.has("quant_method"):
         raise UnknownWeightsFormat("config.json: quantization_config names no quant_method", _WHAT_IS_READ)
-    if section.values["quant_method"] == INT4_METHOD:
-        return _read_int4(section)
+    if section.values["quant_method"] == COMPRESSED_METHOD:
+        return _read_compressed(section)
     return _read_fp8(section)
 
 
@@ -142,43 +204,82 @@ def _read_fp8(section: Fields) -> Fp8Format:
     return Fp8Format(block[0], block[1], exempt)
 
 
-def _read_int4(section: Fields) -> Int4Format:
-    _check(section, {"format": (PACKED_FORMAT,), "quantization_status": ("compressed",)})
-    groups = section.section("config_groups")
-    if len(groups.values) != 1:
-        raise UnknownWeightsFormat(
-            f"config.json: quantization_config.config_groups holds {len(groups.values)} ways of storing "
-            "weights, not one",
-            _WHAT_IS_READ,
-        )
-    group = groups.section(next(iter(groups.values)))
-    _check(group, {"format": (PACKED_FORMAT,)})
-    _refuse(group, "input_activations", "output_activations")
+def _read_compressed(section: Fields) -> CompressedFormat:
+    kinds = (PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT)
+    _check(section, {"format": (*kinds, MIXED_FORMAT), "quantization_status": ("compressed",)})
     _refuse(section, "kv_cache_scheme", "transform_config")
-    # More targets than that name layers that some programs do not see as linear: the output head.
-    if "Linear" not in group.texts("targets", ("Linear",)):
+    groups = section.section("config_groups")
+    if not groups.values:
         raise UnknownWeightsFormat(
-            f"config.json: {group.prefix}targets is {group.values['targets']!r}, without Linear",
-            _WHAT_IS_READ,
+            "config.json: quantization_config.config_groups holds no way of storing weights", _WHAT_IS_READ
         )
+    common = section.text("format", PACKED_FORMAT)
+    schemes = tuple(_read_scheme(groups.section(name), common) for name in groups.values)
+    return CompressedFormat(schemes, section.texts("ignore", ()))
+
+
+def _read_scheme(group: Fields, common: str) -> WeightScheme:
+    """One of ``config_groups``; ``common`` is the format of a group that names none."""
+    kind = group.text("format", common)
     weights = group.section("weights")
+    bits = weights.integer("num_bits")  # compressed-tensors means 8 when it is not said
+    # What is known of each kind: bits, type of number, and who shares a scale.
+    known = {
+        PACKED_FORMAT: ((4, 8), "int", ("group", "channel")),
+        INTEGER_FORMAT: ((8,), "int", ("group", "channel")),
+        FLOAT_FORMAT: ((8,), "float", ("channel", "block")),
+    }
+    if kind not in known:
+        raise UnknownWeightsFormat(f"config.json: {group.prefix}format is {kind!r}", _WHAT_IS_READ)
+    widths, number, strategies = known[kind]
     expected: dict[str, tuple[Any, ...]] = {
-        "num_bits": (4,),
-        "type": ("int",),
-        "strategy": ("group",),
+        "num_bits": widths,
+        "type": (number,),
+        "strategy": strategies,
         "dynamic": (False,),
         # Columns may have been visited in another order ("weight"); stored in another order needs g_idx.
         "actorder": ("weight", "static", False),
     }
     _check(weights, expected)
-    weights.integer("num_bits")  # compressed-tensors means 8 when it is not said
-    size = weights.integer("group_size", least=1)
-    if size % CODES_PER_WORD:
+    _refuse(group, "output_activations")
+    _check_activations(group, kind)
+    targets = group.texts("targets", ("Linear",))
+    symmetric = weights.flag("symmetric", True)
+    if not symmetric and (kind, bits) != (PACKED_FORMAT, 4):
         raise UnknownWeightsFormat(
-            f"config.json: {weights.prefix}group_size is {size}, not a multiple of {CODES_PER_WORD}",
+            f"config.json: {weights.prefix}symmetric is false, with {bits} bits", _WHAT_IS_READ
+        )
+    rows, columns = _shared_scale(weights, bits)
+    return WeightScheme(bits, columns, symmetric, kind, rows, targets)
+
+
+def _check_activations(group: Fields, kind: str) -> None:
+    """Activations that were to be rounded while computing are left as they are, which is more exact."""
+    if kind == PACKED_FORMAT:
+        _refuse(group, "input_activations")
+    elif group.values.get("input_activations"):
+        _check(group.section("input_activations"), {"num_bits": (8,), "dynamic": (True,)})
+        if not group.section("input_activations").has("dynamic"):
+            _refuse(group, "input_activations")
+
+
+def _shared_scale(weights: Fields, bits: int) -> tuple[int, int | None]:
+    """Rows and columns (None: all) that share a scale."""
+    strategy = weights.text("strategy", "group")
+    if strategy == "channel":
+        return 1, None
+    if strategy == "block":
+        block = weights.integers("block_structure", least=1)
+        if len(block) != 2:
+            raise weights.wrong("block_structure", f"is {list(block)}", "two integers (rows, columns)")
+        return block[0], block[1]
+    size = weights.integer("group_size", least=1)
+    if size % (32 // bits):
+        raise UnknownWeightsFormat(
+            f"config.json: {weights.prefix}group_size is {size}, not a multiple of {32 // bits}",
             _WHAT_IS_READ,
         )
-    return Int4Format(size, weights.flag("symmetric", True), section.texts("ignore", ()))
+    return 1, size
 
 
 def _check(fields: Fields, expected: dict[str, tuple[Any, ...]]) -> None:

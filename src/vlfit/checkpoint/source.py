@@ -36,12 +36,12 @@ class Checkpoint:
     @property
     def parameter_count(self) -> int:
         """Number of weights."""
-        return cache.count_parameters(self.tensors)
+        return cache.count_parameters(self.tensors, self.config.quantization)
 
     @property
     def weights_format(self) -> str:
-        """``fp8``, ``int4``, ``bf16``, ``fp16`` or ``fp32``: what most of the weights are stored in."""
-        return cache.weights_format(self.tensors)
+        """``fp8``, ``int8``, ``int4``, ``bf16``, ``fp16`` or ``fp32``: what the text layers are stored in."""
+        return cache.weights_format(self.tensors, self.config.quantization)
 
 
 def open_checkpoint(model: str | Path, progress: Progress | None = None) -> Checkpoint:

@@ -1,6 +1,6 @@
 """The tensors of Qwen3-VL: which names and shapes a config calls for, and whether the headers hold them.
 
-Knows: tensor names, shapes, and what stands for a linear layer in FP8 and in int4.
+Knows: tensor names, shapes, and what stands for a weight in FP8, int8 and int4.
 Does not know: files (``headers.py`` does) or values.
 """
 
@@ -8,14 +8,24 @@ from collections.abc import Iterator
 
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.quantization import Int4Format
+from vlfit.checkpoint.quantization import (
+    CODES_PER_WORD,
+    FP8,
+    INT4,
+    INT8,
+    CompressedFormat,
+    Quantization,
+    WeightScheme,
+)
 from vlfit.errors import MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 
 SCALE_SUFFIX = "_scale_inv"
 PACKED_SUFFIX = ".weight_packed"
-INT4_SUFFIXES = (PACKED_SUFFIX, ".weight_scale", ".weight_zero_point")
-READABLE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3")
+COMPRESSED_SCALE = ".weight_scale"
+COMPRESSED_SUFFIXES = (PACKED_SUFFIX, COMPRESSED_SCALE, ".weight_zero_point")
+READABLE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "I8")
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
+_NARROW_DTYPES = ("F8_E4M3", "I8")
 # Rotary frequencies that older writers stored; they follow from the config and are computed.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
 # Quantizers may leave it beside an FP8 weight; vlfit's activations are not quantized by it.
@@ -30,17 +40,17 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint with this ``config`` holds.
 
     With FP8, each converted linear layer has ``weight_scale_inv`` (one scale per block) beside its weight.
-    With int4 it has ``weight_packed``, ``weight_scale``, ... in the place of its weight.
+    With compressed-tensors it has ``weight_packed``, ``weight_scale``, ... in the place of its weight.
     """
     plain = plain_tensors(config)
     tensors = dict(plain)
-    for name, (rows, columns) in linear_weights(plain).items():
+    for name, (rows, columns) in _narrowable(plain).items():
         module = name.removesuffix(".weight")
-        if config.fp8 is not None and config.fp8.converts(module):
+        if config.fp8 is not None and config.fp8.converts(module) and not is_embedding(name):
             tensors[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
-        if config.int4 is not None and config.int4.converts(module):
+        if (scheme := _meant(config, module)) is not None:
             del tensors[name]
-            tensors |= _packed(config.int4, module, rows, columns)
+            tensors |= _parts(scheme, module, rows, columns)
     return tensors
 
 
@@ -55,17 +65,43 @@ def linear_weights(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, in
 
 
 def is_no_weight(name: str) -> bool:
+def is_embedding(name: str) -> bool:
+    """Whether the tensor ``name`` is of the table of tokens, whatever it is stored in."""
+    return "embed_tokens." in name
+
+
     """Whether the tensor ``name`` only says how others are to be read: a scale, a zero point, a shape."""
-    return name.endswith((SCALE_SUFFIX, *INT4_SUFFIXES[1:], _PACKED_SHAPE))
+    return name.endswith((SCALE_SUFFIX, *COMPRESSED_SUFFIXES[1:], _PACKED_SHAPE))
+
+
+def codes_per_word(name: str, quantization: Quantization | None) -> int:
+    """How many codes are in each 32-bit word of the packed tensor ``name``: its header does not tell."""
+    scheme = None
+    if isinstance(quantization, CompressedFormat):
+        scheme = quantization.scheme_of(name.removesuffix(PACKED_SUFFIX))
+    return scheme.codes_per_word if scheme else CODES_PER_WORD
+
+
+def narrow_form(info: TensorInfo, quantization: Quantization | None) -> str | None:
+    """``fp8``, ``int8`` or ``int4`` if the tensor holds weights in fewer than 16 bits, else None."""
+    if info.name.endswith(PACKED_SUFFIX):
+        return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
+    return {"F8_E4M3": FP8, "I8": INT8}.get(info.dtype)
 
 
 def is_text_layer(name: str) -> bool:
     """Whether the tensor ``name`` belongs to a layer of the text model: what FP8 and int4 convert."""
-    return name.startswith("model.language_model.layers.")
+    return name.startswith(("model.language_model.layers.", "model.layers."))
 
 
-def _packed(form: Int4Format, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    return {f"{module}.{part}": shape for part, shape in form.stored(rows, columns).items()}
+def _parts(scheme: WeightScheme, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.{part}": shape for part, shape in scheme.stored(rows, columns).items()}
+
+
+def _narrowable(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Weights that may be stored in fewer bits, with rows and columns: linear layers, the table of tokens."""
+    tables = {name: (shape[0], shape[1]) for name, shape in plain.items() if is_embedding(name)}
+    return {**linear_weights(plain), **tables}
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
@@ -168,7 +204,7 @@ def _first(names: list[str]) -> str:
 
 def _may_be_ignored(name: str, tensors: dict[str, TensorInfo]) -> bool:
     """Whether leaving out ``name``, which the config does not call for, leaves the model as it is."""
-    if name == "lm_head.weight" or name.endswith(_COMPUTED):
+    if name.startswith("lm_head.") or name.endswith(_COMPUTED):
         return True  # expected unless the head is tied: then it is a copy of the embedding
     if name.endswith(_PACKED_SHAPE):
         return name.removesuffix(_PACKED_SHAPE) + PACKED_SUFFIX in tensors
@@ -181,7 +217,7 @@ def _refuse_other_orders(tensors: dict[str, TensorInfo]) -> None:
     if ordered:
         raise UnknownWeightsFormat(
             f"{len(ordered):,} weights have their columns in another order (act-order): {_first(ordered)}",
-            "vlfit reads 4-bit weights without g_idx. vlfit convert makes them from a bf16 checkpoint.",
+            "vlfit reads weights in few bits without g_idx. vlfit convert makes them from a bf16 checkpoint.",
         )
 
 
@@ -189,29 +225,46 @@ def _needed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tu
     """What the config calls for, each linear layer in the form that the files have it in."""
     plain = plain_tensors(config)
     needed = dict(plain)
-    for name, (rows, columns) in linear_weights(plain).items():
+    for name, (rows, columns) in _narrowable(plain).items():
         module = name.removesuffix(".weight")
         stored = tensors.get(name)
-        if stored is not None and stored.dtype == "F8_E4M3":
-            if config.fp8 is None:
-                raise _no_word_of(name, "F8_E4M3")
+        if stored is not None and stored.dtype == "F8_E4M3" and is_embedding(name):
+            continue  # in 8-bit floats it is not read, whatever config.json says
+        if stored is not None and stored.dtype == "F8_E4M3" and config.fp8 is not None:
             needed[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
-        elif stored is None and (module + PACKED_SUFFIX in tensors or _means_int4(config, module)):
-            if config.int4 is None:
-                raise _no_word_of(module + PACKED_SUFFIX, "int4")
-            if not config.int4.divides(columns):
-                raise UnknownWeightsFormat(
-                    f"{module} has {columns} inputs, which are no whole number of groups of "
-                    f"{config.int4.group_size}",
-                    "config.json belongs to other weights. Fetch it again with its weights.",
+        elif (stored is not None and stored.dtype in _NARROW_DTYPES) or module + PACKED_SUFFIX in tensors:
+            scheme = config.compressed.scheme_of(module) if config.compressed is not None else None
+            if scheme is None:
+                raise _no_word_of(
+                    *((module + PACKED_SUFFIX, "int4") if stored is None else (name, stored.dtype))
                 )
             del needed[name]
-            needed |= _packed(config.int4, module, rows, columns)
+            needed |= _checked_parts(scheme, module, rows, columns)
+        elif stored is None and (scheme := _meant(config, module)) is not None:
+            del needed[name]
+            needed |= _checked_parts(scheme, module, rows, columns)
     return needed
 
 
-def _means_int4(config: ModelConfig, module: str) -> bool:
-    return config.int4 is not None and config.int4.converts(module)
+def _checked_parts(scheme: WeightScheme, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    if is_embedding(f"{module}.") and scheme.form != INT8:
+        raise UnknownWeightsFormat(
+            f"{module} is stored in {scheme.form}",
+            "vlfit reads the embedding in 16 bits and in int8. vlfit convert makes such checkpoints.",
+        )
+    if not scheme.divides(columns):
+        raise UnknownWeightsFormat(
+            f"{module} has {columns} inputs, which are no whole number of groups of "
+            f"{scheme.group_size or scheme.codes_per_word}",
+            "config.json belongs to other weights. Fetch it again with its weights.",
+        )
+    return _parts(scheme, module, rows, columns)
+
+
+def _meant(config: ModelConfig, module: str) -> WeightScheme | None:
+    """How config.json means ``module`` to be stored by compressed-tensors; None: plainly, or in FP8."""
+    form = config.compressed
+    return form.scheme_of(module) if form is not None and form.converts(module) else None
 
 
 def _no_word_of(name: str, form: str) -> UnknownWeightsFormat:
@@ -229,12 +282,14 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
         )
     if info.name.endswith((PACKED_SUFFIX, ".weight_zero_point")):
         readable = info.dtype == "I32"
-    elif info.dtype == "F8_E4M3":
-        readable = _is_linear(info.name, shape)
+    elif info.dtype in _NARROW_DTYPES:
+        table = is_embedding(info.name) and info.dtype == "I8"
+        readable = _is_linear(info.name, shape) or table
     else:
         readable = info.dtype in _PLAIN_DTYPES
     if not readable:
         raise UnknownWeightsFormat(
             f"{info.name} is stored as {info.dtype}",
-            f"vlfit reads {', '.join(READABLE_DTYPES)} (the last for linear layers only), and packed int4.",
+            f"vlfit reads {', '.join(READABLE_DTYPES)} (the last two for linear layers only), and packed "
+            "int4 and int8.",
         )

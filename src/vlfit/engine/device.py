@@ -45,4 +45,8 @@ def choose_dtype(wish: str, checkpoint: Checkpoint, device: torch.device) -> tor
         return dtype
     if device.type == "cpu":
         return torch.float32
-    return TORCH_DTYPES[checkpoint.tensors["model.language_model.embed_tokens.weight"].dtype]
+    tensors, prefix = checkpoint.tensors, checkpoint.config.text.prefix
+    told_by = tensors.get(f"{prefix}.embed_tokens.weight")
+    if told_by is None or told_by.dtype == "I8":
+        told_by = tensors[f"{prefix}.norm.weight"]
+    return TORCH_DTYPES[told_by.dtype]

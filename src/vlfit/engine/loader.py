@@ -51,6 +51,8 @@ TORCH_DTYPES = {
     "I32": torch.int32,
 }
 
+_WIDENED_ROWS = 4096  # of 8 bits, at a time: a whole table of tokens in float32 would be a second model
+
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
@@ -123,11 +125,11 @@ class Loader:
         and up.
         """
         stacked_bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        if self._keeps_narrow:
-            if all(self._is_fp8(name) for name in names):
-                return self._fp8_linear(names, stacked_bias)
-            if all(self._is_int4(name) for name in names):
-                return self._int4_linear(names, stacked_bias)
+        forms = {self._form(name) for name in names}
+        form = forms.pop() if len(forms) == 1 else None
+        if form is not None and self._keeps_narrow:
+            build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
+            return build[form](names, stacked_bias)
         shapes = [self._shape(name) for name in names]
         rows = [shape[0] for shape in shapes]
         weight = torch.empty((sum(rows), shapes[0][1]), dtype=self.dtype, device=self.device)
@@ -135,17 +137,26 @@ class Loader:
             self._fill(name, part)
         return DenseLinear(weight, stacked_bias)
 
-    def _fp8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Fp8Linear:
+    def embedding(self, name: str) -> Embedding:
+        """The table of tokens ``name``: in 8 bits where the files have it so and the device has kernels."""
+        if self._keeps_narrow and self._form(name) == INT8:
+            return Int8Embedding(*self._int8_stacked((name,)), self.dtype)
+        weight = torch.empty(self._shape(name), dtype=self.dtype, device=self.device)
+        self._fill(name, weight)
+        return DenseEmbedding(weight)
+
+    def _fp8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` on top of one another in FP8. Where blocks would straddle two of them, lower blocks."""
-        block = self._block()
+        block = self._block(names[0])
         heights = [self._shape(name)[0] for name in names]
         block_rows = common_block_rows(block[0], heights)
         weight = self._stacked([f"{name}.weight" for name in names], torch.float8_e4m3fn)
-        scales = [f"{name}.weight_scale_inv" for name in names]
+        scales = [self._fp8_scale(name) for name in names]
+        dtype = torch.float32 if scales[0].endswith(SCALE_SUFFIX) else _torch_dtype(self._info(scales[0]))
         if block_rows == block[0]:
-            scale = self._stacked(scales, torch.float32)
+            scale = self._stacked(scales, dtype)
         else:
-            parts = (self._stacked([name], torch.float32) for name in scales)
+            parts = (self._stacked([name], dtype) for name in scales)
             scale = torch.cat(
                 [
                     part.repeat_interleave(block[0] // block_rows, dim=0)[: -(-height // block_rows)]
@@ -154,7 +165,20 @@ class Loader:
             )
         return Fp8Linear(weight, scale, (block_rows, block[1]), bias)
 
-    def _int4_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Int4Linear:
+    def _int8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
+        """``names`` on top of one another in 8 bits."""
+        return Int8Linear(*self._int8_stacked(names), bias)
+
+    def _int8_stacked(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Codes and scales of ``names`` on top of one another."""
+        if self._is_packed(names[0]):
+            codes = signed_codes(self._stacked([f"{name}{PACKED_SUFFIX}" for name in names], torch.int32))
+        else:
+            codes = self._stacked([f"{name}.weight" for name in names], torch.int8)
+        scales = [f"{name}{COMPRESSED_SCALE}" for name in names]
+        return codes, self._stacked(scales, _torch_dtype(self._info(scales[0])))
+
+    def _int4_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` on top of one another in 4 bits."""
         packed = self._stacked([f"{name}.weight_packed" for name in names], torch.int32)
         scales = [f"{name}.weight_scale" for name in names]
@@ -176,35 +200,55 @@ class Loader:
             self._copy(info, part)
         return stacked
 
-    def _is_fp8(self, name: str) -> bool:
-        info = self.checkpoint.tensors.get(f"{name}.weight")
-        return info is not None and info.dtype == "F8_E4M3"
+    def _form(self, name: str) -> str | None:
+        """``fp8``, ``int8`` or ``int4``; None for a matrix that is stored plainly."""
+        info = self._info(f"{name}{PACKED_SUFFIX if self._is_packed(name) else '.weight'}")
+        return narrow_form(info, self.checkpoint.config.quantization)
 
-    def _is_int4(self, name: str) -> bool:
-        return f"{name}.weight_packed" in self.checkpoint.tensors
+    def _is_packed(self, name: str) -> bool:
+        return f"{name}{PACKED_SUFFIX}" in self.checkpoint.tensors
 
     def _shape(self, name: str) -> tuple[int, int]:
         """Rows and columns of the matrix ``name``, however it is stored."""
-        if self._is_int4(name):
-            rows, words = self._info(f"{name}.weight_packed").shape
-            return rows, words * CODES_PER_WORD
+        if self._is_packed(name):
+            packed = f"{name}{PACKED_SUFFIX}"
+            rows, words = self._info(packed).shape
+            return rows, words * codes_per_word(packed, self.checkpoint.config.quantization)
         rows, columns = self._info(f"{name}.weight").shape
         return rows, columns
 
     def _fill(self, name: str, target: Tensor) -> None:
         """The matrix ``name`` into ``target`` [out, in], widened if it is stored in fewer bits."""
-        if self._is_int4(name):
+        form = self._form(name)
+        if form == INT4:
             target.copy_(dequantize_int4(*self._int4_part(name), self.dtype))
-        elif self._is_fp8(name):
-            weight, scale = self._fp8_part(name)
-            target.copy_(dequantize_fp8(weight, scale, self._block(), self.dtype))
+        elif form == INT8:
+            parts = (part.split(_WIDENED_ROWS) for part in (target, *self._int8_part(name)))
+            for some, codes, scale in zip(*parts, strict=True):
+                some.copy_(dequantize_int8(codes, scale, self.dtype))
+        elif form == FP8:
+            codes, scale = self._fp8_part(name)
+            target.copy_(dequantize_fp8(codes, scale, self._block(name), self.dtype))
         else:
             self._copy(self._info(f"{name}.weight"), target)
+
+    def _fp8_scale(self, name: str) -> str:
+        """What the scales of the FP8 matrix ``name`` are called: there are two customs."""
+        official = f"{name}.weight{SCALE_SUFFIX}"
+        return official if official in self.checkpoint.tensors else f"{name}{COMPRESSED_SCALE}"
 
     def _fp8_part(self, name: str) -> tuple[Tensor, Tensor]:
         """Weight and float32 scales of ``name``, in host memory."""
         host = torch.device("cpu")
-        return self._stored(f"{name}.weight", host), self._stored(f"{name}.weight_scale_inv", host).float()
+        return self._stored(f"{name}.weight", host), self._stored(self._fp8_scale(name), host).float()
+
+    def _int8_part(self, name: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales of ``name``, in host memory."""
+        host = torch.device("cpu")
+        scale = self._stored(f"{name}{COMPRESSED_SCALE}", host)
+        if self._is_packed(name):
+            return signed_codes(self._stored(f"{name}{PACKED_SUFFIX}", host)), scale
+        return self._stored(f"{name}.weight", host), scale
 
     def _int4_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes, scales and zero points of ``name``, in host memory."""
@@ -223,14 +267,18 @@ class Loader:
         self._copy(info, tensor)
         return tensor
 
-    def _block(self) -> tuple[int, int]:
-        fp8 = self.checkpoint.config.fp8
-        if fp8 is None:
+    def _block(self, name: str) -> tuple[int, int]:
+        """Rows and columns of the FP8 matrix ``name`` that share a scale."""
+        config = self.checkpoint.config
+        if config.fp8 is not None:
+            return config.fp8.block_rows, config.fp8.block_columns
+        scheme = config.compressed.scheme_of(name) if config.compressed is not None else None
+        if scheme is None:
             raise UnknownWeightsFormat(
                 "the files hold FP8 tensors, but config.json has no quantization_config",
                 "take config.json from the same place as the weights",
             )
-        return fp8.block_rows, fp8.block_columns
+        return scheme.block_rows, scheme.group_size or self._shape(name)[1]
 
     def _info(self, name: str) -> TensorInfo:
         info = self.checkpoint.tensors.get(name)

@@ -14,7 +14,7 @@ from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.config import TextConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import INT4_SUFFIXES, SCALE_SUFFIX
+from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
 from vlfit.engine.holdings import gpu_uuid
 from vlfit.errors import DoesNotFit
 from vlfit.machine.gpu import gpu_behind, read_gpus
@@ -111,18 +111,19 @@ def kv_bytes_per_token(config: TextConfig, dtype: torch.dtype) -> int:
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
-    """What the weights take once loaded: all in ``dtype``, except FP8, int4 and scales on a GPU."""
-    return sum(_bytes_loaded(info, dtype, device) for info in checkpoint.tensors.values())
+    """What the weights take once loaded: all in ``dtype``, except FP8, int8, int4 and scales on a GPU."""
+    return sum(_bytes_loaded(info, checkpoint, dtype, device) for info in checkpoint.tensors.values())
 
 
-def _bytes_loaded(info: TensorInfo, dtype: torch.dtype, device: torch.device) -> int:
+def _bytes_loaded(info: TensorInfo, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cpu":
-        return count_weights(info) * dtype.itemsize  # all is widened, scales are no longer needed
+        # All is widened, scales are no longer needed.
+        return count_weights(info, checkpoint.config.quantization) * dtype.itemsize
     if info.name.endswith(SCALE_SUFFIX):
         return info.count * torch.float32.itemsize
     if info.name.endswith(".weight_shape"):
         return 0  # says what other shapes say, and is not loaded
-    if info.dtype == "F8_E4M3" or info.name.endswith(INT4_SUFFIXES):
+    if info.dtype in ("F8_E4M3", "I8") or info.name.endswith(COMPRESSED_SUFFIXES):
         return info.bytes
     return info.count * dtype.itemsize
 

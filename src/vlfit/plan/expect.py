@@ -15,6 +15,7 @@ from vlfit.plan.actual import Pace
 from vlfit.plan.calibration import EXACT, with_bandwidth
 from vlfit.plan.ledger import NATIVE, Line, Settings, ledger
 from vlfit.plan.model import Model, ledger_part, model_of
+from vlfit.plan.offload import offload_of
 from vlfit.plan.speed import TEXT_TOKENS, predict
 
 
@@ -23,13 +24,15 @@ class Expectation:
     """What the plan says of a model that is loaded: ledger lines, and how long a decode step takes.
 
     ``why_not`` says in words why there are no lines. ``expected`` and ``slowest`` are None where no bandwidth
-    is known; a step that takes longer than ``slowest`` is outside of what the plan predicts.
+    is known; a step that takes longer than ``slowest`` is outside of what the plan predicts. ``waiting``:
+    layers that are in RAM.
     """
 
     lines: tuple[Line, ...] = ()
     expected: Pace | None = None
     slowest: Pace | None = None
     why_not: str = ""
+    waiting: tuple[int, ...] = ()
 
 
 def expect_on_gpu(
@@ -52,6 +55,8 @@ def expect_on_gpu(
     except VlfitError as error:
         return Expectation(why_not=error.message)
 
+    waiting = offload_of(model, settings.offload).layers
+
     def step(cached: int) -> tuple[float, float] | None:
         # The prediction is for a picture and a question: together they are what the step reads of the cache.
         speed = predict(model, gpu, NATIVE, replace(settings, image_tokens=cached - TEXT_TOKENS))
@@ -59,9 +64,9 @@ def expect_on_gpu(
 
     few, many = step(TEXT_TOKENS), step(TEXT_TOKENS + settings.context)
     if few is None or many is None:
-        return Expectation(lines)
+        return Expectation(lines, waiting=waiting)
     expected, slowest = (_pace(few[which], many[which], settings.context) for which in (0, 1))
-    return Expectation(lines, expected, slowest)
+    return Expectation(lines, expected, slowest, waiting=waiting)
 
 
 def _pool(planned: Line, model: Model, tokens: int) -> Line:
@@ -99,8 +104,8 @@ def _weights_in_ram(config: ModelConfig, checkpoint: Checkpoint, value_bytes: in
     }
     sizes = {"text": 0, "vision": 0, "embedding": 0}
     for name, info in checkpoint.tensors.items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name.startswith("lm_head.") and config.tie_word_embeddings:
             continue
         copies = next((count for ending, count in heads.items() if name.endswith(ending)), 1)
-        sizes[ledger_part(name)] += copies * count_weights(info) * value_bytes
+        sizes[ledger_part(name)] += copies * count_weights(info, config.quantization) * value_bytes
     return sizes

@@ -12,8 +12,15 @@ from vlfit.checkpoint.cache import count_parameters, weights_format
 from vlfit.checkpoint.catalog import BF16, TextOnlyConfig
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4
-from vlfit.checkpoint.tensors import INT4_SUFFIXES, PACKED_SUFFIX, SCALE_SUFFIX
+from vlfit.checkpoint.quantization import Quantization
+from vlfit.checkpoint.tensors import (
+    COMPRESSED_SUFFIXES,
+    PACKED_SUFFIX,
+    SCALE_SUFFIX,
+    codes_per_word,
+    is_embedding,
+    narrow_form,
+)
 from vlfit.plan.allocator import apart, held_for, joined
 from vlfit.units import MIB
 
@@ -29,7 +36,7 @@ _ROUNDED_FROM, _ROUNDED_TO = 10 * MIB, 2 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer of ``rows`` outputs and ``columns`` inputs, stored in ``form`` (bf16, fp8 or int4)."""
+    """A linear layer of ``rows`` outputs and ``columns`` inputs, in ``form`` (bf16, fp8, int8 or int4)."""
 
     rows: int
     columns: int
@@ -118,17 +125,19 @@ def model_of(
     text, vision = (config, None) if isinstance(config, TextOnlyConfig) else (_text(config), config.vision)
     loaded = {
         tensor: _loaded(info, text)
+    left_out = (f"{HEAD}.",) if text.tie_word_embeddings else ()  # then it is the embedding
         for tensor, info in tensors.items()
-        if not tensor.endswith(_NOT_LOADED) and not (tensor == "lm_head.weight" and text.tie_word_embeddings)
+        if not tensor.endswith(_NOT_LOADED) and not tensor.startswith(left_out)
     }
     parts = {"text": 0, "vision": 0, "embedding": 0}
     for tensor, size in loaded.items():
+    quantization = None if isinstance(config, TextOnlyConfig) else config.quantization
         parts[ledger_part(tensor)] += size
     return Model(
         name=name,
         family=family or name.rpartition("/")[2],
-        weights=weights_format(dict(tensors)),
-        parameters=count_parameters(dict(tensors)),
+        weights=weights_format(dict(tensors), quantization),
+        parameters=count_parameters(dict(tensors), quantization),
         text=text,
         vision=vision,
         text_bytes=parts["text"],
@@ -137,8 +146,8 @@ def model_of(
         rounding=sum(-size % _ROUNDED_TO for size in loaded.values() if size >= _ROUNDED_FROM),
         pool=held_for(joined(loaded).values()) - sum(loaded.values()),
         pool_apart=held_for(apart(loaded).values()) - sum(loaded.values()),
-        layer={part: _largest(part, tensors) for part in LAYER_PARTS},
-        head=_head(text, tensors),
+        layer={part: _largest(part, tensors, quantization) for part in LAYER_PARTS},
+        head=_head(text, tensors, quantization),
         known_by=known_by,
         converted_from=converted_from,
         place=place or name,
@@ -170,7 +179,7 @@ def _loaded(info: TensorInfo, text: TextOnlyConfig) -> int:
         return text.num_key_value_heads * info.count * HALF
     if info.name.endswith(SCALE_SUFFIX):
         return info.count * SINGLE
-    if info.dtype == "F8_E4M3" or info.name.endswith(INT4_SUFFIXES):
+    if info.dtype in ("F8_E4M3", "I8") or info.name.endswith(COMPRESSED_SUFFIXES):
         return info.bytes
     return info.count * HALF
 
@@ -179,26 +188,29 @@ def ledger_part(tensor: str) -> str:
     """Which of the ledger's lines of weights ``tensor`` belongs to: text, vision or embedding."""
     if tensor.startswith("model.visual."):
         return "vision"
-    return "embedding" if "embed_tokens" in tensor or tensor.startswith("lm_head.") else "text"
+    return "embedding" if is_embedding(tensor) or tensor.startswith(f"{HEAD}.") else "text"
 
 
-def _largest(part: str, tensors: Mapping[str, TensorInfo]) -> Matrix:
+def _largest(part: str, tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> Matrix:
     endings = (f".{part}.weight", f".{part}{PACKED_SUFFIX}")
-    found = [_matrix(info) for name, info in tensors.items() if name.endswith(endings)]
+    found = [_matrix(info, quantization) for name, info in tensors.items() if name.endswith(endings)]
     # Layers may be stored in several forms (a converter skips what it cannot divide): the dearest counts.
     return max(found, key=lambda matrix: (matrix.form != BF16, matrix.weights))
 
 
-def _head(text: TextOnlyConfig, tensors: Mapping[str, TensorInfo]) -> Matrix:
-    if not text.tie_word_embeddings:
-        for name in ("lm_head.weight", f"{HEAD}{PACKED_SUFFIX}"):
-            if name in tensors:
-                return _matrix(tensors[name])
+def _head(
+    text: TextOnlyConfig, tensors: Mapping[str, TensorInfo], quantization: Quantization | None
+) -> Matrix:
+    """The output head: the table of tokens itself where they are tied."""
+    for name, info in tensors.items():
+        ours = is_embedding(name) if text.tie_word_embeddings else name.startswith(f"{HEAD}.")
+        if ours and name.endswith((".weight", PACKED_SUFFIX)):
+            return _matrix(info, quantization)
     return Matrix(text.vocab_size, text.hidden_size, BF16)
 
 
-def _matrix(info: TensorInfo) -> Matrix:
+def _matrix(info: TensorInfo, quantization: Quantization | None) -> Matrix:
     rows, columns = info.shape
     if info.name.endswith(PACKED_SUFFIX):
-        return Matrix(rows, columns * CODES_PER_WORD, INT4)
-    return Matrix(rows, columns, FP8 if info.dtype == "F8_E4M3" else BF16)
+        columns *= codes_per_word(info.name, quantization)
+    return Matrix(rows, columns, narrow_form(info, quantization) or BF16)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vlfit.checkpoint.headers import INDEX_FILE
-from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format, Int4Format
+from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format, WeightScheme
 from vlfit.checkpoint.source import Checkpoint, read_checkpoint
 from vlfit.engine.convert.card import Conversion, card
 from vlfit.engine.convert.files import (
@@ -107,7 +107,7 @@ def _account(
         bytes_after=sum(job.bytes for job in all_jobs),
         parameters=checkpoint.parameter_count,
         converted_parameters=sum(job.source.count for job in all_jobs if job.converted),
-        group_size=form.group_size if isinstance(form, Int4Format) else None,
+        group_size=form.group_size if isinstance(form, WeightScheme) else None,
         head=recipe.head,
         kept=tuple(kept_layers(checkpoint, recipe)),
         relative_errors=errors.relative(),
@@ -117,7 +117,7 @@ def _account(
 
 def _write_weights(
     checkpoint: Checkpoint,
-    form: Fp8Format | Int4Format,
+    form: Fp8Format | WeightScheme,
     files: list[Shard],
     folder: Path,
     errors: Errors,

@@ -12,13 +12,14 @@ from typing import Any
 
 from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo
 from vlfit.checkpoint.quantization import (
+    COMPRESSED_METHOD,
     FP8,
     FP8_METHOD,
     INT4,
     INT4_METHOD,
     PACKED_FORMAT,
     Fp8Format,
-    Int4Format,
+    WeightScheme,
 )
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import SCALE_SUFFIX, is_text_layer, linear_weights, plain_tensors
@@ -66,7 +67,7 @@ class Shard:
 class Recipe:
     """What is converted into what: the linear layers of the text model, and if ``head`` the output head."""
 
-    form: Fp8Format | Int4Format
+    form: Fp8Format | WeightScheme
     head: bool
 
     def converts(self, name: str, columns: int) -> bool:
@@ -101,7 +102,7 @@ def new_recipe(checkpoint: Checkpoint, weights: str, group_size: int, *, head: b
         )
     if weights == FP8:
         return Recipe(Fp8Format(_BLOCK, _BLOCK, ()), head)
-    recipe = Recipe(Int4Format(group_size, True, ()), head)
+    recipe = Recipe(WeightScheme(4, group_size), head)
     if not any(recipe.converts(name, columns) for name, (_, columns) in _linears(checkpoint).items()):
         raise UsageError(
             f"no layer of {checkpoint.name} has inputs in whole groups of {group_size}",
@@ -135,7 +136,7 @@ def jobs(checkpoint: Checkpoint, recipe: Recipe) -> list[Job]:
     return found
 
 
-def _pieces(form: Fp8Format | Int4Format, name: str, rows: int, columns: int) -> Iterator[Piece]:
+def _pieces(form: Fp8Format | WeightScheme, name: str, rows: int, columns: int) -> Iterator[Piece]:
     if isinstance(form, Fp8Format):
         yield _piece(name, "F8_E4M3", (rows, columns))
         yield _piece(name + SCALE_SUFFIX, "BF16", form.scale_shape(rows, columns))
@@ -243,6 +244,6 @@ def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any
         "global_compression_ratio": None,
         "ignore": [module for module in kept if f"{module}.weight" in linears or module == "lm_head"],
         "kv_cache_scheme": None,
-        "quant_method": INT4_METHOD,
+        "quant_method": COMPRESSED_METHOD,
         "quantization_status": "compressed",
     }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.quantization import Fp8Format, Int4Format
+from vlfit.checkpoint.quantization import Fp8Format, WeightScheme
 from vlfit.engine.convert.files import ShardWriter
 from vlfit.engine.convert.layout import Job
 from vlfit.engine.convert.quantize import quantize_fp8, quantize_int4
@@ -55,7 +55,7 @@ class Converter:
     long on a machine that has other things to do.
     """
 
-    def __init__(self, loader: Loader, form: Fp8Format | Int4Format, errors: Errors) -> None:
+    def __init__(self, loader: Loader, form: Fp8Format | WeightScheme, errors: Errors) -> None:
         self._loader = loader
         self._form = form
         self._errors = errors
@@ -88,7 +88,7 @@ class Converter:
             writer.append(piece.name, _bytes(torch.tensor(job.source.shape)))
 
 
-def _round(form: Fp8Format | Int4Format, rows: Tensor) -> Rounded:
+def _round(form: Fp8Format | WeightScheme, rows: Tensor) -> Rounded:
     if isinstance(form, Fp8Format):
         block = (form.block_rows, form.block_columns)
         codes, scale = quantize_fp8(rows, block)
