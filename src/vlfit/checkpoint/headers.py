@@ -7,6 +7,7 @@ Does not know: which tensors a model needs (``tensors.py`` does). Nothing here r
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -33,6 +34,21 @@ _DTYPE_BITS = {
 _FETCH_AGAIN = "Delete this file and fetch it again (vlfit pull NAME resumes what is left of a download)."
 
 
+class Layout(Enum):
+    """How a tensor's numbers lie in its file, where that is not how its name and shape say.
+
+    ``TRANSPOSED``: [columns, rows]. ``ONE_LESS``: so, too, each code of a word less one. ``AWQ_CODES``: eight
+    rows share a word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on: [columns, rows / 8].
+    ``AWQ_ZEROS``: transposed, the codes of a word in that order. ``by_inputs.py`` says which tensors lie so.
+    """
+
+    AS_NAMED = auto()
+    TRANSPOSED = auto()
+    ONE_LESS = auto()
+    AWQ_CODES = auto()
+    AWQ_ZEROS = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor in a file. ``start`` and ``end`` are byte offsets in the file, header included.
@@ -46,6 +62,7 @@ class TensorInfo:
     file: Path
     start: int
     end: int
+    layout: Layout = Layout.AS_NAMED
 
     @property
     def bytes(self) -> int:

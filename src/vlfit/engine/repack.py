@@ -1,0 +1,142 @@
+"""Codes as AWQ and GPTQ have them in their files, put in the order that the engine's kernels read.
+
+Works in host memory, a slice of a matrix at a time: what it takes beside the matrix itself is a few times
+``SLICE_BYTES``, however large the matrix, and nothing on a device. Knows layouts (``checkpoint/headers.py``
+defines them) and words of codes. Does not know files, names, or scales.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlfit.checkpoint.headers import Layout
+from vlfit.engine.layers.linear import pack_codes, unpack_codes
+from vlfit.errors import CheckpointError
+
+SLICE_BYTES = (
+    4 * 1024**2
+)  # large enough that torch's threads are worth waking, and the processor's cache has it
+# Which of eight outputs each code of a word belongs to, from the lowest bits on (AutoAWQ's ``AWQ_ORDER``).
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_ONE_IN_EACH = {4: 0x11111111, 8: 0x01010101}
+# To exchange halves of two words, then quarters, then eighths: how many codes apart, and which bits.
+_EXCHANGES = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
+
+
+def repack(raw: Tensor, layout: Layout, target: Tensor, order: Tensor | None = None, bits: int = 4) -> None:
+    """Fill ``target`` with the matrix ``raw``, which lies in host memory as ``layout`` says.
+
+    ``target`` is [rows, columns] of the same dtype, on any device. With ``order`` [inputs], of a matrix of
+    codes of ``bits``, its input i becomes what was input ``order[i]``.
+    """
+    first = 0
+    for rows in _slices(raw, layout, bits):
+        kept = rows if order is None else _ordered(rows, order, bits)
+        target[first : first + len(rows)].copy_(kept)
+        first += len(rows)
+
+
+def shape_in_file(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """The shape that a tensor has in its file whose name calls for ``shape``."""
+    if layout is Layout.AS_NAMED:
+        return shape
+    rows, columns = shape
+    return (columns * 8, rows // 8) if layout is Layout.AWQ_CODES else (columns, rows)
+
+
+def column_order(groups: Tensor, group_size: int, name: str) -> Tensor:
+    """Inputs by the group that they belong to, in their own order within each: [inputs] int64.
+
+    ``groups`` [inputs] is ``g_idx``: the group of each. Raises ``CheckpointError`` unless each group has
+    ``group_size`` inputs, without which there is no order in which neighbours share a scale.
+    """
+    order = groups.argsort(stable=True)
+    expected = torch.arange(len(groups), dtype=groups.dtype) // group_size
+    if not torch.equal(groups[order], expected):
+        raise CheckpointError(
+            f"{name} does not put {group_size} inputs into each group",
+            "The file is damaged, or made by a program that vlfit does not know. Fetch it again.",
+        )
+    return order
+
+
+def _slices(raw: Tensor, layout: Layout, bits: int) -> Iterator[Tensor]:
+    """The rows of the matrix from top to bottom, each slice good until the next is asked for."""
+    if layout is Layout.AS_NAMED:
+        yield from raw.split(_slice_rows(raw.shape[1], raw.element_size()))
+    elif layout is Layout.AWQ_CODES:
+        yield from _awq_slices(raw)
+    else:
+        if layout is Layout.ONE_LESS:
+            raw = raw + _ONE_IN_EACH[bits]  # few: of a word for each group and eight outputs
+        elif layout is Layout.AWQ_ZEROS:
+            raw = _codes_in_order(raw)
+        yield from _transposed_slices(raw)
+
+
+def _slice_rows(columns: int, item_bytes: int) -> int:
+    return max(SLICE_BYTES // max(columns * item_bytes, 1), 1)
+
+
+def _transposed_slices(raw: Tensor) -> Iterator[Tensor]:
+    columns, rows = raw.shape
+    at_once = min(_slice_rows(columns, raw.element_size()), rows)
+    buffer = torch.empty(at_once * columns, dtype=raw.dtype)
+    for first in range(0, rows, at_once):
+        # Torch transposes fast from one dense matrix to another, and only so.
+        part = raw[:, first : first + at_once].contiguous()
+        turned = buffer[: part.numel()].view(part.shape[1], columns)
+        yield turned.copy_(part.T)
+
+
+def _awq_slices(raw: Tensor) -> Iterator[Tensor]:
+    """[inputs, outputs / 8] words of eight outputs each to rows of words of eight inputs each.
+
+    Of eight inputs and eight outputs the 64 codes are a matrix of eight words; turning it over takes three
+    exchanges between pairs of words, done for all such matrices of a slice at once.
+    """
+    words, eights = raw.shape[0] // 8, raw.shape[1]
+    at_once = min(max(_slice_rows(words, raw.element_size()) // 8, 1), eights)
+    buffer = torch.empty(8 * words * at_once, dtype=raw.dtype)
+    spare, turned = torch.empty_like(buffer[: len(buffer) // 8]), torch.empty_like(buffer)
+    by_input = raw.view(words, 8, eights).transpose(0, 1)
+    for first in range(0, eights, at_once):
+        count = min(at_once, eights - first)
+        size = words * count
+        block = buffer[: 8 * size].view(8, words, count)
+        block.copy_(by_input[:, :, first : first + count])
+        _exchange(block, spare[:size].view(words, count))
+        rows = turned[: 8 * size].view(count, 8, words)
+        for place, output in enumerate(AWQ_ORDER):
+            dense = spare[:size].view(count, words)
+            rows[:, output] = dense.copy_(block[place].T)
+        yield rows.view(8 * count, words)
+
+
+def _exchange(block: Tensor, spare: Tensor) -> None:
+    """``block`` [8, ...] of words of eight codes: code i of word j becomes code j of word i, in place."""
+    for apart, kept in _EXCHANGES:
+        for place in (place for place in range(8) if not place & apart):
+            low, high = block[place], block[place + apart]
+            torch.bitwise_right_shift(low, 4 * apart, out=spare)
+            spare.bitwise_xor_(high).bitwise_and_(kept)
+            high.bitwise_xor_(spare)
+            low.bitwise_xor_(spare.bitwise_left_shift_(4 * apart))
+
+
+def _codes_in_order(raw: Tensor) -> Tensor:
+    """Words whose codes stand in AWQ's order as words whose codes stand in their own."""
+    ordered = torch.zeros_like(raw)
+    for place, output in enumerate(AWQ_ORDER):
+        ordered |= (raw >> 4 * place & 15) << 4 * output
+    return ordered
+
+
+def _ordered(words: Tensor, order: Tensor, bits: int) -> Tensor:
+    """``words`` [rows, words] with the inputs that their codes belong to in ``order``."""
+    codes = words.view(torch.uint8) if bits == 8 else unpack_codes(words)
+    # NumPy's takes a fifth of the time of torch's.
+    ordered = torch.from_numpy(np.take(codes.numpy(), order.numpy(), axis=1))
+    return ordered.view(torch.int32) if bits == 8 else pack_codes(ordered)
