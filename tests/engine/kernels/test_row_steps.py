@@ -6,6 +6,7 @@ import torch
 from tests.engine.kernels.conftest import DTYPES, TOLERANCES, relative_error
 from vlfit.engine.decoder.rope import rotate
 from vlfit.engine.kernels import few_rows, fused
+from vlfit.engine.kernels.arrivals import arrivals
 from vlfit.engine.layers.norm import rms_norm
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
@@ -97,4 +98,4 @@ def test_few_rows(
         out = few_rows.multiply(x, weight, bias, splits=splits)
         assert out.dtype == dtype
         assert relative_error(out, exact) < TOLERANCES[dtype]
-    assert not few_rows.arrivals(device).any()
+    assert not arrivals(device).any()

@@ -5,14 +5,14 @@ used, its tiles, and what it allocates. More rows are torch's.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from vlfit.engine.kernels.arrivals import arrivals
+
 FEW_ROWS = 16
 BUSY = 512  # programs that keep a card's memory busy; fewer tiles than that are split
-_MOST_TILES = 16384  # of outputs: a vocabulary of a million tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def multiply(
 ) -> Tensor:
     """``x`` [rows, inputs], at most ``FEW_ROWS``, times ``weight`` [outputs, inputs].T: [rows, outputs].
 
-    Allocates the output and, for a product that is split, a float32 for each split of a tile.
+    Allocates the output and, for a product that is split, as much again in float32 for each split.
     """
     rows, inputs = x.shape
     outputs = len(weight)
@@ -53,8 +53,7 @@ def multiply(
     programs = -(-outputs // tiles.outputs)
     partial = output
     if splits > 1:
-        cells = programs * splits * tiles.outputs * tile_rows
-        partial = torch.empty(cells, dtype=torch.float32, device=x.device)
+        partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
     if x.device.type != "meta" and rows:
         from vlfit.engine.kernels.dense import multiply as kernel
 
@@ -78,9 +77,3 @@ def multiply(
             num_stages=tiles.stages,
         )
     return output
-
-
-@cache
-def arrivals(device: torch.device) -> Tensor:
-    """How many programs of a tile have finished: zeros between any two kernels of a device's stream."""
-    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)

@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from vlfit.engine.kernels.arrivals import arrivals
+
 # Widening moves about 5 bytes a weight (1 read, 2 written, 2 read again; int4 half a byte less), unpacking on
 # the fly 1, and computes at a share s of torch's speed. With F operations for each byte that a card moves in
 # the same time, they are even at 2 F / (1/s - 1) rows. An H200 has F = 260 and s = 0.45 (FP8) or 0.2 to 0.4
@@ -186,7 +188,7 @@ def _launch_matmul(
     splits: int,
     hardware: bool,
 ) -> None:
-    from vlfit.engine.kernels.matmul import join, matmul
+    from vlfit.engine.kernels.matmul import matmul
 
     rows, outputs = output.shape
     steps = -(-weights.inputs // (splits * tiles.inputs))
@@ -196,6 +198,8 @@ def _launch_matmul(
         *_stored(weights),
         x if bias is None else bias,
         partial,
+        arrivals(x.device),
+        output,
         rows,
         outputs,
         weights.inputs,
@@ -212,18 +216,6 @@ def _launch_matmul(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    if splits > 1:
-        cells, tile = output.numel(), 1024
-        join[(-(-cells // tile),)](
-            partial,
-            output if bias is None else bias,
-            output,
-            cells,
-            outputs,
-            has_bias=bias is not None,
-            splits=splits,
-            tile=tile,
-        )
 
 
 def _stored(weights: NarrowWeights) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,13 +4,14 @@
 that one may stay in registers. One row is computed as eight: matrix units wait for memory all the same, while
 a kernel without them took twice as long on an H200 (converting and adding up weights one by one). With few
 rows there are too few tiles to keep a card busy, so the inputs are shared out among ``splits`` programs, and
-``join`` adds up their sums, always in the same order.
+the last of them to finish adds up their sums, always in the same order (``finish.py``).
 Reference: ``engine/layers/linear.py`` widens and calls ``F.linear``.
 """
 
 import triton
 import triton.language as tl
 
+from vlfit.engine.kernels.finish import finish
 from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, scales, shuffle, spread
 
 
@@ -21,6 +22,8 @@ def matmul(
     scale,
     zero_point,
     bias,
+    partial,
+    arrivals,
     output,
     rows,
     outputs,
@@ -42,7 +45,8 @@ def matmul(
 ):
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ weights.T + ``bias``, summed in float32.
 
-    With ``splits`` > 1 ``output`` is [splits, rows, outputs] float32, each over ``steps`` tiles of inputs.
+    With ``splits`` > 1 each program sums over ``steps`` tiles of inputs, and ``finish`` says what ``partial``
+    and ``arrivals`` are.
     Where a tile of inputs shares its scale, codes are multiplied as they are and the scale is applied to the
     sum; else a weight is its code times its scale, rounded once to the dtype of ``x``.
     """
@@ -96,30 +100,17 @@ def matmul(
             total = tl.dot(weight.to(x_tile.dtype), tl.trans(x_tile), total, input_precision="ieee")
     if not four_bits and not hardware:
         total *= 256.0
-    written = (output_index[:, None] < outputs) & (row[None, :] < rows)
-    target = (split * rows + row[None, :]).to(tl.int64) * outputs + output_index[:, None]
-    if has_bias and splits == 1:
-        total += tl.load(bias + output_index, mask=output_index < outputs, other=0.0).to(tl.float32)[:, None]
-    tl.store(output + target, total.to(output.dtype.element_ty), mask=written)
-
-
-@triton.jit(do_not_specialize=["cells"])
-def join(
-    partial,
-    bias,
-    output,
-    cells,
-    outputs,
-    has_bias: tl.constexpr,
-    splits: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """``output`` [cells] = the sum of ``partial`` [splits, cells] + ``bias``; cells are rows x outputs."""
-    cell = tl.program_id(0) * tile + tl.arange(0, tile)
-    inside = cell < cells
-    total = tl.zeros((tile,), tl.float32)
-    for split in tl.static_range(splits):
-        total += tl.load(partial + split * cells + cell, mask=inside, other=0.0)
-    if has_bias:
-        total += tl.load(bias + cell % outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + cell, total.to(output.dtype.element_ty), mask=inside)
+    finish(
+        total,
+        bias,
+        partial,
+        arrivals + tl.program_id(0),
+        output,
+        output_index,
+        row,
+        split,
+        rows,
+        outputs,
+        has_bias,
+        splits,
+    )

@@ -53,6 +53,7 @@ def rotate_and_store(
     both = joined[:, :-key_heads]
     if norm_weight is not None:
         both = rms_norm(both, norm_weight, eps)
-    query, key = rotate(both, *tables).split((both.shape[1] - key_heads, key_heads), dim=1)
+    turned = rotate(both, *tables)
+    query, key = turned[:, :-key_heads], turned[:, -key_heads:]
     cache.write(layer, slots, key, joined[:, -key_heads:])
     return query

@@ -1,0 +1,55 @@
+"""How a tile of a product ends, one program's or several programs': sums written, with the bias.
+
+Where the inputs of a tile are shared out, no second kernel waits for the first: each program leaves its sums,
+and the last one to come adds them up, always in the same order, so that the result does not depend on who was
+last. Host code: ``arrivals.py``.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def finish(
+    total,
+    bias,
+    partial,
+    arrived,
+    output,
+    index,
+    row,
+    split,
+    rows,
+    outputs,
+    has_bias: tl.constexpr,
+    splits: tl.constexpr,
+):
+    """``total`` [tile of outputs, tile of rows] float32 to ``output`` [rows, outputs] at ``index`` and ``row``.
+
+    With ``splits`` > 1 ``partial`` is [splits, rows, outputs] float32, and ``arrived`` counts the programs of
+    this tile that have left their sums there: 0 before the first and after the last.
+    """
+    inside = (index[:, None] < outputs) & (row[None, :] < rows)
+    place = row[None, :].to(tl.int64) * outputs + index[:, None]
+    if splits > 1:
+        cells = rows.to(tl.int64) * outputs
+        tl.store(partial + split * cells + place, total, mask=inside)
+        tl.debug_barrier()  # all threads' sums are on their way before the one that counts says so
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
+            total = tl.zeros_like(total)
+            for other in range(splits):
+                # Past the first cache, which does not see what other multiprocessors write.
+                found = tl.load(partial + other * cells + place, mask=inside, other=0.0, cache_modifier=".cg")
+                total += found
+            tl.store(arrived, 0)
+            write(total, bias, output, place, index, inside, outputs, has_bias)
+    else:
+        write(total, bias, output, place, index, inside, outputs, has_bias)
+
+
+@triton.jit
+def write(total, bias, output, place, index, inside, outputs, has_bias: tl.constexpr):
+    """``total`` and ``bias`` to ``output`` at ``place``."""
+    if has_bias:
+        total += tl.load(bias + index, mask=index < outputs, other=0.0).to(tl.float32)[:, None]
+    tl.store(output + place, total.to(output.dtype.element_ty), mask=inside)
