@@ -6,7 +6,7 @@ repeated for each head, what is not loaded at all). Does not know: where the ten
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vlfit.checkpoint.cache import count_parameters, weights_format
 from vlfit.checkpoint.catalog import BF16, TextOnlyConfig
@@ -58,7 +58,8 @@ class Model:
     as in transformers. ``converted_from`` names the checkpoint that ``vlfit convert`` has to make this one
     of, "" if it exists, and ``convert_options`` what it is told for that, beside the format, at the cost of
     exactness. ``place`` is what a command names to load it: a folder's path or a name on the hub.
-    ``known_by`` says in words where the sizes were read.
+    ``known_by`` says in words where the sizes were read. ``sizes`` are those of tensors as the engine
+    allocates them, in its order.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Model:
     converted_from: str = ""
     place: str = ""
     convert_options: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def made_by(self) -> str:
@@ -152,6 +154,7 @@ def model_of(
         converted_from=converted_from,
         place=place or name,
         convert_options=convert_options,
+        sizes=joined(loaded),
     )
 
 

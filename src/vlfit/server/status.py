@@ -129,6 +129,7 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
 
 
 def gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
+        offload=wishes.offload,
     """The GPU that the engine runs on, as the driver's library sees it; None on a CPU, or if it is unseen."""
     if account.settings.device == "cpu":
         return None
