@@ -15,6 +15,8 @@ for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power, _letter: 1024**_power}
 _SIZE = re.compile(r"([+-]?)\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)")
 _MOST = 2**60
+_SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)")
 
 
 def parse_bytes(text: str, name: str = "") -> int:
@@ -42,6 +44,32 @@ def parse_bytes(text: str, name: str = "") -> int:
     if not math.isfinite(number) or number * factor > _MOST:
         raise UsageError(f"{about}{text!r} is larger than any memory", "is the unit right?")
     return round(number * factor)
+
+
+def parse_gibibytes(text: str, name: str = "") -> int:
+    """As ``parse_bytes``, but a bare number is in GiB: ``"1.5"`` is ``"1.5GiB"``."""
+    return parse_bytes(f"{text}GiB" if text.strip()[-1:].isdigit() else text, name)
+
+
+def parse_seconds(text: str, name: str = "") -> float:
+    """Seconds of ``"90s"``, ``"5m"``, ``"5 min"`` or ``"1.5h"``; ``name`` is an option, for messages.
+
+    Raises ``UsageError`` for a duration that is 0, that lacks a unit or is none.
+    """
+    about = f"{name}: " if name else ""
+    found = _DURATION.fullmatch(text.strip())
+    text = text if len(text) <= 40 else text[:37] + "..."
+    if found is None:
+        raise UsageError(f"{about}{text!r} is not a duration", "write it like 90s, 5m or 1h")
+    if not found[2]:
+        raise UsageError(f"{about}{text!r} has no unit", f"write {found[1]}s, {found[1]}m or {found[1]}h")
+    factor = _SECONDS.get(found[2].lower())
+    if factor is None:
+        raise UsageError(f"{about}unknown unit {found[2]!r} in {text!r}", "units are s, m, h and d")
+    seconds = float(found[1]) * factor
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{about}{text!r} is no time to wait", "write it like 90s, 5m or 1h")
+    return seconds
 
 
 def format_bytes(count: int) -> str:

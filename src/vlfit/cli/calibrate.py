@@ -49,12 +49,14 @@ def measure(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None:
 
 def summary(measured: "Measured") -> list[str]:
     """The numbers in words."""
+    link = measured.link_bandwidth
     return [
         f"CUDA and its libraries: {measured.context / MIB:,.0f} MiB; matrix products "
         f"{measured.workspace / MIB:,.0f} MiB",
         f"torch's pool above its tensors: {measured.vision_slack - 1:.0%} in the vision tower, "
         f"{measured.text_slack - 1:.0%} in the text model",
         f"copies at {format_bandwidth(round(measured.copy_bandwidth))}, "
+        f"{'' if link is None else f'from RAM at {format_bandwidth(round(link))}, '}"
         f"{measured.multiplications / 1e12:,.0f} TFLOP/s in bf16, "
         f"{measured.launch * 1e3:.2f} ms to launch a layer",
     ]

@@ -22,7 +22,9 @@ from vlfit.checkpoint.source import Checkpoint, mini_folder, open_checkpoint
 from vlfit.engine.engine import Engine
 from vlfit.engine.holdings import gpu_uuid
 from vlfit.engine.made_up import MadeUpLoader
+from vlfit.engine.offload import PIECE
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.pinned import PinnedBytes
 from vlfit.engine.rehearsal import about_a_picture, answer_all, full_context, full_pool, text
 from vlfit.errors import DeviceError
 from vlfit.machine.gpu import read_gpus
@@ -73,7 +75,7 @@ def _measured(gpu: Gpu, device: torch.device, say: Say) -> Measured:
     context = max(held_beside_torch(gpu, device), MIB)
     torch.cuda.empty_cache()
     say("speed: copying, multiplying, launching")
-    copied = copy_bandwidth(device)
+    copied, linked = copy_bandwidth(device), link_bandwidth(device)
     multiplied = multiplications(device)
     return Measured(
         gpu=gpu.name,
@@ -87,6 +89,7 @@ def _measured(gpu: Gpu, device: torch.device, say: Say) -> Measured:
         copy_bandwidth=copied,
         launch=launch_seconds(device),
         multiplications=multiplied,
+        link_bandwidth=linked,
     )
 
 
@@ -165,7 +168,7 @@ def _few_layers(device: torch.device) -> Engine:
     config = replace(
         entry.config,
         text=replace(entry.config.text, num_hidden_layers=_LAYERS),
-        vision=replace(entry.config.vision, depth=_LAYERS, deepstack_visual_indexes=(0, 1, 2)),
+        vision=replace(entry.config.eyes, depth=_LAYERS, deepstack_visual_indexes=(0, 1, 2)),
         image_token_id=mini.config.image_token_id,
         video_token_id=mini.config.video_token_id,
         vision_start_token_id=mini.config.vision_start_token_id,
@@ -202,6 +205,19 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.ones(256 * MIB, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
+
+
+def link_bandwidth(device: torch.device) -> float:
+    """Bytes per second of copies from locked RAM to the device, as layers that wait there are copied."""
+    locked = PinnedBytes(128 * MIB, device)
+    source = locked.bytes.fill_(1)
+    target = torch.empty_like(source, device=device)
+
+    def copy() -> None:
+        for start in range(0, len(source), PIECE):
+            target[start : start + PIECE].copy_(source[start : start + PIECE], non_blocking=True)
+
+    return source.nbytes / seconds_of(copy, device)
 
 
 def multiplications(device: torch.device) -> float:

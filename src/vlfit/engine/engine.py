@@ -127,7 +127,8 @@ class Engine:
         config = self.checkpoint.config
         loader = self._loader_class(self.checkpoint, self.device, self.dtype, report)
         with torch.inference_mode(), loader:
-            text = TextModel(replace(config, text=config.text.within(self.context)), loader)
+            within = replace(config, text=config.text.within(self.context))
+            text = TextModel(within, loader, self._waiting)
             return text, VisionTower(config.vision, loader) if config.vision else None
 
     def _load_again(self) -> None:

@@ -12,17 +12,23 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from vlfit.engine.decoder.text import TextModel
+from vlfit.engine.offload import StreamedLayers
+from vlfit.engine.pinned import PinnedBytes
 from vlfit.engine.qwen3_vl.vision import VisionTower
 
 
-def weight_holdings(text: TextModel, vision: VisionTower) -> dict[str, int]:
+def weight_holdings(text: TextModel, vision: VisionTower | None) -> dict[str, int]:
     """Bytes of all tensors of the model, by ledger line. A storage that is shared counts once."""
     seen: set[int] = set()
     embedding = bytes_of([text.embedding, text.head], seen)
+    # Layers that wait in RAM are on the device in two slots.
+    slots = text.layers.slots if isinstance(text.layers, StreamedLayers) else []
+    offload = {"weights.offload": bytes_of(slots, seen)} if slots else {}
     return {
         "weights.text": bytes_of(text, seen),
         "weights.vision": bytes_of(vision, seen),
         "weights.embedding": embedding,
+        **offload,
     }
 
 

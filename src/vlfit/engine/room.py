@@ -5,7 +5,8 @@ a CPU the ledger is weights and KV cache. Does not know what a line costs (``pla
 (``budget.py``).
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -16,14 +17,16 @@ from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
 from vlfit.engine.holdings import gpu_uuid
-from vlfit.errors import DoesNotFit
+from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.gpu import gpu_behind, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import EXACT, constants_for
 from vlfit.plan.expect import expect_in_ram, expect_on_gpu
 from vlfit.plan.ledger import Line, Settings
-from vlfit.plan.preference import IMAGE_TOKENS
+from vlfit.plan.model import Model, model_of
+from vlfit.plan.offload import AUTO, Wish, check_ram, count_for, counts, offload_of
+from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, IMAGE_TOKENS
 from vlfit.units import format_bytes
 
 # What a person is told of a ledger, in few words: the first part of a line's name, and what it is called.
@@ -43,7 +46,7 @@ class Room:
 
     ``there`` bytes of them this process holds already: CUDA's context, where something used the GPU before.
     ``free`` may be had. ``kv_tokens`` are in the pool, ``image_tokens`` the most of a picture. ``limit``:
-    what torch's pool on a GPU may come to; None where no plan tells.
+    what torch's pool on a GPU may come to; None where no plan tells. ``waiting``: layers that are in RAM.
     """
 
     lines: tuple[Line, ...]
@@ -52,6 +55,7 @@ class Room:
     kv_tokens: int
     image_tokens: int
     limit: int | None = None
+    waiting: tuple[int, ...] = ()
 
     @property
     def spare(self) -> int:
@@ -65,7 +69,7 @@ class Wanted:
 
     ``kv_tokens`` None: a pool of as many as there is room for, at least one context and at most what all
     sequences can fill. ``image_tokens`` None: the largest pictures that there is room for, at most
-    ``most_image_tokens``.
+    ``most_image_tokens``. ``offload``: as in ``EngineOptions``.
     """
 
     context: int
@@ -75,22 +79,83 @@ class Wanted:
     image_tokens: int | None
     most_image_tokens: int
     block_size: int
+    offload: Wish | None = None
 
 
 def find_room(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, wanted: Wanted) -> Room:
     """What an engine takes as it is ``wanted``. Raises ``DoesNotFit`` with the sizes and what is missing."""
+    if wanted.offload is not None:
+        return _with_offload(checkpoint, device, dtype, wanted)
+    room = _largest_pictures(checkpoint, device, dtype, wanted)
+    if room.spare < 0:
+        raise _too_little(checkpoint, device, dtype, room, wanted)
+    return room
+
+
+def _largest_pictures(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, wanted: Wanted, waiting: int = 0
+) -> Room:
+    """With the largest pictures that there is room for; without room for any, with the smallest."""
     most = wanted.most_image_tokens
     steps = (most, *(step for step in IMAGE_TOKENS if step < most))
     if wanted.image_tokens is not None:
         steps = (min(wanted.image_tokens, most),)
     for image_tokens in steps:
         settings = Settings(
-            checkpoint.weights_format, wanted.context, image_tokens, wanted.sequences, wanted.chunk
+            checkpoint.weights_format,
+            wanted.context,
+            image_tokens,
+            wanted.sequences,
+            wanted.chunk,
+            offload=waiting,
         )
         room = _with_pool(checkpoint, device, dtype, settings, wanted)
         if room.spare >= 0:
+            break
+    return room
+
+
+def _with_offload(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, wanted: Wanted
+) -> Room:
+    """With layers in RAM: as many as were wished for, or the fewest that make it fit."""
+    if device.type == "cpu":
+        raise UsageError(
+            "--offload lets layers wait in RAM for a GPU; on a CPU all weights are in RAM already",
+            "leave it out, or add --device cuda",
+            param="offload",
+        )
+    model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
+    if wanted.offload != AUTO and wanted.offload is not None:
+        room = _largest_pictures(checkpoint, device, dtype, wanted, count_for(model, wanted.offload))
+    else:
+        room = _largest_pictures(checkpoint, device, dtype, wanted)
+        if room.spare < 0:
+            room = _fewest_waiting(checkpoint, device, dtype, wanted, model)
+    if room.spare < 0:
+        raise _too_little(checkpoint, device, dtype, room, wanted)
+    check_ram(offload_of(model, len(room.waiting)), read_host())
+    return room
+
+
+def _fewest_waiting(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, wanted: Wanted, model: Model
+) -> Room:
+    """The fewest layers that make room for ample pictures or, where not even all do, for small ones."""
+    if wanted.image_tokens is None:
+        ample = replace(wanted, image_tokens=AMPLE_IMAGE_TOKENS)
+        room = _fewest_waiting(checkpoint, device, dtype, ample, model)
+        if room.spare >= 0:
             return room
-    raise _too_little(checkpoint, device, dtype, room)
+
+    def room_with(count: int) -> Room:
+        return _largest_pictures(checkpoint, device, dtype, wanted, count)
+
+    steps = counts(model)
+    if not steps:
+        return room_with(0)
+    fewest = bisect_left(steps, 0, key=lambda count: room_with(count).spare)
+    return room_with(steps[min(fewest, len(steps) - 1)])
 
 
 def _with_pool(
@@ -145,10 +210,19 @@ def _room(
     reserved = torch.cuda.memory_reserved(device)
     pool_spare = reserved - torch.cuda.memory_allocated(device)
     gpu = gpu_behind(read_gpus()[0], gpu_uuid(device), str(device))
+    waiting: tuple[int, ...] = ()
     planned: tuple[Line, ...] = ()
     if gpu is not None:
         expectation = expect_on_gpu(checkpoint, gpu, settings, dtype.itemsize, kv_tokens)
         planned = tuple(line for line in expectation.lines if line.line != "desktop")
+        waiting = expectation.waiting
+    if (gpu is None or not planned) and settings.offload:
+        raise UsageError(
+            "which layers wait in RAM is the plan's to say, and there is none for this GPU in 32 bits or "
+            "without the driver's library (NVML)",
+            "leave out --offload, or compute in 16 bits: --dtype bfloat16",
+            param="offload",
+        )
     if gpu is None or not planned:
         # No plan is made for this (values of 32 bits) or of this (no driver's library): what is exact.
         lines = _exact_lines(checkpoint, device, dtype, kv_tokens)
@@ -163,6 +237,7 @@ def _room(
         kv_tokens,
         settings.image_tokens,
         limit=reserved + sum(line.bytes for line in planned) - outside,
+        waiting=waiting,
     )
 
 
@@ -186,10 +261,14 @@ def _context_there(gpu: Gpu, reserved: int, context: int) -> int:
     return context if reserved else 0
 
 
-def _too_little(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, room: Room) -> DoesNotFit:
+def _too_little(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, room: Room, wanted: Wanted
+) -> DoesNotFit:
     half = " or --dtype bfloat16" if dtype == torch.float32 else ""
     fewer = f"try a smaller --context or --image-tokens{half}, a smaller checkpoint, FP8 or int4 weights"
     ask = "" if device.type == "cpu" else f"; vlfit plan {checkpoint.name} says what would fit"
+    if device.type != "cpu" and wanted.offload is None:
+        ask = f", or let layers wait in RAM, which is slow: --offload auto{ask}"
     return DoesNotFit(
         f"{checkpoint.name} does not fit on {device}: {in_words(room)}; {format_bytes(room.free)} are free, "
         f"{format_bytes(-room.spare)} too few",

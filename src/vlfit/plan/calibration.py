@@ -85,6 +85,13 @@ LAUNCH = Constant(
     MEASURED,
     f"transformers eager, Qwen3-VL 4B: 20.6 ms for 36 layers (2B: 15.5 for 28); {_H200}",
 )
+# Share of the speed that the standard gives a PCIe link that copies from locked RAM to the card reach.
+_LINKS = "github.com/ZaidQureshi/bam/issues/54"
+LINK_LOW = Constant(12 / 15.75, MEASURED, f"V100, generation 3 with 16 lanes: 12 of 15.75 GB/s ({_LINKS})")
+LINK = Constant(25 / 31.5, MEASURED, f"A100, generation 4 with 16 lanes: 25 of 31.5 GB/s ({_LINKS})")
+LINK_HIGH = Constant(
+    55.63 / 63.0, MEASURED, "NVIDIA's example of nvbandwidth, generation 5 with 16 lanes: 55.63 of 63 GB/s"
+)
 # Multiplications per byte of bandwidth: how much arithmetic a card can do while it reads. The H200 measured
 # 750 TFLOP/s at 4.27 TB/s. No small card was measured: halving it is a guess, and so is the range around it.
 FLOPS_PER_BYTE_HIGH = Constant(
@@ -104,10 +111,11 @@ WSL2_HIDES = Constant(
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The numbers for one GPU. ``copy_bandwidth`` (bytes per second) is None where it was not measured.
+    """The numbers for one GPU. ``copy_bandwidth`` on the card and ``link_bandwidth`` from locked RAM to it
+    (bytes per second) are None where they were not measured.
 
-    ``efficiency...`` are shares of the peak bandwidth. ``broken`` says why numbers that were measured are not
-    used, "" if there is no such reason.
+    ``efficiency...`` are shares of the peak bandwidth, ``link...`` of the PCIe link's. ``broken`` says why
+    numbers that were measured are not used, "" if there is no such reason.
     """
 
     context: Constant
@@ -122,7 +130,11 @@ class Constants:
     flops_per_byte_low: Constant
     flops_per_byte: Constant
     flops_per_byte_high: Constant
+    link_low: Constant = LINK_LOW
+    link: Constant = LINK
+    link_high: Constant = LINK_HIGH
     copy_bandwidth: Constant | None = None
+    link_bandwidth: Constant | None = None
     broken: str = ""
 
 
@@ -199,6 +211,11 @@ def _of_this_machine(measured: Measured, gpu: Gpu) -> Constants:
         flops_per_byte=Constant(per_byte / 2, MODELLED, f"half of the rate {source}"),
         flops_per_byte_high=Constant(per_byte, MEASURED, source),
         copy_bandwidth=Constant(measured.copy_bandwidth, MEASURED, source),
+        link_bandwidth=(
+            None
+            if measured.link_bandwidth is None
+            else Constant(measured.link_bandwidth, MEASURED, f"a copy from locked RAM, {source}")
+        ),
     )
 
 

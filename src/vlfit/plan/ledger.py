@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.machine.model import Gpu
-from vlfit.plan import allocator, calibration, costs
+from vlfit.plan import allocator, calibration, costs, offload
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
 from vlfit.plan.model import SINGLE, Model
 from vlfit.plan.vllm import constants as vllm_constants
@@ -25,7 +25,8 @@ class Settings:
     """What a backend is started with: tokens of a request, of a picture, requests at once, tokens of a pass.
 
     ``image_tokens`` is 0 for a model without eyes. ``graphs``: whether vLLM compiles the model and captures
-    CUDA graphs; the other backends do neither.
+    CUDA graphs; the other backends do neither. ``offload``: how many text layers wait in RAM, of the native
+    engine only.
     """
 
     weights: str
@@ -34,6 +35,7 @@ class Settings:
     sequences: int
     chunk: int
     graphs: bool = False
+    offload: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
             constants.context.how,
             _context_note(constants),
         ),
-        *_weights(model),
+        *_weights(model, settings.offload),
         _kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings, constants),
         Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs"),
@@ -86,15 +88,24 @@ def held_by_others(gpu: Gpu) -> int:
     return max(gpu.total - gpu.free, gpu.desktop)
 
 
-def _weights(model: Model) -> tuple[Line, Line, Line]:
+def _weights(model: Model, waiting: int = 0) -> tuple[Line, ...]:
+    """``waiting`` layers are in RAM: their line is of the two slots that they take turns in."""
     head = "table of tokens" if model.text.tie_word_embeddings else "table of tokens and output head"
-    return (
-        Line("weights.text", model.text_bytes, EXACT, f"text layers in {model.weights}, {model.known_by}"),
+    apart = offload.offload_of(model, waiting)
+    here = f"text layers in {model.weights}, {model.known_by}"
+    if waiting:
+        here = f"{model.text.num_hidden_layers - waiting} of {model.text.num_hidden_layers} {here}"
+    lines = (
+        Line("weights.text", model.text_bytes - apart.weights, EXACT, here),
         Line(
             "weights.vision", model.vision_bytes, EXACT, "vision tower" if model.vision else "no vision tower"
         ),
         Line("weights.embedding", model.embedding_bytes, EXACT, head),
     )
+    if not waiting:
+        return lines
+    note = f"{apart.words} and come through {offload.SLOTS} slots of {apart.slot / MIB:.0f} MiB"
+    return *lines, Line("weights.offload", apart.slots, EXACT, note)
 
 
 def pool_tokens(backend: str, settings: Settings) -> int:
@@ -160,8 +171,12 @@ def _pool_beside(model: Model, backend: str, settings: Settings) -> int:
         tensors = 2 * model.text.num_hidden_layers
         segments = allocator.held_for([kv_cache // tensors] * tensors)
         return model.pool_apart + segments - kv_cache + allocator.BEGUN
+    weights = model.pool
+    if settings.offload:
+        apart = offload.offload_of(model, settings.offload)
+        weights = offload.torch_takes(model, apart) - (model.weight_bytes - apart.frees)
     # Keys of all layers are one tensor, values another.
-    return model.pool + 2 * allocator.beside(kv_cache // 2) + allocator.BEGUN
+    return weights + 2 * allocator.beside(kv_cache // 2) + allocator.BEGUN
 
 
 def _text_slack(backend: str, constants: Constants) -> float:

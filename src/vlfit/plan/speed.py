@@ -13,9 +13,11 @@ from vlfit.plan import calibration
 from vlfit.plan.calibration import Constants
 from vlfit.plan.ledger import NATIVE, VLLM, Settings
 from vlfit.plan.model import HALF, Matrix, Model
+from vlfit.plan.offload import copy_seconds, offload_of
 from vlfit.plan.vllm.constants import LAUNCH_OF_GRAPHS, LAUNCH_OF_GRAPHS_LOW
 
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
+_NONE = (0.0, 0.0, 0.0)  # no layer waits in RAM, so none is copied
 # Bytes read for each weight in one pass, scales included; every backend reads weights as they are stored.
 _STORED = {FP8: 1.0, INT4: 0.5 + HALF / 32}
 
@@ -35,7 +37,8 @@ class Speed:
 
     ``roof`` is the card's limit: tokens per second if every weight were read once as it is stored, at peak
     bandwidth. ``offload``: tokens per second at most if ``offloaded`` bytes of weights came from RAM over
-    PCIe for each token; None where the plan fits or the link is not known.
+    PCIe for each token, as they are too much; None where the plan fits or the link is not known. Layers that
+    the plan lets wait in RAM are in ``decode`` and ``first_token`` already.
     """
 
     decode: Range
@@ -47,7 +50,10 @@ class Speed:
 
 
 def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: int = 0) -> Speed | None:
-    """The speed of one request with a picture of ``settings.image_tokens``; None if no bandwidth is known."""
+    """The speed of one request with a picture of ``settings.image_tokens``.
+
+    None if the bandwidth of the card, or of its link where layers wait in RAM, is not known.
+    """
     if gpu.bandwidth is None:
         return None
     bandwidth = gpu.bandwidth
@@ -65,13 +71,18 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * constants.launch_low.value)
     expected = max(moved / (bandwidth * constants.efficiency.value), launch)
     slow = moved / (bandwidth * constants.efficiency_low.value) + launch
+    copies = copy_seconds(offload_of(model, settings.offload), gpu, constants) if settings.offload else _NONE
+    if copies is None:
+        return None
+    # A layer is copied while others compute (``offload.py``); at worst nothing overlaps here either.
+    fast, expected, slow = max(fast, copies[0]), max(expected, copies[1]), slow + copies[2]
     # Only weights can wait in RAM: a KV cache that is too large cannot.
     stored = model.text_bytes + model.vision_bytes + model.embedding_bytes
     offloaded = deficit if 0 < deficit <= stored else 0
     offload = gpu.pcie_bandwidth / offloaded if offloaded and gpu.pcie_bandwidth else None
     return Speed(
         decode=Range(1 / slow, 1 / expected, 1 / fast),
-        first_token=_first_token(model, bandwidth, weights, settings, constants),
+        first_token=_first_token(model, bandwidth, weights, settings, constants, copies),
         roof=bandwidth / moved,
         bytes_per_token=round(moved),
         offload=offload,
@@ -89,23 +100,40 @@ def _pass_bytes(model: Model) -> float:
 
 
 def _first_token(
-    model: Model, bandwidth: int, weights: float, settings: Settings, constants: Constants
+    model: Model,
+    bandwidth: int,
+    weights: float,
+    settings: Settings,
+    constants: Constants,
+    copies: tuple[float, float, float],
 ) -> Range:
+    """``copies``: seconds in which the layers that wait in RAM are copied once, as each pass needs them."""
     prompt = settings.image_tokens + TEXT_TOKENS
     passes = -(-prompt // settings.chunk)
-    work = 2.0 * model.head_and_layer_weights * prompt + _tower_work(model.vision, settings.image_tokens)
+    looking = _tower_work(model.vision, settings.image_tokens)
+    work = 2.0 * model.head_and_layer_weights * prompt + looking
     layers = model.text.num_hidden_layers * passes + (model.vision.depth if model.vision else 0)
 
-    def seconds(flops_per_byte: float, efficiency: float, launch: float) -> float:
+    def seconds(flops_per_byte: float, efficiency: float, launch: float, copy: float) -> float:
         computing = work / (bandwidth * flops_per_byte)
-        return max(computing + passes * weights / (bandwidth * efficiency), layers * launch)
+        all_here = max(computing + passes * weights / (bandwidth * efficiency), layers * launch)
+        # While the tower looks no layer's turn comes.
+        return max(all_here, looking / (bandwidth * flops_per_byte) + passes * copy)
 
     return Range(
         seconds(
-            constants.flops_per_byte_high.value, constants.efficiency_high.value, constants.launch_low.value
+            constants.flops_per_byte_high.value,
+            constants.efficiency_high.value,
+            constants.launch_low.value,
+            copies[0],
         ),
-        seconds(constants.flops_per_byte.value, constants.efficiency.value, constants.launch.value),
-        seconds(constants.flops_per_byte_low.value, constants.efficiency_low.value, constants.launch.value),
+        seconds(
+            constants.flops_per_byte.value, constants.efficiency.value, constants.launch.value, copies[1]
+        ),
+        seconds(
+            constants.flops_per_byte_low.value, constants.efficiency_low.value, constants.launch.value, 0.0
+        )
+        + passes * copies[2],
     )
 
 

@@ -1,0 +1,54 @@
+"""RAM that a GPU reads by itself, while the processor does other things: pages that are never swapped out.
+
+Knows how such memory is asked for and given back. Does not know what lies in it.
+
+Pages are taken from the system and locked where they are (``cudaHostRegister``), as torch's own allocator for
+such memory takes the next power of two: up to twice what is needed.
+"""
+
+import mmap
+import weakref
+
+import torch
+
+from vlfit.errors import DeviceError
+from vlfit.units import format_bytes
+
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable: not only for the device that is current just now
+
+
+class PinnedBytes:
+    """``size`` bytes of RAM as the tensor ``bytes`` [size] uint8, locked for ``device`` if it is a GPU.
+
+    Given back when nobody refers to it any more. Raises ``DeviceError`` where the system does not lock so
+    much: under WSL2 Windows allows a part of the RAM only.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to lock, where the system has them
+        self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:size]
+        if device.type == "cuda":
+            address = self.bytes.data_ptr()
+            _lock(address, len(pages), device)
+            weakref.finalize(self, _unlock, address, device, pages)
+
+
+def _lock(address: int, size: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # CUDA is started, on this device
+        error = int(torch.cuda.cudart().cudaHostRegister(address, size, _FOR_ALL_DEVICES))
+    if error:
+        raise DeviceError(
+            f"the system does not lock {format_bytes(size)} more of RAM for the GPU (CUDA error {error})",
+            "let fewer layers wait in RAM: a smaller --offload. Under WSL2 Windows lets CUDA lock only a part "
+            "of the RAM: give WSL2 more (memory= in .wslconfig), and stop what else has locked some",
+        )
+
+
+def _unlock(address: int, device: torch.device, pages: mmap.mmap) -> None:
+    """``pages`` are kept until this is done. Copies under way read them until they end."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)
+    del pages

@@ -1,0 +1,157 @@
+"""Layers of the text model that wait in RAM: which they are, what that frees, and what it costs.
+
+Two slots on the card take them in turn, so the card holds two layers for all that wait
+(``engine/offload.py``). Knows sizes, and the speed of the link. Does not know what fits (``search.py``,
+``engine/room.py``).
+
+Speed: with two slots one layer is copied while others compute, and what comes first in a pass is copied
+behind the pass before. Where the layers that wait are spread evenly each has the same share of the others to
+hide behind, and a pass takes as long as all copies or all computing, whichever is longer. Were they the last
+ones of the model, all but two would be copied with nothing but each other's computing to hide behind.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from vlfit.errors import DoesNotFit, UsageError
+from vlfit.machine.model import Gpu, Host
+from vlfit.plan.allocator import held_for
+from vlfit.plan.calibration import Constants
+from vlfit.plan.model import Model
+from vlfit.units import GIB, format_bytes, parse_gibibytes
+
+SLOTS = 2
+ALIGNMENT = 512  # of a tensor in a slot, as torch's allocator aligns them
+AUTO: Literal["auto"] = "auto"
+RAM_LEFT = GIB  # a choice: RAM that stays for others when layers, which cannot be swapped, have theirs
+
+Wish = int | Literal["auto"]  # bytes that leave the card, or the least that makes it fit
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """``layers`` that wait, ``ram`` bytes that they take there, ``weights`` without what aligns them, and
+    ``slot`` bytes of each of the two slots.
+    """
+
+    layers: tuple[int, ...]
+    ram: int
+    weights: int
+    slot: int
+
+    @property
+    def slots(self) -> int:
+        """Bytes of both slots."""
+        return SLOTS * self.slot
+
+    @property
+    def frees(self) -> int:
+        """By how much less the card holds of weights."""
+        return self.weights - self.slots
+
+    @property
+    def words(self) -> str:
+        return f"{len(self.layers)} text layers wait in RAM ({format_bytes(self.ram)}, locked)"
+
+
+def offload_of(model: Model, count: int) -> Offload:
+    """``count`` layers of ``model`` wait, spread evenly."""
+    exact, packed = _layer_sizes(model)
+    layers = spread(len(exact), count)
+    return Offload(
+        layers,
+        ram=sum(packed[index] for index in layers),
+        weights=sum(exact[index] for index in layers),
+        slot=max((packed[index] for index in layers), default=0),
+    )
+
+
+def spread(layers: int, count: int) -> tuple[int, ...]:
+    """``count`` of ``layers``, as far apart as can be, the last and the first of the next pass too."""
+    return tuple((2 * number + 1) * layers // (2 * count) for number in range(count))
+
+
+def counts(model: Model) -> range:
+    """How many layers can wait so that the card holds less for it, the fewest first."""
+    return range(SLOTS + 1, model.text.num_hidden_layers + 1)
+
+
+def count_for(model: Model, wanted: int) -> int:
+    """The fewest layers to wait so that the card holds ``wanted`` bytes less. Raises ``UsageError``."""
+    for count in counts(model):
+        if offload_of(model, count).frees >= wanted:
+            return count
+    most = max((offload_of(model, count).frees for count in counts(model)), default=0)
+    raise UsageError(
+        f"--offload {format_bytes(wanted)} is more than can leave the card: {format_bytes(most)} with all "
+        f"text layers of {model.name} in RAM",
+        f"ask for less, or for --offload {AUTO}: as much as it takes to fit",
+        param="offload",
+    )
+
+
+def parse_wish(text: str) -> Wish:
+    """``auto``, or a size: a bare number is in GiB. Raises ``UsageError``."""
+    if text.strip().lower() == AUTO:
+        return AUTO
+    wanted = parse_gibibytes(text, "--offload")
+    if wanted <= 0:
+        raise UsageError(
+            f"--offload is {text}", "ask for more than 0, or leave it out: all stays on the card then"
+        )
+    return wanted
+
+
+def check_ram(offload: Offload, host: Host) -> None:
+    """Raises ``DoesNotFit`` where the layers would not leave enough of the RAM."""
+    room = host.ram_available - RAM_LEFT
+    if offload.ram > room:
+        raise DoesNotFit(
+            f"{offload.words}; {format_bytes(host.ram_available)} of RAM are available, of which "
+            f"{format_bytes(RAM_LEFT)} stay for other programs: {format_bytes(offload.ram - room)} too few",
+            "close programs, let fewer layers wait (a smaller --offload with smaller settings), or take a "
+            "smaller checkpoint",
+        )
+
+
+def torch_takes(model: Model, offload: Offload) -> int:
+    """Bytes that torch takes from the driver for what stays on the card and the slots, in their order."""
+    layers = {name: _LAYER.search(name) for name in model.sizes}
+    here = [
+        size
+        for name, size in model.sizes.items()
+        if (found := layers[name]) is not None and int(found[1]) not in offload.layers
+    ]
+    rest = [size for name, size in model.sizes.items() if layers[name] is None]
+    return held_for([*here, *[offload.slot] * SLOTS, *rest])
+
+
+def copy_seconds(offload: Offload, gpu: Gpu, constants: Constants) -> tuple[float, float, float] | None:
+    """Seconds in which all layers that wait are copied once: at best, expected, at worst.
+
+    None where nobody knows the link's speed.
+    """
+    if constants.link_bandwidth is not None:  # measured on this machine
+        speeds = [constants.link_bandwidth.value] * 3
+    elif gpu.pcie_bandwidth is not None:
+        shares = (constants.link_high, constants.link, constants.link_low)
+        speeds = [gpu.pcie_bandwidth * share.value for share in shares]
+    else:
+        return None
+    best, expected, worst = (offload.ram / speed for speed in speeds)
+    return best, expected, worst
+
+
+def _layer_sizes(model: Model) -> tuple[list[int], list[int]]:
+    """Bytes of each text layer: of its tensors, and with each of them aligned."""
+    exact = [0] * model.text.num_hidden_layers
+    packed = list(exact)
+    for name, size in model.sizes.items():
+        found = _LAYER.search(name)
+        if found is not None:
+            exact[int(found[1])] += size
+            packed[int(found[1])] += -(-size // ALIGNMENT) * ALIGNMENT
+    return exact, packed
