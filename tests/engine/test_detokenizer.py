@@ -55,9 +55,9 @@ def test_a_character_broken_off_shows_at_the_end(tokenizer: Tokenizer) -> None:
 
 
 def _byte_token(tokenizer: Tokenizer, byte: int) -> int | None:
-    from vlfit.engine.detokenizer import _BYTES
+    from vlfit.engine.spelling import BYTES
 
-    character = next(character for character, value in _BYTES.items() if value == byte)
+    character = next(character for character, value in BYTES.items() if value == byte)
     return tokenizer.token_to_id(character)
 
 
@@ -114,8 +114,8 @@ def test_the_work_per_token_does_not_grow(tokenizer: Tokenizer) -> None:
 
 def test_a_vocabulary_of_another_kind_is_refused() -> None:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.decoder = decoders.Metaspace()
-    with pytest.raises(CheckpointError, match="the decoder is Metaspace, not ByteLevel"):
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(CheckpointError, match="the decoder has WordPiece, which"):
         Detokenizer(tokenizer)
 
 

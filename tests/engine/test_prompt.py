@@ -277,7 +277,7 @@ def test_what_templates_may_use(copy: Path) -> None:
             "tokenizer.json",
             "decoder",
             {"type": "WordPiece", "prefix": "##", "cleanup": True},
-            "not ByteLevel",
+            "the decoder has WordPiece",
         ),
         ("tokenizer.json", "pre_tokenizer", None, "no pre_tokenizer"),
         ("tokenizer.json", "model", {"type": "Nonsense"}, "cannot be read"),

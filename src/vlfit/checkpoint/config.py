@@ -1,4 +1,4 @@
-"""``config.json`` of a Qwen3-VL checkpoint as frozen records.
+"""``config.json`` of a checkpoint as frozen records: Qwen3-VL here, text-only models by ``decoder.py``.
 
 Knows: both forms of the file (``rope_scaling`` + ``rope_theta``, the official one; ``rope_parameters``, which
 transformers 5 writes), the defaults that transformers fills in, and what vlfit does not run.
@@ -9,13 +9,19 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlfit.checkpoint.decoder import TEXT_ONLY, activation, read_text_only
+from vlfit.checkpoint.decoder import TextConfig as TextConfig
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.quantization import CompressedFormat, Fp8Format, Quantization, read_quantization
 from vlfit.errors import InvalidRequest, NotACheckpoint, UnknownArchitecture
 
 MODEL_TYPE = "qwen3_vl"
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
-_WHAT_RUNS = "vlfit runs Qwen3-VL (2B, 4B, 8B; dense). Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
+NO_TOKEN = -1  # in the place of a picture's tokens where the model has none
+_WHAT_RUNS = (
+    "vlfit runs Qwen3-VL (2B, 4B, 8B; dense), and without pictures Qwen2.5, Qwen3, Llama and Phi-3 (dense). "
+    "Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,47 +47,14 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TextConfig:
-    """The language model. ``head_dim`` need not be ``hidden_size / num_attention_heads``.
+class ModelConfig:
+    """Everything in ``config.json`` that decides tensors and computation.
 
-    ``mrope_section``: how many rotary frequencies belong to time, height and width; empty where positions
-    have one axis. ``attention_bias`` is of queries, keys and values. The defaults are what all Qwen3-VL have:
-    names of tensors begin with ``prefix``; ``query_key_norm``: queries and keys are normalized;
-    ``output_bias``: the attention's output has a bias; ``joined``: the files have one matrix for queries,
-    keys and values and one for gate and up; ``rotary_share``: the part of each head that is turned.
+    ``vision`` is None where the model has no eyes; the four tokens around pictures are then ``NO_TOKEN``.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    mrope_section: tuple[int, ...]
-    attention_bias: bool
-    hidden_act: str
-    prefix: str = "model.language_model"
-    query_key_norm: bool = True
-    output_bias: bool = False
-    joined: bool = False
-    rotary_share: float = 1.0
-
-    @property
-    def rotary_dim(self) -> int:
-        """How many elements of each head are turned by the position."""
-        return int(self.head_dim * self.rotary_share)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Everything in ``config.json`` that decides tensors and computation."""
-
     text: TextConfig
-    vision: VisionConfig
+    vision: VisionConfig | None
     image_token_id: int
     video_token_id: int
     vision_start_token_id: int
@@ -93,11 +66,7 @@ class ModelConfig:
     def eyes(self) -> VisionConfig:
         """``vision``, of a model that has it. Raises ``InvalidRequest`` otherwise."""
         if self.vision is None:
-            raise InvalidRequest(
-                "this model has no eyes: it reads text only",
-                "Leave the pictures out, or load a Qwen3-VL.",
-                param="messages",
-            )
+            raise no_eyes()
         return self.vision
 
     @property
@@ -119,9 +88,11 @@ class ModelConfig:
             what = "holds no config.json" if folder.is_dir() else "is not a folder"
             raise NotACheckpoint(
                 f"{folder} {what}",
-                "Give a Qwen3-VL folder, a name like Qwen/Qwen3-VL-2B-Instruct-FP8, or mini.",
+                "Give a checkpoint's folder, a name like Qwen/Qwen3-VL-2B-Instruct-FP8, or mini.",
             )
         fields = Fields.read(folder / "config.json")
+        if fields.text("model_type", "none") in TEXT_ONLY:
+            return _read_text_only(fields)
         _check_architecture(fields)
         text_fields = fields.section("text_config")
         text = _read_text(text_fields)
@@ -141,17 +112,45 @@ class ModelConfig:
         )
 
 
+def no_eyes() -> InvalidRequest:
+    """The error for a picture that is sent to a text-only model."""
+    return InvalidRequest(
+        "this model has no eyes: it reads text only",
+        "Leave the pictures out, or load a Qwen3-VL.",
+        param="messages",
+    )
+
+
+def _read_text_only(fields: Fields) -> ModelConfig:
+    model_type = fields.text("model_type")
+    _check_class(fields, TEXT_ONLY[model_type])
+    return ModelConfig(
+        text=read_text_only(fields, model_type),
+        vision=None,
+        image_token_id=NO_TOKEN,
+        video_token_id=NO_TOKEN,
+        vision_start_token_id=NO_TOKEN,
+        vision_end_token_id=NO_TOKEN,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        quantization=read_quantization(fields),
+    )
+
+
+def _check_class(fields: Fields, wanted: str) -> None:
+    architectures = fields.texts("architectures", (wanted,))
+    if wanted not in architectures:
+        raise UnknownArchitecture(
+            f"config.json: architectures is {list(architectures)}, without {wanted}", _WHAT_RUNS
+        )
+
+
 def _check_architecture(fields: Fields) -> None:
     model_type = fields.text("model_type", "none")
     if model_type != MODEL_TYPE:
         raise UnknownArchitecture(
             f"config.json: model_type is {model_type!r}, not {MODEL_TYPE!r}", _WHAT_RUNS
         )
-    architectures = fields.texts("architectures", (ARCHITECTURE,))
-    if ARCHITECTURE not in architectures:
-        raise UnknownArchitecture(
-            f"config.json: architectures is {list(architectures)}, without {ARCHITECTURE}", _WHAT_RUNS
-        )
+    _check_class(fields, ARCHITECTURE)
     for part in ("text_config", "vision_config"):
         if not fields.has(part):
             raise fields.wrong(part, "is missing", "an object")
@@ -182,7 +181,7 @@ def _read_text(fields: Fields) -> TextConfig:
         mrope_section=rope[1],
         attention_bias=fields.flag("attention_bias", False),
         output_bias=fields.flag("attention_bias", False),
-        hidden_act=_activation(fields, "silu"),
+        hidden_act=activation(fields, "silu"),
     )
 
 
@@ -220,7 +219,7 @@ def _read_vision(fields: Fields, text: TextConfig) -> VisionConfig:
         out_hidden_size=fields.integer("out_hidden_size"),
         num_position_embeddings=fields.integer("num_position_embeddings", 2304),
         deepstack_visual_indexes=fields.integers("deepstack_visual_indexes", (8, 16, 24)),
-        hidden_act=_activation(fields, "gelu_pytorch_tanh"),
+        hidden_act=activation(fields, "gelu_pytorch_tanh"),
     )
     if vision.hidden_size % vision.num_heads or vision.head_dim % 4:
         # Rotary positions split a head into height and width halves of cos/sin pairs.
@@ -242,16 +241,6 @@ def _read_vision(fields: Fields, text: TextConfig) -> VisionConfig:
         wanted = f"at most one per text layer ({text.num_hidden_layers})"
         raise fields.wrong("deepstack_visual_indexes", f"names {len(levels)} levels", wanted)
     return vision
-
-
-def _activation(fields: Fields, only: str) -> str:
-    name = fields.text("hidden_act", only)
-    if name != only:
-        raise UnknownArchitecture(
-            f"config.json: {fields.prefix}hidden_act is {name!r}",
-            f"vlfit runs {only!r} there, as all Qwen3-VL.",
-        )
-    return name
 
 
 def _token(fields: Fields, name: str, default: int, text: TextConfig) -> int:

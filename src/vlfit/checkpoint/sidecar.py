@@ -36,6 +36,11 @@ class ImageProcessing:
     std: tuple[float, float, float]
     rescale_factor: float
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest picture."""
+        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+
     @classmethod
     def read(cls, folder: Path) -> "ImageProcessing":
         """For pictures. Raises ``MissingFile``, or ``CheckpointError`` for a wrong field."""

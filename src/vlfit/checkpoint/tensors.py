@@ -1,4 +1,4 @@
-"""The tensors of Qwen3-VL: which names and shapes a config calls for, and whether the headers hold them.
+"""The tensors of a model: which names and shapes a config calls for, and whether the headers hold them.
 
 Knows: tensor names, shapes, and what stands for a weight in FP8, int8 and int4.
 Does not know: files (``headers.py`` does) or values.
@@ -6,7 +6,7 @@ Does not know: files (``headers.py`` does) or values.
 
 from collections.abc import Iterator
 
-from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import (
     CODES_PER_WORD,
@@ -56,7 +56,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def plain_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the model before anything is quantized."""
-    return {**dict(_vision_tensors(config)), **dict(_text_tensors(config))}
+    tower = {} if config.vision is None else dict(_vision_tensors(config.vision))
+    return {**tower, **dict(_text_tensors(config))}
 
 
 def linear_weights(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
@@ -113,8 +114,8 @@ def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _vision_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    vision, root = config.vision, "model.visual"
+def _vision_tensors(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    root = "model.visual"
     hidden, inner = vision.hidden_size, vision.intermediate_size
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     yield from _with_bias(f"{root}.patch_embed.proj", hidden, *patch)
@@ -137,28 +138,30 @@ def _vision_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _text_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    text, root = config.text, "model.language_model"
+    text, root = config.text, config.text.prefix
     hidden, inner, head = text.hidden_size, text.intermediate_size, text.head_dim
     queries, keys = text.num_attention_heads * head, text.num_key_value_heads * head
-    attention = {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-    }
+    attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    gates = {"gate_proj": inner, "up_proj": inner}
+    if text.joined:
+        attention, gates = {"qkv_proj": queries + 2 * keys}, {"gate_up_proj": 2 * inner}
     yield f"{root}.embed_tokens.weight", (text.vocab_size, hidden)
     for index in range(text.num_hidden_layers):
         layer = f"{root}.layers.{index}"
         yield f"{layer}.input_layernorm.weight", (hidden,)
-        for name, (rows, columns) in attention.items():
-            yield f"{layer}.self_attn.{name}.weight", (rows, columns)
+        for name, rows in attention.items():
+            yield f"{layer}.self_attn.{name}.weight", (rows, hidden)
             if text.attention_bias:
                 yield f"{layer}.self_attn.{name}.bias", (rows,)
-        yield f"{layer}.self_attn.q_norm.weight", (head,)
-        yield f"{layer}.self_attn.k_norm.weight", (head,)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, queries)
+        if text.output_bias:
+            yield f"{layer}.self_attn.o_proj.bias", (hidden,)
+        if text.query_key_norm:
+            yield f"{layer}.self_attn.q_norm.weight", (head,)
+            yield f"{layer}.self_attn.k_norm.weight", (head,)
         yield f"{layer}.post_attention_layernorm.weight", (hidden,)
-        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
+        for name, rows in gates.items():
+            yield f"{layer}.mlp.{name}.weight", (rows, hidden)
         yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
     yield f"{root}.norm.weight", (hidden,)
     if not config.tie_word_embeddings:

@@ -22,18 +22,25 @@ TemplateMessage = dict[str, str | list[dict[str, str]]]
 class ChatTemplate:
     """A compiled template. Raises ``CheckpointError`` for one that Jinja does not understand.
 
-    ``special_tokens`` (``eos_token`` and the like) are what the template may write by name.
+    ``special_tokens`` (``eos_token`` and the like) are what the template may write by name. ``literals``: all
+    text that it may write from its own source, one piece after the other.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the chat template has an error in line {error.lineno}: {error.message}",
                 "Fetch the checkpoint's chat_template.json (or .jinja) again.",
             ) from error
+
+        parsed = environment.parse(source)
+        written = {node.data for node in parsed.find_all(nodes.TemplateData)}
+        written |= {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
+        self.literals = "\0".join(written)
 
     def render(self, messages: list[TemplateMessage]) -> str:
         """The prompt, up to where the model is to speak.

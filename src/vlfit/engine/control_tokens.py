@@ -9,7 +9,7 @@ That gives the token ids of transformers' ``apply_chat_template(..., sanitize_co
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
@@ -30,11 +30,13 @@ class Markers:
 class ControlTokens:
     """Tells the control tokens that the template writes from those that a person spells out.
 
-    ``names`` are control tokens even where the tokenizer does not call them special.
+    ``names`` are control tokens even where the tokenizer does not call them special. ``in_parts``: messages
+    are lists of parts, as templates with pictures want them; otherwise each is one text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, names: Iterable[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, names: Iterable[str], *, in_parts: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._in_parts = in_parts
         added = tokenizer.get_added_tokens_decoder().values()
         every = {*names, *(token.content for token in added if token.special)}
         # The longest first: a name takes priority over those it contains.
@@ -43,8 +45,8 @@ class ControlTokens:
     def mark(self, conversation: Conversation) -> tuple[list[TemplateMessage], Markers | None]:
         """The messages as a template wants them, with the control tokens' names in their text marked."""
         texts = [_text_of(message) for message in conversation]
-        if not any(re.search(self._names, text) for text in texts):
-            return [_as_template_message(message) for message in conversation], None
+        if not self._names or not any(re.search(self._names, text) for text in texts):
+            return [self._as_template_message(message) for message in conversation], None
         markers = _unused_characters("".join(texts))
         return [self._mark_message(message, markers) for message in conversation], markers
 
@@ -67,7 +69,12 @@ class ControlTokens:
                 ]
                 part, offset = TextPart(_insert(part.text, mine)), end
             parts.append(part)
-        return _as_template_message(replace(message, parts=tuple(parts)))
+        return self._as_template_message(replace(message, parts=tuple(parts)))
+
+    def _as_template_message(self, message: Message) -> TemplateMessage:
+        if not self._in_parts:
+            return {"role": message.role, "content": _text_of(message)}
+        return _as_template_message(message)
 
     def unmarked(self, image: str, video: str, markers: Markers | None) -> str:
         """A pattern for the placeholders that the template wrote."""
@@ -77,22 +84,35 @@ class ControlTokens:
     def encode(self, rendered: str, markers: Markers | None) -> list[int]:
         """Token ids of the rendered prompt; marked names are encoded as plain text."""
         if markers is None:
-            ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
-            return ids
+            return self._encode(rendered)
         # Gives text, name, text, name, ..., text; a mark that lost its partner in the template only splits.
         pattern = f"{markers.start}({self._names}){markers.end}|[{markers.start}{markers.end}]"
-        ids = []
-        for index, piece in enumerate(re.split(pattern, rendered)):
-            if piece and index % 2:
-                ids.extend(self._encode_plain(piece))
-            elif piece:
-                ids.extend(self._tokenizer.encode(piece, add_special_tokens=False).ids)
+        pieces = re.split(pattern, rendered)
+        ids = self._encode(pieces[0])
+        for index, piece in enumerate(pieces[1:], start=1):
+            if piece:
+                ids += self._encode_piece(piece, self._encode_plain if index % 2 else self._encode)
+        return ids
+
+    def _encode_piece(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """``piece`` from the middle of a prompt: after a line break, so that no space is put before it."""
+        line_break = self._encode("\n")
+        ids = encode(f"\n{piece}")
+        return ids[len(line_break) :] if ids[: len(line_break)] == line_break else encode(piece)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
         """The tokenizer's steps without the one that looks for added tokens."""
-        splits: list[tuple[str, tuple[int, int]]] = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
-        return [token.id for split, _ in splits for token in self._tokenizer.model.tokenize(split)]
+        tokenizer = self._tokenizer
+        if tokenizer.normalizer is not None:
+            text = tokenizer.normalizer.normalize_str(text)
+        splits = [text]
+        if tokenizer.pre_tokenizer is not None:
+            splits = [split for split, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for split in splits for token in tokenizer.model.tokenize(split)]
 
 
 def _text_of(message: Message) -> str:

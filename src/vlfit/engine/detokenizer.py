@@ -1,70 +1,99 @@
 """From token ids to text while they come: whole characters at once, and never past a stop string. No torch.
 
-Knows: byte-level vocabularies (each token is some bytes of UTF-8; a character may span tokens) and stop
-strings. Does not know: why a completion ends (``engine/completion.py``).
+Knows: characters that span tokens, spaces that only the tokenizer put at the beginning, and stop strings.
+Does not know: how a vocabulary spells (``spelling.py``), or why a completion ends (``completion.py``).
 """
 
 import codecs
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel
 
-from vlfit.errors import CheckpointError
+from vlfit.engine.spelling import Spelling
 
-
-def _byte_alphabet() -> dict[str, int]:
-    """The character by which a byte-level vocabulary writes each byte: GPT-2's table.
-
-    Printable Latin-1 stands for itself; the other bytes take the code points from 256 on, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
-
-
-def token_bytes(token: str) -> bytes:
-    """The bytes for which ``token`` (as the vocabulary writes it) stands."""
-    if all(character in _BYTES for character in token):
-        return bytes(_BYTES[character] for character in token)
-    return token.encode("utf-8")  # an added token with characters outside the table is itself
-
-
-def check_byte_level(tokenizer: Tokenizer) -> None:
-    """Raise ``CheckpointError`` for a vocabulary that is not byte-level; every Qwen's is."""
-    if not isinstance(tokenizer.decoder, ByteLevel):
-        raise CheckpointError(
-            f"tokenizer.json: the decoder is {type(tokenizer.decoder).__name__}, not ByteLevel",
-            "vlfit reads the byte-level vocabularies of Qwen; is this tokenizer of another model?",
-        )
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
     """Follows one completion. The pieces, joined, are what ``tokenizer.decode`` gives for all ids at once.
 
     ``skip_special`` leaves out special tokens (``<|im_end|>``). The work per token does not grow with the
-    text. Raises ``CheckpointError`` if the vocabulary is not byte-level.
+    text. Raises ``CheckpointError`` for a vocabulary that vlfit cannot read. There is one difference from
+    ``tokenizer.decode``: characters that SentencePiece spells in bytes are said as soon as they are whole,
+    also where bytes that are no character follow.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        check_byte_level(tokenizer)
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder() if skip_special else {}
         self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        spelling = Spelling.of(tokenizer)
+        self._text: _ByteLevelText | _SpelledText = (
+            _ByteLevelText(spelling) if spelling.byte_level else _SpelledText(spelling)
+        )
 
     def add(self, token_id: int) -> str:
         """The whole characters that ``token_id`` completes; empty in the middle of one."""
         token = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
         # Real models have more rows than tokens; such an id stands for nothing, here as in the reference.
-        return "" if token is None else self._decoder.decode(token_bytes(token))
+        return "" if token is None else self._text.add(token)
 
     def flush(self) -> str:
         """The end: a character that was broken off becomes U+FFFD."""
+        return self._text.flush()
+
+
+class _ByteLevelText:
+    """Every token is bytes, and a character may span tokens."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: str) -> str:
+        return self._decoder.decode(self._spelling.bytes_of(token))
+
+    def flush(self) -> str:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        return text
+
+
+class _SpelledText:
+    """Tokens are text, and some are single bytes of a character that no token has."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._bytes = b""  # of a character that is not whole yet
+        self._first_word = spelling.first_word
+        self._leading = spelling.leading
+
+    def add(self, token: str) -> str:
+        byte, is_first = self._spelling.byte_of(token), self._first_word
+        self._first_word = False
+        if byte is None:
+            words = token.replace(self._spelling.space, "" if is_first else " ")
+            return self._said(self.flush() + words)
+        self._bytes += bytes((byte,))
+        try:
+            text = self._bytes.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if error.end == len(self._bytes) and error.reason == "unexpected end of data":
+                return ""
+            return self._said(self.flush())
+        self._bytes = b""
+        return self._said(text)
+
+    def flush(self) -> str:
+        text, self._bytes = _BROKEN * len(self._bytes), b""
+        return text
+
+    def _said(self, text: str) -> str:
+        """``text`` less the spaces at the beginning of everything."""
+        while self._leading and text:
+            if not text.startswith(" "):
+                self._leading = 0
+            else:
+                text, self._leading = text[1:], self._leading - 1
         return text
 
 

@@ -15,14 +15,16 @@ from vlfit.errors import DoesNotFit
 _AROUND = 2  # tokens that go with each picture, and with each time step of a clip: its start and its end
 
 
-def too_long(prompt: Prompt, context: int, processing: ImageProcessing, or_else: str = "") -> DoesNotFit:
+def too_long(
+    prompt: Prompt, context: int, processing: ImageProcessing | None, or_else: str = ""
+) -> DoesNotFit:
     """The error for a ``prompt`` that leaves no token for an answer.
 
-    ``or_else``: what whoever started the engine can do.
+    ``processing``: None where the model has no eyes. ``or_else``: what whoever started the engine can do.
     """
     tokens, of_pictures = len(prompt.token_ids), prompt.image_tokens
     text, surplus = tokens - of_pictures, tokens - (context - 1)
-    ways = list(_ways_with_pictures(prompt.images, context - 1 - text, processing))
+    ways = list(_ways_with_pictures(prompt.images, context - 1 - text, processing)) if processing else []
     if text > surplus:
         ways.append(f"shorten the text by {surplus} tokens")
     if or_else:

@@ -6,22 +6,26 @@ of Qwen3-VL's positions, for a part of each head. Does not know where a token st
 Sources: transformers' ``Qwen3VLTextRotaryEmbedding``, and ``modeling_rope_utils`` for stretched frequencies.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.config import TextConfig
+from vlfit.checkpoint.decoder import LinearStretch, Llama3Stretch, LongStretch, TextConfig
 
 
 class TextRope:
     """Tables for positions on three axes (``mrope_section``), or on one.
 
-    With three, the rotary frequencies are dealt out to time, row and column in turn.
+    With three, the rotary frequencies are dealt out to time, row and column in turn. With LongRoPE the
+    frequencies are those for the longest sequence that there can be (``max_position_embeddings``), for
+    shorter ones as well: keys that are in the cache cannot be turned again.
     """
 
     def __init__(self, config: TextConfig, device: torch.device) -> None:
         rotary = config.rotary_dim
-        exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
-        self.inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
+        self.inverse_frequencies = inverse_frequencies(config).to(device)
+        self.scale = config.stretch.scale if isinstance(config.stretch, LongStretch) else 1.0
         self.axis: Tensor | None = None
         if config.mrope_section:
             axis = torch.zeros(rotary // 2, dtype=torch.long)
@@ -39,7 +43,31 @@ class TextRope:
         else:
             angles = positions.float()[self.axis].T * self.inverse_frequencies
         cosines, sines = rotation_tables(angles[:, None])
+        if self.scale != 1:
+            cosines, sines = cosines.mul_(self.scale), sines.mul_(self.scale)
         return cosines.to(dtype), sines.to(dtype)
+
+
+def inverse_frequencies(config: TextConfig) -> Tensor:
+    """How far each pair of elements is turned from one position to the next, [rotary_dim / 2] float32."""
+    rotary, stretch = config.rotary_dim, config.stretch
+    exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
+    periods = config.rope_theta**exponents  # positions for a turn, over 2 pi
+    if isinstance(stretch, LongStretch):
+        is_long = config.max_position_embeddings > stretch.original
+        return 1.0 / (torch.tensor(stretch.long if is_long else stretch.short) * periods)
+    if isinstance(stretch, LinearStretch):
+        return 1.0 / periods / stretch.factor
+    if isinstance(stretch, Llama3Stretch):
+        return _llama3(1.0 / periods, stretch)
+    return 1.0 / periods
+
+
+def _llama3(frequencies: Tensor, stretch: Llama3Stretch) -> Tensor:
+    """transformers' ``_compute_llama3_parameters``: between ``low`` and ``high`` turns a ramp."""
+    turns = stretch.original * frequencies / (2 * math.pi)
+    share = ((turns - stretch.low) / (stretch.high - stretch.low)).clamp(0, 1)
+    return (1 - share) * frequencies / stretch.factor + share * frequencies
 
 
 def rotation_tables(angles: Tensor) -> tuple[Tensor, Tensor]:
