@@ -8,6 +8,8 @@ share a key head are the rows of one product. Reference: ``attention.plain_atten
 import triton
 import triton.language as tl
 
+LEAST = tl.constexpr(-1e30)  # below any score
+
 
 @triton.jit(do_not_specialize=["table", "spans", "table_stride"])
 def decode(
@@ -86,17 +88,19 @@ def merge(
 ):
     """``output`` [rows, heads, head_dim] of what ``decode`` left; a program for each sequence and head.
 
-    A split that had no tokens left minus infinity as its largest score, so that it weighs nothing.
+    A split that had no tokens left minus infinity as its largest score, so that it weighs nothing. Where no
+    split had any, as in a row of a graph that no sequence needs, the answer is zeros.
     """
     sequence = tl.program_id(0)
     cell = (sequence * heads + tl.program_id(1)) * splits + tl.arange(0, splits)
     dim = tl.arange(0, tile_dim)
     inside = (cell[:, None] >= 0) & (dim[None, :] < head_dim)
     largest = tl.load(extremes + cell * 2)
-    scale = tl.exp2(largest - tl.max(largest, 0))
+    scale = tl.exp2(largest - tl.maximum(tl.max(largest, 0), LEAST))
     weight_sum = tl.sum(tl.load(extremes + cell * 2 + 1) * scale, 0)
     part = tl.load(partial + cell[:, None] * head_dim + dim[None, :], mask=inside, other=0.0)
-    mixed = tl.sum(part * scale[:, None], 0) / weight_sum
+    # The largest score weighs 1, so less than that is the sum of no token at all.
+    mixed = tl.sum(part * scale[:, None], 0) / tl.maximum(weight_sum, 0.5)
     row = tl.load(spans + sequence * 3)
     tl.store(
         output + (row * heads + tl.program_id(1)) * head_dim + dim,

@@ -24,7 +24,7 @@ def finish(
     has_bias: tl.constexpr,
     splits: tl.constexpr,
 ):
-    """``total`` [tile of outputs, tile of rows] float32 to ``output`` [rows, outputs] at ``index`` and ``row``.
+    """``total`` [tile of outputs, tile of rows] float32 to ``output`` [rows, outputs], at ``index``, ``row``.
 
     With ``splits`` > 1 ``partial`` is [splits, rows, outputs] float32, and ``arrived`` counts the programs of
     this tile that have left their sums there: 0 before the first and after the last.
