@@ -123,38 +123,38 @@ def look(tower: VisionTower, frames: int, rows: int, columns: int) -> VisionFeat
     return tower(pieces, ((frames + 1) // 2, rows, columns))
 
 
-def peak_of_looking(size: str, frames: int, rows: int, columns: int) -> tuple[int, VisionFeatures]:
+def peaks_of_looking(size: str, grids: list[tuple[int, int, int]]) -> Iterator[tuple[int, VisionFeatures]]:
+    """Peak of the tower on each picture or clip (frames, rows, columns), and its features."""
     entry = entry_of(size, "fp8")
     with live() as counter:
         tower = VisionTower(config_of(entry).vision, loader(entry))
-        before = counter.now
-        counter.restart()
-        features = look(tower, frames, rows, columns)
-    return counter.peak - before, features
+        for grid in grids:
+            before = counter.now
+            counter.restart()
+            features = look(tower, *grid)
+            yield counter.peak - before, features
+            del features
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(32, 32), (64, 64), (64, 32), (46, 90), (104, 104), (2, 5120), (80, 128)]
-)
 @pytest.mark.parametrize("size", SIZES)
-def test_peak_of_the_vision_tower(size: str, rows: int, columns: int) -> None:
+def test_peak_of_the_vision_tower(size: str) -> None:
     config = config_of(entry_of(size, "fp8")).vision
-    counted, features = peak_of_looking(size, 1, rows, columns)
-    close(costs.vision_peak(config, rows * columns // 4), counted, 1.01)
-    assert costs.feature_bytes(config, rows * columns // 4) == features.nbytes
+    grids = [(32, 32), (64, 64), (64, 32), (46, 90), (104, 104), (2, 5120), (80, 128)]
+    seen = peaks_of_looking(size, [(1, *grid) for grid in grids])
+    for (rows, columns), (counted, features) in zip(grids, seen, strict=True):
+        close(costs.vision_peak(config, rows * columns // 4), counted, 1.01)
+        assert costs.feature_bytes(config, rows * columns // 4) == features.nbytes
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(("frames", "rows", "columns"), [(16, 64, 40), (40, 16, 16), (6, 80, 128)])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_clip_takes_no_more_than_a_frame_of_it_and_its_features(
-    size: str, frames: int, rows: int, columns: int
-) -> None:
+def test_a_clip_takes_no_more_than_frames_that_fill_a_slice_and_its_features(size: str) -> None:
     config = config_of(entry_of(size, "fp8")).vision
-    counted, features = peak_of_looking(size, frames, rows, columns)
-    together = max(costs.VISION_SLICE // (rows * columns), 1)
-    assert counted - features.nbytes <= costs.vision_peak(config, together * rows * columns // 4)
+    grids = [(16, 64, 40), (40, 16, 16), (6, 80, 128)]
+    for (_, rows, columns), (counted, features) in zip(grids, peaks_of_looking(size, grids), strict=True):
+        together = max(costs.VISION_SLICE // (rows * columns), 1)
+        assert counted - features.nbytes <= costs.vision_peak(config, together * rows * columns // 4)
 
 
 @pytest.mark.parametrize("patches", [4, 1024, 2048, 2052, 3072, 5120, 10240, 10244])

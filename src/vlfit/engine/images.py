@@ -175,6 +175,28 @@ def patchify(pixels: "torch.Tensor", processing: ImageProcessing) -> "torch.Tens
     return repeated.reshape(values.shape[0], -1)
 
 
+def patch_pieces(
+    pixels: NDArray[np.uint8], processing: ImageProcessing, device: "torch.device", most: int
+) -> "Iterator[torch.Tensor]":
+    """The rows of ``patchify`` in their order, in pieces of at most ``most`` patches (one square at least).
+
+    ``pixels`` [frames, height, width, 3] stay in host memory; of them ``device`` holds a piece at a time. No
+    piece has patches of two temporal patches.
+    """
+    import torch
+
+    frames, height, width, _ = pixels.shape
+    side = processing.patch_size * processing.merge_size
+    depth = min(frames, processing.temporal_patch_size)
+    squares, across = max(most // processing.merge_size**2, 1), width // side
+    rows, columns = max(squares // across, 1) * side, min(squares, across) * side
+    for first in range(0, frames, depth):
+        for top in range(0, height, rows):
+            for left in range(0, width, columns):
+                part = pixels[first : first + depth, top : top + rows, left : left + columns]
+                yield patchify(torch.from_numpy(np.ascontiguousarray(part)).to(device), processing)
+
+
 def _into_limits(
     rows: int,
     columns: int,

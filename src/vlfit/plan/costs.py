@@ -11,6 +11,7 @@ from vlfit.checkpoint.quantization import INT4
 from vlfit.plan.model import HALF, SINGLE, Matrix, Model
 
 BLOCK_SIZE = 16  # tokens of a KV block (``engine/options.py``)
+VISION_SLICE = 2048  # patches that the tower computes at once (``engine/qwen3_vl/vision.py``)
 TYPICAL_REQUEST = 2048  # tokens of pool for each sequence (``engine/engine.py``)
 INDEX = 8  # bytes of an int64
 NARROW_INDEX = 4  # bytes of an int32, of which block tables are
@@ -38,21 +39,41 @@ def feature_bytes(vision: VisionConfig, image_tokens: int) -> int:
 def vision_peak(vision: VisionConfig, image_tokens: int) -> int:
     """Peak of the vision tower on one picture of ``image_tokens`` (``engine/qwen3_vl/vision.py``).
 
-    For each patch live: its pixels (uint8), the patch in float32 and the tables of positions all along; the
-    residual, the norm's output and q, k, v in bfloat16; and, while q and k are rotated, they, their product
-    with the cosines and their rolled copy in float32. The MLP (two rows of its inner width) takes less in all
-    sizes, but is counted. Deepstack outputs of earlier blocks stay.
+    For each patch live all along: the residual in bfloat16, the tables that q and k are turned by, and the
+    four corners of its position; in the blocks also q, k and v. Deepstack outputs of earlier blocks stay. All
+    else lives for a slice of the patches: on their way in, in a block, in a merger.
     """
-    hidden, inner = vision.hidden_size, vision.intermediate_size
-    patches = image_tokens * vision.spatial_merge_size**2
-    values = vision.in_channels * vision.patch_size**2
-    always = (
-        values + values * vision.temporal_patch_size * SINGLE + 2 * vision.head_dim * SINGLE + HALF * hidden
+    hidden, merge = vision.hidden_size, vision.spatial_merge_size**2
+    patches = image_tokens * merge
+    always = patches * (HALF * hidden + 2 * SINGLE * vision.head_dim + 4 * (INDEX + SINGLE))
+    entering = min(patches, VISION_SLICE) * _of_a_patch_coming_in(vision)
+    rows = vision_slice(patches, merge)
+    in_blocks = patches * 3 * HALF * hidden + rows * max(
+        4 * HALF * hidden,  # a norm's output, and q, k and v before they are turned
+        HALF * (hidden + vision.intermediate_size),  # the MLP's, beside its input or its output
     )
-    attention = HALF * hidden + HALF * 3 * hidden + 3 * SINGLE * 2 * hidden
-    mlp = 2 * HALF * inner
-    kept = len(vision.deepstack_visual_indexes) * image_tokens * vision.out_hidden_size * HALF
-    return patches * (always + max(attention, mlp)) + kept
+    width = vision.out_hidden_size
+    merging = image_tokens * width * HALF + rows * HALF * (hidden + max(hidden, width // merge))
+    kept = len(vision.deepstack_visual_indexes) * image_tokens * width * HALF
+    return always + max(entering, kept + max(in_blocks, merging))
+
+
+def vision_slice(patches: int, merge: int) -> int:
+    """How many of ``patches`` the tower computes at once: the largest of its ``slices``."""
+    parts = -(-patches // VISION_SLICE)
+    return -(-patches // (parts * merge)) * merge
+
+
+def _of_a_patch_coming_in(vision: VisionConfig) -> int:
+    """The most that a patch takes on its way from pixels to the residual (``images.patchify``, ``_embed``)."""
+    pixels = vision.in_channels * vision.patch_size**2
+    values = pixels * vision.temporal_patch_size
+    row = HALF * vision.hidden_size
+    return max(
+        2 * pixels + SINGLE * pixels + SINGLE * values,  # bytes twice, as numbers, and twice over
+        (SINGLE + HALF) * values + row,  # rounded, and its product
+        SINGLE * values + 4 * row,  # the product, and its position in float32 with one corner
+    )
 
 
 def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native: bool = True) -> int:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.config import VisionConfig
-from vlfit.engine.decoder.rope import rotation_tables
 
 VISION_THETA = 10000.0
 
@@ -47,15 +46,21 @@ def mrope_positions(
 def vision_tables(
     config: VisionConfig, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Tables for ``rotate`` [rows * columns, 1, 1, head_dim], for one frame's patches in merge order."""
+    """Tables for ``rotate`` [rows * columns, 1, 1, head_dim], for one frame's patches in merge order.
+
+    Each row and each column of the picture has its angles taken once; patches pick theirs on the device.
+    """
     quarter = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
     inverse_frequencies = 1.0 / VISION_THETA**quarter
-    row, column = merge_order(rows, columns, config.spatial_merge_size)
-    angles = torch.cat(
-        (row[:, None].float() * inverse_frequencies, column[:, None].float() * inverse_frequencies), -1
-    )
-    cosines, sines = rotation_tables(angles[:, None, None])
-    return cosines.to(device), sines.to(device)
+    angles = torch.arange(max(rows, columns), dtype=torch.float32)[:, None] * inverse_frequencies
+    cosines, sines = angles.cos().to(device), angles.sin().to(device)
+    row, column = (order.to(device) for order in merge_order(rows, columns, config.spatial_merge_size))
+
+    def of_patches(first: Tensor, second: Tensor) -> Tensor:
+        halves = (first[row], first[column], second[row], second[column])
+        return torch.cat(halves, dim=-1)[:, None, None]
+
+    return of_patches(cosines, cosines), of_patches(-sines, sines)
 
 
 def merge_order(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
