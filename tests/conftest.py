@@ -33,3 +33,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return build_tiny(name, root / name)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def tiny_decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a text-only checkpoint of ``tests/tiny_decoders.py``, likewise."""
+    root = tmp_path_factory.mktemp("tiny-decoders")
+
+    @cache
+    def build(name: str) -> Path:
+        from tests.tiny_decoders import build_decoder
+
+        return build_decoder(name, root / name)
+
+    return build

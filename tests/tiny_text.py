@@ -27,7 +27,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_CORPUS = (
+CORPUS = (
     "the quick brown fox jumps over the lazy dog. what is in this image? how many cats are there?",
     "Describe this picture in one sentence. Describe this picture in detail. You are a helpful assistant.",
     "a red square, a blue circle and a green triangle. hello world 0123456789 \n\n",
@@ -55,7 +55,7 @@ def tokenizer() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    words.train_from_iterator(_CORPUS, trainer)
+    words.train_from_iterator(CORPUS, trainer)
     words.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
     words.add_tokens([AddedToken(name, special=False, normalized=False) for name in ORDINARY_TOKENS])
     return words
