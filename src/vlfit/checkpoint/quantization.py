@@ -77,15 +77,14 @@ class WeightScheme:
 
     @property
     def codes_per_word(self) -> int:
-        """Of a packed weight."""
+        """Codes in 32 bits: kernels read whole words, packed or not."""
         return 32 // self.bits
 
     def divides(self, columns: int) -> bool:
         """Whether rows of ``columns`` weights make whole groups and words; only FP8 may have partial ones."""
         if self.kind == FLOAT_FORMAT:
             return True
-        words = columns % self.codes_per_word if self.kind == PACKED_FORMAT else 0
-        return columns % (self.group_size or columns) == 0 and words == 0
+        return columns % (self.group_size or columns) == 0 and columns % self.codes_per_word == 0
 
     def stored(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Names (after the module's) and shapes of what stands for a ``rows`` x ``columns`` weight."""

@@ -1,4 +1,4 @@
-"""Products with FP8 and int4 weights, by the kernels, against float64 and the weights' own definition."""
+"""Products with FP8, int8 and int4 weights, by kernels, against float64 and the weights' own definition."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from vlfit.engine.kernels import linear as kernels
 from vlfit.engine.kernels.linear import NarrowWeights, linear, splits_for, tiles_for, widen_rows
-from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4
+from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -38,6 +38,13 @@ def int4(outputs: int, inputs: int, group: int, *, symmetric: bool = True) -> Na
     return NarrowWeights(words, scale, None if symmetric else zeros, (1, group))
 
 
+def int8(outputs: int, inputs: int, groups: int = 1) -> NarrowWeights:
+    """Every code occurs, -128 too; one scale a row, or several."""
+    codes = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
+    scale = (torch.rand(outputs, groups) * 0.01 + 0.001).to(torch.bfloat16)
+    return NarrowWeights(codes, scale, None, (1, inputs // groups))
+
+
 # With fewer inputs than these the roundings of weights do not average out: they are made in the expectation,
 # too, and what is left is the rounding of the result.
 FEW = 16
@@ -49,6 +56,11 @@ ODD: dict[str, Callable[[], NarrowWeights]] = {
     "fp8, lower blocks": lambda: fp8(70, 256, (32, 128)),
     "fp8, blocks of no power of two": lambda: fp8(33, 100, (16, 24)),
     "fp8, smaller than anything": lambda: fp8(9, 7, (1, 3)),
+    "fp8, a scale a row": lambda: fp8(40, 200, (1, 200)),
+    "int8, a scale a row": lambda: int8(70, 200),
+    "int8, groups of 128": lambda: int8(50, 384, 3),
+    "int8, groups of no power of two": lambda: int8(33, 144, 4),
+    "int4, a scale a row": lambda: int4(33, 200, 200),
     "int4, groups of 32": lambda: int4(70, 96, 32),
     "int4, groups of 128": lambda: int4(50, 384, 128),
     "int4, zero points": lambda: int4(33, 160, 32, symmetric=False),
@@ -56,10 +68,12 @@ ODD: dict[str, Callable[[], NarrowWeights]] = {
 }
 
 
-def widened(weights: NarrowWeights) -> Tensor:
-    if weights.four_bits:
-        return dequantize_int4(weights.codes, weights.scale, weights.zero_point, torch.float64)
-    return dequantize_fp8(weights.codes, weights.scale, weights.block, torch.float64)
+def widened(weights: NarrowWeights, dtype: torch.dtype = torch.float64) -> Tensor:
+    if weights.form == "int4":
+        return dequantize_int4(weights.codes, weights.scale, weights.zero_point, dtype)
+    if weights.form == "int8":
+        return dequantize_int8(weights.codes, weights.scale, dtype)
+    return dequantize_fp8(weights.codes, weights.scale, weights.block, dtype)
 
 
 def on(weights: NarrowWeights, device: torch.device) -> NarrowWeights:
@@ -134,11 +148,7 @@ def test_many_rows_multiply_with_the_weights_themselves(
         wide = torch.full((weights.outputs - first, weights.inputs), torch.nan, dtype=dtype, device=device)
         for hardware in {False, kernels.converts_float8(device)}:
             widen_rows(there, first, wide, hardware)
-            if weights.four_bits:
-                exact = dequantize_int4(weights.codes, weights.scale, weights.zero_point, dtype)
-            else:
-                exact = dequantize_fp8(weights.codes, weights.scale, weights.block, dtype)
-            assert torch.equal(wide.cpu(), exact[first:])
+            assert torch.equal(wide.cpu(), widened(weights, dtype)[first:])
     slices: list[int] = []
 
     def widen_and_count(stored: NarrowWeights, first: int, wide: Tensor, hardware: bool) -> None:

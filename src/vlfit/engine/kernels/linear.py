@@ -1,4 +1,4 @@
-"""``x @ weights.T + bias`` where weights are FP8 or int4 and stay so: no matrix is ever widened whole.
+"""``x @ weights.T + bias`` where weights are FP8, int8 or int4 and stay so: no matrix is ever widened whole.
 
 Knows: how narrow weights lie in memory, which kernel and which tile sizes a number of rows gets, and what
 that allocates. Up to ``WIDEN_ROWS`` rows one kernel reads weights once and unpacks them on the fly. More rows
@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.engine.kernels.arrivals import arrivals
 
 # Widening moves about 5 bytes a weight (1 read, 2 written, 2 read again; int4 half a byte less), unpacking on
@@ -34,8 +35,9 @@ SLICE_STEP = 128  # rows of a slice are a multiple of it, as tiles of torch's pr
 class NarrowWeights:
     """A matrix [outputs, inputs] in 8 or 4 bits.
 
-    ``codes``: [outputs, inputs] float8_e4m3fn, or [outputs, inputs / 8] int32 with the first code in the
-    lowest bits. ``scale`` [ceil(outputs / block[0]), ceil(inputs / block[1])] is shared by ``block``.
+    ``codes``: [outputs, inputs] float8_e4m3fn or int8 (inputs a multiple of 4), or [outputs, inputs / 8]
+    int32, eight codes to a word, the first in its lowest bits. ``scale`` [ceil(outputs / block[0]),
+    ceil(inputs / block[1])] is shared by ``block``.
     ``zero_point`` [ceil(outputs / 8), groups] int32, for int4; None: 8 everywhere.
     """
 
@@ -45,8 +47,9 @@ class NarrowWeights:
     block: tuple[int, int]
 
     @property
-    def four_bits(self) -> bool:
-        return self.codes.dtype == torch.int32
+    def form(self) -> str:
+        """``fp8``, ``int8`` or ``int4``."""
+        return _FORMS[self.codes.dtype]
 
     @property
     def outputs(self) -> int:
@@ -54,13 +57,18 @@ class NarrowWeights:
 
     @property
     def inputs(self) -> int:
-        return self.codes.shape[1] * (8 if self.four_bits else 1)
+        return self.codes.shape[1] * (8 if self.form == INT4 else 1)
 
     @property
     def span(self) -> int:
         """The largest power of two, at most 128, of inputs that share a scale in every row."""
         width = self.block[1]
+        if width >= self.inputs:
+            return LONGEST_SPAN  # one scale for all of them
         return min(width & -width, LONGEST_SPAN)
+
+
+_FORMS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.int32: INT4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,7 @@ def tiles_for(rows: int, weights: NarrowWeights, dtype: torch.dtype) -> Tiles:
         return Tiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
     if rows <= 8:
         # A step of int4 is as many bytes as one of FP8.
-        return Tiles(8, 64, 256 if weights.four_bits else 128, 4, 3)
+        return Tiles(8, 64, 256 if weights.form == INT4 else 128, 4, 3)
     if rows <= 16:
         return Tiles(16, 64, 128, 4, 3)
     if rows <= SPLIT_ROWS:
@@ -220,14 +228,14 @@ def _launch_matmul(
 
 def _stored(weights: NarrowWeights) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors as the kernels take them; codes stand in for zero points that are not there."""
-    codes = weights.codes if weights.four_bits else weights.codes.view(torch.uint8)
+    codes = weights.codes.view(torch.uint8 if weights.form == FP8 else torch.int32)
     return codes, weights.scale, codes if weights.zero_point is None else weights.zero_point
 
 
-def _form(weights: NarrowWeights, hardware: bool) -> dict[str, int | bool]:
+def _form(weights: NarrowWeights, hardware: bool) -> dict[str, int | bool | str]:
     return {
-        "four_bits": weights.four_bits,
-        "hardware": hardware and not weights.four_bits,
+        "form": weights.form,
+        "hardware": hardware and weights.form == FP8,
         "has_zero_point": weights.zero_point is not None,
         "scale_rows": weights.block[0],
         "scale_width": weights.block[1],

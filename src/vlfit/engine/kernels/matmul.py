@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
-from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, scales, shuffle, spread
+from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, int8_tile, scales, shuffle, shuffle_words, spread
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -31,7 +31,7 @@ def matmul(
     x_stride,
     scale_columns,
     steps,
-    four_bits: tl.constexpr,
+    form: tl.constexpr,
     hardware: tl.constexpr,
     has_zero_point: tl.constexpr,
     has_bias: tl.constexpr,
@@ -65,7 +65,7 @@ def matmul(
         x_inside = (row[:, None] < rows) & (column[None, :] < inputs)
         x_place = row[:, None].to(tl.int64) * x_stride + column[None, :]
         x_tile = tl.load(x + x_place, mask=x_inside, other=0.0)
-        if four_bits:
+        if form == "int4":
             x_tile = shuffle(x_tile, tile_rows, tile_inputs)
             value = int4_tile(
                 codes,
@@ -83,6 +83,11 @@ def matmul(
                 tile_inputs,
                 tile_spans,
             )
+        elif form == "int8":
+            x_tile = shuffle_words(x_tile, tile_rows, tile_inputs)
+            value = int8_tile(
+                codes, output_index, start, outputs, inputs, x_tile.dtype, True, tile_outputs, tile_inputs
+            )
         else:
             value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
         if tile_spans == 1:
@@ -96,9 +101,9 @@ def matmul(
                 # Where both are of one half precision, their product is rounded once as it is.
                 factor = factor.to(tl.float32)
                 value = value.to(tl.float32)
-            weight = value * spread(factor, four_bits, tile_outputs, tile_inputs, tile_spans)
+            weight = value * spread(factor, form == "int4", tile_outputs, tile_inputs, tile_spans)
             total = tl.dot(weight.to(x_tile.dtype), tl.trans(x_tile), total, input_precision="ieee")
-    if not four_bits and not hardware:
+    if form == "fp8" and not hardware:
         total *= 256.0
     finish(
         total,

@@ -96,6 +96,56 @@ def int4_tile(
 
 
 @triton.jit
+def int8_tile(
+    words,
+    output_index,
+    start,
+    outputs,
+    inputs,
+    dtype: tl.constexpr,
+    shuffled: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+):
+    """Bytes of ``words`` [outputs, inputs / 4] from input ``start`` on, signed numbers, as ``dtype``.
+
+    Without conversion, as in ``int4_tile``: a signed byte is its lowest seven bits, less 128 if its highest
+    is set, and both count units in the last bits of the same large number. Two bytes of a word that are 16
+    bits apart are treated as one register, so two weights cost five instructions and a share of a shift.
+    """
+    word = start // 4 + tl.arange(0, tile_inputs // 4)
+    inside = (output_index[:, None] < outputs) & (word[None, :] < inputs // 4)
+    place = output_index[:, None].to(tl.int64) * (inputs // 4) + word[None, :]
+    four = tl.load(words + place, mask=inside, other=0)
+    pairs = tl.join(four, four >> 8)  # bytes 0 and 2, and bytes 1 and 3
+    number = _halves(pairs & 0x007F007F, dtype) - _halves(pairs & 0x00800080, dtype)
+    # [outputs, words, 2, 2]: the last two count a byte's place in its word, lowest bit first.
+    if not shuffled:
+        number = tl.permute(number, (0, 1, 3, 2))
+    return tl.reshape(number, (tile_outputs, tile_inputs))
+
+
+@triton.jit
+def _halves(pair, dtype: tl.constexpr):
+    """Two integers of at most 8 bits in one of 32, each in the last bits of the same number: [..., 2]."""
+    if dtype == tl.float32:
+        low = ((pair & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        high = ((pair >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
+    else:
+        marked = pair | (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
+        low = (marked & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        high = ((marked >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def shuffle_words(rows, tile_rows: tl.constexpr, tile_inputs: tl.constexpr):
+    """``rows`` [tile_rows, tile_inputs] in the order of ``int8_tile(shuffled=True)``: of four 0, 2, 1, 3."""
+    parts = tl.reshape(rows, (tile_rows, tile_inputs // 4, 2, 2))
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 2)), (tile_rows, tile_inputs))
+
+
+@triton.jit
 def shuffle(rows, tile_rows: tl.constexpr, tile_inputs: tl.constexpr):
     """``rows`` [tile_rows, tile_inputs] with its inputs in the order of ``int4_tile(shuffled=True)``.
 

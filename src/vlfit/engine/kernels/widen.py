@@ -1,12 +1,12 @@
 """The kernel for many rows: narrow weights as numbers of the computation's dtype, for torch to multiply with.
 
-Reference: ``dequantize_fp8`` and ``dequantize_int4`` of ``engine/layers/linear.py``, to the bit.
+Reference: ``dequantize_fp8``, ``_int8`` and ``_int4`` of ``engine/layers/linear.py``, to the bit.
 """
 
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, scales, spread
+from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, int8_tile, scales, spread
 
 
 @triton.jit(do_not_specialize=["first", "outputs"])
@@ -19,7 +19,7 @@ def widen(
     outputs,
     inputs,
     scale_columns,
-    four_bits: tl.constexpr,
+    form: tl.constexpr,
     hardware: tl.constexpr,
     has_zero_point: tl.constexpr,
     scale_rows: tl.constexpr,
@@ -34,7 +34,7 @@ def widen(
     start = tl.program_id(1) * tile_inputs
     column = start + tl.arange(0, tile_inputs)
     group = (start + tl.arange(0, tile_spans) * span) // scale_width
-    if four_bits:
+    if form == "int4":
         value = int4_tile(
             codes,
             zero_point,
@@ -51,10 +51,22 @@ def widen(
             tile_inputs,
             tile_spans,
         )
+    elif form == "int8":
+        value = int8_tile(
+            codes,
+            output_index,
+            start,
+            outputs,
+            inputs,
+            output.dtype.element_ty,
+            False,
+            tile_outputs,
+            tile_inputs,
+        )
     else:
         value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
     factor = scales(scale, output_index, group, outputs, scale_columns, scale_rows).to(tl.float32)
-    if not four_bits and not hardware:
+    if form == "fp8" and not hardware:
         factor *= 256.0
     weight = value.to(tl.float32) * spread(factor, False, tile_outputs, tile_inputs, tile_spans)
     inside = (output_index[:, None] < outputs) & (column[None, :] < inputs)
