@@ -6,6 +6,7 @@ Pages are taken from the system and locked where they are (``cudaHostRegister``)
 such memory takes the next power of two: up to twice what is needed.
 """
 
+import contextlib
 import mmap
 import weakref
 
@@ -40,6 +41,8 @@ def _lock(address: int, size: int, device: torch.device) -> None:
         torch.cuda.current_stream()  # CUDA is started, on this device
         error = int(torch.cuda.cudart().cudaHostRegister(address, size, _FOR_ALL_DEVICES))
     if error:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)  # CUDA repeats its last error to whoever launches next
         raise DeviceError(
             f"the system does not lock {format_bytes(size)} more of RAM for the GPU (CUDA error {error})",
             "let fewer layers wait in RAM: a smaller --offload. Under WSL2 Windows lets CUDA lock only a part "
