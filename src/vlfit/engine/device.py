@@ -39,7 +39,7 @@ def _device(wish: str) -> torch.device:
 
 
 def choose_dtype(wish: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU and the dtype of the checkpoint's embedding on a GPU."""
+    """``auto`` is float32 on a CPU, on a GPU the dtype of the embedding (of the last norm, if in 8 bits)."""
     if wish != "auto":
         dtype: torch.dtype = getattr(torch, wish)  # one of `options.DTYPES`, checked when they were built
         return dtype

@@ -1,0 +1,142 @@
+"""Checkpoints in 8 bits and in several forms at once, as compressed-tensors writes them, in the engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.compressed import EMBEDDING, Group, compress
+from tests.engine.test_parity import CONVERSATIONS, run
+from vlfit.checkpoint.cache import describe
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import Engine
+from vlfit.engine.loader import Loader
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.room import weight_bytes
+from vlfit.plan.model import model_of
+
+Tiny = Callable[[str], Path]
+Case = tuple[str, dict[str, Group], Callable[[str], str | None], str]
+CPU, META = torch.device("cpu"), torch.device("meta")
+DYNAMIC = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "int"}
+
+
+def in_text(module: str) -> str | None:
+    return "group_0" if module.startswith("model.language_model.layers.") else None
+
+
+def mixed(module: str) -> str | None:
+    """4 bits in text layers; 8 in the tower, the embedding and the head."""
+    if ".layers." in module:
+        return "group_0"
+    eight = module in (EMBEDDING, "lm_head") or (
+        module.startswith("model.visual.") and not module.endswith("pos_embed")
+    )
+    return "group_1" if eight else None
+
+
+EIGHT = (EMBEDDING, "lm_head", r"re:model\.visual\.(blocks|merger|deepstack)")
+# A checkpoint of tests/tiny.py, its groups, which module is in which, and what the format is called.
+CASES: dict[str, Case] = {
+    "8 bits by row": ("tied", {"group_0": Group()}, in_text, "int8"),
+    "8 bits in groups": (
+        "untied_sharded",
+        {"group_0": Group(strategy="group", group_size=32)},
+        in_text,
+        "int8",
+    ),
+    "plain bytes": (
+        "half_with_biases",
+        {"group_0": Group("int-quantized", activations=DYNAMIC)},
+        in_text,
+        "int8",
+    ),
+    "FP8 by row": (
+        "tied",
+        {"group_0": Group("float-quantized", activations={**DYNAMIC, "type": "float"})},
+        in_text,
+        "fp8",
+    ),
+    "FP8 by block": (
+        "tied",
+        {"group_0": Group("float-quantized", strategy="block", block=(48, 40))},
+        in_text,
+        "fp8",
+    ),
+    "4 bits, all else in 8, tied": (
+        "tied",
+        {"group_0": Group(bits=4, strategy="group", group_size=32), "group_1": Group(targets=EIGHT)},
+        mixed,
+        "int4",
+    ),
+    "4 bits by row, all else in 8, own head": (
+        "untied_sharded",
+        {"group_0": Group(bits=4), "group_1": Group(targets=EIGHT)},
+        mixed,
+        "int4",
+    ),
+    "only the embedding in 8 bits": (
+        "vision_head_72",
+        {"group_0": Group(targets=("Embedding",))},
+        lambda module: "group_0" if module == EMBEDDING else None,
+        "bf16",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(
+    request: pytest.FixtureRequest, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, str]:
+    name, groups, choose, form = CASES[request.param]
+    narrow, wide = compress(tiny(name), tmp_path_factory.mktemp("compressed"), groups, choose)
+    return narrow, wide, form
+
+
+def engine(folder: Path) -> Engine:
+    return Engine(open_checkpoint(folder), EngineOptions(device="cpu", context=1024, chunk=128))
+
+
+def test_the_words_are_those_of_the_values_that_the_files_stand_for(case: tuple[Path, Path, str]) -> None:
+    narrow, wide, _ = case
+    asked = CONVERSATIONS["picture"], CONVERSATIONS["system and turns"]
+    expected = run(engine(wide), *asked, tokens=24)
+    assert run(engine(narrow), *asked, tokens=24) == expected
+    assert len({token for tokens in expected for token in tokens}) > 5
+
+
+def test_every_matrix_is_widened_to_the_bit(case: tuple[Path, Path, str]) -> None:
+    narrow, wide, _ = case
+    plain = open_checkpoint(wide)
+    with (
+        Loader(plain, CPU, torch.float32) as expected,
+        Loader(open_checkpoint(narrow), CPU, torch.float32) as loader,
+    ):
+        for name, info in plain.tensors.items():
+            module = name.removesuffix(".weight")
+            if module == EMBEDDING:
+                ids = torch.arange(info.shape[0])
+                assert torch.equal(loader.embedding(module)(ids), expected.tensor(name))
+            elif len(info.shape) == 2 and "pos_embed" not in name:
+                identity = torch.eye(info.shape[1])
+                assert torch.equal(loader.linear(module)(identity).T, expected.tensor(name))
+
+
+def test_counts_and_names(case: tuple[Path, Path, str]) -> None:
+    narrow, wide, form = case
+    checkpoint, plain = open_checkpoint(narrow), open_checkpoint(wide)
+    assert checkpoint.weights_format == form
+    assert checkpoint.parameter_count == plain.parameter_count
+    described = describe("org/x", narrow)
+    assert described is not None
+    assert (described.format, described.parameters) == (form, plain.parameter_count)
+    assert weight_bytes(checkpoint, torch.float32, CPU) == weight_bytes(plain, torch.float32, CPU)
+    planned, all_plain = (
+        model_of(each.name, each.config, each.tensors, "a test") for each in (checkpoint, plain)
+    )
+    assert planned.weights == form
+    assert planned.head.weights == all_plain.head.weights
+    assert {part: matrix.weights for part, matrix in planned.layer.items()} == {
+        part: matrix.weights for part, matrix in all_plain.layer.items()
+    }
