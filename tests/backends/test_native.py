@@ -127,6 +127,7 @@ def test_the_same_picture_is_encoded_once(backend: NativeBackend, monkeypatch: p
     engine = backend._loop.engine
     calls: list[tuple[int, int, int]] = []
     vision = engine.runner.vision
+    assert vision is not None
 
     def counting(patches: Tensor, grid: tuple[int, int, int]) -> VisionFeatures:
         calls.append(grid)

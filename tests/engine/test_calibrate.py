@@ -32,7 +32,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     text = replace(text, head_dim=16, vocab_size=4096, mrope_section=(4, 2, 2))
     vision = replace(
-        entry.config.vision, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=64
+        entry.config.eyes, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=64
     )
     small = replace(entry, config=replace(entry.config, text=text, vision=vision))
     monkeypatch.setattr(catalog, "family", lambda _: [small])
@@ -44,6 +44,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_model")
 def test_what_is_measured_with_runs_pictures_and_full_contexts() -> None:
     engine = calibrate._few_layers(CPU)
+    assert engine.runner.vision is not None
     assert len(engine.runner.text.layers) == len(engine.runner.vision.blocks) == 4
     calibrate._look(engine)
     assert engine.counters.steps == 0

@@ -96,6 +96,7 @@ def test_so_many_pictures_that_no_size_is_small_enough(engine: Engine) -> None:
     level = number(r"with at most (\d+) tokens each", hint)
     engine.price(prompt(engine, "fox", *photos[:first], cap=level))
     # One more has no room, even at the least size that the checkpoint looks at.
+    assert engine.processing is not None
     least = engine.processing.min_pixels // 32**2
     one_more = prompt(engine, "fox", *photos[: first + 1])
     assert len(one_more.token_ids) - one_more.image_tokens + (first + 1) * least > CONTEXT - 1

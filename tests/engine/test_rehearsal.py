@@ -86,8 +86,10 @@ def test_made_up_weights_have_the_types_and_shapes_of_real_ones(
 ) -> None:
     real = Engine(open_checkpoint(tiny(name)), EngineOptions(device="cpu", context=64))
     made_up = engine(tiny(name))
+    assert real.runner.vision is not None
+    assert made_up.runner.vision is not None
     for theirs, ours in (
-        (real.runner.text.embedding, made_up.runner.text.embedding),
+        (real.runner.text.norm, made_up.runner.text.norm),
         (real.runner.vision.position_table, made_up.runner.vision.position_table),
     ):
         assert (theirs.shape, theirs.dtype) == (ours.shape, ours.dtype)
@@ -104,6 +106,15 @@ def test_at_the_start_nothing_of_it_is_left(tiny: Callable[[str], Path]) -> None
     assert built.counters == Counters()
     assert built.pool.free == built.pool.blocks
     assert not built.busy
+
+
+@pytest.mark.parametrize("name", ["llama2", "phi3_long"])
+def test_a_model_without_eyes_rehearses_text(tiny_decoder: Callable[[str], Path], name: str) -> None:
+    built = engine(tiny_decoder(name), context=256, sequences=3, chunk=32)
+    reached = at_start(built)
+    assert (built.image_tokens, reached.pictures) == (0, 0)
+    assert (reached.most_decoding, reached.longest) == (3, 255)
+    assert reached.widest_chunk_with_a_past == 32
 
 
 @pytest.mark.parametrize("context", [48, 64])
