@@ -7,6 +7,7 @@ as zeros. Tokenizer, template and control tokens are mini's. Does not know how m
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,37 @@ from benchmarks.checkpoints import BORROWED
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo
+from vlfit.checkpoint.quantization import INT8
 from vlfit.checkpoint.source import Checkpoint, mini_folder
-from vlfit.engine.convert.layout import Job, Piece, jobs, new_recipe, quantization_config, shards
+from vlfit.engine.convert.layout import Job, Piece, jobs, shards
+from vlfit.engine.convert.recipe import KEPT, Wanted, new_recipe, quantization_config
 
 _ALL_IN_ONE_FILE = 2**60
 _PIXELS = {"shortest_edge": 65536, "longest_edge": 16777216}  # areas, as in the official files
 
 
-def write_hollow(folder: Path, size: str, weights: str) -> Path:
-    """A checkpoint of ``size`` (2B, 4B, 8B) in ``weights`` (bf16, fp8, int4) in the new ``folder``."""
+def write_hollow(
+    folder: Path,
+    size: str,
+    weights: str,
+    int8: Collection[str] = (),
+    group_size: int = catalog.GROUP_SIZE,
+) -> Path:
+    """A checkpoint of ``size`` (2B, 4B, 8B) in ``weights`` (bf16, fp8, int4) in the new ``folder``.
+
+    ``int8``: which of ``head``, ``embedding`` and ``vision`` are in 8 bits, as ``vlfit convert`` has them;
+    ``group_size`` is of int4.
+    """
     entry = next(entry for entry in catalog.family(size) if entry.weights == catalog.BF16)
     if not isinstance(entry.config, ModelConfig):
         raise TypeError(f"{size} has no eyes")
     plain = Checkpoint(entry.name, folder, entry.config, entry.tensors)
     config = _config(entry.config)
     if weights == catalog.BF16:
-        work = [Job(info, (_as_it_is(info),), converted=False) for info in plain.tensors.values()]
+        work = [Job(info, (_as_it_is(info),)) for info in plain.tensors.values()]
     else:
-        recipe = new_recipe(plain, weights, catalog.GROUP_SIZE, head=False)
+        parts = {part: INT8 if part in int8 else KEPT for part in ("head", "embedding", "vision")}
+        recipe = new_recipe(plain, Wanted(weights, group_size, **parts))
         work = jobs(plain, recipe)
         config["quantization_config"] = quantization_config(plain, recipe)
     [shard] = shards(work, _ALL_IN_ONE_FILE)

@@ -89,17 +89,26 @@ class Meter:
             self._device = pynvml.nvmlDeviceGetHandleByIndex(int(visible or 0))
         self.before = self._used()
 
+    def start_over(self) -> None:
+        """What is in use now counts as before."""
+        self.before = self._used()
+
     def process(self) -> int:
         """Bytes more in use on the card than before."""
         return self._used() - self.before
 
-    def own(self) -> int | None:
-        """What NVML lists for this process; None where it lists none or does not tell."""
+    def free(self) -> int:
+        """Bytes of the card that nobody has."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._device).free)
+
+    def own(self, pid: int | None = None) -> int | None:
+        """What NVML lists for ``pid`` (None: this process); None where it lists none or does not tell."""
+        pid = os.getpid() if pid is None else pid
         try:
             listed = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         except self._nvml.NVMLError:
             return None
-        found = [process.usedGpuMemory for process in listed if process.pid == os.getpid()]
+        found = [process.usedGpuMemory for process in listed if process.pid == pid]
         return int(found[0]) if found and found[0] is not None else None
 
     def _used(self) -> int:
