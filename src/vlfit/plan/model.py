@@ -125,15 +125,15 @@ def model_of(
 ) -> Model:
     """The model that ``tensors`` (a checkpoint's headers, or the catalog's) and ``config`` describe."""
     text, vision = (config, None) if isinstance(config, TextOnlyConfig) else (_text(config), config.vision)
+    left_out = (f"{HEAD}.",) if text.tie_word_embeddings else ()  # then it is the embedding
     loaded = {
         tensor: _loaded(info, text)
-    left_out = (f"{HEAD}.",) if text.tie_word_embeddings else ()  # then it is the embedding
         for tensor, info in tensors.items()
         if not tensor.endswith(_NOT_LOADED) and not tensor.startswith(left_out)
     }
+    quantization = None if isinstance(config, TextOnlyConfig) else config.quantization
     parts = {"text": 0, "vision": 0, "embedding": 0}
     for tensor, size in loaded.items():
-    quantization = None if isinstance(config, TextOnlyConfig) else config.quantization
         parts[ledger_part(tensor)] += size
     return Model(
         name=name,
