@@ -1,7 +1,8 @@
 """AWQ and GPTQ checkpoints, written from the definitions of their forms, code by code, in numpy.
 
 Sources: ``WQLinear_GEMM.from_linear`` of AutoAWQ 0.2.9; ``pack_original`` and
-``convert_gptq_v2_to_v1_format`` of GPTQModel 7.7. Knows nothing of how vlfit reads them; ``widened`` is what tests hold that to.
+``convert_gptq_v2_to_v1_format`` of GPTQModel 7.7. Knows nothing of how vlfit reads them; tests
+hold that to ``Rounded.widened``.
 """
 
 import json

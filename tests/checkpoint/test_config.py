@@ -34,8 +34,8 @@ def test_official_form(folder: Path) -> None:
     assert config.text.rope_theta == 5_000_000
     assert list(config.text.mrope_section) == spec.mrope_section
     assert config.text.head_dim == spec.head_dim
-    assert config.vision.head_dim == spec.vision_hidden // spec.vision_heads
-    assert config.vision.deepstack_visual_indexes == (0, 1, 2)
+    assert config.eyes.head_dim == spec.vision_hidden // spec.vision_heads
+    assert config.eyes.deepstack_visual_indexes == (0, 1, 2)
     assert config.tie_word_embeddings
     assert config.fp8 is None
 
@@ -66,7 +66,7 @@ def test_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     assert list(ours.text.mrope_section) == text.rope_parameters["mrope_section"]
     for field in ("depth", "hidden_size", "num_heads", "out_hidden_size", "num_position_embeddings"):
         assert getattr(ours.vision, field) == getattr(vision, field)
-    assert list(ours.vision.deepstack_visual_indexes) == list(vision.deepstack_visual_indexes)
+    assert list(ours.eyes.deepstack_visual_indexes) == list(vision.deepstack_visual_indexes)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.image_token_id == theirs.image_token_id
 
@@ -203,8 +203,8 @@ def test_fp8_block_size_defaults_to_the_official_one(folder: Path) -> None:
 
 
 UNREADABLE: dict[str, Change] = {
-    "'awq'": lambda config: config.update(quantization_config={"quant_method": "awq", "bits": 4}),
-    "'gptq'": lambda config: config.update(quantization_config={"quant_method": "gptq", "bits": 4}),
+    "'hqq'": lambda config: config.update(quantization_config={"quant_method": "hqq", "bits": 4}),
+    "'bitsandbytes'": lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}),
     "no quant_method": lambda config: config.update(quantization_config={"bits": 4}),
     "'e5m2'": with_fp8(fmt="e5m2"),
     "'static'": with_fp8(activation_scheme="static"),

@@ -69,6 +69,7 @@ def read(tiny: Tiny, folder: Path, quantization: dict[str, Any]) -> ModelConfig:
         ({}, WeightScheme(4, 128)),
         ({"group_size": 32, "symmetric": False}, WeightScheme(4, 32, False)),
         ({"actorder": "weight"}, WeightScheme(4, 128)),
+        ({"actorder": "group"}, WeightScheme(4, 128, ordered=True)),
         ({"strategy": "channel", "group_size": None}, WeightScheme(4, None)),
         ({"num_bits": 8}, WeightScheme(8, 128)),
         ({"num_bits": 8, "strategy": "channel", "group_size": -1}, WeightScheme(8, None)),
@@ -87,7 +88,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "symmetric is false, with 8 bits": section(num_bits=8, symmetric=False),
     "type is 'float'": section(type="float"),
     "strategy is 'tensor'": section(strategy="tensor", group_size=None),
-    "actorder is 'group'": section(actorder="group"),
+    "actorder is 'random'": section(actorder="random"),
+    "actorder is 'group'": {**section(actorder="group", num_bits=8), "format": "int-quantized"},
     "dynamic is True": section(dynamic=True),
     "group_size is 20": section(group_size=20),
     "format is 'marlin-24'": {**section(), "format": "marlin-24"},
@@ -211,12 +213,16 @@ def test_headers_that_do_not_agree_with_the_config(converted: Path) -> None:
         check_tensors(config, {**headers, zero.name: zero})
 
 
-def test_columns_in_another_order_are_refused(converted: Path) -> None:
-    headers = read_headers(converted)
+def test_columns_in_another_order_are_to_be_promised(converted: Path) -> None:
+    config, headers = ModelConfig.read(converted), read_headers(converted)
     order = replace(headers[f"{UP}.weight_packed"], name=f"{UP}.weight_g_idx", dtype="I32", shape=(64,))
-    with pytest.raises(UnknownWeightsFormat, match="another order") as caught:
-        check_tensors(ModelConfig.read(converted), {**headers, order.name: order})
-    assert "vlfit convert" in caught.value.hint
+    with pytest.raises(SurplusTensor, match="weight_g_idx"):
+        check_tensors(config, {**headers, order.name: order})
+    assert config.compressed is not None
+    ordered = replace(config.compressed.schemes[0], ordered=True)
+    config = replace(config, quantization=replace(config.compressed, schemes=(ordered,)))
+    with pytest.raises(MissingTensor, match="weight_g_idx"):
+        check_tensors(config, headers)
 
 
 def test_a_layer_in_16_bits_that_the_config_calls_int4(tiny: Tiny, converted: Path) -> None:

@@ -207,7 +207,7 @@ REFUSALS = {
     "gated": ("tiny/gated", {}, "is gated"),
     "wrong token": ("tiny/model", {"HF_TOKEN": "hf_wrong"}, "token is wrong"),
     "another architecture": ("tiny/llama", {}, "model_type is 'llama'"),
-    "another weights format": ("tiny/awq", {}, "quant_method is 'awq'"),
+    "another weights format": ("tiny/hqq", {}, "quant_method is 'hqq'"),
     "no safetensors": ("tiny/bin", {}, "no safetensors weights"),
     "no name": ("model", {}, "is not the name of a model"),
 }
@@ -227,9 +227,9 @@ def test_refusals(person: Person, tiny: Tiny, tmp_path: Path, case: str) -> None
     (other / "model.safetensors").rename(other / "pytorch_model.bin")
     hub.add("tiny/bin", other)
     change_json(
-        other / "config.json", lambda config: config.update(quantization_config={"quant_method": "awq"})
+        other / "config.json", lambda config: config.update(quantization_config={"quant_method": "hqq"})
     )
-    hub.add("tiny/awq", other)
+    hub.add("tiny/hqq", other)
 
     refused = person.run("pull", name, **variables)
     assert refused.returncode == (2 if case == "no name" else 1)

@@ -18,9 +18,12 @@ WHAT_IS_READ = (
 
 def read_awq(section: Fields) -> ByInputs:
     """Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for wrong fields."""
-    version = section.text(named(section, "version", "checkpoint_format", "format"), "gemm")
-    if version.lower() != "gemm" or section.values.get("backend") == "llm-awq":
-        raise unknown(section, "version", version)
+    name = named(section, "version", "checkpoint_format", "format")
+    version = section.text(name, "gemm")
+    if version.lower() != "gemm":
+        raise unknown(section, name, version)
+    if section.values.get("backend") == "llm-awq":  # transformers' way to say the version of that name
+        raise unknown(section, "backend", "llm-awq")
     bits = section.integer(named(section, "bits", "w_bit"))
     if bits != 4:
         raise unknown(section, "bits", bits)

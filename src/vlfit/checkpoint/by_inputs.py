@@ -10,11 +10,14 @@ Does not know: config.json (``awq.py`` and ``gptq.py`` do) or values (``engine/r
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vlfit.checkpoint.headers import Layout, TensorInfo
 from vlfit.errors import CheckpointError, MissingTensor, UnknownWeightsFormat, WrongShape
 
 QWEIGHT = ".qweight"
+# What stands for a weight in the files, and after which word compressed-tensors calls it.
+_PARTS = {"qweight": "packed", "scales": "scale", "qzeros": "zero_point", "g_idx": "g_idx"}
 _ANOTHER = "config.json and the weights are of different checkpoints. Fetch both again."
 _SCALES = ("F16", "BF16", "F32")
 _ZEROS_SHARE_A_WORD = 8  # of 4 bits; zero points of 8 bits are not stored anywhere else
@@ -74,7 +77,7 @@ class ByInputs:
         and ``UnknownWeightsFormat``, with the names that the files have.
         """
         converted: dict[str, Stored] = {}
-        read: dict[str, TensorInfo | None] = {}
+        read: dict[str, list[TensorInfo]] = {}  # by a name in the files: what comes in its place
         for module, (rows, columns) in matrices.items():
             if module + QWEIGHT not in tensors:
                 continue
@@ -85,40 +88,30 @@ class ByInputs:
                     _ANOTHER,
                 )
             converted[module] = stored
-            read |= self._read_module(module, rows, columns, stored, tensors)
-        named: dict[str, TensorInfo] = {}
-        for name, info in tensors.items():
-            kept = read.get(name, info)
-            if kept is not None:
-                named[kept.name] = kept
-        return converted, named
+            read |= {f"{module}.{part}": [] for part in _PARTS}
+            read[module + QWEIGHT] = self._read_module(module, rows, columns, stored, tensors)
+        named = (kept for name, info in tensors.items() for kept in read.get(name, [info]))
+        return converted, {info.name: info for info in named}
 
     def _read_module(
         self, module: str, rows: int, columns: int, stored: Stored, tensors: Mapping[str, TensorInfo]
-    ) -> dict[str, TensorInfo | None]:
-        """By the names in the files: what each tensor of ``module`` is, None for what is not needed."""
+    ) -> list[TensorInfo]:
+        """What stands for the weight of ``module``, in the order that it is loaded in."""
         groups, words = _groups(module, rows, columns, stored), columns // stored.codes_per_word
         in_file = (columns, rows // 8) if self.codes is Layout.AWQ_CODES else (words, rows)
         zeros = (groups, rows // stored.codes_per_word)
 
-        def find(part: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> TensorInfo:
-            return _find(f"{module}.{part}", shape, dtypes, tensors)
+        def read(part: str, in_file: tuple[int, ...], dtypes: tuple[str, ...], **changes: Any) -> None:
+            info = _find(f"{module}.{part}", in_file, dtypes, tensors)
+            found.append(replace(info, name=f"{module}.weight_{_PARTS[part]}", **changes))
 
-        found: dict[str, TensorInfo | None] = {}
-
-        def read(info: TensorInfo, part: str, shape: tuple[int, ...], layout: Layout) -> None:
-            found[info.name] = replace(info, name=f"{module}.weight_{part}", shape=shape, layout=layout)
-
-        read(find("qweight", in_file, ("I32",)), "packed", (rows, words), self.codes)
-        read(find("scales", (groups, rows), _SCALES), "scale", (rows, groups), Layout.TRANSPOSED)
-        if stored.symmetric:
-            found[f"{module}.qzeros"] = None
-        else:
-            read(find("qzeros", zeros, ("I32",)), "zero_point", zeros[::-1], self.zeros)
+        found: list[TensorInfo] = []
+        read("qweight", in_file, ("I32",), shape=(rows, words), layout=self.codes)
+        read("scales", (groups, rows), _SCALES, shape=(rows, groups), layout=Layout.TRANSPOSED)
+        if not stored.symmetric:
+            read("qzeros", zeros, ("I32",), shape=zeros[::-1], layout=self.zeros)
         if stored.ordered:
-            read(find("g_idx", (columns,), ("I32",)), "g_idx", (columns,), Layout.AS_NAMED)
-        else:
-            found[f"{module}.g_idx"] = None  # each group is of neighbours, as everywhere else
+            read("g_idx", (columns,), ("I32",))
         return found
 
 

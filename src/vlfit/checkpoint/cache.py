@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlfit.checkpoint import hub
+from vlfit.checkpoint.by_inputs import ByInputs
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.quantization import FP8, INT4, INT8, CompressedFormat, Quantization
+from vlfit.checkpoint.renamed import renamed
 from vlfit.checkpoint.tensors import PACKED_SUFFIX, codes_per_word, is_no_weight, narrow_form
 from vlfit.errors import NotDownloaded, VlfitError
 
@@ -46,7 +48,7 @@ def describe(name: str, folder: Path) -> LocalModel | None:
     if not hub.is_complete(folder):
         return unfinished
     try:
-        tensors = read_headers(folder)
+        config, tensors = renamed(config, read_headers(folder))
     except VlfitError:
         return unfinished
     weights = sum(info.bytes for info in tensors.values())
@@ -62,6 +64,8 @@ def _promised(quantization: Quantization | None) -> str:
     if isinstance(quantization, CompressedFormat):
         forms = {scheme.form for scheme in quantization.schemes}
         return next(form for form in (INT4, FP8, INT8) if form in forms)
+    if isinstance(quantization, ByInputs):
+        return INT4 if quantization.most.bits == 4 else INT8
     return FP8
 
 

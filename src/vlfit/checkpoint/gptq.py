@@ -52,7 +52,7 @@ def _stored(section: Fields) -> Stored:
     if bits not in (4, 8):
         raise unknown(section, "bits", bits)
     if bits == 8 and not symmetric:
-        raise unknown(section, "sym", "false, with 8 bits")
+        raise unknown(section, "sym", False)
     size = group_size(section, bits)
     # Where all inputs share a scale there is but one group, whatever their order.
     return Stored(bits, size, symmetric, section.flag("desc_act") and size is not None)

@@ -37,7 +37,8 @@ _FETCH_AGAIN = "Delete this file and fetch it again (vlfit pull NAME resumes wha
 class Layout(Enum):
     """How a tensor's numbers lie in its file, where that is not how its name and shape say.
 
-    ``TRANSPOSED``: [columns, rows]. ``ONE_LESS``: so, too, each code of a word less one. ``AWQ_CODES``: eight
+    ``TRANSPOSED``: [columns, rows]. ``ONE_LESS``: so, too, each of the eight codes of a word less one.
+    ``AWQ_CODES``: eight
     rows share a word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on: [columns, rows / 8].
     ``AWQ_ZEROS``: transposed, the codes of a word in that order. ``by_inputs.py`` says which tensors lie so.
     """

@@ -2,15 +2,19 @@
 
 Knows: the official FP8 form (quant_method ``fp8``) and what of the quant_method ``compressed-tensors`` vlfit
 runs: packed integers of 4 or 8 bits, plain ones of 8, and FP8, several of them in one checkpoint.
-Does not know: tensors or how they are computed with.
+AWQ and GPTQ have modules of their own. Does not know: tensors or how they are computed with.
 """
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vlfit.checkpoint.awq import AWQ_METHOD, read_awq
+from vlfit.checkpoint.by_inputs import ByInputs
 from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.gptq import GPTQ_METHOD, read_gptq
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
 
 FP8, INT8, INT4 = "fp8", "int8", "int4"  # what the formats are called on the command line and in lists
@@ -18,12 +22,13 @@ FP8_METHOD, COMPRESSED_METHOD = "fp8", "compressed-tensors"
 # The ways of compressed-tensors to store a weight: codes in 32-bit words, 8-bit integers, 8-bit floats.
 PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT = "pack-quantized", "int-quantized", "float-quantized"
 MIXED_FORMAT = "mixed-precision"  # each group of modules says its own
+_ORDERED = ("group", "dynamic", True)  # of ``actorder``, three names of one thing
 CODES_PER_WORD = 8  # 4-bit codes in one 32-bit word
 
 _WHAT_IS_READ = (
     "vlfit reads bf16, fp16 and fp32 weights, FP8 as the official Qwen3-VL FP8 checkpoints have it (e4m3, "
-    "128x128 blocks, dynamic activations), and of compressed-tensors int4 in groups (W4A16), int8 and FP8 "
-    "with activations in 16 bits or dynamic. vlfit convert makes such checkpoints from a bf16 one."
+    "128x128 blocks, dynamic activations), of compressed-tensors int4 in groups (W4A16), int8 and FP8 with "
+    "activations in 16 bits or dynamic, AWQ, and GPTQ. vlfit convert makes such checkpoints from a bf16 one."
 )
 
 
@@ -60,7 +65,7 @@ class WeightScheme:
     (8 of 16, 128 of 256) everywhere, and not stored. ``INTEGER_FORMAT`` has signed bytes, ``FLOAT_FORMAT``
     e4m3, both without zero points. A scale is shared by ``group_size`` neighbours in a row (None: by all of
     them) of ``block_rows`` rows. ``targets``: whose weights; ``Linear``, names of modules, or patterns after
-    ``re:``.
+    ``re:``. ``ordered``: columns that share a scale are no neighbours: ``weight_g_idx`` has each one's group.
     """
 
     bits: int
@@ -69,6 +74,7 @@ class WeightScheme:
     kind: str = PACKED_FORMAT
     block_rows: int = 1
     targets: tuple[str, ...] = ("Linear",)
+    ordered: bool = False
 
     @property
     def form(self) -> str:
@@ -96,6 +102,8 @@ class WeightScheme:
         shapes["weight_scale"] = (math.ceil(rows / self.block_rows), groups)
         if not self.symmetric:
             shapes["weight_zero_point"] = (math.ceil(rows / codes), groups)
+        if self.ordered:
+            shapes["weight_g_idx"] = (columns,)
         return shapes
 
 
@@ -140,7 +148,8 @@ def _rank(target: str, module: str) -> int:
     return 2 if target == ("Embedding" if module.endswith("embed_tokens") else "Linear") else _NO_TARGET
 
 
-Quantization = Fp8Format | CompressedFormat
+# ``ByInputs`` becomes a ``CompressedFormat`` once the headers are read (``renamed.py``).
+Quantization = Fp8Format | CompressedFormat | ByInputs
 
 
 def _exempts(entry: str, module: str) -> bool:
@@ -174,9 +183,12 @@ def read_quantization(fields: Fields) -> Quantization | None:
     section = fields.section("quantization_config")
     if not section.has("quant_method"):
         raise UnknownWeightsFormat("config.json: quantization_config names no quant_method", _WHAT_IS_READ)
-    if section.values["quant_method"] == COMPRESSED_METHOD:
-        return _read_compressed(section)
-    return _read_fp8(section)
+    readers: dict[str, Callable[[Fields], Quantization]] = {
+        COMPRESSED_METHOD: _read_compressed,
+        AWQ_METHOD: read_awq,
+        GPTQ_METHOD: read_gptq,
+    }
+    return readers.get(section.text("quant_method"), _read_fp8)(section)
 
 
 def _read_fp8(section: Fields) -> Fp8Format:
@@ -236,8 +248,8 @@ def _read_scheme(group: Fields, common: str) -> WeightScheme:
         "type": (number,),
         "strategy": strategies,
         "dynamic": (False,),
-        # Columns may have been visited in another order ("weight"); stored in another order needs g_idx.
-        "actorder": ("weight", "static", False),
+        # The order in which columns were visited ("weight") is over; groups by it ("group") need g_idx.
+        "actorder": ("weight", "static", False, *(_ORDERED if kind == PACKED_FORMAT else ())),
     }
     _check(weights, expected)
     _refuse(group, "output_activations")
@@ -249,7 +261,8 @@ def _read_scheme(group: Fields, common: str) -> WeightScheme:
             f"config.json: {weights.prefix}symmetric is false, with {bits} bits", _WHAT_IS_READ
         )
     rows, columns = _shared_scale(weights, bits)
-    return WeightScheme(bits, columns, symmetric, kind, rows, targets)
+    ordered = columns is not None and weights.values.get("actorder") in _ORDERED
+    return WeightScheme(bits, columns, symmetric, kind, rows, targets, ordered)
 
 
 def _check_activations(group: Fields, kind: str) -> None:

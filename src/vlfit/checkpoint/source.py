@@ -13,6 +13,7 @@ from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.progress import Progress
+from vlfit.checkpoint.renamed import renamed
 from vlfit.checkpoint.tensors import check_tensors
 from vlfit.errors import NotACheckpoint, UsageError
 
@@ -57,8 +58,7 @@ def open_checkpoint(model: str | Path, progress: Progress | None = None) -> Chec
 
 def read_checkpoint(name: str, folder: Path) -> Checkpoint:
     """Config and headers of ``folder``, checked against each other."""
-    config = ModelConfig.read(folder)
-    tensors = read_headers(folder)
+    config, tensors = renamed(ModelConfig.read(folder), read_headers(folder))
     check_tensors(config, tensors)
     return Checkpoint(name, folder, config, tensors)
 

@@ -15,11 +15,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.quantization import FP8, INT4, INT8
+from vlfit.checkpoint.headers import Layout, TensorInfo
+from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4, INT8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import (
     COMPRESSED_SCALE,
+    ORDER_SUFFIX,
     PACKED_SUFFIX,
     SCALE_SUFFIX,
     codes_per_word,
@@ -33,6 +34,7 @@ from vlfit.engine.layers.linear import (
     Int4Linear,
     Int8Linear,
     Linear,
+    Reordered,
     common_block_rows,
     dequantize_fp8,
     dequantize_int4,
@@ -40,6 +42,7 @@ from vlfit.engine.layers.linear import (
     join_zero_points,
     signed_codes,
 )
+from vlfit.engine.repack import column_order, repack, shape_in_file
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 
 TORCH_DTYPES = {
@@ -78,6 +81,7 @@ class Loader:
         self._read = 0
         self._total = checkpoint.weight_bytes
         self._maps: dict[Path, mmap.mmap] = {}
+        self._orders: dict[str, Tensor] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +133,8 @@ class Loader:
         form = forms.pop() if len(forms) == 1 else None
         if form is not None and self._keeps_narrow:
             build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
-            return build[form](names, stacked_bias)
+            layer, order = build[form](names, stacked_bias), self._common_order(names)
+            return layer if order is None else Reordered(layer, order)
         shapes = [self._shape(name) for name in names]
         rows = [shape[0] for shape in shapes]
         weight = torch.empty((sum(rows), shapes[0][1]), dtype=self.dtype, device=self.device)
@@ -186,10 +191,33 @@ class Loader:
         zeros = [f"{name}.weight_zero_point" for name in names]
         if not all(name in self.checkpoint.tensors for name in zeros):
             return Int4Linear(packed, scale, None, bias)
-        parts = [self._stored(name, self.device) for name in zeros]
         heights = [self._shape(name)[0] for name in names]
-        joined = parts[0] if len(parts) == 1 else join_zero_points(parts, heights)
-        return Int4Linear(packed, scale, joined, bias)
+        if all(height % CODES_PER_WORD == 0 for height in heights[:-1]):  # no word is of two matrices
+            return Int4Linear(packed, scale, self._stacked(zeros, torch.int32), bias)
+        parts = [self._stored(name, self.device) for name in zeros]
+        return Int4Linear(packed, scale, join_zero_points(parts, heights), bias)
+
+    def _common_order(self, names: tuple[str, ...]) -> Tensor | None:
+        """What ``Reordered`` takes for the matrices ``names``; None: their inputs are in their own order."""
+        orders = [self._order(name) for name in names]
+        first = orders[0]
+        if first is None and all(order is None for order in orders):
+            return None
+        if first is None or any(order is None or not torch.equal(order, first) for order in orders):
+            raise UnknownWeightsFormat(
+                f"{', '.join(names)} have the same inputs, each in another order (desc_act)",
+                "vlfit makes one matrix of them. vlfit convert makes int4 of the original checkpoint.",
+            )
+        return first.to(torch.int32).to(self.device)
+
+    def _order(self, name: str) -> Tensor | None:
+        """Which input stands where in the codes of ``name``, [in] in RAM; None: each in its own place."""
+        stored = f"{name}{ORDER_SUFFIX}"
+        if stored in self.checkpoint.tensors and name not in self._orders:
+            groups = self._stored(stored, torch.device("cpu"))
+            size = len(groups) // self._info(f"{name}{COMPRESSED_SCALE}").shape[1]
+            self._orders[name] = column_order(groups, size, name)
+        return self._orders.get(name)
 
     def _stacked(self, names: list[str], dtype: torch.dtype) -> Tensor:
         """The matrices ``names`` on top of one another, allocated once and filled part by part."""
@@ -219,6 +247,16 @@ class Loader:
 
     def _fill(self, name: str, target: Tensor) -> None:
         """The matrix ``name`` into ``target`` [out, in], widened if it is stored in fewer bits."""
+        order = self._order(name)
+        if order is None:
+            self._widen(name, target)
+        else:
+            ordered = torch.empty_like(target)
+            self._widen(name, ordered)
+            target.copy_(ordered[:, order.argsort().to(target.device)])
+
+    def _widen(self, name: str, target: Tensor) -> None:
+        """As ``_fill``, with the columns as ``_order`` says."""
         form = self._form(name)
         if form == INT4:
             target.copy_(dequantize_int4(*self._int4_part(name), self.dtype))
@@ -302,13 +340,24 @@ class Loader:
             dtype = _torch_dtype(info)
             if raw.storage_offset() % dtype.itemsize:
                 raw = raw.clone()
-            target.copy_(raw.view(dtype).view(info.shape))
+            self._put(info, raw.view(dtype), target)
             del raw
             first = info.start - info.start % mmap.PAGESIZE
             mapped.madvise(mmap.MADV_DONTNEED, first, info.end - first)
         self._read += count
         if self._progress:
             self._progress(self._read, self._total)
+
+    def _put(self, info: TensorInfo, raw: Tensor, target: Tensor) -> None:
+        """The numbers ``raw`` of ``info`` into ``target``, in the order that its name and shape call for."""
+        module, packed, _ = info.name.rpartition(PACKED_SUFFIX)
+        order = self._order(module) if packed else None
+        if info.layout is Layout.AS_NAMED and order is None:
+            target.copy_(raw.view(info.shape))
+            return
+        in_file = raw.view(shape_in_file(info.shape, info.layout))
+        bits = 32 // codes_per_word(info.name, self.checkpoint.config.quantization) if packed else 4
+        repack(in_file, info.layout, target, order, bits)
 
     def _mapped(self, file: Path) -> mmap.mmap:
         if file not in self._maps:

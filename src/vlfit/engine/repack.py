@@ -20,7 +20,7 @@ SLICE_BYTES = (
 )  # large enough that torch's threads are worth waking, and the processor's cache has it
 # Which of eight outputs each code of a word belongs to, from the lowest bits on (AutoAWQ's ``AWQ_ORDER``).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_ONE_IN_EACH = {4: 0x11111111, 8: 0x01010101}
+_ONE_IN_EACH = 0x11111111
 # To exchange halves of two words, then quarters, then eighths: how many codes apart, and which bits.
 _EXCHANGES = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 
@@ -32,7 +32,7 @@ def repack(raw: Tensor, layout: Layout, target: Tensor, order: Tensor | None = N
     codes of ``bits``, its input i becomes what was input ``order[i]``.
     """
     first = 0
-    for rows in _slices(raw, layout, bits):
+    for rows in _slices(raw, layout):
         kept = rows if order is None else _ordered(rows, order, bits)
         target[first : first + len(rows)].copy_(kept)
         first += len(rows)
@@ -62,7 +62,7 @@ def column_order(groups: Tensor, group_size: int, name: str) -> Tensor:
     return order
 
 
-def _slices(raw: Tensor, layout: Layout, bits: int) -> Iterator[Tensor]:
+def _slices(raw: Tensor, layout: Layout) -> Iterator[Tensor]:
     """The rows of the matrix from top to bottom, each slice good until the next is asked for."""
     if layout is Layout.AS_NAMED:
         yield from raw.split(_slice_rows(raw.shape[1], raw.element_size()))
@@ -70,7 +70,7 @@ def _slices(raw: Tensor, layout: Layout, bits: int) -> Iterator[Tensor]:
         yield from _awq_slices(raw)
     else:
         if layout is Layout.ONE_LESS:
-            raw = raw + _ONE_IN_EACH[bits]  # few: of a word for each group and eight outputs
+            raw = raw + _ONE_IN_EACH  # few: a word for each group of inputs and eight outputs
         elif layout is Layout.AWQ_ZEROS:
             raw = _codes_in_order(raw)
         yield from _transposed_slices(raw)

@@ -55,6 +55,17 @@ class Fp8Linear:
         return F.linear(x, widened, self.bias)
 
 
+class Reordered:
+    """``inner`` on inputs in another order: its input i is ``order[i]`` of what comes, [in] int32."""
+
+    def __init__(self, inner: Linear, order: Tensor) -> None:
+        self.inner = inner
+        self.order = order
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.inner(x.index_select(1, self.order))
+
+
 def common_block_rows(block_rows: int, heights: Sequence[int]) -> int:
     """How many rows share a scale once matrices of ``heights`` rows stand on top of one another.
 

@@ -1,0 +1,45 @@
+"""Config and headers in one language: what AWQ and GPTQ call otherwise gets the names of compressed-tensors.
+
+Knows: how a ``CompressedFormat`` says the same as a ``ByInputs``. Does not know: which names there are
+(``by_inputs.py`` does), or files.
+"""
+
+from dataclasses import replace
+
+from vlfit.checkpoint.by_inputs import ByInputs, Stored
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.quantization import CompressedFormat, WeightScheme
+from vlfit.checkpoint.tensors import linear_weights, plain_tensors
+
+
+def renamed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[ModelConfig, dict[str, TensorInfo]]:
+    """``config`` and ``tensors`` of any checkpoint, in words that ``check_tensors`` and the engine know.
+
+    Raises what ``ByInputs.read_in`` raises.
+    """
+    if not isinstance(config.quantization, ByInputs):
+        return config, tensors
+    weights = linear_weights(plain_tensors(config))
+    matrices = {name.removesuffix(".weight"): shape for name, shape in weights.items()}
+    converted, named = config.quantization.read_in(matrices, tensors)
+    kept = tuple(module for module in matrices if module not in converted)
+    return replace(config, quantization=CompressedFormat(_schemes(converted), kept)), named
+
+
+def _schemes(converted: dict[str, Stored]) -> tuple[WeightScheme, ...]:
+    """One for each way that modules are stored; the commonest is that of all who are not named."""
+    modules: dict[Stored, list[str]] = {}
+    for module, stored in converted.items():
+        modules.setdefault(stored, []).append(module)
+    most = max(modules, key=lambda stored: len(modules[stored]), default=None)
+    return tuple(
+        WeightScheme(
+            stored.bits,
+            stored.group_size,
+            stored.symmetric,
+            targets=("Linear",) if stored is most else tuple(named),
+            ordered=stored.ordered,
+        )
+        for stored, named in modules.items()
+    )

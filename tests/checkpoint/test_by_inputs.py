@@ -1,0 +1,199 @@
+"""AWQ and GPTQ: what of their config is read, and which headers agree with it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.awq_gptq import as_awq, as_gptq, awq_section, gptq_section
+from tests.checkpoint.edit import change_header, change_json, copy_of
+from vlfit.checkpoint.by_inputs import ByInputs, Stored
+from vlfit.checkpoint.cache import describe
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.headers import Layout, read_headers
+from vlfit.checkpoint.quantization import read_quantization
+from vlfit.checkpoint.renamed import renamed
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.errors import CheckpointError, MissingTensor, UnknownWeightsFormat, WrongShape
+
+UP = "model.language_model.layers.0.mlp.up_proj"
+
+
+def read(section: dict[str, Any]) -> ByInputs:
+    quantization = read_quantization(Fields({"quantization_config": section}, "config.json"))
+    assert isinstance(quantization, ByInputs)
+    return quantization
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (awq_section(), Stored(4, 32, False)),
+        (awq_section(version="GEMM", group_size=-1), Stored(4, None, False)),
+        (
+            {"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "checkpoint_format": "gemm"},
+            Stored(4, 128, False),
+        ),
+        (gptq_section(), Stored(4, 32, True)),
+        (gptq_section(checkpoint_format=None, sym=False), Stored(4, 32, False)),
+        (gptq_section(desc_act=True, bits=8), Stored(8, 32, True, ordered=True)),
+        (gptq_section(desc_act=True, group_size=-1), Stored(4, None, True)),
+    ],
+)
+def test_what_others_write(section: dict[str, Any], expected: Stored) -> None:
+    form = read(section)
+    assert form.of(UP) == expected
+    codes = Layout.AWQ_CODES if section["quant_method"] == "awq" else Layout.TRANSPOSED
+    assert form.codes is codes
+
+
+def test_zero_points_are_less_one_in_the_first_version() -> None:
+    assert read(gptq_section()).zeros is Layout.ONE_LESS
+    assert read(gptq_section(checkpoint_format="gptq_v2")).zeros is Layout.TRANSPOSED
+
+
+def test_dynamic() -> None:
+    """The first pattern that matches counts; what it does not say is as everywhere."""
+    dynamic = {r"-:.*\.mlp\.": {}, r".*layers\.0\.": {"bits": 8}, r"+:.*layers\.": {"group_size": 64}}
+    form = read(gptq_section(dynamic=dynamic))
+    assert form.of(UP) is None
+    assert form.of("model.language_model.layers.0.self_attn.q_proj") == Stored(8, 32, True)
+    assert form.of("model.language_model.layers.10.self_attn.q_proj") == Stored(4, 64, True)
+    assert form.of("lm_head") == Stored(4, 32, True)
+    with pytest.raises(CheckpointError, match=r"dynamic has the pattern '\(\['"):
+        read(gptq_section(dynamic={"+:([": {}})).of(UP)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "version is 'gemv'": awq_section(version="gemv"),
+    "version is 'gemv_fast'": awq_section(version="gemv_fast"),
+    "version is 'marlin'": awq_section(version="marlin"),
+    "version is 'exllama'": awq_section(version="exllama"),
+    "backend is 'llm-awq'": awq_section(backend="llm-awq"),
+    "bits is 3": awq_section(bits=3),
+    "group_size is 0": awq_section(group_size=0),
+    "checkpoint_format is 'marlin'": gptq_section(checkpoint_format="marlin"),
+    "checkpoint_format is 'exllama'": gptq_section(checkpoint_format="exllama"),
+    "is_marlin_format is True": gptq_section(is_marlin_format=True),
+    "adapter is": gptq_section(adapter={"name": "lora", "rank": 64}),
+    "pack_dtype is 'int64'": gptq_section(pack_dtype="int64"),
+    "bits is 2": gptq_section(bits=2),
+    "group_size is 20": gptq_section(group_size=20),
+    "sym is False": gptq_section(bits=8, sym=False),
+    "dynamic.+:x.bits is 3": gptq_section(dynamic={"+:x": {"bits": 3}}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_run_is_named(words: str) -> None:
+    with pytest.raises(UnknownWeightsFormat) as caught:
+        read(REFUSED[words])
+    assert f"quantization_config.{words}" in caught.value.message
+    assert "AWQ of version gemm" in caught.value.hint
+    assert "vlfit convert" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["bits", "group_size", "desc_act"])
+def test_fields_that_must_be_there(name: str) -> None:
+    """Without them nobody can tell what the codes are: a guess would read noise."""
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        read(gptq_section(**{name: None}))
+
+
+Tiny = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def awq(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_awq(tiny("tied"), tmp_path_factory.mktemp("awq"))[0]
+
+
+@pytest.fixture(scope="module")
+def gptq(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_gptq(tiny("tied"), tmp_path_factory.mktemp("gptq"), ordered=True)[0]
+
+
+def test_from_then_on_they_are_called_as_everybodys(awq: Path, gptq: Path) -> None:
+    for folder, parts in ((awq, ["packed", "scale", "zero_point"]), (gptq, ["packed", "scale", "g_idx"])):
+        tensors = open_checkpoint(folder).tensors
+        names = [name for name in tensors if name.startswith(f"{UP}.")]
+        assert names == [f"{UP}.weight_{part}" for part in parts]
+        packed, scale = (tensors[name] for name in names[:2])
+        assert (packed.shape, packed.dtype, packed.bytes) == ((96, 8), "I32", 96 * 64 // 2)
+        assert (scale.shape, scale.dtype, scale.layout) == ((96, 2), "F16", Layout.TRANSPOSED)
+    assert open_checkpoint(awq).tensors[f"{UP}.weight_zero_point"].shape == (12, 2)
+    assert open_checkpoint(gptq).tensors[f"{UP}.weight_g_idx"].shape == (64,)
+
+
+def test_lists_and_counts(tiny: Tiny, awq: Path, gptq: Path, tmp_path: Path) -> None:
+    plain = open_checkpoint(tiny("tied"))
+    for folder in (awq, gptq):
+        checkpoint = open_checkpoint(folder)
+        assert (checkpoint.weights_format, checkpoint.parameter_count) == ("int4", plain.parameter_count)
+        model = describe("org/x", folder)
+        assert model is not None
+        assert (model.format, model.complete, model.parameters) == ("int4", True, plain.parameter_count)
+    part = copy_of(awq, tmp_path / "part")
+    (part / "model.safetensors").unlink()
+    model = describe("org/x", part)
+    assert model is not None
+    assert (model.format, model.complete) == ("int4", False)
+
+
+def opened(folder: Path, section: dict[str, Any]) -> None:
+    """``folder`` with another ``quantization_config``."""
+    change_json(folder / "config.json", lambda config: config["quantization_config"].update(section))
+    open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("section", "error", "words"),
+    [
+        ({"group_size": 64}, WrongShape, r"scales has shape \[2, \d+\]; config.json calls for \[1, "),
+        ({"group_size": 40}, UnknownWeightsFormat, "no whole number of groups of 40"),
+        ({"bits": 8}, WrongShape, r"qweight has shape \[8, \d+\]; config.json calls for \[16, "),
+        ({"dynamic": {r"-:.*up_proj": {}}}, CheckpointError, r"up_proj\.qweight is there, but config.json"),
+    ],
+)
+def test_headers_that_do_not_agree_with_the_config(
+    gptq: Path, tmp_path: Path, section: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        opened(copy_of(gptq, tmp_path / "changed"), section)
+
+
+def test_awq_is_not_taken_for_gptq(awq: Path, tmp_path: Path) -> None:
+    with pytest.raises(WrongShape, match="qweight has shape"):
+        opened(copy_of(awq, tmp_path / "changed"), {**gptq_section(), "sym": False})
+
+
+@pytest.mark.parametrize("part", ["g_idx", "scales"])
+def test_what_is_missing_is_called_as_in_the_files(gptq: Path, tmp_path: Path, part: str) -> None:
+    folder = copy_of(gptq, tmp_path / "less")
+
+    def rename(header: dict[str, Any]) -> None:
+        header[f"{UP}.other"] = header.pop(f"{UP}.{part}")
+
+    change_header(folder / "model.safetensors", rename)
+    with pytest.raises(MissingTensor, match=rf"up_proj\.{part} is missing"):
+        open_checkpoint(folder)
+
+
+def test_an_order_that_nobody_asks_for_is_not_missed(tiny: Tiny, tmp_path: Path) -> None:
+    """Where each group is of neighbours, and all zero points are the same, programs may leave them out."""
+    folder = as_gptq(tiny("tied"), tmp_path)[0]
+    config, headers = ModelConfig.read(folder), read_headers(folder)
+    left = {name: info for name, info in headers.items() if not name.endswith((".g_idx", ".qzeros"))}
+    assert len(left) == len(headers) - 2 * 7 * 3
+    assert renamed(config, left) == renamed(config, headers)
+
+
+def test_other_types_are_refused(awq: Path) -> None:
+    config, headers = ModelConfig.read(awq), read_headers(awq)
+    for part in ("qweight", "scales"):
+        wrong = replace(headers[f"{UP}.{part}"], dtype="I16")
+        with pytest.raises(UnknownWeightsFormat, match=rf"{part} is stored as I16"):
+            renamed(config, {**headers, wrong.name: wrong})
