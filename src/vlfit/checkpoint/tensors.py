@@ -22,7 +22,9 @@ from vlfit.errors import MissingTensor, SurplusTensor, UnknownWeightsFormat, Wro
 SCALE_SUFFIX = "_scale_inv"
 PACKED_SUFFIX = ".weight_packed"
 COMPRESSED_SCALE = ".weight_scale"
-COMPRESSED_SUFFIXES = (PACKED_SUFFIX, COMPRESSED_SCALE, ".weight_zero_point")
+# The group of each column, where those of a group are no neighbours.
+ORDER_SUFFIX = ".weight_g_idx"
+COMPRESSED_SUFFIXES = (PACKED_SUFFIX, COMPRESSED_SCALE, ".weight_zero_point", ORDER_SUFFIX)
 READABLE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "I8")
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
 _NARROW_DTYPES = ("F8_E4M3", "I8")
@@ -32,8 +34,6 @@ _COMPUTED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
 _ACTIVATION_SCALE = ".input_scale"
 # Beside each 4-bit weight; says what config.json and the other shapes say.
 _PACKED_SHAPE = ".weight_shape"
-# A permutation of columns, from quantizers that store them in another order.
-_COLUMN_ORDER = ".weight_g_idx"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -181,7 +181,6 @@ def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
     decided by its own dtype: the header says what the bytes are, the list of exempt modules only what
     somebody meant.
     """
-    _refuse_other_orders(tensors)
     expected = _needed(config, tensors)
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -213,15 +212,6 @@ def _may_be_ignored(name: str, tensors: dict[str, TensorInfo]) -> bool:
         return name.removesuffix(_PACKED_SHAPE) + PACKED_SUFFIX in tensors
     weight = tensors.get(name.removesuffix(_ACTIVATION_SCALE) + ".weight")
     return name.endswith(_ACTIVATION_SCALE) and weight is not None and weight.dtype == "F8_E4M3"
-
-
-def _refuse_other_orders(tensors: dict[str, TensorInfo]) -> None:
-    ordered = [name for name in tensors if name.endswith(_COLUMN_ORDER)]
-    if ordered:
-        raise UnknownWeightsFormat(
-            f"{len(ordered):,} weights have their columns in another order (act-order): {_first(ordered)}",
-            "vlfit reads weights in few bits without g_idx. vlfit convert makes them from a bf16 checkpoint.",
-        )
 
 
 def _needed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
@@ -283,7 +273,7 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
             f"{info.name} has shape {list(info.shape)}; config.json calls for {list(shape)}",
             f"{info.file.name} and config.json are of different models. Fetch the checkpoint again.",
         )
-    if info.name.endswith((PACKED_SUFFIX, ".weight_zero_point")):
+    if info.name.endswith((PACKED_SUFFIX, ".weight_zero_point", ORDER_SUFFIX)):
         readable = info.dtype == "I32"
     elif info.dtype in _NARROW_DTYPES:
         table = is_embedding(info.name) and info.dtype == "I8"
