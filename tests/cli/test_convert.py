@@ -96,7 +96,9 @@ def test_force_replaces(vlfit: Vlfit, source: Path, here: Path) -> None:
         (("mini", "-w", "int4", "--group-size", "48"), 2, "48"),
         (("mini", "-w", "fp8", "--group-size", "32"), 2, "--group-size is for --weights int4"),
         (("mini", "-w", "fp8", "--shard-mib", "0"), 2, "--shard-mib"),
-        (("mini", "-w", "int4", "--head"), 2, "tied"),
+        (("mini", "-w", "int4", "--head", "int8"), 2, "tied"),
+        (("mini", "-w", "int4", "--head", "8"), 2, "--head"),
+        (("mini", "-w", "int4", "--vision", "fp8"), 2, "--vision"),
     ],
 )
 def test_what_cannot_be_done_is_said(
@@ -110,11 +112,11 @@ def test_what_cannot_be_done_is_said(
 
 
 def test_what_is_no_plain_qwen3_vl_is_refused(vlfit: Vlfit, tiny: Tiny, source: Path, here: Path) -> None:
-    already = vlfit("convert", tiny("fp8"), "-w", "int4", "-o", "new")
+    already = vlfit("convert", tiny("fp8"), "-w", "fp8", "-o", "new")
     assert (already.code, "in fp8 already" in already.err) == (2, True)
-    (source / "config.json").write_text('{"model_type": "llama"}')
+    (source / "config.json").write_text('{"model_type": "bert"}')
     other = vlfit("convert", source, "-w", "int4", "-o", "new")
-    assert (other.code, "'llama'" in other.err) == (1, True)
+    assert (other.code, "'bert'" in other.err) == (1, True)
     (source / "config.json").unlink()
     none = vlfit("convert", source, "-w", "int4", "-o", "new")
     assert (none.code, "no config.json" in none.err) == (1, True)

@@ -28,9 +28,14 @@ def widened(folder: Path) -> dict[str, Tensor]:
             scale = tensors[f"{module}.weight_scale"].float().numpy()
             rows, columns = tensors[f"{module}.weight_shape"].tolist()
             zero = tensors.get(f"{module}.weight_zero_point")
-            plain[f"{module}.weight"] = torch.from_numpy(int4(tensor, scale, zero, rows, columns))
-        elif part == "weight" and f"{name}_scale_inv" in tensors:
-            plain[name] = fp8(tensor, tensors[f"{name}_scale_inv"])
+            bits = 32 * tensor.shape[1] // columns
+            values = (
+                int4(tensor, scale, zero, rows, columns) if bits == 4 else int8(tensor, scale, rows, columns)
+            )
+            plain[f"{module}.weight"] = torch.from_numpy(values)
+        elif part == "weight" and tensor.dtype == torch.float8_e4m3fn:
+            scales = [tensors[key] for key in (f"{name}_scale_inv", f"{name}_scale") if key in tensors]
+            plain[name] = fp8(tensor, scales[0])
         elif part in ("weight", "bias"):
             plain[name] = tensor.float()
     return plain
@@ -48,6 +53,17 @@ def int4(
         of = column // group
         offset = np.full(rows, 8) if zero is None else zero_points(zero, rows)[:, of]
         result[:, column] = (codes - offset).astype(np.float32) * scale[:, of]
+    return result
+
+
+def int8(packed: Tensor, scale: np.ndarray[Any, Any], rows: int, columns: int) -> np.ndarray[Any, Any]:
+    """Element by element: a value plus 128 is in bits ``8 * (column % 4)`` of word ``column // 4``."""
+    words = packed.numpy().astype(np.int64) & 0xFFFFFFFF
+    group = columns // scale.shape[1]
+    result = np.empty((rows, columns), np.float32)
+    for column in range(columns):
+        codes = words[:, column // 4] >> (8 * (column % 4)) & 255
+        result[:, column] = (codes - 128).astype(np.float32) * scale[:, column // group]
     return result
 
 

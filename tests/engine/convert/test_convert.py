@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.edit import copy_of
-from tests.engine.convert.reference import stored, widened
+from tests.engine.convert.reference import stored, widened, widened_copy
 from vlfit.checkpoint.headers import read_headers
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.checkpoint.tensors import is_text_layer
@@ -192,22 +192,130 @@ def test_no_layer_at_all_is_refused(tiny: Tiny, out: Path) -> None:
 
 def test_what_is_converted_already_is_refused(tiny: Tiny, plain: Checkpoint, out: Path) -> None:
     with pytest.raises(UsageError, match="in fp8 already"):
-        convert(open_checkpoint(tiny("fp8")), "int4", out)
+        convert(open_checkpoint(tiny("fp8")), "fp8", out)
     convert(plain, "int4", out)
-    with pytest.raises(UsageError, match="in int4 already"):
-        convert(open_checkpoint(out), "fp8", out.parent / "again")
+    for weights in ("fp8", "int4"):
+        with pytest.raises(UsageError, match="in int4 already"):
+            convert(open_checkpoint(out), weights, out.parent / "again")
+
+
+# From FP8
+
+
+def test_int4_of_fp8_is_int4_of_what_its_blocks_mean(tiny: Tiny, out: Path) -> None:
+    """Byte for byte that of a plain checkpoint with the same values, rows read in uneven portions."""
+    done = convert(open_checkpoint(tiny("fp8")), "int4", out)
+    values = widened_copy(tiny("fp8"), out.parent / "values")
+    convert(open_checkpoint(values), "int4", out.parent / "of-values")
+    ours, theirs = stored(out), stored(out.parent / "of-values")
+    assert ours.keys() == theirs.keys()
+    packed = [name for name in ours if name.rpartition(".")[2] in ("weight_packed", "weight_scale")]
+    assert len(packed) == 2 * 7 * open_checkpoint(out).config.text.num_hidden_layers
+    assert all(torch.equal(ours[name], theirs[name]) for name in packed)
+    assert not any(name.endswith("_scale_inv") for name in ours)
+    assert open_checkpoint(out).weights_format == done.weights == "int4"
+    assert done.source_weights == "fp8"
+    assert "weights in FP8 that it was made of" in (out / "README.md").read_text()
+
+
+def test_of_fp8_what_no_group_divides_goes_back_to_16_bits(tiny: Tiny, out: Path) -> None:
+    convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), "fp8", out / "fp8")
+    done = convert(open_checkpoint(out / "fp8"), "int4", out / "int4")
+    assert len(done.kept) == 3
+    values, now = widened(out / "fp8"), stored(out / "int4")
+    for module in done.kept:
+        assert torch.equal(now[f"{module}.weight"], values[f"{module}.weight"].bfloat16())
+
+
+def test_fp8_stays_as_it_is_beside_parts_in_int8(tiny: Tiny, out: Path) -> None:
+    source = tiny("fp8_untied_sharded")
+    done = convert(open_checkpoint(source), "fp8", out, embedding="int8", vision="int8", head="int8")
+    before, after = stored(source), stored(out)
+    kept = [name for name in before if before[name].dtype == torch.float8_e4m3fn]
+    assert len(kept) == 7 * open_checkpoint(source).config.text.num_hidden_layers
+    for name in kept:
+        assert torch.equal(after[name].view(torch.uint8), before[name].view(torch.uint8))
+        assert torch.equal(after[f"{name}_scale"], before[f"{name}_scale_inv"])
+    assert set(done.relative_errors) == {
+        "embed_tokens",
+        "lm_head",
+        *(f"vision.{kind}" for kind in ("qkv", "proj", "linear_fc1", "linear_fc2")),
+    }
+    assert open_checkpoint(out).weights_format == "fp8"
+    assert open_checkpoint(out).parameter_count == open_checkpoint(source).parameter_count
+
+
+# Parts beside the text layers
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_embedding_head_and_tower_in_8_bits(tiny: Tiny, out: Path, weights: str) -> None:
+    source = tiny("untied_sharded")
+    done = convert(open_checkpoint(source), weights, out, embedding="int8", head="int8", vision="int8")
+    before, after, wide = stored(source), stored(out), widened(out)
+    in_8_bits = [
+        name
+        for name in before
+        if name in ("lm_head.weight", "model.language_model.embed_tokens.weight")
+        or (name.startswith("model.visual.") and before[name].ndim == 2 and "pos_embed" not in name)
+    ]
+    assert len(in_8_bits) > 8
+    for name in in_8_bits:
+        module = name.removesuffix(".weight")
+        assert after[f"{module}.weight_packed"].shape == (len(before[name]), before[name].shape[1] // 4)
+        assert after[f"{module}.weight_scale"].shape == (len(before[name]), 1)
+        assert ((wide[name] - before[name]).norm() / before[name].norm()).item() < 0.015
+    untouched = [name for name in before if name in after]
+    assert "model.visual.pos_embed.weight" in untouched
+    assert "model.visual.patch_embed.proj.weight" in untouched
+    text = {name for name in before if is_text_layer(name) and before[name].ndim == 2}
+    assert set(untouched) == set(before) - set(in_8_bits) - (set() if weights == "fp8" else text)
+    assert open_checkpoint(out).weights_format == weights
+    assert done.bytes_after == sum(info.bytes for info in read_headers(out).values())
+    card = (out / "README.md").read_text()
+    assert f"--weights {weights} " in card
+    assert "--head int8 --embedding int8 --vision int8`" in card
+    assert "other programs were not tried" in card
+
+
+def test_the_config_says_which_part_is_in_which_form(tiny: Tiny, out: Path) -> None:
+    convert(open_checkpoint(tiny("untied_sharded")), "int4", out, embedding="int8", head="int4")
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    groups = config["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [
+        ["Linear", "re:.*lm_head$"],
+        ["model.language_model.embed_tokens"],
+    ]
+    assert [group["weights"]["num_bits"] for group in groups.values()] == [4, 8]
+    assert config["format"] == "pack-quantized"
+    convert(open_checkpoint(tiny("untied_sharded")), "fp8", out.parent / "b", vision="int8")
+    config = json.loads((out.parent / "b" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert [group["format"] for group in config["config_groups"].values()] == [
+        "float-quantized",
+        "pack-quantized",
+    ]
+
+
+def test_a_second_copy_of_a_tied_embedding_is_left_out(plain: Checkpoint, out: Path) -> None:
+    source = copy_of(plain.folder, out.parent / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors")
+    convert(open_checkpoint(source), "int4", out, embedding="int8")
+    assert "lm_head.weight" not in read_headers(out)
+    assert "model.language_model.embed_tokens.weight_packed" in read_headers(out)
 
 
 def test_the_head_is_converted_where_there_is_one(tiny: Tiny, plain: Checkpoint, out: Path) -> None:
-    convert(open_checkpoint(tiny("untied_sharded")), "int4", out, head=True)
+    convert(open_checkpoint(tiny("untied_sharded")), "int4", out, head="int4")
     assert "lm_head.weight_packed" in read_headers(out)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert "lm_head" not in config["ignore"]
     assert config["config_groups"]["group_0"]["targets"] == ["Linear", "re:.*lm_head$"]  # as vLLM wants it
-    with pytest.raises(UsageError, match="tied"):
-        convert(plain, "int4", out.parent / "b", head=True)
-    with pytest.raises(UsageError, match="FP8 form"):
-        convert(open_checkpoint(tiny("untied_sharded")), "fp8", out.parent / "c", head=True)
+    with pytest.raises(UsageError, match="tied") as caught:
+        convert(plain, "int4", out.parent / "b", head="int8")
+    assert "--embedding int8" in caught.value.hint
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -49,7 +49,11 @@ def test_compressed_tensors_unpacks_and_packs_the_same(tiny: Tiny, tmp_path: Pat
 @pytest.mark.filterwarnings("default")  # what other packages warn about is theirs
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("tied", {}), ("odd_vocab_one_kv_head", {}), ("untied_sharded", {"head": True, "shard_bytes": 200_000})],
+    [
+        ("tied", {}),
+        ("odd_vocab_one_kv_head", {}),
+        ("untied_sharded", {"head": "int4", "shard_bytes": 200_000}),
+    ],
 )
 def test_transformers_says_the_same_of_int4(
     tiny: Tiny, tmp_path: Path, name: str, options: dict[str, Any]

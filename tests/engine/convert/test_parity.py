@@ -29,6 +29,7 @@ from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.scheduler import Work
+from vlfit.engine.scores import Scores
 
 # Names of tests/tiny.py, and how each is converted.
 CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -37,8 +38,21 @@ CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "int4": ("tied", "int4", {}),
     "int4, layers that no group divides": ("odd_vocab_one_kv_head", "int4", {}),
     "int4 from fp16 with biases": ("half_with_biases", "int4", {}),
-    "int4 with the head, shards": ("untied_sharded", "int4", {"head": True, "shard_bytes": 200_000}),
-    "int4 from bf16, groups of 64": ("vision_head_72", "int4", {"group_size": 64}),
+    "int4 with the head, shards": ("untied_sharded", "int4", {"head": "int4", "shard_bytes": 200_000}),
+    "int4, all else in int8": (
+        "untied_sharded",
+        "int4",
+        {"head": "int8", "embedding": "int8", "vision": "int8"},
+    ),
+    "int4, a tied embedding in int8": ("tied", "int4", {"embedding": "int8"}),
+    "fp8, all else in int8": (
+        "fp8_untied_sharded",
+        "fp8",
+        {"head": "int8", "embedding": "int8", "vision": "int8"},
+    ),
+    "int4 from fp8": ("fp8", "int4", {}),
+    "int4 from bf16, the tower in int8": ("vision_head_72", "int4", {"vision": "int8"}),
+    "int4, groups of 64": ("half_with_biases", "int4", {"group_size": 64}),
 }
 ASKED = ("picture", "system and turns")
 
@@ -73,9 +87,10 @@ def test_greedy_tokens_and_logits_equal_the_reference(
     seen: list[Tensor] = []
     forward = engine.runner.run
 
-    def watching(batch: list[Work]) -> Tensor:
-        seen.append(forward(batch))
-        return seen[-1]
+    def watching(batch: list[Work]) -> Scores:
+        scores = forward(batch)
+        seen.append(scores.logits.clone())
+        return scores
 
     monkeypatch.setattr(engine.runner, "run", watching)
     expected = output.sequences[0, len(prompt.token_ids) :].tolist()

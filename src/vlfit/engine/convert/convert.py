@@ -1,7 +1,7 @@
-"""A checkpoint with 16-bit weights in, the same model in FP8 or int4 out, tensor by tensor.
+"""A checkpoint in, the same model in fewer bits out, tensor by tensor.
 
-Some rows of one tensor are in memory at a time, whatever the size of the model. Embeddings, head, norms and
-the vision tower keep their bytes, as in the official FP8 checkpoints: few weights, where bits matter most.
+From 16 bits, or from FP8 to less. Some rows of one tensor are in memory at a time, whatever the size of the
+model. Norms, and what nobody asked to round (embedding, head, vision tower), keep their bytes.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vlfit.checkpoint.headers import INDEX_FILE
-from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format, WeightScheme
+from vlfit.checkpoint.quantization import INT4
 from vlfit.checkpoint.source import Checkpoint, read_checkpoint
 from vlfit.engine.convert.card import Conversion, card
 from vlfit.engine.convert.files import (
@@ -24,16 +24,14 @@ from vlfit.engine.convert.files import (
     small_bytes,
     write_text,
 )
-from vlfit.engine.convert.layout import (
-    Job,
+from vlfit.engine.convert.layout import Job, Shard, index, jobs, shards
+from vlfit.engine.convert.recipe import (
+    KEPT,
     Recipe,
-    Shard,
-    index,
-    jobs,
+    Wanted,
     kept_layers,
     new_recipe,
     quantization_config,
-    shards,
 )
 from vlfit.engine.convert.weights import Converter, Errors
 from vlfit.engine.loader import Loader
@@ -52,21 +50,25 @@ def convert(
     target: Path,
     *,
     group_size: int = DEFAULT_GROUP_SIZE,
-    head: bool = False,
+    head: str = KEPT,
+    embedding: str = KEPT,
+    vision: str = KEPT,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     replace: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
     """Write ``checkpoint`` to the folder ``target`` with its text layers in ``weights`` (``fp8``, ``int4``).
 
-    ``head``: the output head too (int4 only, where it is not tied to the embedding).
+    ``head``: the output head's form, where it is not tied to the embedding (``16``, ``int8``, ``int4``);
+    ``embedding`` and ``vision``: the table's and the tower's (``16``, ``int8``).
 
-    ``target`` appears when all is written, or not at all. Raises ``UsageError`` for a checkpoint that is
-    converted already and a ``target`` that is taken (``replace`` takes the place of a checkpoint), and
-    ``VlfitError`` when the disk is full or cannot be written.
+    ``target`` appears when all is written, or not at all. Raises ``UsageError`` for what cannot be made of
+    this checkpoint (``new_recipe``) and a ``target`` that is taken (``replace`` takes the place of a
+    checkpoint), and ``VlfitError`` when the disk is full or cannot be written.
     """
     started = time.perf_counter()
-    recipe = new_recipe(checkpoint, weights, group_size, head=head)
+    wanted = Wanted(weights, group_size, head, embedding, vision)
+    recipe = new_recipe(checkpoint, wanted)
     all_jobs = jobs(checkpoint, recipe)
     files = shards(all_jobs, shard_bytes)
     errors = Errors()
@@ -76,14 +78,14 @@ def convert(
             listing = json.dumps(index(files), indent=2) + "\n" if len(files) > 1 else ""
             weight_bytes = sum(len(file.head) for file in files) + sum(job.bytes for job in all_jobs)
             check_disk(folder, weight_bytes + len(config + listing) + small_bytes(checkpoint.folder))
-            _write_weights(checkpoint, recipe.form, files, folder, errors, progress)
+            _write_weights(checkpoint, files, folder, errors, progress)
             copy_small_files(checkpoint.folder, folder)
             if listing:
                 write_text(folder / INDEX_FILE, listing)
             # Last: a folder without it is no checkpoint to anybody.
             write_text(folder / "config.json", config)
             read_checkpoint(target.name, folder)  # what cannot be opened again is not handed out
-            done = _account(checkpoint, recipe, target, all_jobs, errors, time.perf_counter() - started)
+            done = _account(checkpoint, wanted, recipe, target, all_jobs, errors, started)
             write_text(folder / "README.md", card(done))
     except OSError as error:
         raise cannot_write(target, error) from error
@@ -92,32 +94,36 @@ def convert(
 
 def _account(
     checkpoint: Checkpoint,
+    wanted: Wanted,
     recipe: Recipe,
     target: Path,
     all_jobs: list[Job],
     errors: Errors,
-    seconds: float,
+    started: float,
 ) -> Conversion:
-    form = recipe.form
+    stay_fp8 = sum(job.source.count for job in all_jobs if job.stays_fp8)
     return Conversion(
         source=checkpoint.name,
+        source_weights=checkpoint.weights_format,
         folder=target,
-        weights=FP8 if isinstance(form, Fp8Format) else INT4,
+        weights=wanted.weights,
         bytes_before=checkpoint.weight_bytes,
         bytes_after=sum(job.bytes for job in all_jobs),
         parameters=checkpoint.parameter_count,
-        converted_parameters=sum(job.source.count for job in all_jobs if job.converted),
-        group_size=form.group_size if isinstance(form, WeightScheme) else None,
-        head=recipe.head,
+        converted_parameters=stay_fp8 + sum(job.source.count for job in all_jobs if job.form),
+        group_size=wanted.group_size if wanted.weights == INT4 else None,
+        head=wanted.head,
+        embedding=wanted.embedding,
+        vision=wanted.vision,
         kept=tuple(kept_layers(checkpoint, recipe)),
         relative_errors=errors.relative(),
-        seconds=seconds,
+        nearest_errors=errors.relative_of_nearest(),
+        seconds=time.perf_counter() - started,
     )
 
 
 def _write_weights(
     checkpoint: Checkpoint,
-    form: Fp8Format | WeightScheme,
     files: list[Shard],
     folder: Path,
     errors: Errors,
@@ -126,16 +132,13 @@ def _write_weights(
     total, read = checkpoint.weight_bytes, 0
     with (
         Loader(checkpoint, torch.device("cpu"), torch.float32) as loader,
-        Converter(loader, form, errors) as converter,
+        Converter(loader, errors) as converter,
     ):
         for shard in files:
             with ShardWriter(folder, shard) as writer:
                 for job in shard.jobs:
-                    if job.converted:
-                        converter.convert(job, writer)
-                    else:
-                        writer.copy(job.source)
-                    read += job.source.bytes
+                    converter.convert(job, writer)
+                    read += job.bytes_read
                     if progress:
                         progress(read, total)
 

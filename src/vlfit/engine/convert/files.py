@@ -195,8 +195,8 @@ class ShardWriter:
         self._file.write(view)
         self._next[name] = start + len(view)
 
-    def copy(self, info: TensorInfo) -> None:
-        """The tensor ``info`` as its file has it."""
+    def copy(self, info: TensorInfo, name: str) -> None:
+        """The tensor ``info`` as its file has it, under ``name``."""
         with info.file.open("rb") as source:
             source.seek(info.start)
             left = info.bytes
@@ -204,7 +204,7 @@ class ShardWriter:
                 part = source.read(min(left, _COPIED_AT_ONCE))
                 if not part:
                     raise OSError(f"{info.file} ended early: it is being changed")
-                self.append(info.name, part)
+                self.append(name, part)
                 left -= len(part)
 
     def _check_whole(self) -> None:

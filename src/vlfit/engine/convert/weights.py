@@ -4,6 +4,7 @@ Knows: how rows are shared among threads, and the account of what rounding chang
 """
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -11,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.quantization import Fp8Format, WeightScheme
+from vlfit.checkpoint.quantization import FLOAT_FORMAT, Fp8Format
 from vlfit.engine.convert.files import ShardWriter
 from vlfit.engine.convert.layout import Job
-from vlfit.engine.convert.quantize import quantize_fp8, quantize_int4
-from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4
+from vlfit.engine.convert.quantize import nearest_error, quantize_fp8, quantize_integers
+from vlfit.engine.convert.recipe import TOWER, Form
+from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8, signed_codes
 from vlfit.engine.loader import Loader
 from vlfit.errors import BrokenShard
 
@@ -30,34 +32,46 @@ class Rounded(NamedTuple):
     codes: Tensor
     scale: Tensor
     missed: float
+    missed_by_nearest: float
     size: float
 
 
 class Errors:
-    """Adds up what rounding changed, by kind of layer (``q_proj``, ``down_proj``, ...)."""
+    """Adds up what rounding changed, by kind of layer (``q_proj``, ``lm_head``, ``vision.qkv``, ...)."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
+        self._sums: dict[str, tuple[float, float, float]] = {}
 
     def add(self, kind: str, rounded: Rounded) -> None:
-        missed, size = self._sums.get(kind, (0.0, 0.0))
-        self._sums[kind] = missed + rounded.missed, size + rounded.size
+        missed, by_nearest, size = self._sums.get(kind, (0.0, 0.0, 0.0))
+        self._sums[kind] = (
+            missed + rounded.missed,
+            by_nearest + rounded.missed_by_nearest,
+            size + rounded.size,
+        )
 
     def relative(self) -> dict[str, float]:
         """Root of the squared error over the root of the squared weights; 0 where all weights are 0."""
-        return {kind: (missed / size) ** 0.5 if size else 0.0 for kind, (missed, size) in self._sums.items()}
+        return {kind: _share(missed, size) for kind, (missed, _, size) in self._sums.items()}
+
+    def relative_of_nearest(self) -> dict[str, float]:
+        """The same, had each weight gone to the nearest code, and the largest to the last one."""
+        return {kind: _share(missed, size) for kind, (_, missed, size) in self._sums.items()}
+
+
+def _share(missed: float, size: float) -> float:
+    return (missed / size) ** 0.5 if size else 0.0
 
 
 class Converter:
-    """Rounds weights to ``form``. A context manager: within its block torch has one thread an operation.
+    """Rounds weights. A context manager: within its block torch has one thread an operation.
 
     Rows are shared out instead: torch's own way, many threads for each short operation, takes ten times as
     long on a machine that has other things to do.
     """
 
-    def __init__(self, loader: Loader, form: Fp8Format | WeightScheme, errors: Errors) -> None:
+    def __init__(self, loader: Loader, errors: Errors) -> None:
         self._loader = loader
-        self._form = form
         self._errors = errors
         self._threads = torch.get_num_threads()
 
@@ -73,31 +87,77 @@ class Converter:
 
     def convert(self, job: Job, writer: ShardWriter) -> None:
         """Write the pieces of ``job``. Raises ``BrokenShard`` where a weight is no number."""
+        if job.form is None:
+            self._write(job, writer)
+        else:
+            self._round(job, job.form, writer)
+
+    def _write(self, job: Job, writer: ShardWriter) -> None:
+        """One piece: the bytes of the file, or what those of FP8 mean, in bfloat16."""
+        name = job.pieces[0].name
+        if not job.widened:
+            writer.copy(job.source, name)
+            return
+        for rows in self._rows(job):
+            writer.append(name, _bytes(rows.bfloat16()))
+
+    def _round(self, job: Job, form: Form, writer: ShardWriter) -> None:
         kind = job.source.name.split(".")[-2]
-        for rows in self._loader.rows(job.source.name, _ROWS_READ):
+        if job.source.name.startswith(TOWER):
+            kind = f"vision.{kind}"
+        for rows in self._rows(job):
+            for part in self._pool.map(partial(_round, form), rows.split(_ROWS_ROUNDED)):
+                self._errors.add(kind, part)
+                writer.append(job.pieces[0].name, _bytes(part.codes))
+                writer.append(job.pieces[1].name, _bytes(part.scale))
+        for piece in job.pieces[2:]:  # packed codes say the shape too
+            writer.append(piece.name, _bytes(torch.tensor(job.source.shape)))
+
+    def _rows(self, job: Job) -> Iterator[Tensor]:
+        """The values of a weight in float32, some rows after the other; those of FP8 times their scales."""
+        scale = self._loader.tensor(job.scale.name) if job.scale else None
+        fp8 = self._loader.checkpoint.config.fp8
+        down = fp8.block_rows if fp8 and scale is not None else 1
+        first = 0
+        for rows in self._loader.rows(job.source.name, max(_ROWS_READ // down, 1) * down):
+            if fp8 is not None and scale is not None:
+                blocks = scale[first // down : -(-(first + len(rows)) // down)]
+                first += len(rows)
+                rows = dequantize_fp8(rows, blocks, (down, fp8.block_columns), torch.float32)
             if not bool(rows.isfinite().all()):
                 raise BrokenShard(
                     f"{job.source.name} holds NaN or infinity",
                     "The weights are broken: fetch or train them again.",
                 )
-            for part in self._pool.map(partial(_round, self._form), rows.split(_ROWS_ROUNDED)):
-                self._errors.add(kind, part)
-                writer.append(job.pieces[0].name, _bytes(part.codes))
-                writer.append(job.pieces[1].name, _bytes(part.scale))
-        for piece in job.pieces[2:]:  # int4 says the shape too
-            writer.append(piece.name, _bytes(torch.tensor(job.source.shape)))
+            yield rows
 
 
-def _round(form: Fp8Format | WeightScheme, rows: Tensor) -> Rounded:
+def _round(form: Form, rows: Tensor) -> Rounded:
     if isinstance(form, Fp8Format):
-        block = (form.block_rows, form.block_columns)
-        codes, scale = quantize_fp8(rows, block)
-        back = dequantize_fp8(codes, scale, block, torch.float32)
-    else:
-        codes, scale = quantize_int4(rows, form.group_size)
+        return _round_to_floats(rows, (form.block_rows, form.block_columns))
+    if form.kind == FLOAT_FORMAT:
+        return _round_to_floats(rows, (form.block_rows, form.group_size or rows.shape[1]))
+    return _round_to_integers(rows, form.bits, form.group_size)
+
+
+def _round_to_floats(rows: Tensor, block: tuple[int, int]) -> Rounded:
+    codes, scale = quantize_fp8(rows, block)
+    missed = _power(dequantize_fp8(codes, scale, block, torch.float32).sub_(rows))
+    return Rounded(codes, scale, missed, missed, _power(rows))
+
+
+def _round_to_integers(rows: Tensor, bits: int, group_size: int | None) -> Rounded:
+    codes, scale = quantize_integers(rows, bits, group_size)
+    if bits == 4:
         back = dequantize_int4(codes, scale, None, torch.float32)
-    missed = float((back - rows).square().sum(dtype=torch.float64))
-    return Rounded(codes, scale, missed, float(rows.square().sum(dtype=torch.float64)))
+    else:
+        back = dequantize_int8(signed_codes(codes.clone()), scale, torch.float32)
+    nearest = nearest_error(rows, bits, group_size)
+    return Rounded(codes, scale, _power(back.sub_(rows)), nearest, _power(rows))
+
+
+def _power(values: Tensor) -> float:
+    return float(values.square().sum(dtype=torch.float64))
 
 
 def _bytes(tensor: Tensor) -> memoryview:
