@@ -15,6 +15,7 @@ from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import Quantization
 from vlfit.checkpoint.tensors import (
     COMPRESSED_SUFFIXES,
+    ORDER_SUFFIX,
     PACKED_SUFFIX,
     SCALE_SUFFIX,
     codes_per_word,
@@ -27,6 +28,7 @@ from vlfit.units import MIB
 HALF = 2  # bytes of bfloat16 and float16, in which everything is computed on a GPU
 SINGLE = 4  # bytes of float32
 LAYER_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_SHARE_INPUTS = ("k_proj", "v_proj", "up_proj")  # with the one before them
 HEAD = "lm_head"
 # In the files, but not part of what runs: shapes said twice, scales of activations, computed frequencies.
 _NOT_LOADED = (".weight_shape", ".input_scale", ".inv_freq")
@@ -182,6 +184,8 @@ def _loaded(info: TensorInfo, text: TextOnlyConfig) -> int:
         return text.num_key_value_heads * info.count * HALF
     if info.name.endswith(SCALE_SUFFIX):
         return info.count * SINGLE
+    if info.name.endswith(ORDER_SUFFIX) and any(f".{part}." in info.name for part in _SHARE_INPUTS):
+        return 0  # the engine has one order for all who share their inputs
     if info.dtype in ("F8_E4M3", "I8") or info.name.endswith(COMPRESSED_SUFFIXES):
         return info.bytes
     return info.count * HALF
