@@ -12,13 +12,17 @@ from torch import Tensor
 from tests.awq_gptq import as_awq, as_gptq, gptq_section, gptq_tensors, rounded, write
 from tests.engine.test_parity import CONVERSATIONS, run
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.engine import Engine
+from vlfit.engine.holdings import bytes_of
 from vlfit.engine.layers.linear import Int4Linear, Int8Linear, Reordered
 from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.qwen3_vl.vision import VisionTower
 from vlfit.engine.scheduler import Work
 from vlfit.engine.scores import Scores
 from vlfit.errors import UnknownWeightsFormat
+from vlfit.plan.model import model_of
 
 Tiny = Callable[[str], Path]
 Written = tuple[Path, Path]
@@ -109,9 +113,9 @@ def test_inputs_that_are_shared_must_have_one_order(tiny: Tiny, tmp_path: Path) 
         loader.linear(f"{layer}.q_proj", f"{layer}.k_proj", f"{layer}.v_proj")
 
 
-def narrow_loader(folder: Path) -> Loader:
+def narrow_loader(folder: Path, dtype: torch.dtype = torch.float32) -> Loader:
     """A loader that leaves codes as they are, as on a GPU."""
-    loader = Loader(open_checkpoint(folder), torch.device("cpu"), torch.float32)
+    loader = Loader(open_checkpoint(folder), torch.device("cpu"), dtype)
     loader._keeps_narrow = True
     return loader
 
@@ -130,6 +134,20 @@ def test_layers_that_stay_narrow(form: str, tiny: Tiny, tmp_path: Path) -> None:
         assert isinstance(inner, Int8Linear if options.get("bits") == 8 else Int4Linear)
         assert isinstance(layer, Reordered) == options.get("ordered", False)
         torch.testing.assert_close(layer(x), expected(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_plan_knows_every_byte(form: str, tiny: Tiny, tmp_path: Path) -> None:
+    name, write_it, options = FORMS[form]
+    checkpoint = open_checkpoint(write_it(tiny(name), tmp_path, **options)[0])
+    model = model_of("x", checkpoint.config, checkpoint.tensors, "the test")
+    assert model.weights == ("int8" if options.get("bits") == 8 else "int4")
+    with narrow_loader(checkpoint.folder, torch.bfloat16) as loader:
+        text = TextModel(checkpoint.config, loader)
+        tower = VisionTower(checkpoint.config.eyes, loader)
+    assert bytes_of([text.layers, text.norm]) == model.text_bytes
+    assert bytes_of([text.embedding, text.head]) == model.embedding_bytes
+    assert bytes_of(tower) == model.vision_bytes
 
 
 @pytest.mark.gpu
