@@ -42,3 +42,13 @@ def test_the_key_is_not_shown_when_settings_are_printed(monkeypatch: pytest.Monk
     assert settings.api_key is not None
     assert settings.api_key.get_secret_value() == "opensesame"
     assert "opensesame" not in repr(settings)
+
+
+def test_a_time_is_written_as_people_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_IDLE_SLEEP", "5m")
+    assert read_settings().idle_sleep == 300
+    assert read_settings(idle_sleep="1.5h").idle_sleep == 5400
+    with pytest.raises(UsageError) as caught:
+        read_settings(idle_sleep="300")
+    assert "write 300s, 300m or 300h" in caught.value.message
+    assert "--idle-sleep or VLFIT_IDLE_SLEEP" in caught.value.hint

@@ -3,7 +3,16 @@
 import pytest
 
 from vlfit.errors import UsageError
-from vlfit.units import GIB, KIB, MIB, format_bandwidth, format_bytes, format_seconds, parse_bytes
+from vlfit.units import (
+    GIB,
+    KIB,
+    MIB,
+    format_bandwidth,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +65,35 @@ def test_what_is_no_size(text: str, words: str) -> None:
         parse_bytes(text, "--desktop")
     assert words in raised.value.message
     assert raised.value.message.startswith("--desktop: ")
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("5m", 300), (" 5 min ", 300), ("1.5h", 5400), ("1d", 86400), (".5S", 0.5), ("2 sec", 2)],
+)
+def test_durations_are_read(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("300", "has no unit"),
+        ("", "is not a duration"),
+        ("soon", "is not a duration"),
+        ("-5m", "is not a duration"),
+        ("5m 30s", "is not a duration"),
+        ("5 weeks", "unknown unit 'weeks'"),
+        ("0s", "no time to wait"),
+        ("9" * 400 + "h", "no time to wait"),
+    ],
+)
+def test_what_is_no_duration(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_seconds(text, "--idle-sleep")
+    assert words in raised.value.message
+    assert raised.value.message.startswith("--idle-sleep: ")
     assert raised.value.hint
 
 

@@ -7,7 +7,7 @@ Cheap to import: torch comes when a ``VLM`` is built, and never for a ``Client``
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack
 
 from vlfit.backends.base import Backend, Stream
 from vlfit.engine.answer import Answer, ImageSeen
@@ -205,10 +205,16 @@ class VLM(VisionModel):
         context: int | None = None,
         sequences: int = 4,
         image_tokens: int | None = None,
+        offload: int | Literal["auto"] | None = None,
         progress: Progress | None = None,
     ) -> None:
         options = EngineOptions(
-            device=device, dtype=dtype, context=context, sequences=sequences, image_tokens=image_tokens
+            device=device,
+            dtype=dtype,
+            context=context,
+            sequences=sequences,
+            image_tokens=image_tokens,
+            offload=offload,
         )
         if model == "auto":
             choice = choose_model()
@@ -217,7 +223,18 @@ class VLM(VisionModel):
             model = choice.model
         from vlfit.backends.native import NativeBackend
 
-        super().__init__(NativeBackend.load(model, options, progress))
+        self._native = NativeBackend.load(model, options, progress)
+        super().__init__(self._native)
+
+    def sleep(self) -> None:
+        """Give the GPU back: weights wait in RAM, or in their files. What runs goes first; the next request,
+        or ``wake``, takes the memory again.
+        """
+        self._native.sleep().result()
+
+    def wake(self) -> None:
+        """Take the memory again before a request does. Raises ``CannotWake`` if others have it."""
+        self._native.wake().result()
 
 
 class Client(VisionModel):

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from vlfit.errors import UsageError
+from vlfit.units import parse_seconds
 
 
 def _tokens_or_auto(value: object) -> object:
@@ -20,6 +21,16 @@ def _tokens_or_auto(value: object) -> object:
     if value is None or value == "auto" or (str(value).isdecimal() and int(str(value)) > 0):
         return value
     raise ValueError("must be auto or a number of tokens above 0")
+
+
+def _seconds(value: object) -> object:
+    """A duration as people write it; what is a number already is in seconds."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_seconds(value)
+    except UsageError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None
 
 
 class Settings(BaseSettings):
@@ -47,6 +58,10 @@ class Settings(BaseSettings):
     image_tokens: int | None = Field(None, ge=1, description="most tokens of one picture")
     chunk: int = Field(1024, ge=1, description="most tokens of one pass through the model")
     max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
+
+    idle_sleep: Annotated[float | None, BeforeValidator(_seconds)] = Field(
+        None, gt=0, description="time without a request after which a server sleeps, like 5m"
+    )
 
     host: str = Field("127.0.0.1", description="address that the server listens on")
     port: int = Field(8000, ge=0, le=65535, description="port that the server listens on; 0 takes a free one")

@@ -6,12 +6,14 @@ which splits the work so that nothing blocks its event loop.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine.account import EngineAccount
+from vlfit.engine.account import EngineAccount, Rest
 from vlfit.engine.answer import Answer, Chunk, ImageSeen
 from vlfit.engine.conversation import Conversation
+from vlfit.engine.options import Park
 from vlfit.engine.sampling import SamplingParams
 
 Listener = Callable[[Chunk | Exception], None]
@@ -76,6 +78,21 @@ class Accountable(Protocol):
     @property
     def checkpoint(self) -> Checkpoint: ...
     def account(self) -> EngineAccount: ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """A backend that can give its memory back for a while. A request wakes it; looking does not."""
+
+    @property
+    def asleep(self) -> bool: ...
+    def sleep(self, park: Park = "auto") -> "Future[Rest]":
+        """Sleep as soon as nothing runs or waits. A future that is cancelled in time withdraws the wish."""
+        ...
+
+    def wake(self) -> "Future[Rest]":
+        """Wake without a request. The future has a ``CannotWake`` where others have the memory."""
+        ...
 
 
 class LocalBackend(Backend, Protocol):

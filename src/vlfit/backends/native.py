@@ -7,6 +7,7 @@ import os
 import queue
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Self
 from vlfit.backends.base import Listener, Prepared, Ticket
 from vlfit.backends.interrupts import interrupts_held_back
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine.account import EngineAccount
+from vlfit.engine.account import EngineAccount, Rest
 from vlfit.engine.answer import Answer, Chunk, ImageSeen, TokenLogprob
 from vlfit.engine.conversation import Conversation
-from vlfit.engine.options import EngineOptions
+from vlfit.engine.options import EngineOptions, Park
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import UsageError
 
@@ -97,6 +98,18 @@ class NativeBackend:
     def account(self) -> EngineAccount:
         """What the engine has done and what it holds. Any thread may ask; the engine notices nothing."""
         return self._loop.account()
+
+    @property
+    def asleep(self) -> bool:
+        return self._loop.engine.sleep.asleep is not None
+
+    def sleep(self, park: Park = "auto") -> "Future[Rest]":
+        """Give the memory back as soon as nothing runs or waits; the next request wakes it."""
+        return self._loop.sleep(park)
+
+    def wake(self) -> "Future[Rest]":
+        """Take the memory again, before a request does."""
+        return self._loop.wake()
 
     def default_sampling(self) -> SamplingParams:
         defaults = self._loop.engine.generation

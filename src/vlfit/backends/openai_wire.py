@@ -16,6 +16,7 @@ from vlfit.engine.answer import FinishReason, ImageSeen, TokenLogprob, Usage
 from vlfit.engine.conversation import Conversation, ImagePart, Message, Part, TextPart, VideoPart
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import (
+    CannotWake,
     DoesNotFit,
     EngineStopped,
     InvalidRequest,
@@ -50,6 +51,7 @@ _KEY_HINT = "set VLFIT_API_KEY to the server's key; in Python, give Client its a
 _ERRORS: dict[str, type[VlfitError]] = {
     each.code: each
     for each in (
+        CannotWake,
         DoesNotFit,
         EngineStopped,
         InvalidRequest,

@@ -28,6 +28,9 @@ from vlfit.cli.printing import cannot_write, print_error
 from vlfit.cli.pull import pull
 from vlfit.cli.scene import scene
 from vlfit.cli.serve import serve
+from vlfit.cli.sleep import SLEEP_EXAMPLES as _SLEEP_EXAMPLES
+from vlfit.cli.sleep import WAKE_EXAMPLES as _WAKE_EXAMPLES
+from vlfit.cli.sleep import sleep, wake
 from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
 from vlfit.cli.top import top
 from vlfit.errors import VlfitError
@@ -102,6 +105,8 @@ app.command()(ask)
 app.command()(scene)
 app.command()(chat)
 app.command()(serve)
+app.command(epilog=_SLEEP_EXAMPLES)(sleep)
+app.command(epilog=_WAKE_EXAMPLES)(wake)
 app.command(epilog=_PULL_EXAMPLES)(pull)
 app.command(epilog=_CONVERT_EXAMPLES)(convert)
 app.command(epilog=_MACHINE_EXAMPLES)(machine)

@@ -118,6 +118,14 @@ def serve(
             help="Compute every prompt whole, also if another began alike.  [env VLFIT_PREFIX_CACHE=0]",
         ),
     ] = False,
+    idle_sleep: Annotated[
+        Text,
+        typer.Option(
+            metavar="TIME",
+            help="Give the GPU back after so long without a request, like 5m: weights wait in RAM, and the"
+            " next request wakes it.  [default: never; env VLFIT_IDLE_SLEEP]",
+        ),
+    ] = None,
     api_key: Annotated[
         Text,
         typer.Option(
@@ -162,6 +170,7 @@ def serve(
       vlfit serve
       vlfit serve mini --port 8001
       vlfit serve Qwen/Qwen3-VL-2B-Instruct-FP8 --context 4096
+      vlfit serve --idle-sleep 5m
       VLFIT_API_KEY=secret vlfit serve --host 0.0.0.0
       curl http://127.0.0.1:8000/v1/models
     """
@@ -184,6 +193,7 @@ def serve(
         image_tokens=image_tokens,
         chunk=chunk,
         max_tokens=max_tokens,
+        idle_sleep=idle_sleep,
         api_key=api_key,
         allow_private_urls=allow_private_urls,
         allow_origin=allow_origin,
@@ -233,6 +243,7 @@ def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
         image_tokens=settings.image_tokens,
         chunk=settings.chunk,
         prefix_cache=settings.prefix_cache,
+        idle_sleep=settings.idle_sleep,
     )
     if settings.max_tokens is not None:
         options = replace(options, max_tokens=settings.max_tokens)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlfit.cli.printing import plain
-from vlfit.cli.top_source import Look, Server
+from vlfit.cli.top_source import Look, Server, Sleep
 from vlfit.machine.desktop import untold
 from vlfit.machine.records import encode
 from vlfit.plan.actual import Row, over_plan
@@ -74,6 +74,7 @@ def line(looks: Sequence[Look], found: Sequence[Alarm]) -> str:
     if server is not None:
         if server.card is None and server.sample.held is not None:
             parts.append(f"held {_mib(server.sample.held)}")
+        parts += ["asleep"] if server.sleep else []
         parts.append(f"{server.running} running, {server.waiting} waiting")
         parts.append(f"KV {_share(server.blocks_used, server.blocks)}")
     else:
@@ -90,6 +91,8 @@ def page(looks: Sequence[Look], url: str, found: Sequence[Alarm], *, lively: boo
     parts: list[RenderableType] = [Text(_head(look, url), style="bold")]
     parts += [Text(f"warning: {alarm.what}\n  -> {alarm.hint}", style="bold red") for alarm in found]
     if look.server is not None:
+        if look.server.sleep is not None:
+            parts.append(Text(_sleep(look.server.sleep)))
         parts += [Text(), *_memory(look.server, lively), Text(), *_work(look.server, current_rates(looks))]
     parts += [Text(), *_gpus(looks, lively)]
     return Group(*parts)
@@ -103,6 +106,11 @@ def _head(look: Look, url: str) -> str:
     stopping = "" if server.state == "ready" else f", {server.state}"
     up = format_seconds(server.uptime_s)
     return plain(f"{clock}  {server.model} on {server.device} at {url}, up {up}{stopping}", terminal=True)
+
+
+def _sleep(sleep: Sleep) -> str:
+    where = f"{format_bytes(sleep.ram)} of RAM" if sleep.ram else "their files"
+    return f"asleep: {format_bytes(sleep.freed)} given back, the weights are in {where}; a request wakes it"
 
 
 # --- memory ------------------------------------------------------------------------------------------------

@@ -39,6 +39,17 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """A server sleeps: its weights wait in ``park`` (``ram``, where they take ``ram`` bytes, or ``files``)
+    and ``freed`` bytes were given back.
+    """
+
+    park: str
+    ram: int
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
     """A server's status, checked. ``facts`` is what it said, whole; ``rows`` are empty if it tells none."""
 
@@ -47,6 +58,7 @@ class Server:
     model: str
     device: str
     state: str
+    sleep: Sleep | None
     pid: int
     uptime_s: float
     card: Card | None
@@ -209,12 +221,15 @@ def _server(facts: dict[str, Any], url: str, local: bool) -> Server:
     card = None
     if gpu:
         card = Card(str(gpu["name"]), int(gpu["total"]), int(gpu["free"]), int(gpu["desktop"]))
+    told = facts.get("sleep")
+    sleep = None if told is None else Sleep(str(told["park"]), int(told["ram"]), int(told["freed"]))
     return Server(
         url=url,
         local=local,
         model=str(facts["model"]),
         device=str(facts.get("device", "")),
         state=str(facts["state"]),
+        sleep=sleep,
         pid=int(facts["pid"]),
         uptime_s=_real(facts["uptime_s"]),
         card=card,
@@ -226,7 +241,8 @@ def _server(facts: dict[str, Any], url: str, local: bool) -> Server:
         image_cache=int((facts.get("image_cache") or {}).get("bytes", 0)),
         expected=_pace(paces.get("expected")),
         sample=_sample(facts, card, _count(memory.get("held"))),
-        limits=_limits(rows, _pace(paces.get("slowest")), bool(facts.get("spills"))),
+        # Who takes the memory of a server that sleeps does as they should.
+        limits=Limits() if sleep else _limits(rows, _pace(paces.get("slowest")), bool(facts.get("spills"))),
         facts=facts,
     )
 
@@ -259,10 +275,10 @@ def _sample(facts: dict[str, Any], card: Card | None, held: int | None) -> Sampl
 
 def _limits(rows: tuple[Row, ...], slowest: Pace | None, spills: bool) -> Limits:
     planned = {row.line: row.planned for row in rows}
-    ours = [planned.get(line) for line in OURS]
+    ours = [count for line, count in planned.items() if line in OURS]  # not every plan has all of them
     known = [count for count in ours if count is not None]
     return Limits(
-        ours=sum(known) if len(known) == len(ours) else None,
+        ours=sum(known) if known and len(known) == len(ours) else None,
         desktop=planned.get("desktop"),
         reserve=planned.get("reserve"),
         slowest=slowest,

@@ -14,12 +14,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from vlfit._version import __version__
-from vlfit.backends.base import LocalBackend
+from vlfit.backends.base import LocalBackend, Sleeper
 from vlfit.server.chat import ChatEndpoint, check_model
 from vlfit.server.closing import Closing
 from vlfit.server.door import Door
 from vlfit.server.failures import JSONReply, routing_reply
 from vlfit.server.settings import ServerSettings
+from vlfit.server.sleep import SleepEndpoints
 from vlfit.server.status import Status
 
 
@@ -44,7 +45,8 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     async def health() -> Response:
         if closing.draining:
             return JSONReply({"status": "stopping", "model": backend.model}, 503)
-        return JSONReply({"status": "ok", "model": backend.model})
+        rest = {"asleep": backend.asleep} if isinstance(backend, Sleeper) else {}
+        return JSONReply({"status": "ok", "model": backend.model, **rest})
 
     async def models() -> Response:
         return JSONReply({"object": "list", "data": [card]})
@@ -61,6 +63,9 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     status = Status(backend, settings.expectation, closing, chat.places)
     app.add_api_route("/v1/vlfit/status", status.status, methods=["GET"])
     app.add_api_route("/v1/vlfit/ledger", status.ledger, methods=["GET"])
+    sleep = SleepEndpoints(backend, closing)
+    app.add_api_route("/v1/vlfit/sleep", sleep.sleep, methods=["POST"])
+    app.add_api_route("/v1/vlfit/wake", sleep.wake, methods=["POST"])
     app.add_exception_handler(HTTPException, routing_reply)
     app.add_middleware(Door, api_key=settings.api_key)
     if settings.allow_origins:

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from vlfit.backends.base import LocalBackend, Prepared, Ticket
+from vlfit.backends.base import LocalBackend, Prepared, Sleeper, Ticket
 from vlfit.engine.answer import Chunk
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import EngineStopped, InvalidRequest, RequestTooLarge, UnknownModel
@@ -89,6 +89,9 @@ class ChatEndpoint:
     ) -> None:
         conversation = await build_conversation(wishes, self._settings, self._fetches)
         prepared = await self._work.run(self._backend.prepare, conversation, sampling)
+        if isinstance(self._backend, Sleeper) and self._backend.asleep:
+            # A request would wake it, too, but one that cannot is then told so with a status of its own.
+            await asyncio.wrap_future(self._backend.wake())
         reply = self._reply(wishes, prepared, request.state.request_id)
         count = len(reply.choices)
         with Choices(self._backend, prepared, sampling, count, held.give_back) as choices:

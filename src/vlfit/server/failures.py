@@ -10,9 +10,12 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from vlfit.errors import QueueFull, VlfitError
+from vlfit.errors import CannotWake, QueueFull, VlfitError
 
-ROUTES = "/health, /v1/models, /v1/models/{id}, /v1/chat/completions, /v1/vlfit/status, /v1/vlfit/ledger"
+ROUTES = (
+    "/health, /v1/models, /v1/models/{id}, /v1/chat/completions, "
+    "/v1/vlfit/status, /v1/vlfit/ledger, /v1/vlfit/sleep, /v1/vlfit/wake"
+)
 
 
 def encode(value: Any) -> bytes:
@@ -55,8 +58,8 @@ def error_reply(error: Exception) -> JSONReply:
         401: {"WWW-Authenticate": "Bearer"},
         413: {"Connection": "close"},  # the rest of the body is not waited for
     }
-    if isinstance(error, QueueFull):
-        headers[429] = {"Retry-After": str(error.retry_after)}
+    if isinstance(error, QueueFull | CannotWake):
+        headers[status] = {"Retry-After": str(error.retry_after)}
     return JSONReply(error_body(error), status, headers.get(status))
 
 

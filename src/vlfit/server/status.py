@@ -26,6 +26,7 @@ from vlfit.plan.ledger import Settings
 from vlfit.server.closing import Closing
 from vlfit.server.failures import JSONReply
 from vlfit.server.places import Places
+from vlfit.server.sleep import sleep_facts
 from vlfit.server.threads import Threads
 
 VERSION = 1
@@ -94,8 +95,11 @@ class Status:
             watch = self._watch = self._watch or Watch()
             gpu = gpu_of(account, watch.look()[0])
         found = ledger_rows(account, gpu, self._expectation)
+        asleep = {"state": "asleep"} if account.asleep and not self._closing.draining else {}
         return {
             "backend": backend.kind,
+            **asleep,
+            "sleep": sleep_facts(account.asleep),
             **engine_facts(account),
             "memory": memory_facts(account, gpu, found),
             **ledger_facts(found, self._expectation, account),

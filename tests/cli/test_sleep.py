@@ -1,0 +1,109 @@
+"""``vlfit sleep`` and ``vlfit wake`` beside a real server, beside none, and what ``vlfit top`` shows then."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Vlfit
+from tests.machine.nvml import install
+from tests.server.harness import Running, running
+from tests.server.scripted import ScriptedBackend
+from vlfit import client
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.options import EngineOptions
+from vlfit.plan.alarms import Limits
+from vlfit.server.settings import ServerSettings
+
+
+@pytest.fixture
+def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
+    with NativeBackend.load(tiny("tied"), EngineOptions(device="cpu", context=512)) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def server(backend: NativeBackend) -> Iterator[Running]:
+    with running(backend) as serving:
+        yield serving
+
+
+def test_asleep_and_awake(vlfit: Vlfit, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_PORT", str(server.port))  # found as `vlfit top` finds it
+    ended = vlfit("sleep")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("asleep after ")
+    assert ended.out.endswith(" given back, the weights are in their files\n")
+    assert vlfit("sleep").out.startswith("asleep already: ")
+    told = json.loads(vlfit("sleep", "--json").out)
+    assert (told["state"], told["changed"], told["sleep"]["park"]) == ("asleep", False, "files")
+    assert vlfit("wake").out.startswith("awake after ")
+    assert vlfit("wake", "--url", server.url).out == "awake already\n"
+    assert json.loads(vlfit("wake", "--json").out)["state"] == "ready"
+
+
+def test_what_top_shows(vlfit: Vlfit, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, failure=12)
+    vlfit("sleep", "--url", server.url)
+    shown = vlfit("top", "--once", "--interval", "0.3", "--url", server.url).out
+    assert ", asleep" in shown.splitlines()[0]
+    assert "given back, the weights are in their files; a request wakes it" in shown
+    assert "warning" not in shown
+    facts = json.loads(vlfit("top", "--once", "--json", "--interval", "0.3", "--url", server.url).out)
+    assert facts["server"]["state"] == "asleep"
+    vlfit("wake", "--url", server.url)
+    assert "asleep" not in vlfit("top", "--once", "--interval", "0.3", "--url", server.url).out
+
+
+def test_who_takes_the_memory_of_a_sleeper_is_no_alarm(server: Running, vlfit: Vlfit) -> None:
+    from vlfit.cli.top_source import Source
+
+    with Source(server.url, None, named=True) as source:
+        vlfit("sleep", "--url", server.url)
+        look = source.look()
+        assert look.server is not None
+        assert look.server.sleep is not None
+        assert look.server.limits == Limits()
+
+
+def test_refusals(
+    vlfit: Vlfit, server: Running, backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = vlfit("sleep", "--park", "ram", "--url", server.url)
+    assert ended.code == 2
+    assert "on a CPU" in ended.err
+    assert vlfit("sleep", "--park", "disk").code == 2
+    vlfit("sleep", "--url", server.url)
+    monkeypatch.setattr(backend._loop.engine.passes.budget, "free", lambda: 0)
+    ended = vlfit("wake", "--url", server.url)
+    assert (ended.code, ended.out) == (1, "")
+    assert "0 B were free" in ended.err
+    assert backend.asleep
+
+
+def test_the_key(vlfit: Vlfit, backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(backend, ServerSettings(api_key="sesame")) as server:
+        assert "VLFIT_API_KEY" in vlfit("sleep", "--url", server.url).err
+        monkeypatch.setenv("VLFIT_API_KEY", "sesame")
+        assert vlfit("sleep", "--url", server.url).code == 0
+
+
+def test_no_server_and_others(vlfit: Vlfit) -> None:
+    ended = vlfit("sleep", "--url", "http://127.0.0.1:9")
+    assert ended.code == 1
+    assert "vlfit serve" in ended.err
+    with running(ScriptedBackend()) as server:
+        assert "cannot sleep" in vlfit("wake", "--url", server.url).err
+        assert "knows no wake" in vlfit("wake", "--url", f"{server.url}/other").err
+
+
+def test_in_python(tiny: Callable[[str], Path]) -> None:
+    with client.VLM(tiny("tied"), device="cpu", context=512) as model:
+        words = model.ask("hello", max_tokens=8).text
+        model.sleep()
+        model.sleep()
+        assert model.ask("hello", max_tokens=8).text == words
+        model.sleep()
+        model.wake()
+        assert model.ask("hello", max_tokens=8).text == words

@@ -1,0 +1,249 @@
+"""Sleep and wake over HTTP: who asks, who looks, who comes meanwhile, and what is told when it cannot."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.pictures import picture
+from tests.server.harness import Running, running, wait_for
+from tests.server.pictures import data_url
+from tests.server.scripted import ScriptedBackend
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.conversation import ask
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.server.settings import ServerSettings
+from vlfit.server.status import expectation_of
+
+SLEEP, WAKE, STATUS = "/v1/vlfit/sleep", "/v1/vlfit/wake", "/v1/vlfit/status"
+OPTIONS = EngineOptions(device="cpu", context=512, sequences=2)
+VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()"]
+
+
+@pytest.fixture
+def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
+    with NativeBackend.load(tiny("tied"), OPTIONS) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def server(backend: NativeBackend) -> Iterator[Running]:
+    with running(backend, ServerSettings(expectation=expectation_of(backend, ()))) as serving:
+        yield serving
+
+
+def body(tokens: int = 8, **more: Any) -> dict[str, Any]:
+    parts = [
+        {"type": "text", "text": "what is this?"},
+        {"type": "image_url", "image_url": {"url": data_url(picture(96, 64, seed=3))}},
+    ]
+    messages = [{"role": "user", "content": parts}]
+    return {"messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+def say(server: Running, **more: Any) -> str:
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body(**more), timeout=20)
+    assert answer.status_code == 200
+    words: str = answer.json()["choices"][0]["message"]["content"]
+    return words
+
+
+def post(server: Running, path: str, **more: Any) -> httpx.Response:
+    return httpx.post(server.url + path, timeout=20, **more)
+
+
+def state(server: Running) -> str:
+    """As it is now: an answer that was given before is shared for a moment."""
+    time.sleep(0.25)
+    told: str = httpx.get(server.url + STATUS).json()["state"]
+    return told
+
+
+def test_asleep_and_awake_again(server: Running) -> None:
+    words = say(server)
+    facts = post(server, SLEEP).json()
+    assert (facts["state"], facts["changed"], facts["sleep"]["park"]) == ("asleep", True, "files")
+    assert facts["sleep"]["freed"] > 0 == facts["sleep"]["ram"]
+    again = post(server, SLEEP)
+    assert (again.status_code, again.json()["changed"]) == (200, False)
+    assert again.json()["sleep"] == facts["sleep"]
+    assert say(server) == words
+    assert state(server) == "ready"
+    awake = post(server, WAKE)
+    assert (awake.status_code, awake.json()["changed"], awake.json()["sleep"]) == (200, False, None)
+    post(server, SLEEP)
+    assert post(server, WAKE).json()["changed"] is True
+    assert say(server, stream=False) == words
+
+
+def test_looking_does_not_wake_it(server: Running) -> None:
+    post(server, SLEEP)
+    assert state(server) == "asleep"
+    for path in ("/health", "/v1/models", "/v1/vlfit/ledger", STATUS):
+        assert httpx.get(server.url + path).status_code == 200
+    assert httpx.get(f"{server.url}/health").json() == {
+        "status": "ok",
+        "model": server_model(server),
+        "asleep": True,
+    }
+    facts = httpx.get(server.url + STATUS).json()
+    assert facts["sleep"]["park"] == "files"
+    assert facts["kv_blocks"]["total"] == 0 < facts["kv_blocks"]["planned"]
+    rows = {row["line"]: row for row in facts["ledger"]}
+    assert rows["weights.text"]["actual"] == rows["kv_cache"]["actual"] == 0 < rows["weights.text"]["planned"]
+    assert facts["over_plan"] == []
+    assert state(server) == "asleep"
+
+
+def server_model(server: Running) -> str:
+    name: str = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    return name
+
+
+def test_what_makes_no_sense_does_not_wake_it(server: Running) -> None:
+    post(server, SLEEP)
+    empty: dict[str, Any] = {"messages": []}
+    for content in (empty, body(model="another"), body(tokens=5000)):
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json=content)
+        assert refused.status_code in (400, 404)
+    assert state(server) == "asleep"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "no JSON"),
+        (b"[" * 4000, "no JSON"),
+        (b'{"park": "disk"}', "use auto, ram, files"),
+        (b'{"park": 3}', "use auto, ram, files"),
+        (b"[1]", "use auto, ram, files"),
+        (b'{"park": "ram"}', "on a CPU"),
+    ],
+)
+def test_what_cannot_be_asked_for(server: Running, content: bytes, words: str) -> None:
+    refused = post(server, SLEEP, content=content)
+    assert refused.status_code == 400
+    assert words in refused.json()["error"]["message"]
+    assert post(server, SLEEP, content=b"x" * 100_000).status_code == 413
+    assert httpx.get(server.url + SLEEP).status_code == 405
+    assert state(server) == "ready"
+
+
+def test_a_key_is_asked_for(backend: NativeBackend) -> None:
+    with running(backend, ServerSettings(api_key="sesame")) as server:
+        for path in (SLEEP, WAKE):
+            assert post(server, path).status_code == 401
+            assert post(server, path, headers={"Authorization": "Bearer sesame"}).status_code == 200
+
+
+def test_a_backend_that_cannot() -> None:
+    with running(ScriptedBackend()) as server:
+        refused = post(server, SLEEP)
+        assert refused.status_code == 400
+        assert "cannot sleep" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stream_is_not_cut_by_sleep(server: Running, backend: NativeBackend, stream: bool) -> None:
+    """It waits for what runs. One who comes before that is over is answered first, too."""
+    whole = say(server, tokens=300)
+    replies: list[httpx.Response] = []
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body(tokens=300, stream=True), timeout=20) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        wish = threading.Thread(target=lambda: replies.append(post(server, SLEEP)))
+        wish.start()
+        wait_for(lambda: len(backend._loop._sleepers) == 1)
+        late = httpx.post(url, json=body(tokens=3, stream=stream), timeout=20)
+        assert late.status_code == 200
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    wish.join()
+    said = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
+    assert said == whole
+    assert replies[0].json()["state"] == "asleep"
+
+
+def test_who_hangs_up_withdraws_the_wish(server: Running, backend: NativeBackend) -> None:
+    go_on, heard = threading.Event(), threading.Event()
+
+    def listen(_: object) -> None:
+        heard.set()
+        go_on.wait(20)
+
+    sampling = SamplingParams(max_tokens=4)
+    backend.start(backend.prepare(ask("hello"), sampling), sampling, listen)
+    assert heard.wait(20)  # and the engine's thread waits in the listener
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + SLEEP, timeout=0.3)
+    [(_, wish)] = backend._loop._sleepers
+    wait_for(wish.cancelled)
+    go_on.set()
+    say(server)
+    assert state(server) == "ready"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_others_have_the_memory(
+    server: Running, backend: NativeBackend, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """503 with the numbers and when to come again, still asleep; and then it is there again."""
+    words = say(server)
+    post(server, SLEEP)
+    with monkeypatch.context() as patched:
+        patched.setattr(backend._loop.engine.passes.budget, "free", lambda: 3 * 1024)
+        url = f"{server.url}/v1/chat/completions"
+        for refused in (httpx.post(url, json=body(stream=stream), timeout=20), post(server, WAKE)):
+            assert refused.status_code == 503
+            error = refused.json()["error"]
+            assert (error["code"], error["type"]) == ("cannot_wake", "server_error")
+            assert "3.0 KiB were free" in error["message"]
+            assert int(refused.headers["retry-after"]) > 0
+        assert state(server) == "asleep"
+    assert say(server) == words
+
+
+def test_it_falls_asleep_by_itself(tiny: Callable[[str], Path]) -> None:
+    with (
+        NativeBackend.load(tiny("tied"), replace(OPTIONS, idle_sleep=0.3)) as backend,
+        running(backend) as server,
+    ):
+        words = say(server)
+        wait_for(lambda: httpx.get(f"{server.url}/health").json()["asleep"])
+        assert say(server) == words
+
+
+def test_a_server_that_sleeps_stops_like_any_other(tiny: Callable[[str], Path]) -> None:
+    """``vlfit serve --idle-sleep``, Ctrl-C while it sleeps."""
+    command = [*VLFIT, "serve", str(tiny("tied")), "--port", "0", "--device", "cpu", "--json"]
+    with subprocess.Popen(
+        [*command, "--idle-sleep", "0.3s"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            url = json.loads(process.stdout.readline())["url"]
+            wait_for(lambda: httpx.get(f"{url}/health").json()["asleep"], seconds=20)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=10) == 0
+            told = process.stderr.read()
+        finally:
+            process.kill()
+    assert "asleep: " in told
+    assert told.endswith("stopped\n")
+    assert "Traceback" not in told
