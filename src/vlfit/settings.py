@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from vlfit.errors import UsageError
-from vlfit.units import parse_seconds
+from vlfit.units import parse_gibibytes, parse_seconds
 
 
 def _tokens_or_auto(value: object) -> object:
@@ -21,6 +21,16 @@ def _tokens_or_auto(value: object) -> object:
     if value is None or value == "auto" or (str(value).isdecimal() and int(str(value)) > 0):
         return value
     raise ValueError("must be auto or a number of tokens above 0")
+
+
+def _gibibytes_or_auto(value: object) -> object:
+    """A size as people write it, a bare number in GiB; what is a number already is in bytes."""
+    if not isinstance(value, str) or value == "auto":
+        return value
+    try:
+        return parse_gibibytes(value)
+    except UsageError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None
 
 
 def _seconds(value: object) -> object:
@@ -59,6 +69,9 @@ class Settings(BaseSettings):
     chunk: int = Field(1024, ge=1, description="most tokens of one pass through the model")
     max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
 
+    offload: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["auto"] | None, BeforeValidator(_gibibytes_or_auto)
+    ] = Field(None, description="bytes of weights that leave the GPU for RAM, or auto")
     idle_sleep: Annotated[float | None, BeforeValidator(_seconds)] = Field(
         None, gt=0, description="time without a request after which a server sleeps, like 5m"
     )

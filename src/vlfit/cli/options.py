@@ -63,6 +63,15 @@ class CommonOptions:
             "  [env VLFIT_IMAGE_TOKENS]",
         ),
     ] = None
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload",
+            metavar="GIB",
+            help="Let text layers wait in RAM so that the GPU holds so much less (2, 800MiB); auto: as few as"
+            " make it fit. Slow: they are copied for every word.  [env VLFIT_OFFLOAD]",
+        ),
+    ] = None
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.  [env VLFIT_MAX_TOKENS]"),

@@ -29,6 +29,7 @@ Examples:
   vlfit plan 8B --gpu "RTX 4090" --svg plan.svg
   vlfit plan --calibrate
   vlfit plan 4B --backend vllm --vllm-version 0.22
+  vlfit plan 8B --weights fp8 --gpu "RTX 5060" --desktop 951MiB --offload auto
 """
 
 
@@ -70,12 +71,20 @@ def plan(
     ] = None,
     backend: Annotated[
         Backend | None,
-        typer.Option(help="Who runs the model.  [default: native; transformers if it is text-only]"),
+        typer.Option(help="Who runs the model.  [default: native]"),
     ] = None,
     vllm_version: Annotated[
         str | None,
         typer.Option(
             metavar="VERSION", help="With --backend vllm: plan for this one.  [default: the installed]"
+        ),
+    ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GIB",
+            help="Let text layers wait in RAM so that the card holds so much less (2, 800MiB); auto: as few"
+            " as make it fit, where nothing else does.",
         ),
     ] = None,
     machine: MachineFile = None,
@@ -101,6 +110,7 @@ def plan(
     either grows. Without a MODEL: everything in the catalog, best first.
     Reads headers only. Exit code 0: it fits; 3: it does not, and the cheapest changes are listed.
     """
+    from vlfit.plan.offload import parse_wish
     from vlfit.plan.search import Wishes
 
     wishes = Wishes(
@@ -110,6 +120,7 @@ def plan(
         weights.value if weights else None,
         backend.value if backend else None,
         vllm_version,
+        parse_wish(offload) if offload is not None else None,
     )
     if svg is not None and model is None:
         raise UsageError("--svg draws the ledger of one model", "name it: vlfit plan MODEL --svg FILE")

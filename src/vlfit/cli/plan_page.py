@@ -38,6 +38,7 @@ LETTERS = {
     "weights.text": "T",
     "weights.vision": "V",
     "weights.embedding": "E",
+    "weights.offload": "o",
     "kv_cache": "k",
     "vision_workspace": "v",
     "text_workspace": "t",
@@ -194,7 +195,8 @@ def _verdict(plan: "Plan") -> Text:
 def _speed(plan: "Plan") -> list[str]:
     speed = plan.speed
     if speed is None:
-        return ["Speed: unknown, as the card's memory bandwidth is not known."]
+        link = ", or that of its link to RAM," if plan.settings.offload else ""
+        return [f"Speed: unknown, as the card's memory bandwidth{link} is not known."]
     first = speed.first_token
     lines = [
         f"Speed, predicted: {_between(speed)} tokens/s; first token after {format_seconds(first.low)} to "
@@ -206,11 +208,17 @@ def _speed(plan: "Plan") -> list[str]:
     if speed.offload is not None:
         lines.append(
             f"  {format_bytes(speed.offloaded)} of weights in RAM, read over PCIe for each token, would "
-            f"allow {speed.offload:.1f} tokens/s at most; no backend that is planned for does that."
+            f"allow {speed.offload:.1f} tokens/s at most{_how(plan)}."
         )
     if plan.gpu.compute_capability < _BFLOAT16_FROM:
         lines.append("  This card has no units for bfloat16, in which everything is computed: expect less.")
     return lines
+
+
+def _how(plan: "Plan") -> str:
+    if plan.backend == "native":
+        return ": add --offload auto"
+    return "; the native engine does that, with --offload auto"
 
 
 def _between(speed: "Speed | None") -> str:

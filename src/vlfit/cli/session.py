@@ -31,6 +31,7 @@ class Session:
             dtype=options.dtype,
             context=options.context,
             image_tokens=options.image_tokens,
+            offload=options.offload,
         )
         self.sampling = self._read_sampling()
         if self._settings.server is not None:
@@ -60,6 +61,7 @@ class Session:
                 context=settings.context,
                 sequences=1,  # a command asks one thing at a time: memory for more would lie idle
                 image_tokens=settings.image_tokens,
+                offload=settings.offload,
                 progress=progress,
             )
 
@@ -100,11 +102,12 @@ class Session:
             dtype=settings.dtype,
             context=settings.context,
             image_tokens=settings.image_tokens,
+            offload=settings.offload,
         )
 
     def _refuse_engine_options(self) -> None:
         """A server's engine is what it is: an option that cannot act must not be accepted in silence."""
-        names = ("device", "dtype", "context", "image_tokens")
+        names = ("device", "dtype", "context", "image_tokens", "offload")
         typed = [f"--{name.replace('_', '-')}" for name in names if getattr(self._typed, name) is not None]
         if typed:
             raise UsageError(

@@ -45,7 +45,7 @@ def _lock(address: int, size: int, device: torch.device) -> None:
             torch.zeros(1, device=device)  # CUDA repeats its last error to whoever launches next
         raise DeviceError(
             f"the system does not lock {format_bytes(size)} more of RAM for the GPU (CUDA error {error})",
-            "let fewer layers wait in RAM: a smaller --offload. Under WSL2 Windows lets CUDA lock only a part "
+            "let fewer layers wait in RAM: a smaller --offload. Under WSL2 Windows lets CUDA lock only part "
             "of the RAM: give WSL2 more (memory= in .wslconfig), and stop what else has locked some",
         )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vlfit.plan.ledger import Line
 
 OURS = (
-    *("context", "weights.text", "weights.vision", "weights.embedding", "kv_cache"),
+    *("context", "weights.text", "weights.vision", "weights.embedding", "weights.offload", "kv_cache"),
     *("vision_workspace", "text_workspace", "graphs"),
 )
 # Above this a line is said to hold more than planned; below 8 MiB it is not worth a word.

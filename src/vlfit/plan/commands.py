@@ -7,9 +7,11 @@ no command (a library, or one whose settings no option carries) has none here.
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.ledger import NATIVE, VLLM, Line, Settings
 from vlfit.plan.model import Model
+from vlfit.plan.offload import offload_of
 from vlfit.plan.vllm import command as vllm
 from vlfit.plan.vllm.command import Start
 from vlfit.plan.vllm.versions import Version
+from vlfit.units import MIB
 
 SERVE_CHUNK = 1024  # tokens of a pass when `vlfit serve` is not told otherwise
 
@@ -41,6 +43,10 @@ def _native(model: Model, settings: Settings, machine: Machine, gpu: Gpu) -> Sta
         words += ["--image-tokens", str(settings.image_tokens)]
     if settings.chunk != SERVE_CHUNK:
         words += ["--chunk", str(settings.chunk)]
+    if settings.offload:
+        frees = offload_of(model, settings.offload).frees
+        # Whole MiB below what leaves the card: as many layers are needed for it.
+        words += ["--offload", f"{frees // MIB}MiB" if frees >= MIB else f"{frees}B"]
     if len(machine.gpus) < 2:
         return Start(tuple(words))
     words += ["--device", f"cuda:{gpu.index}"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from vlfit.machine.model import Gpu
 from vlfit.plan.ledger import VLLM, held_by_others, pool_tokens
+from vlfit.plan.offload import offload_of
 from vlfit.plan.search import Plan
 from vlfit.plan.speed import Range, Speed
 
@@ -46,6 +47,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         ],
         "remarks": list(plan.remarks),
         **_flag_facts(plan),
+        **_offload_facts(plan),
     }
 
 
@@ -59,6 +61,14 @@ def _flag_facts(plan: Plan) -> dict[str, Any]:
             for flag in plan.flags
         ]
     }
+
+
+def _offload_facts(plan: Plan) -> dict[str, Any]:
+    """What only plans with layers in RAM have: which, their bytes there, and what the card saves."""
+    if not plan.settings.offload:
+        return {}
+    apart = offload_of(plan.model, plan.settings.offload)
+    return {"offload": {"layers": list(apart.layers), "ram": apart.ram, "frees": apart.frees}}
 
 
 def table_facts(

@@ -5,8 +5,9 @@ where none does, those that leave the most. Knows how a choice is made. Does not
 (``preference.py``), what a line costs (``ledger.py``) or how to get memory back (``changes.py``).
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlfit.checkpoint.catalog import FORMATS
@@ -18,6 +19,7 @@ from vlfit.plan.changes import Change, Refused, cheapest
 from vlfit.plan.commands import start_of
 from vlfit.plan.ledger import BACKENDS, NATIVE, TRANSFORMERS, VLLM, Line, Settings, ledger
 from vlfit.plan.model import Model
+from vlfit.plan.offload import AUTO, Wish, check_ram, count_for, counts, offload_of
 from vlfit.plan.preference import (
     CONTEXTS,
     IMAGE_TOKENS,
@@ -41,7 +43,10 @@ _LEAST_IMAGE_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for what makes no sense."""
+    """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for what makes no sense.
+
+    ``offload``: bytes of weights that leave the card, ``auto``: as few as make it fit; None: none ever.
+    """
 
     context: int | None = None
     image_tokens: int | None = None
@@ -49,6 +54,7 @@ class Wishes:
     weights: str | None = None
     backend: str | None = None
     vllm_version: str | None = None
+    offload: Wish | None = None
 
     def __post_init__(self) -> None:
         least = {"context": _LEAST_CONTEXT, "image_tokens": _LEAST_IMAGE_TOKENS, "sequences": 1}
@@ -71,6 +77,12 @@ class Wishes:
                     param="vllm_version",
                 )
             parse_version(self.vllm_version)
+        if self.offload is not None and self.backend not in (None, NATIVE):
+            raise UsageError(
+                f"--offload lets layers of the native engine wait in RAM, and the backend is {self.backend}",
+                "leave out --backend, or --offload",
+                param="offload",
+            )
         if self.context and self.image_tokens and self.image_tokens >= self.context:
             raise UsageError(
                 f"a picture of {self.image_tokens} tokens fills a context of {self.context}",
@@ -146,7 +158,11 @@ def plan(
     if found.headroom < 0 and exact and rounded and wishes.backend != VLLM:
         coarser = _coarser(rounded, wishes, gpu)
         found = coarser if coarser.headroom >= 0 else found  # a refusal is of what keeps its exactness
+    if found.headroom < 0 and wishes.offload == AUTO:
+        found = _fewest_waiting(exact, wishes, gpu) or _fewest_waiting(rounded, wishes, gpu) or found
     model, backend, settings = found.model, found.backend, found.settings
+    if found.headroom >= 0 and settings.offload:
+        check_ram(offload_of(model, settings.offload), machine.host)
     if found.headroom < 0:
         return _refused(model, backend, machine, gpu, settings, tuple(others()), version)
     return _finished(model, backend, machine, gpu, settings, found.lines, version)
@@ -167,6 +183,12 @@ def _best(models: list[tuple[Model, str]], wishes: Wishes, gpu: Gpu) -> _Choice:
     Where nothing leaves air, what leaves the most is taken: so more memory never makes a plan smaller.
     """
     every = candidates(models, wishes)
+    if wishes.offload is not None and wishes.offload != AUTO:
+        waiting = {model.name: count_for(model, wishes.offload) for model, _ in models}
+        every = [
+            (replace(settings, offload=waiting[model.name]), model, backend)
+            for settings, model, backend in every
+        ]
     # The last settings of a model are the least of each step: if those do not fit, none do.
     last = {model.name: (settings, model, backend) for settings, model, backend in every}
     smallest = max((_choice(gpu, *each) for each in last.values()), key=_headroom)
@@ -192,6 +214,44 @@ def _choice(gpu: Gpu, settings: Settings, model: Model, backend: str) -> _Choice
 
 def _headroom(choice: _Choice) -> int:
     return choice.headroom
+
+
+def _spare(choice: _Choice) -> int:
+    """Bytes left over beside the air that should stay."""
+    return choice.headroom - air(choice.lines)
+
+
+def _fewest_waiting(models: list[tuple[Model, str]], wishes: Wishes, gpu: Gpu) -> _Choice | None:
+    """The choice with the fewest bytes of layers in RAM, at the least settings above the floors; where none
+    makes room for those, at the least of all.
+    """
+    native = [each for each in models if each[1] == NATIVE]
+    if not native:
+        return None
+    for tier in tiers(candidates(native, wishes), wishes):
+        least: dict[str, tuple[Settings, Model, str]] = {}
+        for settings, model, backend in tier:
+            kept = least.get(model.name)
+            # The first of these has the most tokens of a pass: each pass copies all layers that wait.
+            if kept is None or kept[0] != replace(settings, chunk=kept[0].chunk):
+                least[model.name] = settings, model, backend
+        found = [choice for each in least.values() if (choice := _with_waiting(gpu, *each)).headroom >= 0]
+        if found:
+            return min(found, key=lambda choice: offload_of(choice.model, choice.settings.offload).ram)
+    return None
+
+
+def _with_waiting(gpu: Gpu, settings: Settings, model: Model, backend: str) -> _Choice:
+    """With the fewest layers in RAM that make it fit with air, or all of them."""
+
+    def choice(count: int) -> _Choice:
+        return _choice(gpu, replace(settings, offload=count), model, backend)
+
+    steps = counts(model)
+    if not steps:
+        return choice(0)
+    fewest = bisect_left(steps, 0, key=lambda count: _spare(choice(count)))
+    return choice(steps[min(fewest, len(steps) - 1)])
 
 
 def _coarser(models: list[tuple[Model, str]], wishes: Wishes, gpu: Gpu) -> _Choice:
@@ -254,12 +314,7 @@ def _runnable(
 
 
 def _backend(model: Model, wishes: Wishes) -> str:
-    backend = wishes.backend or (NATIVE if model.vision is not None else TRANSFORMERS)
-    if backend == NATIVE and model.vision is None:
-        raise UsageError(
-            f"{model.name} is a text-only model, which the native engine does not run",
-            "leave out --backend, or take --backend transformers",
-        )
+    backend = wishes.backend or NATIVE
     if backend == TRANSFORMERS and model.weights != FORMATS[0]:
         raise UsageError(
             f"{model.name} is in {model.weights}; transformers is planned for with bf16 weights only",
@@ -302,7 +357,11 @@ def _finished(
         command=None if start is None else start.words,
         environment={} if start is None else start.environment,
         flags=() if start is None else start.flags,
-        remarks=(*_about(model, backend, lines, gpu), *_remarks(version, settings, gpu)),
+        remarks=(
+            *_about(model, backend, lines, gpu),
+            *_in_ram(model, settings),
+            *_remarks(version, settings, gpu),
+        ),
     )
 
 
@@ -326,6 +385,17 @@ def _about(model: Model, backend: str, lines: tuple[Line, ...], gpu: Gpu) -> tup
             "128 weights share a scale instead of 32, as nothing more exact fits: rounding is coarser."
         )
     return tuple(remarks)
+
+
+def _in_ram(model: Model, settings: Settings) -> tuple[str, ...]:
+    """What it means that layers wait in RAM."""
+    if not settings.offload:
+        return ()
+    apart = offload_of(model, settings.offload)
+    return (
+        f"{apart.words} and are copied to the card for every pass; the card holds "
+        f"{apart.frees / MIB:,.0f} MiB less for it.",
+    )
 
 
 def _refused(

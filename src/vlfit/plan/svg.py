@@ -18,6 +18,7 @@ COLOURS = {
     "weights.text": "#0072b2",
     "weights.vision": "#56b4e9",
     "weights.embedding": "#004b76",
+    "weights.offload": "#9ecae1",
     "kv_cache": "#e69f00",
     "vision_workspace": "#009e73",
     "text_workspace": "#66c2a5",
