@@ -3,7 +3,7 @@
     python -m benchmarks.rounding [--questions 200] [--photos FOLDER] [--score 2000] [--json FILE]
     python -m benchmarks.rounding --copy "--weights int4 --group-size 64" --copy "--weights fp8"
 
-For each copy: its bytes; the relative error of its weights as the converter counted it; the cosine between the
+For each copy: its bytes; the relative error of its weights, as the converter counted it; the cosine of the
 features of pictures, rows and deepstack levels together (the mean, the worst picture, the worst single row);
 and, along the answers that the original gives, how far the copy's words lie from the original's: the mean KL
 divergence of the next word, and the share of words that would be another. Pictures are those of mini's
