@@ -105,6 +105,14 @@ def serve(
             "  [default: 1024; env VLFIT_CHUNK]",
         ),
     ] = None,
+    offload: Annotated[
+        Text,
+        typer.Option(
+            metavar="GIB",
+            help="Let text layers wait in RAM so that the GPU holds so much less (2, 800MiB); auto: as few as"
+            " make it fit. Slow: they are copied for every word.  [env VLFIT_OFFLOAD]",
+        ),
+    ] = None,
     max_tokens: Annotated[
         Count,
         typer.Option(
@@ -174,6 +182,7 @@ def serve(
       VLFIT_API_KEY=secret vlfit serve --host 0.0.0.0
       curl http://127.0.0.1:8000/v1/models
     """
+    from vlfit.server.host_memory import give_large_buffers_back
     from vlfit.server.listen import address_of, bind, serve_until_stopped
     from vlfit.settings import read_settings
 
@@ -192,6 +201,7 @@ def serve(
         prefix_cache=False if no_prefix_cache else None,
         image_tokens=image_tokens,
         chunk=chunk,
+        offload=offload,
         max_tokens=max_tokens,
         idle_sleep=idle_sleep,
         api_key=api_key,
@@ -200,6 +210,7 @@ def serve(
     )
     printer = Printer(json=json_line, stream=False, quiet=quiet)
     _log_to_stderr(quiet)
+    give_large_buffers_back()
     with bind(settings.host, settings.port) as listener:
         gpus = _gpus(settings.device)  # as they are before anything is loaded: the plan is made for that
         backend = _load(settings, printer)
@@ -242,6 +253,7 @@ def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
         sequences=settings.sequences,
         image_tokens=settings.image_tokens,
         chunk=settings.chunk,
+        offload=settings.offload,
         prefix_cache=settings.prefix_cache,
         idle_sleep=settings.idle_sleep,
     )
