@@ -15,7 +15,7 @@ from pathlib import Path
 from vlfit.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8, INT4, CompressedFormat, Fp8Format, WeightScheme
-from vlfit.checkpoint.tensors import PACKED_SUFFIX, SCALE_SUFFIX, expected_tensors
+from vlfit.checkpoint.tensors import COMPRESSED_SCALE, PACKED_SUFFIX, SCALE_SUFFIX, expected_tensors
 
 BF16 = "bf16"
 FORMATS = (BF16, FP8, INT4)  # from the most to the least exact
@@ -160,7 +160,7 @@ def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def _stored_type(name: str, shapes: dict[str, tuple[int, ...]]) -> str:
-    if name + SCALE_SUFFIX in shapes:
+    if name + SCALE_SUFFIX in shapes or name.removesuffix(".weight") + COMPRESSED_SCALE in shapes:
         return "F8_E4M3"
     return "I32" if name.endswith((PACKED_SUFFIX, ".weight_zero_point")) else "BF16"
 

@@ -36,12 +36,13 @@ def feature_bytes(vision: VisionConfig, image_tokens: int) -> int:
     return (1 + len(vision.deepstack_visual_indexes)) * image_tokens * vision.out_hidden_size * HALF
 
 
-def vision_peak(vision: VisionConfig, image_tokens: int) -> int:
+def vision_peak(vision: VisionConfig, image_tokens: int, *, narrow: bool = False) -> int:
     """Peak of the vision tower on one picture of ``image_tokens`` (``engine/qwen3_vl/vision.py``).
 
     For each patch live all along: the residual in bfloat16, the tables that q and k are turned by, and the
     four corners of its position; in the blocks also q, k and v. Deepstack outputs of earlier blocks stay. All
-    else lives for a slice of the patches: on their way in, in a block, in a merger.
+    else lives for a slice of the patches: on their way in, in a block, in a merger. Products with ``narrow``
+    weights have the buffer that slices of them are widened into.
     """
     hidden, merge = vision.hidden_size, vision.spatial_merge_size**2
     patches = image_tokens * merge
@@ -55,7 +56,8 @@ def vision_peak(vision: VisionConfig, image_tokens: int) -> int:
     width = vision.out_hidden_size
     merging = image_tokens * width * HALF + rows * HALF * (hidden + max(hidden, width // merge))
     kept = len(vision.deepstack_visual_indexes) * image_tokens * width * HALF
-    return always + max(entering, kept + max(in_blocks, merging))
+    widened = SCRATCH_BYTES if narrow else 0
+    return always + max(entering, kept + widened + max(in_blocks, merging))
 
 
 def vision_slice(patches: int, merge: int) -> int:
@@ -65,7 +67,7 @@ def vision_slice(patches: int, merge: int) -> int:
 
 
 def _of_a_patch_coming_in(vision: VisionConfig) -> int:
-    """The most that a patch takes on its way from pixels to the residual (``images.patchify``, ``_embed``)."""
+    """The most that a patch takes between pixels and the residual (``images.patchify``, ``_embed``)."""
     pixels = vision.in_channels * vision.patch_size**2
     values = pixels * vision.temporal_patch_size
     row = HALF * vision.hidden_size

@@ -141,7 +141,7 @@ def _workspaces(model: Model, backend: str, settings: Settings, constants: Const
         )
     # What stays lies between what comes and goes, so the pool grows by more than either.
     kept = round(constants.vision_slack.value * _kept(model.vision, backend, settings))
-    vision = round(constants.vision_slack.value * _vision_peak(model.vision, backend, settings))
+    vision = round(constants.vision_slack.value * _vision_peak(model, model.vision, backend, settings))
     # In transformers no keys and values are there yet while the tower runs.
     instead = pool_tokens(backend, settings) * model.kv_bytes_per_token if backend == TRANSFORMERS else 0
     lent = vision - instead < text
@@ -213,12 +213,12 @@ def _text_peak(model: Model, backend: str, settings: Settings) -> int:
     return costs.text_peak(model, chunk * sequences, context, sequences, native=False)
 
 
-def _vision_peak(vision: VisionConfig, backend: str, settings: Settings) -> int:
+def _vision_peak(model: Model, vision: VisionConfig, backend: str, settings: Settings) -> int:
     if backend == TRANSFORMERS:
         # The pictures of all requests in one call.
         tokens = settings.image_tokens * settings.sequences
         return round(tokens * calibration.TRANSFORMERS_VISION_PER_TOKEN.value)
-    return costs.vision_peak(vision, settings.image_tokens)
+    return costs.vision_peak(vision, settings.image_tokens, narrow=model.tower_is_narrow)
 
 
 def _of_vllm(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:

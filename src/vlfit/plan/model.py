@@ -6,7 +6,7 @@ repeated for each head, what is not loaded at all). Does not know: where the ten
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vlfit.checkpoint.cache import count_parameters, weights_format
 from vlfit.checkpoint.catalog import BF16, TextOnlyConfig
@@ -28,6 +28,7 @@ from vlfit.units import MIB
 HALF = 2  # bytes of bfloat16 and float16, in which everything is computed on a GPU
 SINGLE = 4  # bytes of float32
 LAYER_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+JOINED_PARTS = dict.fromkeys(LAYER_PARTS[:3], "qkv_proj") | dict.fromkeys(LAYER_PARTS[4:6], "gate_up_proj")
 _SHARE_INPUTS = ("k_proj", "v_proj", "up_proj")  # with the one before them
 HEAD = "lm_head"
 # In the files, but not part of what runs: shapes said twice, scales of activations, computed frequencies.
@@ -60,8 +61,8 @@ class Model:
     as in transformers. ``converted_from`` names the checkpoint that ``vlfit convert`` has to make this one
     of, "" if it exists, and ``convert_options`` what it is told for that, beside the format, at the cost of
     exactness. ``place`` is what a command names to load it: a folder's path or a name on the hub.
-    ``known_by`` says in words where the sizes were read. ``sizes`` are those of tensors as the engine
-    allocates them, in its order.
+    ``tower_is_narrow``: products of the vision tower have weights in fewer than 16 bits. ``known_by`` says in
+    words where the sizes were read. ``sizes`` are those of tensors as the engine allocates them, in order.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Model:
     place: str = ""
     convert_options: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
+    tower_is_narrow: bool = False
 
     @property
     def made_by(self) -> str:
@@ -150,13 +152,17 @@ def model_of(
         rounding=sum(-size % _ROUNDED_TO for size in loaded.values() if size >= _ROUNDED_FROM),
         pool=held_for(joined(loaded).values()) - sum(loaded.values()),
         pool_apart=held_for(apart(loaded).values()) - sum(loaded.values()),
-        layer={part: _largest(part, tensors, quantization) for part in LAYER_PARTS},
+        layer=_layer(text, tensors, quantization),
         head=_head(text, tensors, quantization),
         known_by=known_by,
         converted_from=converted_from,
         place=place or name,
         convert_options=convert_options,
         sizes=joined(loaded),
+        tower_is_narrow=any(
+            ledger_part(tensor) == "vision" and narrow_form(info, quantization) is not None
+            for tensor, info in tensors.items()
+        ),
     )
 
 
@@ -196,6 +202,21 @@ def ledger_part(tensor: str) -> str:
     if tensor.startswith("model.visual."):
         return "vision"
     return "embedding" if is_embedding(tensor) or tensor.startswith(f"{HEAD}.") else "text"
+
+
+def _layer(
+    text: TextOnlyConfig, tensors: Mapping[str, TensorInfo], quantization: Quantization | None
+) -> dict[str, Matrix]:
+    """The matrices of a layer by ``LAYER_PARTS``; the files may have some of them as one (Phi-3)."""
+    keys = text.num_key_value_heads * text.head_dim
+    rows = {"q_proj": text.num_attention_heads * text.head_dim, "k_proj": keys, "v_proj": keys}
+    rows |= {"gate_proj": text.intermediate_size, "up_proj": text.intermediate_size}
+    is_joined = any(f".{JOINED_PARTS['q_proj']}." in name for name in tensors)
+    found = {}
+    for part in LAYER_PARTS:
+        whole = _largest(JOINED_PARTS.get(part, part) if is_joined else part, tensors, quantization)
+        found[part] = replace(whole, rows=rows.get(part, whole.rows)) if is_joined else whole
+    return found
 
 
 def _largest(part: str, tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> Matrix:

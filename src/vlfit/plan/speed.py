@@ -7,7 +7,7 @@ arithmetic, which drivers do not tell; time to the first token rests on a guess 
 from dataclasses import dataclass, replace
 
 from vlfit.checkpoint.config import VisionConfig
-from vlfit.checkpoint.quantization import FP8, INT4
+from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.machine.model import Gpu
 from vlfit.plan import calibration
 from vlfit.plan.calibration import Constants
@@ -19,7 +19,7 @@ from vlfit.plan.vllm.constants import LAUNCH_OF_GRAPHS, LAUNCH_OF_GRAPHS_LOW
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
 _NONE = (0.0, 0.0, 0.0)  # no layer waits in RAM, so none is copied
 # Bytes read for each weight in one pass, scales included; every backend reads weights as they are stored.
-_STORED = {FP8: 1.0, INT4: 0.5 + HALF / 32}
+_STORED = {FP8: 1.0, INT8: 1.0, INT4: 0.5 + HALF / 32}
 
 
 @dataclass(frozen=True, slots=True)

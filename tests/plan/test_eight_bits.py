@@ -1,0 +1,147 @@
+"""Weights in 8 bits in the plan: what loading allocates, what passes take, at the true shapes; no GPU."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.plan.on_meta import META, Live, loader
+from vlfit.checkpoint import catalog
+from vlfit.checkpoint.catalog import CatalogEntry
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.quantization import FLOAT_FORMAT, INTEGER_FORMAT, CompressedFormat, WeightScheme
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine.decoder.text import TextModel
+from vlfit.engine.kernels import linear as kernels
+from vlfit.engine.kernels.linear import SCRATCH_BYTES, linear
+from vlfit.engine.layers.embedding import Int8Embedding
+from vlfit.engine.layers.linear import Int8Linear
+from vlfit.engine.qwen3_vl.vision import VisionTower
+from vlfit.engine.room import weight_bytes
+from vlfit.plan import costs
+from vlfit.plan.model import HALF, Model, model_of
+from vlfit.plan.speed import _pass_bytes
+
+SIZES = ("2B", "4B", "8B")
+EIGHT = ("model.language_model.embed_tokens", "lm_head", r"re:model\.visual\.(blocks|merger|deepstack)")
+FORMS = {
+    "int4": (WeightScheme(4, 128), WeightScheme(8, None, targets=EIGHT)),
+    "int8": (WeightScheme(8, 128), WeightScheme(8, None, targets=EIGHT)),
+    "fp8": (WeightScheme(8, None, kind=FLOAT_FORMAT), WeightScheme(8, None, targets=EIGHT)),
+}
+
+
+def entry_of(size: str, weights: str) -> CatalogEntry:
+    """Text layers in ``weights``; the embedding, the head and the tower in 8 bits."""
+    plain = next(entry for entry in catalog.family(size) if entry.weights == "bf16")
+    assert isinstance(plain.config, ModelConfig)
+    config = replace(plain.config, quantization=CompressedFormat(FORMS[weights], ()))
+    return replace(plain, config=config, weights=weights)
+
+
+def model(entry: CatalogEntry) -> Model:
+    return model_of(entry.name, entry.config, entry.tensors, "a test", family=entry.family)
+
+
+def config_of(entry: CatalogEntry) -> ModelConfig:
+    assert isinstance(entry.config, ModelConfig)
+    return entry.config
+
+
+@pytest.mark.parametrize("weights", FORMS)
+@pytest.mark.parametrize("size", SIZES)
+def test_loading_allocates_what_the_plan_says_to_the_byte(size: str, weights: str) -> None:
+    entry = entry_of(size, weights)
+    planned = model(entry)
+    gc.collect()
+    with torch.no_grad(), Live() as counter:
+        text = TextModel(config_of(entry), loader(entry))
+        assert text.rope.axis is not None
+        rope = text.rope.axis.nbytes + text.rope.inverse_frequencies.nbytes
+        with_text = counter.now - rope
+        tower = VisionTower(config_of(entry).eyes, loader(entry))
+        with_vision = counter.now - rope
+    assert with_text == planned.text_bytes + planned.embedding_bytes
+    assert with_vision - with_text == planned.vision_bytes
+    assert isinstance(text.embedding, Int8Embedding)
+    assert isinstance(text.head, Int8Linear)
+    assert isinstance(tower.blocks[0].fc2, Int8Linear)
+    assert planned.weights == weights
+    assert (planned.head.form, planned.tower_is_narrow) == ("int8", True)
+    checkpoint = Checkpoint("a test", Path("nowhere"), config_of(entry), entry.tensors)
+    heads = planned.text.num_attention_heads + planned.text.num_key_value_heads - 2
+    repeated = heads * planned.text.num_hidden_layers * planned.text.head_dim * HALF  # norms of q and k
+    on_gpu = weight_bytes(checkpoint, torch.bfloat16, torch.device("cuda"))
+    assert on_gpu == planned.weight_bytes - repeated
+
+
+def test_8_bits_are_half_of_16() -> None:
+    """To the scales: 1.19 GiB each that the embedding and the head of 8B take in bf16."""
+    plain = next(entry for entry in catalog.family("8B") if entry.weights == "int4")
+    saved = model(plain).embedding_bytes - model(entry_of("8B", "int4")).embedding_bytes
+    rows, columns = 151936, 4096
+    assert saved == 2 * rows * (columns - HALF)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_plain_bytes_take_what_packed_ones_take(size: str) -> None:
+    packed = entry_of(size, "int8")
+    plain = tuple(replace(scheme, kind=INTEGER_FORMAT) for scheme in FORMS["int8"])
+    tensors = {
+        name.replace("weight_packed", "weight"): replace(
+            info,
+            name=name.replace("weight_packed", "weight"),
+            dtype="I8",
+            shape=(info.shape[0], 4 * info.shape[1]),
+        )
+        if name.endswith("weight_packed")
+        else info
+        for name, info in packed.tensors.items()
+    }
+    config = replace(config_of(packed), quantization=CompressedFormat(plain, ()))
+    theirs = model_of("a test", config, tensors, "a test")
+    ours = model(packed)
+    assert (theirs.text_bytes, theirs.vision_bytes, theirs.embedding_bytes, theirs.head, theirs.layer) == (
+        ours.text_bytes,
+        ours.vision_bytes,
+        ours.embedding_bytes,
+        ours.head,
+        ours.layer,
+    )
+    assert theirs.parameters == ours.parameters
+
+
+def test_a_pass_reads_a_byte_for_each_weight_of_the_head() -> None:
+    plain = next(entry for entry in catalog.family("4B") if entry.weights == "fp8")
+    fewer = _pass_bytes(model(plain)) - _pass_bytes(model(entry_of("4B", "fp8")))
+    assert fewer == 151936 * 2560
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_products_with_8_bits_are_shared_out_as_the_plan_says(size: str) -> None:
+    layers = TextModel(config_of(entry := entry_of(size, "int8")), loader(entry)).layers
+    for layer in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down):
+        assert isinstance(layer, Int8Linear)
+        matrix = layer.weights
+        for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 256):
+            tiles = kernels.tiles_for(rows, matrix, torch.bfloat16)
+            taken = kernels.splits_for(rows, matrix.outputs, matrix.inputs, tiles)
+            assert taken == costs.splits(matrix.outputs, matrix.inputs, rows, "int8")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_product_of_the_tower_takes_one_buffer_more(size: str) -> None:
+    """Of many patches; what the plan counts for a tower in 8 bits, beside what it counts anyway."""
+    entry = entry_of(size, "int4")
+    vision = config_of(entry).eyes
+    block = VisionTower(vision, loader(entry)).blocks[0]
+    x = torch.empty(costs.VISION_SLICE, vision.hidden_size, dtype=torch.bfloat16, device=META)
+    gc.collect()
+    with torch.no_grad(), Live() as counter:
+        assert isinstance(block.fc1, Int8Linear)
+        output = linear(x, block.fc1.weights, block.fc1.bias)
+    assert counter.peak == output.nbytes + SCRATCH_BYTES
+    more = costs.vision_peak(vision, 2560, narrow=True) - costs.vision_peak(vision, 2560)
+    assert 0 < more <= SCRATCH_BYTES
