@@ -1,6 +1,7 @@
 """What the vision tower does to rows between products, in one kernel where plain PyTorch takes five.
 
-Knows: how many programs it gets. Allocates nothing. The reference is ``turn`` in ``engine/qwen3_vl/vision.py``.
+Knows: how many programs it gets. Allocates nothing. The reference is ``turn`` in
+``engine/qwen3_vl/vision.py``.
 """
 
 from torch import Tensor

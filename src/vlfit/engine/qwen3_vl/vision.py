@@ -213,7 +213,8 @@ def turn(fresh: Tensor, cosines: Tensor, sines: Tensor, target: Tensor) -> None:
 
 def by_head(x: Tensor, frames: int) -> Tensor:
     """[frames * patches, heads, head_dim] as [frames, heads, patches, head_dim], nothing moved."""
-    return x.unflatten(0, (frames, -1)).transpose(1, 2)
+    by_frame: Tensor = x.unflatten(0, (frames, -1))
+    return by_frame.transpose(1, 2)
 
 
 def gelu_(x: Tensor, approximate: str = "none") -> Tensor:

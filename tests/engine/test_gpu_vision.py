@@ -1,0 +1,134 @@
+"""The vision tower on a CUDA device: what the plan says it takes, and attention that no size makes square."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.engine.test_parity import relative
+from vlfit.checkpoint import catalog
+from vlfit.checkpoint.config import ModelConfig, VisionConfig
+from vlfit.checkpoint.sidecar import ImageProcessing
+from vlfit.checkpoint.source import Checkpoint, open_checkpoint
+from vlfit.engine.images import patch_pieces
+from vlfit.engine.loader import Loader
+from vlfit.engine.made_up import MadeUpLoader
+from vlfit.engine.qwen3_vl import vision
+from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower, by_head, fused_attention
+from vlfit.plan import costs
+from vlfit.units import MIB
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+HALF = (0.5, 0.5, 0.5)
+PROCESSING = ImageProcessing(1, 1 << 30, 16, 2, 2, HALF, HALF, 1 / 255)
+ROUNDING = MIB  # torch rounds each tensor that lives up to 512 bytes, and attention leaves a seed
+
+
+def look(tower: VisionTower, frames: int, rows: int, columns: int) -> VisionFeatures:
+    """Features of made-up pixels: ``rows`` and ``columns`` are patches."""
+    shape = (frames, rows * 16, columns * 16, 3)
+    pixels = np.random.default_rng(rows * columns).integers(0, 256, shape, dtype=np.uint8)
+    pieces = patch_pieces(pixels, PROCESSING, tower.device, vision.SLICE_ROWS)
+    with torch.inference_mode():
+        return tower(pieces, (-(-frames // 2), rows, columns))
+
+
+@pytest.fixture(params=["2B", "4B", "8B"])
+def true_shapes(request: pytest.FixtureRequest) -> Iterator[tuple[VisionConfig, VisionTower]]:
+    """A tower of few blocks: so many as leave all that is kept, and two more. All are alike."""
+    entry = catalog.family(request.param)[0]
+    assert isinstance(entry.config, ModelConfig)
+    config = replace(entry.config.eyes, depth=5, deepstack_visual_indexes=(0, 1, 2))
+    whole = replace(entry.config, vision=config)
+    checkpoint = Checkpoint(entry.name, Path("nowhere"), whole, catalog.tensors_of(whole))
+    tower = VisionTower(config, MadeUpLoader(checkpoint, torch.device("cuda"), torch.bfloat16))
+    look(tower, 1, 4, 4)  # workspaces of libraries, which are on another line
+    yield config, tower
+    torch.cuda.empty_cache()
+
+
+def peak_of_looking(tower: VisionTower, frames: int, rows: int, columns: int) -> tuple[int, VisionFeatures]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    features = look(tower, frames, rows, columns)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, features
+
+
+def test_peak_is_what_the_plan_says(true_shapes: tuple[VisionConfig, VisionTower]) -> None:
+    config, tower = true_shapes
+    for rows, columns in [(32, 32), (46, 90), (64, 80), (2, 5120), (80, 128)]:
+        taken, features = peak_of_looking(tower, 1, rows, columns)
+        planned = costs.vision_peak(config, rows * columns // 4)
+        assert 0.9 * planned <= taken <= planned + ROUNDING, f"{rows}x{columns}: {taken:,} of {planned:,}"
+        assert all(level.isfinite().all() for level in (features.rows, *features.deepstack))
+
+
+def test_a_clip_takes_its_features_and_one_frame(true_shapes: tuple[VisionConfig, VisionTower]) -> None:
+    config, tower = true_shapes
+    taken, features = peak_of_looking(tower, 12, 64, 80)
+    assert taken - features.nbytes <= costs.vision_peak(config, 64 * 80 // 4) + ROUNDING
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(16, 64), (16, 72)])
+def test_attention_reads_where_things_lie_and_leaves_its_output_only(heads: int, head_dim: int) -> None:
+    patches, rows = 10240, 2048
+    torch.manual_seed(0)
+    joined = torch.randn(patches, 3, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    query, key, value = (by_head(part, 1) for part in (joined[:rows, 0], joined[:, 1], joined[:, 2]))
+    with torch.inference_mode(), fused_attention(joined.device):
+        F.scaled_dot_product_attention(query[..., :64, :], key, value)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        torch.cuda.synchronize()
+        taken = torch.cuda.max_memory_allocated() - before
+    assert mixed.nbytes <= taken <= mixed.nbytes + rows * heads * 4 + ROUNDING
+    some = slice(0, 64)
+    exact = F.softmax(query[:, :, some].double() @ key.double().transpose(2, 3) / head_dim**0.5, -1)
+    exact = exact @ value.double()
+    assert (mixed[:, :, some].double() - exact).norm() < 2.0**-7 * exact.norm()
+
+
+def test_where_no_fused_kernel_can_torch_says_so() -> None:
+    """Plain products, which hold all scores at once, are no way out."""
+    query = torch.randn(1, 2, 64, 64, dtype=torch.float64, device="cuda")
+    with (
+        fused_attention(query.device),
+        pytest.warns(UserWarning, match="ttention"),
+        pytest.raises(RuntimeError, match="No available kernel"),
+    ):
+        F.scaled_dot_product_attention(query, query, query)
+
+
+@pytest.mark.parametrize("name", ["tied", "vision_head_72"])
+@pytest.mark.parametrize("slice_rows", [2048, 28])
+@pytest.mark.parametrize(("frames", "rows", "columns"), [(1, 10, 22), (6, 6, 4)])
+def test_features_are_those_of_the_cpu(
+    tiny: Callable[[str], Path],
+    name: str,
+    slice_rows: int,
+    frames: int,
+    rows: int,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vision, "SLICE_ROWS", slice_rows)
+    checkpoint = open_checkpoint(tiny(name))
+    seen = {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+        with Loader(checkpoint, torch.device(device), dtype) as loader:
+            tower = VisionTower(checkpoint.config.eyes, loader)
+        features = look(tower, frames, rows, columns)
+        seen[device, dtype] = torch.cat((features.rows, *features.deepstack)).float().cpu()
+    assert relative(seen["cuda", torch.float32], seen["cpu", torch.float32]) < 1e-4
+    assert relative(seen["cuda", torch.bfloat16], seen["cpu", torch.float32]) < 0.05

@@ -1,0 +1,170 @@
+"""The vision tower slice by slice: the same features as all at once, and the same turning bit for bit.
+
+That they are the reference's is tested in ``test_parity.py``; what they take in ``tests/plan/test_costs.py``.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.test_parity import relative
+from vlfit.checkpoint.config import VisionConfig
+from vlfit.checkpoint.sidecar import ImageProcessing
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.decoder.rope import rotate, rotation_tables
+from vlfit.engine.images import patch_pieces, patchify
+from vlfit.engine.loader import Loader
+from vlfit.engine.qwen3_vl import vision
+from vlfit.engine.qwen3_vl.rope import merge_order, vision_tables
+from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
+
+CPU = torch.device("cpu")
+WHOLE = 1 << 20  # a slice of more patches than any picture here has
+TOLERANCE = 2e-5  # relative, in float32: products of other heights add in another order
+TURN = torch.Generator().manual_seed(0)
+
+
+def pixels(
+    frames: int, height: int, width: int, seed: int = 0
+) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+
+
+def processing(**changed: int) -> ImageProcessing:
+    half = (0.5, 0.5, 0.5)
+    sizes = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, **changed}
+    return ImageProcessing(
+        min_pixels=1, max_pixels=1 << 30, mean=half, std=half, rescale_factor=1 / 255, **sizes
+    )
+
+
+@pytest.fixture(scope="module", params=["tied", "vision_head_72"])
+def tower(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> VisionTower:
+    checkpoint = open_checkpoint(tiny(request.param))
+    assert checkpoint.config.vision is not None
+    with Loader(checkpoint, CPU, torch.float32) as loader:
+        return VisionTower(checkpoint.config.vision, loader)
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width"), [(1, 32, 32), (1, 160, 96), (1, 32, 640), (6, 64, 96)]
+)
+@pytest.mark.parametrize("most", [1, 4, 12, 20, 64, WHOLE])
+def test_pieces_are_the_patches_in_their_order(frames: int, height: int, width: int, most: int) -> None:
+    picture, how = pixels(frames, height, width), processing()
+    pieces = list(patch_pieces(picture, how, CPU, most))
+    assert torch.equal(torch.cat(pieces), patchify(torch.from_numpy(picture), how))
+    assert max(len(piece) for piece in pieces) <= max(most, 4)
+    of_frame = height * width // 256
+    ends = np.cumsum([len(piece) for piece in pieces])
+    assert set(range(of_frame, ends[-1] + 1, of_frame)) <= set(ends.tolist()), "a piece of two frames"
+
+
+@pytest.mark.parametrize(("frames", "height", "width"), [(1, 160, 96), (1, 96, 352), (10, 64, 96)])
+def test_features_do_not_depend_on_the_slices(
+    tower: VisionTower, frames: int, height: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture, how = pixels(frames, height, width), processing()
+    grid = (-(-frames // 2), height // 16, width // 16)
+    features: list[VisionFeatures] = []
+    for rows in (WHOLE, 8, 28, 64):
+        monkeypatch.setattr(vision, "SLICE_ROWS", rows)
+        with torch.inference_mode():
+            features.append(tower(patch_pieces(picture, how, CPU, rows), grid))
+    whole, *others = features
+    tokens = grid[0] * grid[1] * grid[2] // 4
+    assert whole.rows.shape == (tokens, tower.config.out_hidden_size)
+    for sliced in others:
+        assert relative(sliced.rows, whole.rows) < TOLERANCE
+        for level, expected in zip(sliced.deepstack, whole.deepstack, strict=True):
+            assert relative(level, expected) < TOLERANCE
+
+
+def test_frames_of_a_clip_do_not_look_at_one_another(tower: VisionTower) -> None:
+    how = processing()
+    first, second = pixels(2, 64, 96, seed=1), pixels(2, 64, 96, seed=2)
+    with torch.inference_mode():
+        clip = tower(patch_pieces(np.concatenate((first, second)), how, CPU, 2048), (2, 4, 6))
+        alone = [tower(patch_pieces(frames, how, CPU, 2048), (1, 4, 6)) for frames in (first, second)]
+    assert relative(clip.rows, torch.cat([each.rows for each in alone])) < TOLERANCE
+    assert relative(clip.rows[:6], alone[1].rows) > 0.1, "the two frames are alike: a weak test"
+
+
+def test_slices_are_equal_and_whole_squares() -> None:
+    for count in (4, 8, 2048, 2052, 5120, 10240, 40000):
+        parts = vision.slices(count, 4)
+        heights = [part.stop - part.start for part in parts]
+        assert [part.start for part in parts] == [0, *np.cumsum(heights)[:-1].tolist()]
+        assert sum(heights) == count
+        assert max(heights) <= vision.SLICE_ROWS
+        assert all(height % 4 == 0 for height in heights)
+        assert len(parts) == -(-count // vision.SLICE_ROWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_turning_by_slices_is_turning_all_in_float32_bit_for_bit(head_dim: int, dtype: torch.dtype) -> None:
+    rows, heads = 60, 4
+    fresh = torch.randn(rows, 3, heads, head_dim, generator=TURN).to(dtype)
+    tables = torch.randn(2, rows, 1, 1, head_dim, generator=TURN)
+    expected = rotate(fresh[:, :2].float(), tables[0], tables[1]).to(dtype)
+    target = torch.full_like(fresh, 77.0)
+    for part in (slice(0, 24), slice(24, 48), slice(48, 60)):
+        vision.turn(fresh[part], tables[0, part], tables[1, part], target[part])
+    assert torch.equal(target[:, :2], expected)
+    assert torch.equal(target[:, 2], fresh[:, 2])
+
+
+def config_with(**changed: int) -> VisionConfig:
+    numbers = {
+        "depth": 1,
+        "hidden_size": 144,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 36,
+        **changed,
+    }
+    return VisionConfig(**numbers, deepstack_visual_indexes=(0,), hidden_act="gelu_pytorch_tanh")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 10), (62, 46)])
+def test_tables_of_turning_are_those_of_each_patchs_own_angles(rows: int, columns: int) -> None:
+    config = config_with()
+    row, column = merge_order(rows, columns, 2)
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, 36, 2, dtype=torch.float32) / 36)
+    angles = torch.cat((row[:, None].float() * frequencies, column[:, None].float() * frequencies), -1)
+    expected = rotation_tables(angles[:, None, None])
+    for ours, theirs in zip(vision_tables(config, rows, columns, CPU), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 10), (6, 6), (62, 46)])
+def test_learned_positions_are_stretched_as_pictures_are(rows: int, columns: int) -> None:
+    config = config_with(num_position_embeddings=36)
+    table = torch.randn(36, 5, generator=TURN, dtype=torch.float64)
+    index, shares = vision.learned_positions(config, rows, columns, CPU)
+    assert torch.allclose(shares.sum(0), torch.ones(rows * columns, 1))
+    ours = (table[index] * shares).sum(0)
+    image = table.T.reshape(1, 5, 6, 6)
+    stretched = torch.nn.functional.interpolate(image, (rows, columns), mode="bilinear", align_corners=True)
+    row, column = merge_order(rows, columns, 2)
+    assert (ours - stretched[0, :, row, column].T).abs().max() < 1e-5
+
+
+def scores_are_never_whole(query: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, query, query)
+
+
+def test_on_a_cpu_nothing_is_forbidden() -> None:
+    query = torch.randn(1, 2, 7, 5, dtype=torch.float64)
+    with vision.fused_attention(CPU):
+        assert scores_are_never_whole(query).shape == query.shape
