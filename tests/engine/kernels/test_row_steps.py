@@ -6,7 +6,7 @@ import torch
 from tests.engine.kernels.conftest import DTYPES, TOLERANCES, relative_error
 from vlfit.engine.decoder.rope import rotate
 from vlfit.engine.kernels import few_rows, fused
-from vlfit.engine.kernels.arrivals import arrivals
+from vlfit.engine.kernels.launch import arrivals
 from vlfit.engine.layers.norm import rms_norm
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vlfit.engine.kernels.launch import overlapping
+
 ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockPlan.spans``
 
 
@@ -123,6 +125,7 @@ def _launch_decode(
         tile_tokens=tiles.tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **overlapping(query.device),
     )
     merge[(sequences, heads)](
         partial,
@@ -133,6 +136,7 @@ def _launch_decode(
         head_dim=head_dim,
         splits=splits,
         tile_dim=sizes["tile_dim"],
+        **overlapping(query.device),
     )
 
 

@@ -8,6 +8,8 @@ share a key head are the rows of one product. Reference: ``attention.plain_atten
 import triton
 import triton.language as tl
 
+from vlfit.engine.kernels.overlap import wait
+
 LEAST = tl.constexpr(-1e30)  # below any score
 
 
@@ -31,12 +33,14 @@ def decode(
     tile_tokens: tl.constexpr,
     tile_dim: tl.constexpr,
     factor: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """``partial`` [sequences, heads, splits, head_dim], ``extremes`` [sequences, heads, splits, 2], float32.
 
     ``spans`` [sequences, 3] holds row, new tokens (1) and past of each; ``factor`` turns products of
     ``query`` and ``keys`` [slots, key_heads, head_dim] into powers of two.
     """
+    wait(overlap)
     sequence = tl.program_id(0)
     key_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -85,12 +89,14 @@ def merge(
     head_dim: tl.constexpr,
     splits: tl.constexpr,
     tile_dim: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """``output`` [rows, heads, head_dim] of what ``decode`` left; a program for each sequence and head.
 
     A split that had no tokens left minus infinity as its largest score, so that it weighs nothing. Where no
     split had any, as in a row of a graph that no sequence needs, the answer is zeros.
     """
+    wait(overlap)
     sequence = tl.program_id(0)
     cell = (sequence * heads + tl.program_id(1)) * splits + tl.arange(0, splits)
     dim = tl.arange(0, tile_dim)

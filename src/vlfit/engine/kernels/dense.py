@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
+from vlfit.engine.kernels.overlap import fetch_and_wait
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -27,6 +28,7 @@ def multiply(
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
     splits: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ ``weight`` [outputs, inputs].T + ``bias``.
 
@@ -38,6 +40,18 @@ def multiply(
     row = tl.arange(0, tile_rows)
     begin = split * steps * tile_inputs
     end = tl.minimum(begin + steps * tile_inputs, inputs)
+    size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    fetch_and_wait(
+        weight,
+        tile * tile_outputs,
+        outputs,
+        inputs * size,
+        begin * size,
+        end * size,
+        overlap,
+        tile_outputs,
+        16,
+    )
     total = tl.zeros((tile_outputs, tile_rows), tl.float32)
     for start in range(begin, end, tile_inputs):
         column = start + tl.arange(0, tile_inputs)

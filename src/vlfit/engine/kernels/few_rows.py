@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.engine.kernels.arrivals import arrivals
+from vlfit.engine.kernels.launch import arrivals, overlapping
 
 FEW_ROWS = 16
 BUSY = 512  # programs that keep a card's memory busy; fewer tiles than that are split
@@ -75,5 +75,6 @@ def multiply(
             splits=splits,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            **overlapping(x.device),
         )
     return output

@@ -2,7 +2,7 @@
 
 Where the inputs of a tile are shared out, no second kernel waits for the first: each program leaves its sums,
 and the last one to come adds them up, always in the same order, so that the result does not depend on who was
-last. Host code: ``arrivals.py``.
+last. Host code: ``launch.py``.
 """
 
 import triton

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vlfit.engine.kernels.attention import power_of_two
+from vlfit.engine.kernels.launch import overlapping
 
 _TILE = 1024  # elements that one program multiplies
 
@@ -30,6 +31,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
             has_delta=delta is not None,
             tile=tile,
             num_warps=8 if tile >= 2048 else 4,
+            **overlapping(hidden.device),
         )
     return output
 
@@ -73,6 +75,7 @@ def rotate_and_store(
             has_norm=norm_weight is not None,
             tile=power_of_two(head_dim),
             num_warps=1,
+            **overlapping(joined.device),
         )
     return query
 
@@ -85,5 +88,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
         from vlfit.engine.kernels.row_steps import silu_and_multiply as kernel
 
         cells = output.numel()
-        kernel[(-(-cells // _TILE),)](gate_up, output, cells, width=both // 2, tile=_TILE, num_warps=4)
+        kernel[(-(-cells // _TILE),)](
+            gate_up, output, cells, width=both // 2, tile=_TILE, num_warps=4, **overlapping(gate_up.device)
+        )
     return output

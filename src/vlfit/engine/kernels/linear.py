@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
-from vlfit.engine.kernels.arrivals import arrivals
+from vlfit.engine.kernels.launch import arrivals, overlapping
 
 # Widening moves about 5 bytes a weight (1 read, 2 written, 2 read again; int4 half a byte less), unpacking on
 # the fly 1, and computes at a share s of torch's speed. With F operations for each byte that a card moves in
@@ -223,6 +223,7 @@ def _launch_matmul(
         splits=splits,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **overlapping(x.device),
     )
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
+from vlfit.engine.kernels.overlap import fetch_and_wait
 from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, int8_tile, scales, shuffle, shuffle_words, spread
 
 
@@ -42,6 +43,7 @@ def matmul(
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
     splits: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ weights.T + ``bias``, summed in float32.
 
@@ -58,6 +60,18 @@ def matmul(
     split = tl.program_id(1)
     begin = split * steps * tile_inputs
     end = tl.minimum(begin + steps * tile_inputs, inputs)
+    per_byte: tl.constexpr = 2 if form == "int4" else 1
+    fetch_and_wait(
+        codes,
+        (tl.program_id(0) // row_tiles) * tile_outputs,
+        outputs,
+        inputs // per_byte,
+        begin // per_byte,
+        end // per_byte,
+        overlap,
+        tile_outputs,
+        8,
+    )
     total = tl.zeros((tile_outputs, tile_rows), tl.float32)
     for start in range(begin, end, tile_inputs):
         column = start + tl.arange(0, tile_inputs)

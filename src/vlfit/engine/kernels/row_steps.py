@@ -7,6 +7,8 @@ numbers whether steps are fused or not. Host code: ``fused.py``.
 import triton
 import triton.language as tl
 
+from vlfit.engine.kernels.overlap import wait
+
 
 @triton.jit
 def add_norm(
@@ -18,8 +20,10 @@ def add_norm(
     width: tl.constexpr,
     has_delta: tl.constexpr,
     tile: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """A program for each row of ``hidden`` [rows, width]: adds ``delta`` to it, and writes its norm."""
+    wait(overlap)
     column = tl.arange(0, tile)
     place = tl.program_id(0).to(tl.int64) * width + column
     inside = column < width
@@ -58,6 +62,7 @@ def rotate_and_store(
     rotated: tl.constexpr,
     has_norm: tl.constexpr,
     tile: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """A program for each row and head of ``joined`` [rows, query_heads + 2 * key_heads, head_dim].
 
@@ -65,6 +70,7 @@ def rotate_and_store(
     [rows, query_heads, head_dim], keys and values to the slot of the row in ``keys`` and ``values`` [slots,
     key_heads, head_dim]. A row whose slot is negative leaves nothing in the cache.
     """
+    wait(overlap)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, tile)
@@ -102,8 +108,9 @@ def rotate_and_store(
 
 
 @triton.jit(do_not_specialize=["cells"])
-def silu_and_multiply(gate_up, output, cells, width: tl.constexpr, tile: tl.constexpr):
+def silu_and_multiply(gate_up, output, cells, width: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr):
     """``output`` [rows, width] = silu(gate) * up of ``gate_up`` [rows, 2 * width]; cells are rows x width."""
+    wait(overlap)
     cell = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     inside = cell < cells
     place = cell // width * (2 * width) + cell % width
