@@ -10,10 +10,12 @@ import torch
 from tests.engine.test_parity import CONVERSATIONS, run
 from tests.tiny import TINY
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine import offload
+from vlfit.engine import kernels, offload
+from vlfit.engine.convert.convert import convert
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.engine import Engine
 from vlfit.engine.holdings import weight_holdings
+from vlfit.engine.layers.linear import Fp8Linear, Int4Linear
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
 from vlfit.engine.options import EngineOptions
@@ -72,6 +74,26 @@ def test_logits_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen[0]) > 20
     for other in seen[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen[0], other, strict=True))
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_narrow_weights_stay_narrow_where_they_wait(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    """As they lie on a GPU, but computed as on a CPU, which widens them at each call."""
+    convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), weights, tmp_path / "new")
+    checkpoint = open_checkpoint(tmp_path / "new")
+    said = []
+    for waiting in ((), (0, 1, 2)):
+        built = engine(checkpoint)
+        with torch.inference_mode(), monkeypatch.context() as patch:
+            patch.setattr(kernels, "used_on", lambda device: True)
+            with Loader(checkpoint, CPU, built.dtype) as loader:
+                built.runner.text = TextModel(checkpoint.config, loader, waiting)
+        layer = built.runner.text.layers[0]
+        assert isinstance(layer.down, Fp8Linear if weights == "fp8" else Int4Linear)
+        said.append(run(built, *ALL[:2], tokens=8))
+    assert said[0] == said[1]
 
 
 def layers_of_numbers(count: int, waiting: Sequence[int]) -> StreamedLayers[list[torch.Tensor]]:

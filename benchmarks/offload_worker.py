@@ -1,0 +1,133 @@
+"""One process that loads a checkpoint with layers in RAM, answers a few times, and says how long it took."""
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vlfit.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadJob:
+    """A checkpoint ``folder`` with ``offload`` bytes off the card, asked about a picture ``rounds`` times.
+
+    ``variant``: what is done otherwise than the engine does it, "" for nothing.
+    """
+
+    folder: str
+    offload: int
+    image_tokens: int
+    tokens: int
+    rounds: int
+    device: str = "cuda"
+    variant: str = ""
+    context: int = 4096
+    chunk: int = 2048
+
+    @property
+    def title(self) -> str:
+        size = f"{self.offload / 2**30:g} GiB"
+        return f"{size}, {self.variant}" if self.variant else size
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Medians of all rounds but the first: tokens per second after the first token, seconds of a decode step
+    and to the first token. ``weights`` on the device by ledger line, ``ram`` locked, ``peak`` more bytes than
+    in the end on the device while loading.
+    """
+
+    layers: int
+    ram: int
+    weights: dict[str, int]
+    load_s: float
+    peak: int
+    tokens_per_s: float
+    step_s: float
+    first_token_s: float
+
+
+def main() -> None:
+    import torch
+
+    from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.engine.engine import Engine
+    from vlfit.engine.offload import StreamedLayers
+    from vlfit.engine.options import EngineOptions
+
+    job = OffloadJob(**json.loads(sys.argv[1]))
+    change(job.variant)
+    options = EngineOptions(
+        device=job.device,
+        context=job.context,
+        sequences=1,
+        chunk=job.chunk,
+        image_tokens=job.image_tokens,
+        image_cache_bytes=0,
+        prefix_cache=False,
+        offload=job.offload or None,
+        graphs=job.variant != "without graphs",
+    )
+    began = time.perf_counter()
+    engine = Engine(open_checkpoint(job.folder), options)
+    on_gpu = engine.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+    load_s = time.perf_counter() - began
+    peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() if on_gpu else 0
+    rounds = [ask(engine, job, number) for number in range(job.rounds)][1:]
+    first, step = (statistics.median(times[which] for times in rounds) for which in (0, 1))
+    layers = engine.runner.text.layers
+    ram = layers.waiting_bytes if isinstance(layers, StreamedLayers) else 0
+    account = engine.account()
+    found = Measured(
+        account.settings.offload, ram, account.holdings.weights, load_s, peak, 1 / step, step, first
+    )
+    print(json.dumps(asdict(found)))
+
+
+def change(variant: str) -> None:
+    """Do what was decided against, so that the difference can be seen."""
+    from vlfit.engine import offload as streaming
+    from vlfit.plan import offload as planning
+
+    if variant == "last layers":
+        planning.spread = lambda layers, count: tuple(range(layers - count, layers))
+    elif variant == "one piece":
+        streaming.PIECE = 2**40
+    elif variant == "pieces of 1 MiB":
+        streaming.PIECE = 2**20
+
+
+def ask(engine: "Engine", job: OffloadJob, number: int) -> tuple[float, float]:
+    """Seconds to the first token, and of each step after it: a question of 40 tokens about a picture."""
+    from vlfit.engine.rehearsal import about_a_picture
+    from vlfit.engine.sampling import SamplingParams
+    from vlfit.plan.speed import TEXT_TOKENS
+
+    prompt = about_a_picture(engine, job.image_tokens, number, job.image_tokens + TEXT_TOKENS)
+    times: list[float] = []
+    failures: list[Exception] = []
+
+    def listen(arrival: object) -> None:
+        times.append(time.perf_counter())
+        if isinstance(arrival, Exception):
+            failures.append(arrival)
+
+    sampling = SamplingParams(max_tokens=job.tokens, ignore_eos=True)
+    began = time.perf_counter()
+    engine.add(engine.sequence(replace(engine.price(prompt), keys=None), sampling, listen))
+    while engine.busy:
+        engine.step()
+    if failures:
+        raise failures[0]
+    # Chunks without text may be held back, so the end of the last step is what counts.
+    return times[0] - began, (times[-1] - times[0]) / (job.tokens - 1)
+
+
+if __name__ == "__main__":
+    main()
