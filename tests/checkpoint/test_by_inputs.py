@@ -1,11 +1,14 @@
 """AWQ and GPTQ: what of their config is read, and which headers agree with it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.awq_gptq import as_awq, as_gptq, awq_section, gptq_section
 from tests.checkpoint.edit import change_header, change_json, copy_of
@@ -17,7 +20,7 @@ from vlfit.checkpoint.headers import Layout, read_headers
 from vlfit.checkpoint.quantization import read_quantization
 from vlfit.checkpoint.renamed import renamed
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.errors import CheckpointError, MissingTensor, UnknownWeightsFormat, WrongShape
+from vlfit.errors import CheckpointError, MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 
 UP = "model.language_model.layers.0.mlp.up_proj"
 
@@ -67,6 +70,35 @@ def test_dynamic() -> None:
         read(gptq_section(dynamic={"+:([": {}})).of(UP)
 
 
+def auto_round_section(**changes: Any) -> dict[str, Any]:
+    """As AutoRound writes it."""
+    section = {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "data_type": "int",
+        "act_bits": 16,
+        "iters": 200,
+        "block_name_to_quantize": "model.language_model.layers",
+        "autoround_version": "0.9.0",
+    }
+    return section | changes
+
+
+def test_auto_round() -> None:
+    kept = "model.language_model.layers.0.self_attn.q_proj"
+    extra = {kept: {"bits": 16, "data_type": "float"}, r".*\.down_proj": {"bits": 8, "group_size": 64}}
+    form = read(auto_round_section(extra_config=extra))
+    assert (form.codes, form.zeros) == (Layout.TRANSPOSED, Layout.ONE_LESS)
+    assert form.of(UP) == Stored(4, 128, True)
+    assert form.of(kept) is None
+    assert form.of("model.language_model.layers.7.mlp.down_proj") == Stored(8, 64, True)
+    form = read(auto_round_section(packing_format="auto_round:auto_awq", sym=False))
+    assert (form.codes, form.of(UP)) == (Layout.AWQ_CODES, Stored(4, 128, False))
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "version is 'gemv'": awq_section(version="gemv"),
     "version is 'gemv_fast'": awq_section(version="gemv_fast"),
@@ -83,6 +115,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "bits is 2": gptq_section(bits=2),
     "group_size is 20": gptq_section(group_size=20),
     "sym is False": gptq_section(bits=8, sym=False),
+    "packing_format is 'auto_round:marlin'": auto_round_section(packing_format="auto_round:marlin"),
+    "packing_format is 'auto_round:llm_compressor'": auto_round_section(
+        packing_format="auto_round:llm_compressor"
+    ),
+    "data_type is 'mx_fp'": auto_round_section(data_type="mx_fp"),
+    "act_bits is 8": auto_round_section(act_bits=8),
+    "extra_config.x.bits is 2": auto_round_section(extra_config={"x": {"bits": 2}}),
     "dynamic.+:x.bits is 3": gptq_section(dynamic={"+:x": {"bits": 3}}),
 }
 
@@ -189,6 +228,18 @@ def test_an_order_that_nobody_asks_for_is_not_missed(tiny: Tiny, tmp_path: Path)
     left = {name: info for name, info in headers.items() if not name.endswith((".g_idx", ".qzeros"))}
     assert len(left) == len(headers) - 2 * 7 * 3
     assert renamed(config, left) == renamed(config, headers)
+
+
+def test_biases_of_zeros_that_nobody_asks_for(tiny: Tiny, tmp_path: Path) -> None:
+    """Programs of 2023 wrote them; one that is more than zeros would be another model."""
+    plain = as_gptq(tiny("tied"), tmp_path)[0]
+    for value, error in ((0.0, None), (0.5, SurplusTensor)):
+        folder = copy_of(plain, tmp_path / str(value))
+        tensors = load_file(folder / "model.safetensors")
+        tensors[f"{UP}.bias"] = torch.full((96,), value, dtype=torch.float16)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with nullcontext() if error is None else pytest.raises(error, match=r"up_proj\.bias"):
+            assert open_checkpoint(folder).tensors.keys() == open_checkpoint(plain).tensors.keys()
 
 
 def test_other_types_are_refused(awq: Path) -> None:

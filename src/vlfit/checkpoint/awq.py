@@ -11,8 +11,8 @@ from vlfit.errors import UnknownWeightsFormat
 
 AWQ_METHOD = "awq"
 WHAT_IS_READ = (
-    "vlfit reads AWQ of version gemm in 4 bits, and GPTQ in 4 bits or symmetric 8 bits. vlfit convert makes "
-    "int4 from the original checkpoint."
+    "vlfit reads AWQ of version gemm in 4 bits, GPTQ in 4 bits or symmetric 8 bits, and AutoRound in the "
+    "layout of either. vlfit convert makes int4 from the original checkpoint."
 )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vlfit.checkpoint.auto_round import AUTO_ROUND_METHODS, read_auto_round
 from vlfit.checkpoint.awq import AWQ_METHOD, read_awq
 from vlfit.checkpoint.by_inputs import ByInputs
 from vlfit.checkpoint.fields import Fields
@@ -187,6 +188,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
         COMPRESSED_METHOD: _read_compressed,
         AWQ_METHOD: read_awq,
         GPTQ_METHOD: read_gptq,
+        **dict.fromkeys(AUTO_ROUND_METHODS, read_auto_round),
     }
     return readers.get(section.text("quant_method"), _read_fp8)(section)
 

@@ -1,7 +1,7 @@
 """Config and headers in one language: what AWQ and GPTQ call otherwise gets the names of compressed-tensors.
 
 Knows: how a ``CompressedFormat`` says the same as a ``ByInputs``. Does not know: which names there are
-(``by_inputs.py`` does), or files.
+(``by_inputs.py`` does).
 """
 
 from dataclasses import replace
@@ -20,11 +20,21 @@ def renamed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[ModelC
     """
     if not isinstance(config.quantization, ByInputs):
         return config, tensors
-    weights = linear_weights(plain_tensors(config))
-    matrices = {name.removesuffix(".weight"): shape for name, shape in weights.items()}
+    plain = plain_tensors(config)
+    matrices = {name.removesuffix(".weight"): shape for name, shape in linear_weights(plain).items()}
     converted, named = config.quantization.read_in(matrices, tensors)
+    for bias in (f"{module}.bias" for module in converted):
+        # Older programs wrote one of zeros for each layer; vLLM passes over them without a look.
+        if bias in named and bias not in plain and _is_zeros(named[bias]):
+            del named[bias]
     kept = tuple(module for module in matrices if module not in converted)
     return replace(config, quantization=CompressedFormat(_schemes(converted), kept)), named
+
+
+def _is_zeros(info: TensorInfo) -> bool:
+    with info.file.open("rb") as file:
+        file.seek(info.start)
+        return not any(file.read(info.bytes))
 
 
 def _schemes(converted: dict[str, Stored]) -> tuple[WeightScheme, ...]:
