@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.compressed import EMBEDDING, Group, compress
-from tests.engine.test_parity import CONVERSATIONS, run
+from tests.engine.test_parity import CONVERSATIONS, relative, run
 from vlfit.checkpoint.cache import describe
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import Engine
+from vlfit.engine.layers.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear
 from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.room import weight_bytes
@@ -140,3 +141,36 @@ def test_counts_and_names(case: tuple[Path, Path, str]) -> None:
     assert {part: matrix.weights for part, matrix in planned.layer.items()} == {
         part: matrix.weights for part, matrix in all_plain.layer.items()
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_weights_stay_narrow_and_say_the_same(case: tuple[Path, Path, str]) -> None:
+    narrow, wide, form = case
+    asked = list(CONVERSATIONS.values())
+    expected = run(engine(wide), *asked, tokens=24)
+    options = EngineOptions(device="cuda", dtype="float32", context=1024, chunk=128, sequences=5)
+    on_gpu = Engine(open_checkpoint(narrow), options)
+    classes = {"int8": Int8Linear, "int4": Int4Linear, "fp8": Fp8Linear, "bf16": DenseLinear}
+    assert isinstance(on_gpu.runner.text.layers[0].down, classes[form])
+    assert run(on_gpu, *asked, tokens=24) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu_half_precision_stays_close(case: tuple[Path, Path, str], dtype: str) -> None:
+    """Features of a picture and logits of a prompt, of the narrow weights and of what they stand for."""
+    narrow, wide, _ = case
+    seen: list[list[torch.Tensor]] = []
+    for folder in (narrow, wide):
+        each = Engine(
+            open_checkpoint(folder), EngineOptions(device="cuda", dtype=dtype, context=1024, chunk=512)
+        )
+        prompt = each.prompts.build(CONVERSATIONS["picture"], max_image_tokens=None, context=each.context)
+        features = each.runner.encode(prompt.images[0]).rows
+        ids = torch.arange(40, device="cuda")
+        rows = each.runner.text.embedding(ids)
+        seen.append([features.float(), each.runner.text.head(rows).float()])
+    for ours, theirs in zip(*seen, strict=True):
+        assert relative(ours, theirs) < 0.05

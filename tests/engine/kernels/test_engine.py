@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compressed import EMBEDDING, Group, compress
 from tests.engine.kernels.conftest import ON_GPU
 from tests.engine.test_parity import CONVERSATIONS, run
 from vlfit.checkpoint.source import open_checkpoint
@@ -16,7 +17,8 @@ from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
 from vlfit.engine.kernels import attention
 from vlfit.engine.kernels.linear import Tiles
-from vlfit.engine.layers.linear import Fp8Linear, Int4Linear
+from vlfit.engine.layers.embedding import Int8Embedding
+from vlfit.engine.layers.linear import Fp8Linear, Int4Linear, Int8Linear
 from vlfit.engine.options import EngineOptions
 
 pytestmark = [
@@ -36,13 +38,21 @@ def engine(folder: Path) -> Engine:
     return Engine(open_checkpoint(folder), EngineOptions(device="cpu", context=256, chunk=24, sequences=2))
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def in_8_bits(module: str) -> str | None:
+    """Every linear layer, the tower's too, and the embedding, which is the head."""
+    return None if module.endswith("pos_embed") else "group_0"
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8", "int4"])
 def test_the_same_words_by_kernels(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
-    folder = tiny("odd_vocab_one_kv_head")
-    convert(open_checkpoint(folder), weights, tmp_path / "new")
     folder = tmp_path / "new"
+    if weights == "int8":
+        groups = {"group_0": Group(targets=("Linear", EMBEDDING))}
+        folder, _ = compress(tiny("tied"), tmp_path, groups, in_8_bits)
+    else:
+        convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), weights, folder)
     expected = run(engine(folder), *SPOKEN, tokens=TOKENS)
     monkeypatch.setattr(kernels, "used_on", lambda device: True)
     monkeypatch.setattr(kernels.linear, "tiles_for", lambda *_: LARGE)
@@ -51,7 +61,9 @@ def test_the_same_words_by_kernels(
     monkeypatch.setattr(kernels.attention, "prefill_tiles", lambda _: LARGE_ATTENTION)
     monkeypatch.setattr(kernels.attention, "decode_splits", lambda _: 2)
     by_kernels = engine(folder)
-    down = by_kernels.runner.text.layers[0].down
-    assert isinstance(down, Fp8Linear) == (weights == "fp8")
-    assert isinstance(down, Int4Linear) == (weights == "int4")
+    text = by_kernels.runner.text
+    classes = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear}
+    assert isinstance(text.layers[0].down, classes[weights])
+    assert isinstance(text.embedding, Int8Embedding) == (weights == "int8")
+    assert isinstance(text.head, Int8Linear) == (weights == "int8")
     assert run(by_kernels, *SPOKEN, tokens=TOKENS) == expected
