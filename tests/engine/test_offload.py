@@ -56,7 +56,7 @@ def test_the_same_words_whichever_layers_wait(
 
 def test_logits_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """mini's, of prompts and of several requests that decode; in pieces that cut through tensors."""
-    monkeypatch.setattr(offload, "PIECE", 1000)
+    monkeypatch.setattr(offload, "PIECE", 100_003)
     checkpoint = open_checkpoint("mini")
     layers = checkpoint.config.text.num_hidden_layers
     compute = TextModel.__call__
@@ -70,7 +70,7 @@ def test_logits_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TextModel, "__call__", noted)
     for waiting in ((), tuple(range(0, layers, 2)), tuple(range(layers))):
         seen.append([])
-        run(engine(checkpoint, waiting), *ALL)
+        run(engine(checkpoint, waiting), *ALL, tokens=16)
     assert len(seen[0]) > 20
     for other in seen[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen[0], other, strict=True))

@@ -155,7 +155,7 @@ class StreamedLayers(Sequence[Layer]):
         """Copy the layer into the slot whose turn it is, once what was asked for so far is computed."""
         slot, source = self.slots[self._turn], self._waiting[index].pinned.bytes
         computing = self._module.current_stream(self._device)
-        with self._module.stream(self._copies):
+        with torch.inference_mode(), self._module.stream(self._copies):
             self._copies.wait_stream(computing)  # whatever reads the slot now was asked for before
             for start in range(0, len(source), PIECE):
                 piece = slice(start, min(start + PIECE, len(source)))
