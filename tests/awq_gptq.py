@@ -139,7 +139,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _is_linear(name: str, tensor: Tensor) -> bool:
-    return tensor.dim() == 2 and name.endswith("_proj.weight") and ".language_model." in name
+    return tensor.dim() == 2 and name.endswith("_proj.weight") and ".visual." not in name
 
 
 def awq_section(**changes: Any) -> dict[str, Any]:

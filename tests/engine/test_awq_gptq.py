@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.awq_gptq import as_awq, as_gptq, gptq_section, gptq_tensors, rounded, write
 from tests.engine.test_parity import CONVERSATIONS, run
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.conversation import ask
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.engine import Engine
 from vlfit.engine.holdings import bytes_of
@@ -76,6 +77,25 @@ def test_logits_are_those_of_the_weights_that_it_stands_for(
     assert told[0][0] == told[1][0]
     assert torch.equal(told[0][1], told[1][1])
     assert told[0][1].std() > 0.1
+
+
+# Their names begin otherwise, Qwen2 has biases, Phi-3 has q, k and v in one matrix.
+DECODERS: dict[str, tuple[str, Callable[..., Written], dict[str, Any]]] = {
+    "qwen2 in awq": ("qwen2", as_awq, {"group": 16}),
+    "llama in gptq, in order": ("llama2", as_gptq, {"ordered": True, "group": 16}),
+    "phi3 in gptq, in order": ("phi3", as_gptq, {"ordered": True, "group": 16, "symmetric": False}),
+}
+
+
+@pytest.mark.parametrize("form", DECODERS)
+def test_text_only_decoders(form: str, tiny_decoder: Tiny, tmp_path: Path) -> None:
+    name, write_it, options = DECODERS[form]
+    stored, wide = write_it(tiny_decoder(name), tmp_path, **options)
+    assert open_checkpoint(stored).weights_format == "int4"
+    question = ask("how many cats are there?")
+    tokens = run(engine(stored), question, tokens=16)
+    assert tokens == run(engine(wide), question, tokens=16)
+    assert len(set(tokens[0])) > 3
 
 
 def test_what_is_converted_is_what_has_codes(tiny: Tiny, tmp_path: Path) -> None:
