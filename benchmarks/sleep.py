@@ -100,7 +100,7 @@ def naps_of(
     content = write_picture("640x480").read_bytes()
     with NativeBackend.load(checkpoint, wishes) as backend:
         _, words = ask(backend, content)
-        sizes = [storage.nbytes() for storage in backend._loop.engine.sleep._storages()]
+        sizes = [storage.nbytes() for storage in backend._loop.engine.sleep._storages()[0]]
         parks: tuple[Park, ...] = ("ram", "files")
         naps = [
             nap(name, backend, content, words, park, meter) for park in parks for _ in range(options.rounds)

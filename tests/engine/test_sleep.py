@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from vlfit.engine.conversation import ImagePart, ask
 from vlfit.engine.holdings import bytes_of
 from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.parking import _ram
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.sleep import Sleep
 from vlfit.errors import (
@@ -102,6 +104,24 @@ def test_the_same_words_before_and_after(
             assert not backend.asleep
             now = backend.account().holdings
             assert (now.weights, now.kv_cache) == (whole.weights, whole.kv_cache)
+
+
+@pytest.mark.parametrize("park", ["files", "ram"])
+def test_tables_that_no_file_holds_come_back(
+    backend: NativeBackend, monkeypatch: pytest.MonkeyPatch, park: str
+) -> None:
+    """As the layout's of block numbers, and what graphs read: a graph has them at one address."""
+    if park == "ram":
+        pretend_gpu(backend, monkeypatch)
+    layout = backend._loop.engine.runner.layout
+    table = layout._table = torch.arange(5000, dtype=torch.int32).view(50, 100)
+    part = table[3]
+    settled(backend.sleep())
+    assert held(backend) == 0
+    settled(backend.wake())
+    assert layout._table is table
+    assert torch.equal(table.flatten(), torch.arange(5000, dtype=torch.int32))
+    assert part[0] == 300
 
 
 def test_asked_twice_it_says_so(backend: NativeBackend) -> None:
@@ -233,6 +253,15 @@ def test_a_smaller_pool_where_others_have_some_of_it(
         patched.setattr(engine.passes.budget, "free", lambda: engine.sleep._beside + (least + 5) * block + 1)
         assert say(backend) == words
     assert engine.pool.blocks == least + 5
+    # The cap of the plan has no room for what is to stay free, and need not: the card has.
+    settled(backend.sleep())
+    whole = engine.sleep._beside + blocks * block
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.passes.budget, "free", lambda: whole)
+        patched.setattr(engine.sleep, "_reserve", 7 * block)
+        patched.setattr(engine.passes.budget, "device_free", lambda: whole + 5 * block)
+        assert say(backend) == words
+    assert engine.pool.blocks == blocks - 2
     settled(backend.sleep())
     assert say(backend) == words
     assert engine.pool.blocks == blocks
@@ -320,8 +349,10 @@ def test_ram_that_is_gone_when_it_is_asked_for(
     words = say(backend)
     pretend_gpu(backend, monkeypatch)
 
-    def refuse(*_: object) -> None:
-        raise MemoryError("made up")
+    def refuse(size: int) -> Any:
+        if size > 4096:
+            raise MemoryError("made up")
+        return _ram(size)
 
     monkeypatch.setattr("vlfit.engine.parking._ram", refuse)
     with pytest.raises(DoesNotFit):

@@ -81,10 +81,12 @@ class Parked:
 
     def _carry(self, move: Callable[[Iterator[Load]], None]) -> None:
         """All loads, dealt out to the threads as they come to the end of their last."""
+        if not self._loads:
+            return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what still runs may use the memory that is copied
         waiting = iter(self._loads)  # a list's iterator hands each load to one thread only
-        count = min(STAGES, _cores())
+        count = min(STAGES, _cores(), len(self._loads))
         with ThreadPoolExecutor(count, "vlfit-parking") as threads:
             for done in [threads.submit(move, waiting) for _ in range(count)]:
                 done.result()

@@ -68,24 +68,26 @@ class Sleep:
         from; then all is as it was.
         """
         began = time.perf_counter()
-        size = sum(storage.nbytes() for storage in self._storages())
+        size = sum(storage.nbytes() for storage in self._storages()[0])
         place = self._place(park, size)
         held = self._held(size)
-        self._beside = held - self._runner.cache.nbytes
+        beside = held - self._runner.cache.nbytes
         self._release()  # graphs first: they have tensors of their own, at addresses of their own
-        storages = self._storages()
+        weights, tables = self._storages()
         if place == "ram":
             try:
-                self._parked = Parked(storages, self._budget.device)
+                self._parked = Parked([*weights, *tables], self._budget.device)
             except MemoryError:  # somebody was faster
                 if park == "ram":
                     raise _too_little_ram(size) from None
                 self._check_files()
                 place = "files"
+        if place == "files":
+            self._parked = Parked(tables, self._budget.device)
+        self._beside = beside
         self._empty()
-        freed = held - self._held(0)
-        ram = self._parked.nbytes if self._parked is not None else 0
-        self.asleep = Asleep(place, ram, freed, round(time.perf_counter() - began, 3))
+        seconds = round(time.perf_counter() - began, 3)
+        self.asleep = Asleep(place, size if place == "ram" else 0, held - self._held(0), seconds)
         return self.asleep
 
     def wake(self) -> None:
@@ -99,8 +101,10 @@ class Sleep:
         needed = self._beside + self._least * block
         if free < needed:
             raise self._cannot(needed)
-        fitting = (free - self._beside - self._reserve) // block
-        failure = self._attempt(min(self._most, max(fitting, self._least)))
+        if self._reserve:
+            free = min(free, self._budget.device_free() - self._reserve)
+        fitting = (free - self._beside) // block
+        failure = self._attempt(self.asleep, min(self._most, max(fitting, self._least)))
         if failure is not None:
             # A traceback holds frames, and they hold what was allocated so far.
             drop_tracebacks(failure)
@@ -109,12 +113,12 @@ class Sleep:
         self._parked = None
         self.asleep = None
 
-    def _attempt(self, blocks: int) -> Exception | None:
+    def _attempt(self, asleep: Asleep, blocks: int) -> Exception | None:
         """Weights, then a pool of ``blocks``; what went wrong is given, not raised."""
         try:
             if self._parked is not None:
                 self._parked.restore()
-            else:
+            if asleep.parked == "files":
                 self._load_again()
             self._resize_pool(blocks)
         except Exception as error:
@@ -125,7 +129,8 @@ class Sleep:
         """Give back all that the engine holds on the device."""
         self._runner.image_cache.clear()
         self._resize_pool(0)
-        empty(self._storages())
+        weights, tables = self._storages()
+        empty([*weights, *tables])
         if self._budget.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # of matrix products; they come back with the first
         else:
@@ -136,11 +141,19 @@ class Sleep:
         self._scheduler.resize(blocks)
         self._runner.cache.resize(blocks, {}, self._release)
 
-    def _storages(self) -> list[UntypedStorage]:
-        """What the model and its tables have on the device; without the caches, which nobody misses."""
-        aside = {id(self._runner.cache), id(self._runner.image_cache)}
-        device = self._budget.device.type
-        return [storage for storage in storages_in(self._runner, aside) if storage.device.type == device]
+    def _storages(self) -> tuple[list[UntypedStorage], list[UntypedStorage]]:
+        """What the model has on the device, and what tables the runner has there, which no file holds.
+
+        Without the caches, which nobody misses.
+        """
+        runner, device = self._runner, self._budget.device.type
+        seen = {id(runner.cache), id(runner.image_cache)}
+        weights = list(storages_in((runner.text, runner.vision), seen))
+        tables = list(storages_in(runner, seen))
+        return (
+            [storage for storage in weights if storage.device.type == device],
+            [storage for storage in tables if storage.device.type == device],
+        )
 
     def _held(self, weights: int) -> int:
         """Bytes of the device: what torch took of it, or on a CPU ``weights`` and the caches."""
