@@ -6,12 +6,14 @@ from torch import Tensor
 from benchmarks.kernel_timing import copies_of
 from vlfit.engine.kernels.linear import NarrowWeights
 
-FORMS = ("fp8", "int4 of 32", "int4 of 128")
-# Outputs and inputs of the matrices of a layer; those that share an input are one.
+FORMS = ("fp8", "int8", "int4 of 32", "int4 of 128")
+# Outputs and inputs of the matrices of a layer; those that share an input are one. Then the output heads.
 LAYERS = {
     "2B": {"qkv": (4096, 2048), "o": (2048, 2048), "gate_up": (12288, 2048), "down": (2048, 6144)},
     "4B": {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)},
     "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)},
+    "4B's head": {"head": (151936, 2560)},
+    "8B's head": {"head": (151936, 4096)},
 }
 
 
@@ -25,6 +27,11 @@ def narrow_weights(form: str, outputs: int, inputs: int) -> list[NarrowWeights]:
             NarrowWeights(codes[i].view(torch.float8_e4m3fn), scale[i], None, (128, 128))
             for i in range(count)
         ]
+    if form == "int8":
+        count = copies_of(outputs * inputs)
+        signed = torch.randint(-128, 128, (count, outputs, inputs), dtype=torch.int8, device="cuda")
+        scale = torch.rand(count, outputs, 1, dtype=torch.bfloat16, device="cuda")
+        return [NarrowWeights(signed[i], scale[i], None, (1, inputs)) for i in range(count)]
     group = int(form.split()[-1])
     count = copies_of(outputs * inputs // 2)
     words = torch.randint(-(2**31), 2**31, (count, outputs, inputs // 8), device="cuda", dtype=torch.int32)

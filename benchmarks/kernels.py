@@ -1,6 +1,6 @@
 """The kernels on this GPU, at the true shapes of Qwen3-VL, beside torch's own bf16 in the same run.
 
-    python -m benchmarks.kernels [--json FILE]     about a minute
+    python -m benchmarks.kernels [--json FILE]     about two minutes
     python -m benchmarks.kernels --sweep           candidates for the tables of tile sizes, two minutes
 
 GB/s are bytes that must be read (weights and scales, or keys and values) over time; their share is of the
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def linears(sizes: list[str]) -> Iterator[Result]:
-    """Every matrix of a text layer, in every form, for each number of rows."""
+    """Every matrix of a text layer and output heads, in every form, for each number of rows."""
     for size in sizes:
         for name, (outputs, inputs) in LAYERS[size].items():
             dense = dense_weights(outputs, inputs)
@@ -199,7 +199,7 @@ def print_linears(results: list[Result], copy: float) -> None:
                         f"{by_torch / seconds:.2f}",
                     ]
                 )
-    print("\n## Linear layers of one text layer: qkv, o, gate and up, down\n")
+    print("\n## Linear layers of one text layer (qkv, o, gate and up, down), and output heads\n")
     print_rows(rows)
 
 

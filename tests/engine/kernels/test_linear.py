@@ -171,12 +171,28 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [*ROWS, 300])
-@pytest.mark.parametrize("form", ["fp8", "int4, groups of 32", "int4, groups of 128"])
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4, groups of 32", "int4, groups of 128"])
 @pytest.mark.parametrize("size", TRUE_SHAPES)
 def test_true_shapes(size: str, form: str, rows: int, device: torch.device) -> None:
     torch.manual_seed(rows)
     for outputs, inputs in TRUE_SHAPES[size]:
         if form == "fp8":
             check(fp8(outputs, inputs, (128, 128)), rows, torch.bfloat16, device)
+        elif form == "int8":
+            check(int8(outputs, inputs), rows, torch.bfloat16, device)
         else:
             check(int4(outputs, inputs, int(form.split()[-1])), rows, torch.bfloat16, device)
+
+
+# Of matrices that are in 8 bits beside text layers: output heads, and the tower of 8B, whose last product has
+# inputs that no power of two above 16 divides.
+EIGHT = {"head of 4B": (151936, 2560), "tower's fc1": (4304, 1152), "tower's fc2": (1152, 4304)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 4, 17, 300])
+@pytest.mark.parametrize("name", EIGHT)
+def test_true_shapes_of_heads_and_towers(name: str, rows: int, device: torch.device) -> None:
+    torch.manual_seed(rows)
+    check(int8(*EIGHT[name]), rows, torch.bfloat16, device)
