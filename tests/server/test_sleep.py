@@ -1,6 +1,7 @@
 """Sleep and wake over HTTP: who asks, who looks, who comes meanwhile, and what is told when it cannot."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,15 @@ def test_asleep_and_awake_again(server: Running) -> None:
     post(server, SLEEP)
     assert post(server, WAKE).json()["changed"] is True
     assert say(server, stream=False) == words
+
+
+def test_many_come_at_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    words = say(server)
+    post(server, SLEEP)
+    with ThreadPoolExecutor(6) as clients:
+        assert list(clients.map(lambda _: say(server), range(6))) == [words] * 6
+    assert caplog.text.count("awake again") == 1
 
 
 def test_looking_does_not_wake_it(server: Running) -> None:
