@@ -11,7 +11,7 @@ from tests.engine.test_parity import CONVERSATIONS, relative, run
 from vlfit.checkpoint.cache import describe
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import Engine
-from vlfit.engine.layers.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear
+from vlfit.engine.layers.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Stacked
 from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.room import weight_bytes
@@ -141,6 +141,37 @@ def test_counts_and_names(case: tuple[Path, Path, str]) -> None:
     assert {part: matrix.weights for part, matrix in planned.layer.items()} == {
         part: matrix.weights for part, matrix in all_plain.layer.items()
     }
+
+
+def test_matrices_that_are_stored_unlike_each_other_stay_narrow(tiny: Tiny, tmp_path: Path) -> None:
+    """q in 4 bits, k in 8 and v in 4 with other groups are not one matrix; o and down are what they are."""
+    name = "model.language_model.layers.0.self_attn"
+    groups = {
+        "group_0": Group(bits=4, strategy="group", group_size=32),
+        "group_1": Group(targets=("re:.*k_proj",)),
+        "group_2": Group(bits=4, strategy="group", group_size=16, targets=("re:.*v_proj",)),
+    }
+
+    def choose(module: str) -> str | None:
+        if not module.startswith("model.language_model.layers."):
+            return None
+        return {"k": "group_1", "v": "group_2"}.get(module.rpartition(".")[2][0], "group_0")
+
+    narrow, wide = compress(tiny("tied"), tmp_path, groups, choose)
+    names = [f"{name}.{part}_proj" for part in "qkv"]
+    with (
+        Loader(open_checkpoint(narrow), META, torch.float32) as on_device,
+        Loader(open_checkpoint(narrow), CPU, torch.float32) as loader,
+        Loader(open_checkpoint(wide), CPU, torch.float32) as plain,
+    ):
+        on_device.device = CPU  # narrow, as on a device with kernels
+        joined = on_device.linear(*names)
+        assert isinstance(joined, Stacked)
+        assert [type(part) for part in joined.parts] == [Int4Linear, Int8Linear, Int4Linear]
+        x = torch.randn(5, 64)
+        torch.testing.assert_close(joined(x), plain.linear(*names)(x))
+        assert torch.equal(loader.linear(*names)(x), plain.linear(*names)(x))
+        assert isinstance(on_device.linear(f"{name}.o_proj"), Int4Linear)
 
 
 @pytest.mark.gpu

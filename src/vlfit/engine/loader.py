@@ -35,6 +35,7 @@ from vlfit.engine.layers.linear import (
     Int8Linear,
     Linear,
     Reordered,
+    Stacked,
     common_block_rows,
     dequantize_fp8,
     dequantize_int4,
@@ -126,11 +127,12 @@ class Loader:
         """One linear layer from the matrices ``names`` (each ``NAME.weight``) stacked in order.
 
         Several names make one product of what would be several: q, k and v share their input, as do gate
-        and up.
+        and up. On a GPU those that are stored unlike each other stay several.
         """
+        if self._keeps_narrow and len({self._stored_as(name) for name in names}) > 1:
+            return Stacked([self.linear(name, bias=bias) for name in names])
         stacked_bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        forms = {self._form(name) for name in names}
-        form = forms.pop() if len(forms) == 1 else None
+        form = self._form(names[0])
         if form is not None and self._keeps_narrow:
             build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
             layer, order = build[form](names, stacked_bias), self._common_order(names)
@@ -232,6 +234,13 @@ class Loader:
         """``fp8``, ``int8`` or ``int4``; None for a matrix that is stored plainly."""
         info = self._info(f"{name}{PACKED_SUFFIX if self._is_packed(name) else '.weight'}")
         return narrow_form(info, self.checkpoint.config.quantization)
+
+    def _stored_as(self, name: str) -> tuple[object, ...]:
+        """What must be alike for matrices to be one: form, groups and type of scales, zero points or none."""
+        tensors = self.checkpoint.tensors
+        scale = tensors.get(f"{name}{COMPRESSED_SCALE}")
+        scales = (scale.shape[1], scale.dtype) if scale is not None else None
+        return self._form(name), scales, f"{name}.weight_zero_point" in tensors
 
     def _is_packed(self, name: str) -> bool:
         return f"{name}{PACKED_SUFFIX}" in self.checkpoint.tensors

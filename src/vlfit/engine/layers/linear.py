@@ -55,6 +55,16 @@ class Fp8Linear:
         return F.linear(x, widened, self.bias)
 
 
+class Stacked:
+    """Layers with the same input, stored unlike each other: their outputs beside one another."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=1)
+
+
 class Reordered:
     """``inner`` on inputs in another order: its input i is ``order[i]`` of what comes, [in] int32."""
 
@@ -142,7 +152,7 @@ def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     ``scale`` [out, groups]: neighbours in a row share one.
     """
-    wide = codes.float().unflatten(1, (scale.shape[1], -1))
+    wide: Tensor = codes.float().unflatten(1, (scale.shape[1], -1))
     return wide.mul_(scale.float().unsqueeze(2)).flatten(1).to(dtype)
 
 
