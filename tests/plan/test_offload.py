@@ -1,0 +1,206 @@
+"""Layers in RAM: which, the bytes that leave the card, the speed that is left; and never by surprise."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from vlfit.errors import DoesNotFit, UsageError
+from vlfit.machine.cards import card
+from vlfit.machine.model import Machine
+from vlfit.plan import calibration, offload
+from vlfit.plan.allocator import held_for
+from vlfit.plan.ledger import NATIVE, Settings, ledger
+from vlfit.plan.model import Model
+from vlfit.plan.offload import check_ram, copy_seconds, count_for, counts, offload_of, parse_wish, spread
+from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, air
+from vlfit.plan.report import facts
+from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.speed import predict
+from vlfit.plan.subjects import subjects
+from vlfit.units import GIB, MIB
+
+EXAMPLE = card("RTX 5060", desktop=951 * MIB)
+GPU = EXAMPLE.gpus[0]
+ROOMY = replace(EXAMPLE, host=replace(EXAMPLE.host, ram_total=64 * GIB, ram_available=48 * GIB))
+
+
+def model(name: str, weights: str | None = None) -> Model:
+    return subjects(name, weights)[0]
+
+
+def planned(name: str, machine: Machine = ROOMY, **wishes: int | str | None) -> Plan:
+    asked = Wishes(**wishes)  # type: ignore[arg-type]
+    return plan(subjects(name, asked.weights), machine, asked)
+
+
+@pytest.mark.parametrize("layers", [1, 3, 28, 36])
+def test_layers_are_spread_as_evenly_as_can_be(layers: int) -> None:
+    for count in range(1, layers + 1):
+        chosen = spread(layers, count)
+        gaps = [after - before for before, after in pairwise(chosen)]
+        gaps.append(chosen[0] + layers - chosen[-1])  # to the first of the next pass
+        assert len(set(chosen)) == count
+        assert chosen[0] >= 0
+        assert chosen[-1] < layers
+        assert max(gaps) - min(gaps) <= 1
+
+
+def test_as_few_layers_as_free_what_was_asked_for() -> None:
+    """Two slots stay on the card for all of them."""
+    four = model("4B", "fp8")
+    layer = four.text_bytes / 36
+    for wanted in (1, 100 * MIB, GIB, 3 * GIB):
+        count = count_for(four, wanted)
+        apart = offload_of(four, count)
+        assert apart.frees >= wanted
+        assert count == counts(four)[0] or offload_of(four, count - 1).frees < wanted
+        assert apart.frees == pytest.approx((count - 2) * layer, rel=0.01)
+        assert apart.weights <= apart.ram < apart.weights + count * 20 * offload.ALIGNMENT
+    with pytest.raises(UsageError, match=r"3\.\d\d GiB with all text layers"):
+        count_for(four, 4 * GIB)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("2B", "bf16"), ("4B", "fp8"), ("8B", "int4")])
+def test_the_ledger_holds_what_stays_and_two_slots(name: str, weights: str) -> None:
+    each = model(name, weights)
+    settings = Settings(weights, 4096, 1024, 2, 1024)
+    before = {line.line: line for line in ledger(each, GPU, NATIVE, settings)}
+    assert "weights.offload" not in before
+    count = count_for(each, GIB // 2)
+    apart = offload_of(each, count)
+    after = {line.line: line for line in ledger(each, GPU, NATIVE, replace(settings, offload=count))}
+    assert after["weights.text"].bytes == before["weights.text"].bytes - apart.weights
+    assert after["weights.offload"].bytes == apart.slots == 2 * apart.slot
+    assert f"{count} text layers wait in RAM" in after["weights.offload"].note
+    same = ("desktop", "context", "weights.vision", "weights.embedding", "kv_cache", "reserve")
+    assert after["graphs"].bytes == 0  # layers that come and go have no addresses to record
+    assert all(after[line].bytes == before[line].bytes for line in same)
+    # What torch rounds up is counted anew, tensor by tensor.
+    kept = [size for tensor, size in each.sizes.items() if layer_of(tensor) not in apart.layers]
+    taken = held_for([*kept, apart.slot, apart.slot])
+    rounding = offload.torch_takes(each, apart) - (each.weight_bytes - apart.frees)
+    assert rounding >= 0
+    assert abs(offload.torch_takes(each, apart) - taken) <= 4 * MIB  # slots come behind the layers
+    text = after["text_workspace"].bytes - before["text_workspace"].bytes
+    assert text == rounding - each.pool
+
+
+def weights(made: Plan) -> int:
+    return sum(line.bytes for line in made.ledger if line.line.startswith("weights."))
+
+
+def layer_of(tensor: str) -> int:
+    _, found, rest = tensor.partition("layers.")
+    return int(rest.split(".")[0]) if found else -1
+
+
+def test_a_step_takes_as_long_as_copies_or_computing() -> None:
+    four = model("4B", "fp8")
+    settings = Settings("fp8", 4096, 1024, 1, 1024)
+    constants = calibration.constants_for(GPU)
+    alone = predict(four, GPU, NATIVE, settings)
+    assert alone is not None
+    assert GPU.pcie_bandwidth is not None
+    seen = []
+    for count in (3, 12, 36):
+        apart = offload_of(four, count)
+        copies = copy_seconds(apart, GPU, constants)
+        speed = predict(four, GPU, NATIVE, replace(settings, offload=count))
+        assert speed is not None
+        assert copies is not None
+        assert copies[1] == apart.ram / (GPU.pcie_bandwidth * 25 / 31.5)
+        assert 1 / speed.decode.expected == pytest.approx(max(1 / alone.decode.expected, copies[1]))
+        assert 1 / speed.decode.high == pytest.approx(max(1 / alone.decode.high, copies[0]))
+        assert 1 / speed.decode.low == pytest.approx(1 / alone.decode.low + copies[2])
+        # A prompt of 1064 tokens in two passes, each of which needs all layers.
+        assert alone.first_token.expected <= speed.first_token.expected
+        assert speed.first_token.expected >= 2 * copies[1]
+        seen.append(speed.decode.expected)
+    assert seen[0] == pytest.approx(alone.decode.expected)  # few layers hide behind the others
+    assert seen[1] > 2 * seen[2]
+
+
+def test_a_measured_link_goes_before_the_standards_and_an_unknown_one_gives_no_speed() -> None:
+    four = model("4B", "fp8")
+    apart = offload_of(four, 10)
+    constants = calibration.constants_for(GPU)
+    measured = replace(constants, link_bandwidth=calibration.Constant(2e9, "measured", "here"))
+    assert copy_seconds(apart, GPU, measured) == (apart.ram / 2e9,) * 3
+    untold = replace(GPU, pcie_bandwidth=None)
+    assert copy_seconds(apart, untold, constants) is None
+    settings = Settings("fp8", 4096, 1024, 1, 1024)
+    assert predict(four, untold, NATIVE, settings) is not None
+    assert predict(four, untold, NATIVE, replace(settings, offload=10)) is None
+
+
+def test_what_does_not_fit_is_refused_unless_it_is_asked_for() -> None:
+    refused = planned("8B", weights="fp8")
+    assert not refused.fits
+    assert refused.settings.offload == 0
+    made = planned("8B", weights="fp8", offload="auto")
+    assert made.fits
+    settings = made.settings
+    assert (settings.context, settings.image_tokens) == (AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS)
+    assert settings.chunk == 1024  # each pass copies all layers that wait
+    assert made.headroom >= air(made.ledger)
+    fewer = replace(settings, offload=settings.offload - 1)
+    lines = ledger(made.model, GPU, NATIVE, fewer)
+    assert GPU.total - sum(line.bytes for line in lines) < air(lines)  # as few as make it fit, with air
+    assert any("wait in RAM" in remark for remark in made.remarks)
+
+
+def test_nothing_waits_where_it_fits_as_it_is() -> None:
+    assert planned("4B", weights="fp8", offload="auto") == planned("4B", weights="fp8")
+
+
+def test_the_command_brings_the_plan_about() -> None:
+    made = planned("8B", weights="fp8", offload="auto")
+    assert made.command is not None
+    asked = parse_wish(made.command[made.command.index("--offload") + 1])
+    assert asked != "auto"
+    assert count_for(made.model, asked) == made.settings.offload
+
+
+def test_as_much_as_was_asked_for_leaves_the_card() -> None:
+    made = planned("4B", weights="fp8", offload=2 * GIB, context=4096, image_tokens=1024, sequences=1)
+    plain = planned("4B", weights="fp8", context=4096, image_tokens=1024, sequences=1)
+    saved = weights(plain) - weights(made)
+    assert 2 * GIB <= saved < 2 * GIB + made.model.text_bytes / 36  # whole layers
+    told = facts(made)["offload"]
+    assert told["frees"] == saved
+    assert len(told["layers"]) == made.settings.offload
+    assert "offload" not in facts(plain)
+
+
+def test_ram_is_asked_first() -> None:
+    """Locked memory cannot be swapped: what would take the last of it is refused, with numbers."""
+    small = replace(ROOMY, host=replace(ROOMY.host, ram_available=4 * GIB))
+    with pytest.raises(DoesNotFit, match=r"4\.00 GiB of RAM are available") as caught:
+        planned("8B", small, weights="fp8", offload="auto")
+    assert "too few" in caught.value.message
+    apart = offload_of(model("4B", "fp8"), 10)
+    enough = replace(ROOMY.host, ram_available=apart.ram + offload.RAM_LEFT)
+    check_ram(apart, enough)
+    with pytest.raises(DoesNotFit):
+        check_ram(apart, replace(enough, ram_available=enough.ram_available - 1))
+
+
+@pytest.mark.parametrize(
+    ("typed", "wish"),
+    [("auto", "auto"), ("AUTO", "auto"), ("2", 2 * GIB), ("1.5", 3 * GIB // 2), ("800MiB", 800 * MIB)],
+)
+def test_what_can_be_typed(typed: str, wish: int | str) -> None:
+    assert parse_wish(typed) == wish
+
+
+@pytest.mark.parametrize("typed", ["", "0", "-1", "x", "2 things", "1e99"])
+def test_what_cannot_be_typed(typed: str) -> None:
+    with pytest.raises(UsageError):
+        parse_wish(typed)
+
+
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_other_backends_do_not_do_it(backend: str) -> None:
+    with pytest.raises(UsageError, match="native engine"):
+        Wishes(backend=backend, offload=GIB)
