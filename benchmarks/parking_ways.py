@@ -3,6 +3,7 @@
 Among them the one that the engine takes (``engine/parking.py``), with other numbers of stages.
 """
 
+import gc
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,9 @@ def all_ways(sizes: Sequence[int]) -> Iterator[Way]:
 
     from vlfit.engine import parking
 
+    gc.collect()  # of the engine that was here before, and of its cap
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
     for stages in (1, 2, 4, 8):
         parking.STAGES = stages
         yield _timed(f"{stages} stages of pinned RAM and threads", sizes, _staged)

@@ -61,7 +61,9 @@ class Parked:
     def __init__(self, storages: Sequence[UntypedStorage], device: torch.device) -> None:
         self.device = device
         self._sizes = [(storage, storage.nbytes()) for storage in storages]
-        self._loads = loads_of([(_whole(storage, device), size) for storage, size in self._sizes])
+        self._loads = loads_of(
+            [(_whole(storage, device), size) for storage, size in self._sizes], STAGE_BYTES
+        )
         self.nbytes = sum(size for _, size in self._sizes)
         self._ram = _ram(self.nbytes)
         self._carry(self._store)
@@ -129,7 +131,7 @@ def give_back_ram() -> None:
             library.malloc_trim(0)
 
 
-def loads_of(wholes: Sequence[tuple[Tensor, int]], most: int = STAGE_BYTES) -> list[Load]:
+def loads_of(wholes: Sequence[tuple[Tensor, int]], most: int) -> list[Load]:
     """Storages (each as bytes, with its length) one behind the other, cut into loads of ``most`` bytes."""
     loads: list[Load] = []
     pieces: list[Piece] = []
