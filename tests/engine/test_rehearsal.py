@@ -11,8 +11,16 @@ from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
 from vlfit.engine.made_up import MadeUpLoader
 from vlfit.engine.options import EngineOptions
-from vlfit.engine.rehearsal import Rehearsed, about_a_picture, answer_all, at_start, rehearse
+from vlfit.engine.rehearsal import (
+    Rehearsed,
+    about_a_picture,
+    answer_all,
+    at_start,
+    ending_in_pictures,
+    rehearse,
+)
 from vlfit.engine.scheduler import Work
+from vlfit.engine.scores import Scores
 from vlfit.errors import DoesNotFit
 
 
@@ -134,7 +142,7 @@ def test_a_worst_case_that_does_not_fit_is_no_start(
     built = engine(tiny("tied"), context=256, sequences=2)
     run = built.runner.run
 
-    def short_of_memory(batch: Sequence[Work]) -> torch.Tensor:
+    def short_of_memory(batch: Sequence[Work]) -> Scores:
         if each or len(batch) > 1:
             raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
         return run(batch)
@@ -144,3 +152,18 @@ def test_a_worst_case_that_does_not_fit_is_no_start(
         at_start(built)
     assert "--image-tokens" in caught.value.hint
     assert ("20.0 MiB" in caught.value.message) is each
+
+
+def test_a_context_ends_in_pictures_alone(tiny: Callable[[str], Path]) -> None:
+    """The last whole chunk has features for nearly all of its rows, however small the largest picture is."""
+    built = engine(tiny("tied"), context=512, chunk=64)
+    picture_token = built.checkpoint.config.image_token_id
+    for image_tokens, count in ((48, 3), (12, 9), (400, 1)):
+        prompt = ending_in_pictures(built, image_tokens, 64, 500)
+        assert len(prompt.token_ids) == 500
+        assert len(prompt.images) == count
+        assert len({image.key for image in prompt.images}) == count
+        whole = prompt.token_ids[384:448]
+        assert whole.count(picture_token) >= 64 * image_tokens // (image_tokens + 3) - 4
+    reached = rehearse(built, 12)
+    assert reached.longest > 500

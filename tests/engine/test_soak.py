@@ -1,9 +1,14 @@
 """Many requests of all kinds on a device with a limit: what was rehearsed is enough for whatever comes."""
 
+import base64
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from benchmarks import soak_requests
+from benchmarks.soak_requests import BROKEN, BURST, LARGE, LEFT, LOW, WHOLE, Wanted
 from tests.engine.test_faults import Asked, Small, tensor_bytes
 from tests.pictures import picture
 from tests.plan.on_meta import Live
@@ -14,9 +19,11 @@ from vlfit.engine.engine import Engine
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.rehearsal import at_start
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import DoesNotFit
+from vlfit.errors import DoesNotFit, PictureError, VlfitError
+from vlfit.plan.costs import feature_bytes
 
 REQUESTS = 24
+MINIS_REQUESTS, MINIS_CLIENTS, SETTLED = 32, 5, 12
 
 
 def engine(tiny: Callable[[str], Path]) -> Engine:
@@ -88,5 +95,97 @@ def test_whatever_comes_fits_what_was_rehearsed(tiny: Callable[[str], Path]) -> 
     assert (built.counters.failed, built.counters.again) == (0, 0)
     assert built.pool.free == built.pool.blocks
     assert device.peak > 0.7 * rehearsed.peak  # the limit was near
+    built.runner.image_cache.clear()
+    assert tensor_bytes() == before
+
+
+def of_mini() -> Engine:
+    checkpoint = open_checkpoint("mini")
+    # Whole pictures of the largest size fill the cache to the byte, as smaller ones may.
+    cache = 5 * 2 * feature_bytes(checkpoint.config.eyes, 100)  # in float32, of which the plan knows nothing
+    options = EngineOptions(
+        device="cpu", context=768, chunk=256, sequences=3, image_tokens=100, image_cache_bytes=cache
+    )
+    return Engine(checkpoint, options)
+
+
+def enter(built: Engine, wanted: Wanted) -> Asked | VlfitError:
+    """Prices ``wanted`` as the server does, and adds it; or what it is refused with."""
+    pictures = [
+        ImagePart(base64.b64decode(url.partition(",")[2]), detail="low" if wanted.kind == LOW else "auto")
+        for url in wanted.pictures
+    ]
+    sampling = SamplingParams(
+        max_tokens=wanted.tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True
+    )
+    asked = Asked()
+    try:
+        words = ask(wanted.text, *pictures)
+        built_prompt = built.prompts.build(words, max_image_tokens=built.image_limit, context=built.context)
+        asked.sequence = built.sequence(built.price(built_prompt), sampling, asked.heard.append)
+    except VlfitError as error:
+        return error
+    built.add(asked.sequence)
+    return asked
+
+
+def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same requests as `benchmarks.soak` sends to a GPU, fewer; some clients ask at once, a third leaves.
+
+    What lives on the device stays under the peak of the rehearsal, and comes back to the same bytes whenever
+    nobody runs.
+    """
+    monkeypatch.setattr(soak_requests, "POOL", 12)
+    monkeypatch.setattr(soak_requests, "MOST_TOKENS", 60)
+    work = soak_requests.requests(MINIS_REQUESTS, 768, 100, places=4, seed=58)
+    first = of_mini()
+    with Live("cpu") as rehearsed:
+        at_start(first)
+    del first
+    built = of_mini()
+    before = tensor_bytes()
+    queue = [one for wanted in work for one in [wanted] * wanted.count]
+    running: list[tuple[Wanted, Asked]] = []
+    done: list[tuple[Wanted, Asked]] = []
+    refused: list[tuple[Wanted, VlfitError]] = []
+    settled = 0
+    with Small(rehearsed.peak) as device:
+        while queue or running:
+            # What is settled is looked at where nobody runs.
+            pausing = not settled and len(done) + len(refused) + len(running) >= SETTLED
+            while queue and not pausing and (len(running) < MINIS_CLIENTS or queue[0].kind == BURST):
+                asked = enter(built, wanted := queue.pop(0))
+                if isinstance(asked, VlfitError):
+                    refused.append((wanted, asked))
+                else:
+                    running.append((wanted, asked))
+            built.step()
+            for wanted, asked in running:
+                left = wanted.hang_up_after
+                if left is not None and asked.sequence is not None and len(asked.heard) >= left:
+                    asked.sequence.cancelled = True
+            done += [each for each in running if each[1].over]
+            running = [each for each in running if not each[1].over]
+            if pausing and not running:
+                built.runner.image_cache.clear()
+                settled = tensor_bytes()
+    assert settled == before
+    for wanted, error in refused:
+        expected = {LARGE: DoesNotFit, BROKEN: PictureError}
+        assert isinstance(error, expected[wanted.kind])
+    for wanted, asked in done:
+        last = asked.heard[-1]
+        assert isinstance(last, Chunk)
+        assert last.finish_reason == ("cancelled" if wanted.kind == LEFT else "length")
+    kinds = {wanted.kind for wanted, _ in [*done, *refused]}
+    assert kinds == {WHOLE, LEFT, LOW, LARGE, BROKEN, BURST}
+    assert len(done) + len(refused) == MINIS_REQUESTS
+    assert (built.counters.failed, built.counters.again) == (0, 0)
+    assert (built.counters.finished, built.counters.cancelled) == (
+        sum(wanted.kind != LEFT for wanted, _ in done),
+        sum(wanted.kind == LEFT for wanted, _ in done),
+    )
+    assert built.pool.free == built.pool.blocks
+    assert device.peak > 0.5 * rehearsed.peak  # the limit was near
     built.runner.image_cache.clear()
     assert tensor_bytes() == before

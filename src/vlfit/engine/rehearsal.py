@@ -1,7 +1,7 @@
 """The most that a plan admits, asked of a running engine: what memory it takes then, it never needs more of.
 
 Three things after each other: pictures of the largest size until the cache of pictures is full; a prompt
-that fills the context, with such a picture, in whole chunks, while all other sequences decode; and all
+that fills the context and ends in such pictures, in whole chunks, while all other sequences decode; and all
 sequences decoding at once at the greatest length that the pool holds. All is sampled, which takes more than
 greedy. Knows the scheduler's rules. Does not know how memory is measured, nor tokenizers: prompts are made of
 token ids that stand for nothing.
@@ -26,6 +26,7 @@ from vlfit.errors import DoesNotFit, OutOfMemory
 _FILLER = 100  # any ordinary token
 _ANSWER = 3  # tokens: the first comes from the prompt's pass, so two passes decode
 _MOST_PICTURES = 24
+_SHADES = 256  # of pictures that differ
 
 
 @dataclass
@@ -122,7 +123,7 @@ def full_context(engine: Engine, image_tokens: int) -> Iterator[tuple[Prompt, in
     whole = most // room * room or most
     length = max((most, whole), key=lambda tokens: ((tokens - 1) % room + 1) * tokens)
     if image_tokens > 0:
-        yield about_a_picture(engine, min(image_tokens, length - 3), _MOST_PICTURES, length), _ANSWER
+        yield ending_in_pictures(engine, min(image_tokens, length - 3), room, length), _ANSWER
     else:
         yield text(length), _ANSWER
 
@@ -156,6 +157,16 @@ def about_a_picture(engine: Engine, image_tokens: int, shade: int, tokens: int =
     placeholders = (config.image_token_id,) * image_tokens
     ids = (config.vision_start_token_id, *placeholders, config.vision_end_token_id)
     return Prompt(ids + (_FILLER,) * max(tokens - len(ids), 1), (picture,), image_tokens)
+
+
+def ending_in_pictures(engine: Engine, image_tokens: int, chunk: int, tokens: int) -> Prompt:
+    """Text, then as many pictures as fill the last whole ``chunk`` with nothing else; ``tokens`` in all."""
+    each = image_tokens + 3  # with what stands around it, and a token of text
+    count = max(min(2 * chunk // each + 1, tokens // each, _SHADES - _MOST_PICTURES), 1)
+    pictures = [about_a_picture(engine, image_tokens, _MOST_PICTURES + number) for number in range(count)]
+    ids = tuple(token for picture in pictures for token in picture.token_ids)
+    images = tuple(image for picture in pictures for image in picture.images)
+    return Prompt((_FILLER,) * (tokens - len(ids)) + ids, images, count * image_tokens)
 
 
 def answer_all(engine: Engine, requests: list[tuple[Prompt, int]]) -> None:
