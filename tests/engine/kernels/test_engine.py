@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.awq_gptq import as_awq, as_gptq
 from tests.compressed import EMBEDDING, Group, compress
 from tests.engine.kernels.conftest import ON_GPU
 from tests.engine.test_parity import CONVERSATIONS, run
@@ -18,7 +19,7 @@ from vlfit.engine.engine import Engine
 from vlfit.engine.kernels import attention
 from vlfit.engine.kernels.linear import Tiles
 from vlfit.engine.layers.embedding import Int8Embedding
-from vlfit.engine.layers.linear import Fp8Linear, Int4Linear, Int8Linear
+from vlfit.engine.layers.linear import Fp8Linear, Int4Linear, Int8Linear, Reordered
 from vlfit.engine.options import EngineOptions
 
 pytestmark = [
@@ -43,7 +44,7 @@ def in_8_bits(module: str) -> str | None:
     return None if module.endswith("pos_embed") else "group_0"
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["fp8", "int8", "int4", "awq", "gptq"])
 def test_the_same_words_by_kernels(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
@@ -51,6 +52,10 @@ def test_the_same_words_by_kernels(
     if weights == "int8":
         groups = {"group_0": Group(targets=("Linear", EMBEDDING))}
         folder, _ = compress(tiny("tied"), tmp_path, groups, in_8_bits)
+    elif weights == "awq":
+        folder, _ = as_awq(tiny("odd_vocab_one_kv_head"), tmp_path, 16)
+    elif weights == "gptq":
+        folder, _ = as_gptq(tiny("tied"), tmp_path, ordered=True, symmetric=False)
     else:
         convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), weights, folder)
     expected = run(engine(folder), *SPOKEN, tokens=TOKENS)
@@ -62,7 +67,8 @@ def test_the_same_words_by_kernels(
     monkeypatch.setattr(kernels.attention, "decode_splits", lambda _: 2)
     by_kernels = engine(folder)
     text = by_kernels.runner.text
-    classes = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear}
+    narrow = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear, "awq": Int4Linear}
+    classes = {**narrow, "gptq": Reordered}
     assert isinstance(text.layers[0].down, classes[weights])
     assert isinstance(text.embedding, Int8Embedding) == (weights == "int8")
     assert isinstance(text.head, Int8Linear) == (weights == "int8")
