@@ -16,13 +16,12 @@ from vlfit.engine.conversation import ask
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.engine import Engine
 from vlfit.engine.holdings import bytes_of
-from vlfit.engine.layers.linear import Int4Linear, Int8Linear, Reordered
+from vlfit.engine.layers.linear import Int4Linear, Int8Linear, Reordered, Stacked
 from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.qwen3_vl.vision import VisionTower
 from vlfit.engine.scheduler import Work
 from vlfit.engine.scores import Scores
-from vlfit.errors import UnknownWeightsFormat
 from vlfit.plan.model import model_of
 
 Tiny = Callable[[str], Path]
@@ -117,8 +116,8 @@ def test_what_is_converted_is_what_has_codes(tiny: Tiny, tmp_path: Path) -> None
     assert run(engine(folders[0]), conversation, tokens=8) == run(engine(folders[1]), conversation, tokens=8)
 
 
-def test_inputs_that_are_shared_must_have_one_order(tiny: Tiny, tmp_path: Path) -> None:
-    """On a GPU q, k and v are one matrix; widened on a CPU, each goes back to its own order."""
+def test_inputs_that_are_shared_but_not_in_one_order(tiny: Tiny, tmp_path: Path) -> None:
+    """Where q, k and v would be one matrix on a GPU; widened on a CPU, each goes back to its own order."""
     random = np.random.default_rng(3)
 
     def store(module: str, weight: Tensor) -> Any:
@@ -128,9 +127,13 @@ def test_inputs_that_are_shared_must_have_one_order(tiny: Tiny, tmp_path: Path) 
     folders = write(tiny("tied"), tmp_path, gptq_section(desc_act=True), store)
     conversation = CONVERSATIONS["text"]
     assert run(engine(folders[0]), conversation, tokens=8) == run(engine(folders[1]), conversation, tokens=8)
-    layer = "model.language_model.layers.0.self_attn"
-    with narrow_loader(folders[0]) as loader, pytest.raises(UnknownWeightsFormat, match="in another order"):
-        loader.linear(f"{layer}.q_proj", f"{layer}.k_proj", f"{layer}.v_proj")
+    names = [f"model.language_model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    with narrow_loader(folders[0]) as loader, narrow_loader(folders[1]) as wide:
+        layer, expected = loader.linear(*names), wide.linear(*names)
+    assert isinstance(layer, Stacked)
+    assert all(isinstance(part, Reordered) for part in layer.parts)
+    torch.testing.assert_close(layer(x), expected(x), rtol=1e-5, atol=1e-5)
 
 
 def narrow_loader(folder: Path, dtype: torch.dtype = torch.float32) -> Loader:

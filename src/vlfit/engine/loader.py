@@ -135,8 +135,8 @@ class Loader:
         form = self._form(names[0])
         if form is not None and self._keeps_narrow:
             build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
-            layer, order = build[form](names, stacked_bias), self._common_order(names)
-            return layer if order is None else Reordered(layer, order)
+            layer, order = build[form](names, stacked_bias), self._order(names[0])
+            return layer if order is None else Reordered(layer, order.to(torch.int32).to(self.device))
         shapes = [self._shape(name) for name in names]
         rows = [shape[0] for shape in shapes]
         weight = torch.empty((sum(rows), shapes[0][1]), dtype=self.dtype, device=self.device)
@@ -199,19 +199,6 @@ class Loader:
         parts = [self._stored(name, self.device) for name in zeros]
         return Int4Linear(packed, scale, join_zero_points(parts, heights), bias)
 
-    def _common_order(self, names: tuple[str, ...]) -> Tensor | None:
-        """What ``Reordered`` takes for the matrices ``names``; None: their inputs are in their own order."""
-        orders = [self._order(name) for name in names]
-        first = orders[0]
-        if first is None and all(order is None for order in orders):
-            return None
-        if first is None or any(order is None or not torch.equal(order, first) for order in orders):
-            raise UnknownWeightsFormat(
-                f"{', '.join(names)} have the same inputs, each in another order (desc_act)",
-                "vlfit makes one matrix of them. vlfit convert makes int4 of the original checkpoint.",
-            )
-        return first.to(torch.int32).to(self.device)
-
     def _order(self, name: str) -> Tensor | None:
         """Which input stands where in the codes of ``name``, [in] in RAM; None: each in its own place."""
         stored = f"{name}{ORDER_SUFFIX}"
@@ -236,11 +223,15 @@ class Loader:
         return narrow_form(info, self.checkpoint.config.quantization)
 
     def _stored_as(self, name: str) -> tuple[object, ...]:
-        """What must be alike for matrices to be one: form, groups and type of scales, zero points or none."""
+        """What must be alike for matrices to be one: form, groups and type of scales, zero points or none,
+        and the order of their inputs.
+        """
         tensors = self.checkpoint.tensors
         scale = tensors.get(f"{name}{COMPRESSED_SCALE}")
         scales = (scale.shape[1], scale.dtype) if scale is not None else None
-        return self._form(name), scales, f"{name}.weight_zero_point" in tensors
+        order = self._order(name)
+        places = None if order is None else tuple(order.tolist())
+        return self._form(name), scales, f"{name}.weight_zero_point" in tensors, places
 
     def _is_packed(self, name: str) -> bool:
         return f"{name}{PACKED_SUFFIX}" in self.checkpoint.tensors
