@@ -20,7 +20,10 @@ _OWN_SEGMENT = 2 * MIB  # from there on a tensor has a piece of its own, a multi
 _LEFT_OVER = MIB  # of a shared piece; less than this stays with the tensor
 BEGUN = _SMALL_SEGMENT + _LARGE_SEGMENT  # one shared piece of each kind that is not full
 
-_PARTS_OF_A_LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PARTS_OF_A_LAYER = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
 # The engine makes one matrix of those that share their input.
 _JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
