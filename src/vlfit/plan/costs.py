@@ -86,7 +86,7 @@ def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native:
     """
     text = model.text
     rows = max(chunk, sequences)
-    phases = [_layer_phases(model, rows), _head_phase(model, sequences)]
+    phases = [_head_phase(model, sequences)]
     always = rows * (HALF * text.hidden_size + 2 * HALF * text.head_dim + 5 * INDEX)
     always += (sequences + 1) * INDEX  # whose logits are wanted
     if model.vision is not None:
@@ -96,6 +96,8 @@ def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native:
         phases += [_product_phases(model, rows), _product_phases(model, min(rows, SPLIT_ROWS))]
         phases += [_attention(model, rows, sequences)]
         always += (sequences + 1) * (-(-context // BLOCK_SIZE) + 3) * NARROW_INDEX  # block tables and spans
+    else:
+        phases += [_layer_phases(model, rows)]
     return always + max(phases)
 
 
@@ -107,7 +109,7 @@ def _widths(model: Model) -> tuple[int, int, int]:
 
 
 def _layer_phases(model: Model, rows: int) -> int:
-    """Peak of a layer's products and norms in bf16; ``_product_phases`` has what narrow weights add."""
+    """Peak of a layer in bf16 in plain PyTorch, step by step in float32 (transformers)."""
     hidden, inner = model.text.hidden_size, model.text.intermediate_size
     queries, keys, joined = _widths(model)
     text = model.text
@@ -132,16 +134,19 @@ def splits(outputs: int, inputs: int, rows: int, form: str) -> int:
 
 
 def _product_phases(model: Model, rows: int) -> int:
-    """Peak of a layer's products: what each takes beside its output, and what lives around it."""
-    queries, keys, joined = _widths(model)
+    """Peak of a layer's products (``engine/decoder/text.py``): what each takes, and what lives around it.
+
+    All along live what the last half of a layer found and is not added yet, and a norm's output.
+    """
+    queries, _, joined = _widths(model)
     layer = model.layer
-    x = rows * HALF * model.text.hidden_size
-    before_output = x + rows * HALF * (joined + 2 * (queries + keys) + queries)
-    inner = rows * 2 * HALF * model.text.intermediate_size
-    return max(
-        x + _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows),
-        before_output + _product([layer["o_proj"]], rows),
-        x + _product([layer["gate_proj"], layer["up_proj"]], rows),
+    around = 2 * rows * HALF * model.text.hidden_size
+    inner = rows * HALF * model.text.intermediate_size
+    return around + max(
+        _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows),
+        rows * HALF * (joined + 2 * queries) + _product([layer["o_proj"]], rows),
+        _product([layer["gate_proj"], layer["up_proj"]], rows),
+        3 * inner,  # gate and up, and their product
         inner + _product([layer["down_proj"]], rows),
     )
 
@@ -168,10 +173,10 @@ def _attention(model: Model, rows: int, sequences: int) -> int:
 
     Keys and values are read where they lie, and scores exist a tile at a time: neither costs memory.
     """
-    queries, keys, joined = _widths(model)
+    queries, _, joined = _widths(model)
     text = model.text
     parts = sequences * text.num_attention_heads * decode_splits(sequences) * (text.head_dim + 2) * SINGLE
-    held = rows * HALF * (text.hidden_size + joined + 2 * (queries + keys) + queries)
+    held = rows * HALF * (2 * text.hidden_size + joined + 2 * queries)
     return held + parts
 
 
