@@ -14,11 +14,11 @@ from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
 from vlfit.units import MIB
 
 _UNIT = 512  # sizes are multiples of it
-_SMALL, _SMALL_SEGMENT = MIB, 2 * MIB  # up to the first, pieces of the second are shared
+_SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # up to the first, pieces of the second are shared
 _LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB  # below the first, pieces of the second are shared
 _OWN_SEGMENT = 2 * MIB  # from there on a tensor has a piece of its own, a multiple of this
 _LEFT_OVER = MIB  # of a shared piece; less than this stays with the tensor
-BEGUN = _SMALL_SEGMENT + _LARGE_SEGMENT  # one shared piece of each kind that is not full
+BEGUN = SMALL_SEGMENT + _LARGE_SEGMENT  # one shared piece of each kind that is not full
 
 _PARTS_OF_A_LAYER = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -49,7 +49,7 @@ class Pool:
 
     def _new(self, size: int) -> int:
         if size <= _SMALL:
-            segment = _SMALL_SEGMENT
+            segment = SMALL_SEGMENT
         elif size < _LARGE:
             segment = _LARGE_SEGMENT
         else:

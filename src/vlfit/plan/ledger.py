@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.machine.model import Gpu
-from vlfit.plan import allocator, calibration, costs, offload
+from vlfit.plan import allocator, calibration, costs, graphs, offload
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
 from vlfit.plan.model import SINGLE, Model
 from vlfit.plan.vllm import constants as vllm_constants
@@ -25,7 +25,8 @@ class Settings:
     """What a backend is started with: tokens of a request, of a picture, requests at once, tokens of a pass.
 
     ``image_tokens`` is 0 for a model without eyes. ``graphs``: whether vLLM compiles the model and captures
-    CUDA graphs; the other backends do neither. ``offload``: how many text layers wait in RAM, of the native
+    CUDA graphs; the native engine captures its own wherever it can. ``offload``: how many text layers wait in
+    RAM, and ``kv_tokens``: of the pool, 0 for as many as the engine takes by itself; both of the native
     engine only.
     """
 
@@ -36,6 +37,7 @@ class Settings:
     chunk: int
     graphs: bool = False
     offload: int = 0
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
         *_weights(model, settings.offload),
         _kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings, constants),
-        Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs"),
+        _graphs(model, backend, settings),
         _reserve(),
     )
 
@@ -113,7 +115,7 @@ def pool_tokens(backend: str, settings: Settings) -> int:
     if backend == VLLM:
         return vllm_costs.pool_tokens(settings)
     if backend == NATIVE:
-        return costs.kv_tokens(settings.context, settings.sequences)
+        return settings.kv_tokens or costs.kv_tokens(settings.context, settings.sequences)
     return settings.context * settings.sequences
 
 
@@ -177,6 +179,18 @@ def _pool_beside(model: Model, backend: str, settings: Settings) -> int:
         weights = offload.torch_takes(model, apart) - (model.weight_bytes - apart.frees)
     # Keys of all layers are one tensor, values another.
     return weights + 2 * allocator.beside(kv_cache // 2) + allocator.BEGUN
+
+
+def _graphs(model: Model, backend: str, settings: Settings) -> Line:
+    """Of decode steps, in the native engine; layers that are streamed from RAM cannot be recorded."""
+    if backend != NATIVE:
+        return Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs")
+    if settings.offload:
+        return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
+    pool = graphs.pool_bytes(model, settings.sequences)
+    note = f"decode steps of up to {settings.sequences}: {pool / MIB:.0f} MiB of tensors, "
+    note += f"{graphs.DRIVER.bytes / MIB:.0f} MiB of the driver's"
+    return Line("graphs", pool + graphs.DRIVER.bytes, MODELLED, note)
 
 
 def _text_slack(backend: str, constants: Constants) -> float:
