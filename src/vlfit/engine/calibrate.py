@@ -243,12 +243,13 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Seconds to launch one text layer while decoding: mini, whose layers take the GPU no time.
+    """Seconds to launch one text layer kernel by kernel, as in a prompt or with layers in RAM: mini, whose
+    layers take the GPU no time.
 
     The difference between a step with all layers and one with half of them, so that what comes once a step
     (the head, sampling, waiting) does not count.
     """
-    options = EngineOptions(device=str(device), context=512, sequences=1)
+    options = EngineOptions(device=str(device), context=512, sequences=1, graphs=False)
     engine = Engine(open_checkpoint("mini"), options)
     layers = engine.runner.text.layers
     half = len(layers) // 2

@@ -60,17 +60,20 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     constants = calibration.constants_for(gpu)
     if backend != NATIVE:  # what was measured here is the native engine's
         constants = replace(constants, launch_low=calibration.LAUNCH_LOW, launch=calibration.LAUNCH)
+    launch_low, launch = constants.launch_low.value, constants.launch.value
+    if (backend == VLLM and settings.graphs) or (backend == NATIVE and not settings.offload):
+        # A decode step of the native engine is a CUDA graph too; measured with vLLM's, on the same card.
+        launch_low, launch = min(launch_low, LAUNCH_OF_GRAPHS_LOW.value), min(launch, LAUNCH_OF_GRAPHS.value)
     if backend == VLLM and settings.graphs:
         constants = replace(constants, launch_low=LAUNCH_OF_GRAPHS_LOW, launch=LAUNCH_OF_GRAPHS)
     cached = settings.image_tokens + TEXT_TOKENS
     weights = _pass_bytes(model)
     moved = weights + cached * model.kv_bytes_per_token
     layers = model.text.num_hidden_layers
-    launch = layers * constants.launch.value
     # Kernels are launched ahead of the GPU, so the longer of the two counts; at worst nothing overlaps.
-    fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * constants.launch_low.value)
-    expected = max(moved / (bandwidth * constants.efficiency.value), launch)
-    slow = moved / (bandwidth * constants.efficiency_low.value) + launch
+    fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * launch_low)
+    expected = max(moved / (bandwidth * constants.efficiency.value), layers * launch)
+    slow = moved / (bandwidth * constants.efficiency_low.value) + layers * launch
     copies = copy_seconds(offload_of(model, settings.offload), gpu, constants) if settings.offload else _NONE
     if copies is None:
         return None
