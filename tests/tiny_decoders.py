@@ -6,6 +6,7 @@ a vocabulary as Llama 2 and Phi-3 have it.
 """
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -228,7 +229,7 @@ def config_json(spec: DecoderSpec) -> dict[str, Any]:
             "quant_method": "fp8",
             "weight_block_size": [128, 128],
         }
-    return config | spec.more
+    return config | deepcopy(spec.more)
 
 
 def tokenizer_settings(spec: DecoderSpec) -> dict[str, Any]:
