@@ -5,6 +5,7 @@ Sources: Qwen3-VL's reference in transformers (``get_rope_index``, ``Qwen3VLVisi
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -53,16 +54,17 @@ def vision_tables(
     quarter = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
     inverse_frequencies = 1.0 / VISION_THETA**quarter
     angles = torch.arange(max(rows, columns), dtype=torch.float32)[:, None] * inverse_frequencies
-    cosines, sines = angles.cos().to(device), angles.sin().to(device)
     row, column = (order.to(device) for order in merge_order(rows, columns, config.spatial_merge_size))
 
-    def of_patches(first: Tensor, second: Tensor) -> Tensor:
-        halves = (first[row], first[column], second[row], second[column])
-        return torch.cat(halves, dim=-1)[:, None, None]
+    def of_patches(of_place: Tensor) -> Tensor:
+        of_place = of_place.to(device)
+        return torch.cat((of_place[row], of_place[column]), dim=-1)[:, None, None]
 
-    return of_patches(cosines, cosines), of_patches(-sines, sines)
+    cosines, sines = of_patches(angles.cos()), of_patches(angles.sin())
+    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
 
 
+@lru_cache(maxsize=8)  # pictures of one camera, frames of a clip; in host memory, not to be changed
 def merge_order(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
     """Row and column [rows * columns] of each patch, each merge x merge block together."""
     raster = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)

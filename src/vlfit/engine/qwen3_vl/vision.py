@@ -12,6 +12,7 @@ q, k and v, and the tables that these are turned by; anything else lives for a s
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -131,12 +132,18 @@ def learned_positions(
     the share of each [4, patches, 1] in float32.
     """
     side = int(config.num_position_embeddings**0.5)
+    index, shares = _corners(side, rows, columns, config.spatial_merge_size)
+    return index.to(device), shares.to(device)
+
+
+@lru_cache(maxsize=8)  # pictures of one camera, frames of a clip; in host memory, not to be changed
+def _corners(side: int, rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
     (top, lower), (left, right) = _stretched(side, rows), _stretched(side, columns)
-    row, column = merge_order(rows, columns, config.spatial_merge_size)
+    row, column = merge_order(rows, columns, merge)
     below, beside = (top + 1).clamp(max=side - 1), (left + 1).clamp(max=side - 1)
     index = [line[row] * side + place[column] for line in (top, below) for place in (left, beside)]
     shares = [up[row] * along[column] for up in (1 - lower, lower) for along in (1 - right, right)]
-    return torch.stack(index).to(device), torch.stack(shares)[..., None].to(device)
+    return torch.stack(index), torch.stack(shares)[..., None]
 
 
 def _stretched(side: int, count: int) -> tuple[Tensor, Tensor]:
