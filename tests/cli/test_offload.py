@@ -1,4 +1,4 @@
-"""``--offload`` on the command line: on purpose only, sizes as people write them, refused where it is no use."""
+"""``--offload`` on the command line: on purpose only, sizes as people write them, refused where useless."""
 
 import json
 
