@@ -24,7 +24,7 @@ class LocalModel:
 
     ``name`` is what ``--model`` takes. ``bytes`` is disk space; ``weight_bytes`` and ``parameters`` are read
     from the headers, and 0 while the checkpoint is not complete. ``format`` is ``bf16``, ``fp8``, ... or
-    ``unknown``.
+    ``unknown``. ``sees``: it has a vision tower.
     """
 
     name: str
@@ -34,6 +34,7 @@ class LocalModel:
     complete: bool
     weight_bytes: int = 0
     parameters: int = 0
+    sees: bool = True
 
 
 def describe(name: str, folder: Path) -> LocalModel | None:
@@ -44,7 +45,8 @@ def describe(name: str, folder: Path) -> LocalModel | None:
         return None
     size = _size(folder)
     form = _promised(config.quantization)
-    unfinished = LocalModel(name, folder, size, form, complete=False)
+    sees = config.vision is not None
+    unfinished = LocalModel(name, folder, size, form, complete=False, sees=sees)
     if not hub.is_complete(folder):
         return unfinished
     try:
@@ -54,7 +56,7 @@ def describe(name: str, folder: Path) -> LocalModel | None:
     weights = sum(info.bytes for info in tensors.values())
     count = count_parameters(tensors, config.quantization)
     form = weights_format(tensors, config.quantization)
-    return LocalModel(name, folder, size, form, True, weights, count)
+    return LocalModel(name, folder, size, form, True, weights, count, sees)
 
 
 def _promised(quantization: Quantization | None) -> str:

@@ -112,10 +112,10 @@ class ModelConfig:
         )
 
 
-def no_eyes() -> InvalidRequest:
-    """The error for a picture that is sent to a text-only model."""
+def no_eyes(model: str = "this model") -> InvalidRequest:
+    """The error for a picture that is meant for a text-only ``model``."""
     return InvalidRequest(
-        "this model has no eyes: it reads text only",
+        f"{model} has no eyes: it reads text only",
         "Leave the pictures out, or load a Qwen3-VL.",
         param="messages",
     )

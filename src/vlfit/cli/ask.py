@@ -43,7 +43,7 @@ def ask(
 
     *patterns, question = arguments
     _refuse_missing_question(question)
-    with Session(options) as session:
+    with Session(options, looks=bool(patterns)) as session:
         from vlfit.tasks.pictures import load_picture
 
         names = named_pictures(patterns) if patterns else []

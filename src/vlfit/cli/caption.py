@@ -32,7 +32,7 @@ def caption(
     from vlfit.cli.pictures import for_each_picture, named_pictures
     from vlfit.cli.session import Session
 
-    with Session(options) as session:
+    with Session(options, looks=True) as session:
         names = named_pictures(pictures)
 
         def work(name: str) -> None:

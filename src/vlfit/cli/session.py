@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One run of a command. Raises ``UsageError`` at once for options that make no sense together."""
+    """One run of a command. Raises ``UsageError`` at once for options that make no sense together.
 
-    def __init__(self, options: CommonOptions) -> None:
+    ``looks``: the command is about pictures; a model that reads text only is refused before it is loaded.
+    """
+
+    def __init__(self, options: CommonOptions, *, looks: bool = False) -> None:
         from vlfit.settings import read_settings
 
+        self._looks = looks
         self.printer = Printer(json=options.json, stream=options.stream, quiet=options.quiet)
         self._typed = options
         self._settings = read_settings(
@@ -53,6 +57,8 @@ class Session:
             choice = choose_model()
             name = choice.model
             self.printer.note(choice.reason)
+        if self._looks:
+            _check_eyes(name)
         with loading(name, self.printer) as progress:
             return VLM(
                 name,
@@ -114,3 +120,13 @@ class Session:
                 f"{', '.join(typed)} cannot change the server at {self._settings.server}",
                 "give it to `vlfit serve`; or load the model here, without --server and VLFIT_SERVER",
             )
+
+
+def _check_eyes(name: str) -> None:
+    """Raises ``UsageError`` for a model without a vision tower, what ``open_checkpoint`` raises for no model."""
+    from vlfit.checkpoint.config import ModelConfig, no_eyes
+    from vlfit.checkpoint.source import locate
+
+    called, folder = locate(name)
+    if ModelConfig.read(folder).vision is None:
+        raise no_eyes(called)

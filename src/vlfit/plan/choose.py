@@ -40,7 +40,7 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> Choice:
     Of equals the smaller file wins: FP8 answers as well as bf16, faster, and leaves room. Only int4, which is
     less exact, comes after all others.
     """
-    real = [model for model in models if model.name != MINI]
+    real = [model for model in models if model.name != MINI and model.sees]
     whole = sorted(
         (model for model in real if model.complete),
         key=lambda model: (-model.parameters, model.format == INT4, model.weight_bytes, model.name),
