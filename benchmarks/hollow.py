@@ -17,6 +17,7 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo
 from vlfit.checkpoint.quantization import INT8
 from vlfit.checkpoint.source import Checkpoint, mini_folder
+from vlfit.engine.convert.convert import DEFAULT_GROUP_SIZE
 from vlfit.engine.convert.layout import Job, Piece, jobs, shards
 from vlfit.engine.convert.recipe import KEPT, Wanted, new_recipe, quantization_config
 
@@ -29,7 +30,7 @@ def write_hollow(
     size: str,
     weights: str,
     int8: Collection[str] = (),
-    group_size: int = catalog.GROUP_SIZE,
+    group_size: int = DEFAULT_GROUP_SIZE,
 ) -> Path:
     """A checkpoint of ``size`` (2B, 4B, 8B) in ``weights`` (bf16, fp8, int4) in the new ``folder``.
 

@@ -13,6 +13,7 @@ context, alone and beside the others. The card's memory is read with NVML all al
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,13 +25,20 @@ from typing import Any
 from benchmarks.facts import card, commit, processor
 from benchmarks.hold import Hold
 from benchmarks.ledger_job import Meter
-from benchmarks.measure import MIB, versions_of
+from benchmarks.measure import MIB, ROOT, versions_of
 from benchmarks.memory_load import ask_everything
 from benchmarks.random_weights import room_in_memory, write_random
 from benchmarks.report import print_rows
-from benchmarks.served import DidNotStart, Served, held_beside, ledger_table, planned_for_process
-from vlfit.checkpoint.catalog import GROUP_SIZE
+from benchmarks.served import (
+    DidNotStart,
+    Served,
+    environment,
+    held_beside,
+    ledger_table,
+    planned_for_process,
+)
 from vlfit.checkpoint.source import locate, read_checkpoint
+from vlfit.engine.convert.convert import DEFAULT_GROUP_SIZE
 
 FREE = 7200 * MIB
 MOST_BESIDE = 900 * MIB
@@ -52,7 +60,7 @@ class Row:
     image_tokens: int
     sequences: int
     int8: tuple[str, ...] = ()
-    group_size: int = GROUP_SIZE
+    group_size: int = DEFAULT_GROUP_SIZE
 
     @property
     def name(self) -> str:
@@ -107,10 +115,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--free", type=int, default=FREE // MIB, metavar="MIB", help="of the card")
     parser.add_argument(
-        "--kv", default="auto", help="tokens of the pool; auto: what the rest of memory holds"
-    )
-    parser.add_argument(
-        "--serve", default="", metavar="WORDS", help="more options of vlfit serve, in one word"
+        "--serve",
+        default="",
+        metavar="WORDS",
+        help="in one word, more options of vlfit serve than the plan's: '--kv auto' fills what is left",
     )
     parser.add_argument("--starts", type=int, default=2, help="times to start: the first may compile kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
@@ -134,11 +142,8 @@ def measured(row: Row, options: argparse.Namespace, hold: Hold | None) -> dict[s
         else:
             _, place = locate(row.size)
         weights = read_checkpoint(row.name, place).weight_bytes
-        arguments = [
-            *(str(place), "--device", options.device, "--context", str(row.context), "--kv", options.kv),
-            *("--sequences", str(row.sequences), "--image-tokens", str(row.image_tokens)),
-            *options.serve.split(),
-        ]
+        free = None if hold is None else hold.leave(options.free * MIB)
+        arguments = [*planned(row, place, on_gpu=hold is not None), *options.serve.split()]
         result = {"name": row.name, "row": asdict(row), "serve": arguments[1:], "weights_bytes": weights}
         starts: list[float] = []
         try:
@@ -152,6 +157,30 @@ def measured(row: Row, options: argparse.Namespace, hold: Hold | None) -> dict[s
             return result | {"starts_s": starts, "wrong": ["it did not start"], "why": str(error)}
         result |= {"starts_s": starts, "bytes_per_s": weights / min(starts)}
         return result | {"wrong": [words for words, holds in verdicts(row, result) if not holds]}
+
+
+def planned(row: Row, place: Path, *, on_gpu: bool) -> list[str]:
+    """What `vlfit plan` starts ``row`` with on the card as it is; its limits alone where nothing fits.
+
+    A plan is for a GPU: on a CPU the limits are all.
+    """
+    limits = ["--context", str(row.context), "--sequences", str(row.sequences)]
+    limits += ["--image-tokens", str(row.image_tokens)]
+    if not on_gpu:
+        return [str(place), *limits, "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "vlfit", "plan", str(place), *limits, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        check=False,
+    )
+    if done.returncode:
+        print(f"\n{row.name}: no plan (exit code {done.returncode})\n{done.stdout}{done.stderr}")
+        return [str(place), *limits]
+    command: list[str] = json.loads(done.stdout)["command"]
+    return command[2:]
 
 
 def seen(row: Row, served: Served) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.hollow import write_hollow
-from vlfit.checkpoint.catalog import GROUP_SIZE
 from vlfit.checkpoint.headers import TensorInfo, read_headers
+from vlfit.engine.convert.convert import DEFAULT_GROUP_SIZE
 
 BLOCK = 16 * 2**20  # bytes made once for each kind, and written over and over
 WEIGHT = 0.02  # standard deviation
@@ -22,7 +22,7 @@ ONE = np.array([0x3F80], dtype=np.uint16)  # in bfloat16
 
 
 def write_random(
-    folder: Path, size: str, weights: str, int8: Collection[str] = (), group_size: int = GROUP_SIZE
+    folder: Path, size: str, weights: str, int8: Collection[str] = (), group_size: int = DEFAULT_GROUP_SIZE
 ) -> Path:
     """A checkpoint as ``write_hollow`` makes it, in the new ``folder``, and its bytes in memory."""
     write_hollow(folder, size, weights, int8, group_size)

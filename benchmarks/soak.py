@@ -29,10 +29,12 @@ from benchmarks.facts import card, commit
 from benchmarks.hold import Hold
 from benchmarks.ledger_job import Meter
 from benchmarks.measure import MIB, versions_of
+from benchmarks.memory import Row, planned
 from benchmarks.random_weights import room_in_memory, write_random
 from benchmarks.report import print_rows
 from benchmarks.served import DidNotStart, Served
 from benchmarks.soak_requests import BURST, Wanted, requests
+from vlfit.checkpoint.source import locate
 
 MOST_RESIDENT_GROWTH = 50 * MIB
 FLAT = MIB
@@ -67,22 +69,21 @@ def main() -> None:
     facts: dict[str, Any] = {"commit": commit(), **versions_of("torch", "triton")}
     print("; ".join(f"{name} {value}" for name, value in facts.items()))
     with tempfile.TemporaryDirectory(prefix="vlfit-soak-", dir=room_in_memory()) as folder:
-        model = options.model
         if is_made(options):
-            model = write_random(Path(folder) / model, *model.split("-"))
-        arguments = [
-            *(str(model), "--device", options.device, "--sequences", str(options.sequences)),
-            *("--image-tokens", str(options.image_tokens), "--kv", options.kv),
-            *("--context", str(options.context), *options.serve.split()),
-        ]
+            place = write_random(Path(folder) / options.model, *options.model.split("-"))
+        else:
+            _, place = locate(options.model)
+        row = Row(options.model, "", options.context, options.image_tokens, options.sequences)
         places = options.sequences + max(PLACES_PER_SEQUENCE * options.sequences, 16)
         work = requests(options.requests, options.context, options.image_tokens, places, options.seed)
         try:
-            with held(options) as meter, Served(arguments, meter) as served:
-                facts |= {"card": card(), "ready_s": round(served.ready_s, 2)} if meter else {}
-                found = run(served, options, work)
-                result = {"facts": facts, "command": arguments, **told(served, found, options)}
-                print_result(result, served)
+            with held(options) as meter:
+                arguments = [*planned(row, place, on_gpu=meter is not None), *options.serve.split()]
+                with Served(arguments, meter) as served:
+                    facts |= {"card": card(), "ready_s": round(served.ready_s, 2)} if meter else {}
+                    found = run(served, options, work)
+                    result = {"facts": facts, "command": arguments, **told(served, found, options)}
+                    print_result(result, served)
         except DidNotStart as error:
             sys.exit(f"the server did not start: {error}")
     if options.json:
@@ -104,7 +105,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=6144)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--image-tokens", type=int, default=1280)
-    parser.add_argument("--kv", default="auto")
     parser.add_argument(
         "--serve", default="", metavar="WORDS", help="more options of vlfit serve, in one word"
     )

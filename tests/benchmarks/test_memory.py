@@ -49,7 +49,7 @@ def test_a_server_is_asked_all_that_its_plan_admits(
 def test_a_server_that_does_not_start_is_a_row_that_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny: Callable[[str], Path]
 ) -> None:
-    given = ("--model", tiny("tied"), "--device", "cpu", "--sizes", 512, 64, 3, "--kv", 10**12)
+    given = ("--model", tiny("tied"), "--device", "cpu", "--sizes", 512, 64, 3, "--serve", f"--kv {10**12}")
     assert run(monkeypatch, *given) == 1
     out = capsys.readouterr().out
     assert "does not fit" in out

@@ -23,8 +23,8 @@ def test_a_small_soak_of_a_real_server(
 ) -> None:
     file = tmp_path / "soak.json"
     given = (
-        *("--model", tiny("tied"), "--device", "cpu", "--requests", 44, "--settled", 22, "--seed", 32),
-        *("--context", 512, "--kv", 1024, "--sequences", 2, "--image-tokens", 64, "--json", file),
+        *("--model", tiny("tied"), "--device", "cpu", "--requests", 44, "--settled", 22, "--seed", 33),
+        *("--context", 512, "--serve", "--kv 1024", "--sequences", 2, "--image-tokens", 64, "--json", file),
     )
     monkeypatch.setattr("sys.argv", ["soak", *map(str, given)])
     monkeypatch.setattr("benchmarks.soak_requests.LARGEST", 700)
