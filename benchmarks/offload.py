@@ -47,14 +47,20 @@ def main() -> None:
         folder = str(
             options.checkpoint or write_hollow(Path(scratch) / "model", options.size, options.weights)
         )
-        results = []
+        results: list[dict[str, Any]] = []
+        facts = {
+            "commit": commit(),
+            "card": card() if options.device == "cuda" else "none",
+            "results": results,
+        }
+        print_head(facts)
         for job in jobs(options, folder):
-            print(f"  {job.title} ...", file=sys.stderr, flush=True)
             results.append(compared(job, measured(job, environment), the_gpu(options.device)))
-    facts = {"commit": commit(), "card": card() if options.device == "cuda" else "none", "results": results}
-    print_results(facts)
-    if options.json:
-        options.json.write_text(json.dumps(facts, indent=1), "utf-8")
+            print(f"| {' | '.join(row_of(results[-1]))} |", flush=True)
+            if "failed" in results[-1]:
+                print(results[-1]["failed"], file=sys.stderr, flush=True)
+            if options.json:  # after each row, should the next one take too long
+                options.json.write_text(json.dumps(facts, indent=1), "utf-8")
     sys.exit(0 if all(within(result) for result in results if not result["job"]["variant"]) else 1)
 
 
@@ -65,8 +71,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="a real one instead")
     parser.add_argument("--offload", nargs="+", type=float, metavar="GIB", default=[0.0, 1.0, 2.0, 3.0])
     parser.add_argument("--image-tokens", type=int, default=1024, help="of the picture that is asked about")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=4, help="requests, the first of which warms up")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=3, help="requests, the first of which warms up")
     parser.add_argument(
         "--variants", action="store_true", help="also the last layers, and copies in one piece"
     )
@@ -151,18 +157,13 @@ def within(result: dict[str, Any]) -> bool:
     return bool(abs(found / planned - 1) <= TOLERANCE)
 
 
-def print_results(facts: dict[str, Any]) -> None:
+def print_head(facts: dict[str, Any]) -> None:
     print(f"commit {facts['commit']}; {facts['card']}")
     titles = (
         *("off the card", "layers", "RAM MiB", "card MiB", "load s", "link GB/s"),
         *("tokens/s", "planned", "ratio", "first token ms", "planned"),
     )
-    print(f"| {' | '.join(titles)} |\n|{'---:|' * len(titles)}")
-    for result in facts["results"]:
-        print(f"| {' | '.join(row_of(result))} |")
-    for result in facts["results"]:
-        if "failed" in result:
-            print(f"{result['title']}: {result['failed']}")
+    print(f"| {' | '.join(titles)} |\n|{'---:|' * len(titles)}", flush=True)
 
 
 def row_of(result: dict[str, Any]) -> list[str]:
