@@ -252,9 +252,10 @@ _QWEN3_VL = {
 }
 # Vocabulary, hidden, intermediate, layers, heads, key/value heads, head_dim, positions, tied, bias: the
 # numbers of their config.json.
+# Phi-3's attention slides over 2,047 of its 4,096 positions, so that is the longest context it runs with.
 _TEXT_ONLY = {
     "meta-llama/Llama-2-7b-hf": TextOnlyConfig(32000, 4096, 11008, 32, 32, 32, 128, 4096, False, False),
-    "microsoft/Phi-3-mini-4k-instruct": TextOnlyConfig(32064, 3072, 8192, 32, 32, 32, 96, 4096, False, False),
+    "microsoft/Phi-3-mini-4k-instruct": TextOnlyConfig(32064, 3072, 8192, 32, 32, 32, 96, 2047, False, False),
     "Qwen/Qwen2.5-3B-Instruct": TextOnlyConfig(151936, 2048, 11008, 36, 16, 2, 128, 32768, True, True),
 }
 

@@ -81,7 +81,7 @@ def _candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> Iterator[t
             f"{models[sees.index(False)][0].name} is a text-only model and takes no pictures",
             "leave out --image-tokens",
         )
-    for context in _steps(wishes.context, CONTEXTS):
+    for context in _steps(wishes.context, _contexts(models)):
         for image_tokens in _steps(wishes.image_tokens, IMAGE_TOKENS if all(sees) else (0,)):
             for sequences in _steps(wishes.sequences, SEQUENCES):
                 for model, backend in models:
@@ -102,6 +102,12 @@ def _passes(backend: str, context: int) -> Iterator[tuple[int, bool]]:
         yield from ((chunk, graphs) for graphs in (True, False) for chunk in VLLM_CHUNKS)
 
 
+def _contexts(models: list[tuple[Model, str]]) -> tuple[int, ...]:
+    """Those that are tried; all there is, of models made for less than the least of them."""
+    most = max(model.text.max_position_embeddings for model, _ in models)
+    return CONTEXTS if most >= min(CONTEXTS) else (most,)
+
+
 def _steps(wish: int | None, steps: Iterable[int]) -> tuple[int, ...]:
     return tuple(steps) if wish is None else (wish,)
 
@@ -120,13 +126,7 @@ def _nothing_left(models: list[tuple[Model, str]], wishes: "Wishes") -> UsageErr
     """Which limit no setting that is tried keeps to, and the way out."""
     model = models[0][0]
     most = max(each.text.max_position_embeddings for each, _ in models)
-    contexts = [context for context in _steps(wishes.context, CONTEXTS) if context <= most]
-    if not contexts:
-        return UsageError(
-            f"{model.name} was made for a context of at most {most}; {min(CONTEXTS)} is the least that is "
-            "tried",
-            f"add --context {most} or less",
-        )
+    contexts = [context for context in _steps(wishes.context, _contexts(models)) if context <= most]
     if wishes.image_tokens is None:
         least = min(IMAGE_TOKENS)
         return UsageError(
