@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -433,8 +434,11 @@ def test_on_a_gpu_that_others_have_filled(tiny: Callable[[str], Path]) -> None:
         words = say(backend)
         assert backend.account().holdings.kv_cache > 200 * MIB
         settled(backend.sleep())
-        free, _ = torch.cuda.mem_get_info()
-        others = torch.empty(free - 8 * MIB, dtype=torch.uint8, device="cuda")
+        others = []
+        for size in (GIB, 64 * MIB, 12 * MIB):
+            with suppress(torch.OutOfMemoryError):
+                while True:
+                    others.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
         for _ in range(3):
             with pytest.raises(CannotWake):
                 say(backend)
