@@ -44,6 +44,7 @@ FREE = 7200 * MIB
 MOST_BESIDE = 900 * MIB
 MOST_UNUSED = 0.03  # share of the plan
 MOST_WHILE_LOADING = 300 * MIB
+STARTED, MOST_OF_IT = 32 * MIB, 0.95  # of what is on the card when ready: how far a start has come
 LEAST_SPEED = 1e9  # bytes of weights a second, from the command to the first 200
 
 
@@ -195,6 +196,11 @@ def seen(row: Row, served: Served) -> dict[str, Any]:
         "ready": ready,
         "after": after,
         "peak": watched.peak,
+        "stages_s": {
+            "CUDA": watched.reached(STARTED),
+            "weights and pool": watched.reached(round(MOST_OF_IT * ready["process"])),
+            "ready": served.ready_s,
+        },
         "peak_until_ready": watched.peak_until(served.ready_s),
         "peak_resident": watched.peak_resident,
         "peak_anonymous": watched.peak_anonymous,
@@ -248,6 +254,8 @@ def print_row(result: dict[str, Any]) -> None:
         f"{mib(result['after']['process'])} after; RAM {mib(result['peak_resident'])} MiB at most, of which "
         f"{mib(result['peak_anonymous'])} no pages of files"
     )
+    stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in result["stages_s"].items())
+    print(f"the last start, in seconds: {stages}")
     print(result["load"]["words"])
     for words in result["wrong"]:
         print(f"WRONG: {words}")

@@ -50,6 +50,11 @@ class Watched:
     def peak_until(self, seconds: float) -> int:
         return max((count for at, count in self.curve if at <= seconds), default=0)
 
+    def reached(self, count: int) -> float:
+        """Seconds after which so many bytes were first on the card; the end of the curve if never."""
+        ends = [at for at, seen in self.curve if seen >= count]
+        return ends[0] if ends else self.curve[-1][0] if self.curve else 0.0
+
     def since(self, seconds: float) -> tuple[int, int]:
         """Least and most on the card from then on: what it was then counts."""
         later = [count for at, count in self.curve if at > seconds]

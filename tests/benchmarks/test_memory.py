@@ -135,6 +135,7 @@ def test_the_least_and_the_most_after_a_moment() -> None:
     assert watched.peak_until(2.5) == 400
     assert watched.peak_until(0.5) == 0
     assert Watched().since(1.0) == (0, 0)
+    assert (watched.reached(50), watched.reached(300), watched.reached(500)) == (1.0, 2.0, 8.0)
 
 
 class Card:
