@@ -186,7 +186,8 @@ def planned(row: Row, place: Path, *, on_gpu: bool) -> list[str]:
 
 def seen(row: Row, served: Served) -> dict[str, Any]:
     """What a running server holds before and after it is asked all there is to ask."""
-    ready = {"process": served.on_card(), "own": served.own(), "resident": served.memory("VmRSS")}
+    held = served.on_card()
+    ready = {"process": held, "own": served.own(), "resident": served.memory("VmRSS")}
     at_ready = served.ask("/v1/vlfit/ledger")
     load = ask_everything(served.url, row.context, row.image_tokens, row.sequences)
     after = {"process": served.on_card(), "own": served.own(), "resident": served.memory("VmRSS")}
@@ -198,7 +199,7 @@ def seen(row: Row, served: Served) -> dict[str, Any]:
         "peak": watched.peak,
         "stages_s": {
             "CUDA": watched.reached(STARTED),
-            "weights and pool": watched.reached(round(MOST_OF_IT * ready["process"])),
+            "weights and pool": watched.reached(round(MOST_OF_IT * held)),
             "ready": served.ready_s,
         },
         "peak_until_ready": watched.peak_until(served.ready_s),
