@@ -17,6 +17,7 @@ from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.checkpoint.tensors import ORDER_SUFFIX
 from vlfit.engine.loader import Loader
 
 META = torch.device("meta")
@@ -66,6 +67,10 @@ class MetaLoader(Loader):
 
     def _copy(self, info: TensorInfo, target: Tensor) -> None:
         pass
+
+    def _order(self, name: str) -> Tensor | None:
+        stored = self.checkpoint.tensors.get(f"{name}{ORDER_SUFFIX}")
+        return None if stored is None else torch.arange(stored.shape[0])
 
 
 def loader(entry: CatalogEntry) -> MetaLoader:

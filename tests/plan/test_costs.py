@@ -223,6 +223,24 @@ def test_narrow_weights_are_never_widened_whole(size: str, weights: str) -> None
     assert more <= linear_kernels.SCRATCH_BYTES == costs.SCRATCH_BYTES
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [16, 256, 1024])
+def test_inputs_in_another_order_are_counted(size: str, rows: int) -> None:
+    entry = entry_of(size, "int4")
+    config = config_of(entry)
+    assert config.compressed is not None
+    scheme = replace(config.compressed.schemes[0], ordered=True)
+    ordered = replace(
+        entry, config=replace(config, quantization=replace(config.compressed, schemes=(scheme,)))
+    )
+    planned = model(ordered)
+    assert all(matrix.ordered for matrix in planned.layer.values())
+    counted = run_text(ordered, rows, 0, 0, 0, 0)
+    # With many rows the step between two products takes more than the second with its inputs in order.
+    assert counted > run_text(entry, rows, 0, 0, 0, 0) or rows > linear_kernels.SPLIT_ROWS
+    assert counted <= costs.text_peak(planned, rows, rows, 1)
+
+
 def test_an_output_head_in_int4_costs_what_it_saves() -> None:
     entry = entry_of("8B", "int4")
     form = CompressedFormat((WeightScheme(4, 32),), (r"re:model\.visual\.",))

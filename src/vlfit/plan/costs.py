@@ -152,9 +152,12 @@ def _product_phases(model: Model, rows: int) -> int:
 
 
 def _product(parts: list[Matrix], rows: int) -> int:
-    """Output of matrices that share their input; each program's sums, or the buffer to widen in."""
+    """Output of matrices that share their input; each program's sums, or the buffer to widen in.
+
+    If need be, also the input in another order (``Reordered`` of ``engine/layers/linear.py``).
+    """
     outputs, form = sum(part.rows for part in parts), parts[0].form
-    output = rows * outputs * HALF
+    output = rows * outputs * HALF + (rows * parts[0].columns * HALF if parts[0].ordered else 0)
     if form == BF16:
         return output
     if rows > WIDEN_ROWS:

@@ -39,11 +39,15 @@ _ROUNDED_FROM, _ROUNDED_TO = 10 * MIB, 2 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer of ``rows`` outputs and ``columns`` inputs, in ``form`` (bf16, fp8, int8 or int4)."""
+    """A linear layer of ``rows`` outputs and ``columns`` inputs, in ``form`` (bf16, fp8, int8 or int4).
+
+    ``ordered``: what comes in is put in another order first.
+    """
 
     rows: int
     columns: int
     form: str
+    ordered: bool = False
 
     @property
     def weights(self) -> int:
@@ -223,7 +227,9 @@ def _largest(part: str, tensors: Mapping[str, TensorInfo], quantization: Quantiz
     endings = (f".{part}.weight", f".{part}{PACKED_SUFFIX}")
     found = [_matrix(info, quantization) for name, info in tensors.items() if name.endswith(endings)]
     # Layers may be stored in several forms (a converter skips what it cannot divide): the dearest counts.
-    return max(found, key=lambda matrix: (matrix.form != BF16, matrix.weights))
+    dearest = max(found, key=lambda matrix: (matrix.form != BF16, matrix.weights))
+    ordered = any(name.endswith(f".{part}{ORDER_SUFFIX}") for name in tensors)
+    return replace(dearest, ordered=ordered)
 
 
 def _head(
