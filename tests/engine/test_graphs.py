@@ -32,7 +32,7 @@ def test_graphs_are_few_and_one_holds_all(sequences: int, sizes: tuple[int, ...]
 class Rerun:
     """In place of a graph: runs anew what it would replay."""
 
-    def __init__(self, step: Callable[[], Scores], pool: object) -> None:
+    def __init__(self, step: Callable[[], Scores], pool: object, device: object) -> None:
         self.scores = step()
         self._step = step
 

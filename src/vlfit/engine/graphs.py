@@ -19,6 +19,7 @@ from vlfit.engine.kernels.attention import BlockPlan
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.scores import Scores, scores_of
 from vlfit.engine.sequence import Sequence
+from vlfit.engine.streams import side_stream
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -45,7 +46,9 @@ class DecodeGraphs:
             StepInputs(size, -(-context // cache.block_size), cache.block_size, cache.keys.device)
             for size in sizes_for(sequences)
         ]
+        self._cache = cache
         self._recorded: dict[int, Graph] = {}
+        self._recorded_at = (0, 0)
         self._pool: _POOL_HANDLE | None = None
 
     def record(self) -> None:
@@ -63,6 +66,8 @@ class DecodeGraphs:
     def run(self, sequences: Many[Sequence]) -> Scores:
         """The next token of each of ``sequences``, which all decode; valid until the next call."""
         inputs = next(inputs for inputs in self._inputs if inputs.size >= len(sequences))
+        if self._place() != self._recorded_at:
+            self.release()  # the cache was made anew
         graph = self._graph(inputs)
         inputs.fill(sequences)
         graph.replay()
@@ -73,10 +78,14 @@ class DecodeGraphs:
         if graph is None:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
+            self._recorded_at = self._place()
             inputs.fill([])
-            graph = Graph(partial(self._run, inputs), self._pool)
+            graph = Graph(partial(self._run, inputs), self._pool, self._cache.keys.device)
             self._recorded[inputs.size] = graph
         return graph
+
+    def _place(self) -> tuple[int, int]:
+        return self._cache.keys.data_ptr(), self._cache.values.data_ptr()
 
     def _run(self, inputs: "StepInputs") -> Scores:
         return scores_of(self._step(inputs.token_ids, inputs.positions, inputs.plan))
@@ -85,12 +94,17 @@ class DecodeGraphs:
 class Graph:
     """``run`` as it went once: ``scores`` are where it left them, and ``replay`` writes them anew."""
 
-    def __init__(self, run: Callable[[], Scores], pool: "_POOL_HANDLE") -> None:
+    def __init__(self, run: Callable[[], Scores], pool: "_POOL_HANDLE", device: torch.device) -> None:
         run()  # kernels are compiled and loaded outside of a recording
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.scores = run()
+        # Not by torch.cuda.graph, which makes streams of its own.
+        with torch.cuda.stream(side_stream(device)):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self.scores = run()
+            finally:
+                graph.capture_end()
         self.replay = graph.replay
 
 
