@@ -77,19 +77,28 @@ class _Waiting(Generic[Layer]):
 class StreamedLayers(Sequence[Layer]):
     """The layers of a model in their order, those ``waiting`` in RAM. ``build`` makes the layer of an index.
 
+    ``before``: the same layers, which are to be replaced; those of them that wait in RAM are taken over.
+
     Iterating yields each when its weights are on the device. They stay until the next layer is asked for, so
     whoever computes has given the device all of a layer's work by then. A pass that is broken off costs only
     what was copied ahead.
     """
 
     def __init__(
-        self, build: Callable[[int], Layer], count: int, waiting: Collection[int], loader: Loader
+        self,
+        build: Callable[[int], Layer],
+        count: int,
+        waiting: Collection[int],
+        loader: Loader,
+        before: Sequence[Layer] = (),
     ) -> None:
         self._device = device = loader.device
         self._there: dict[int, Layer] = {}
         self._waiting: dict[int, _Waiting[Layer]] = {}
         for index in range(count):
-            if index in waiting:
+            if isinstance(before, StreamedLayers) and index in before._waiting:
+                self._waiting[index] = before._waiting[index]
+            elif index in waiting:
                 with loader.into_ram():
                     self._waiting[index] = _Waiting(build(index), device)
             else:
