@@ -39,6 +39,12 @@ def unstripped() -> Tokenizer:
 KINDS = {"llama": llama, "metaspace": metaspace, "unstripped": unstripped}
 
 
+def byte_tokens(tokenizer: Tokenizer, some: bytes) -> list[int]:
+    """The tokens that spell ``some``, a byte each."""
+    found = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in some]
+    return [token for token in found if token is not None]
+
+
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
     return [*(detokenizer.add(token_id) for token_id in ids), detokenizer.flush()]
@@ -58,14 +64,14 @@ def test_text_comes_back_in_whole_characters(kind: str, text: str) -> None:
 
 def test_a_character_comes_with_its_last_byte() -> None:
     tokenizer = llama()
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🙂é".encode()]
+    ids = byte_tokens(tokenizer, "🙂é".encode())
     assert pieces(tokenizer, ids) == ["", "", "", "🙂", "", "é", ""]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_character_broken_off_shows_at_the_end(kind: str) -> None:
     tokenizer = KINDS[kind]()
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🙂".encode()[:3]]
+    ids = byte_tokens(tokenizer, "🙂".encode()[:3])
     assert pieces(tokenizer, ids) == ["", "", "", BROKEN * 3]
     assert tokenizer.decode(ids) == BROKEN * 3
 
@@ -76,7 +82,7 @@ def test_random_tokens_give_what_decoding_at_once_gives(kind: str) -> None:
     tokenizer = KINDS[kind]()
     random = np.random.default_rng(0)
     size = tokenizer.get_vocab_size()
-    byte_ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    byte_ids = byte_tokens(tokenizer, bytes(range(256)))
     words = [index for index in range(size + 20) if index not in byte_ids]
     broken = [[byte_ids[0xF0]], [byte_ids[0x80]], [byte_ids[0xE2], byte_ids[0x96]], [byte_ids[0xFF]]]
     whole = [[byte_ids[byte] for byte in text.encode()] for text in ("é", "图", "🙂", " ", "a")]
@@ -92,7 +98,7 @@ def test_random_tokens_give_what_decoding_at_once_gives(kind: str) -> None:
 def test_whole_characters_are_said_before_broken_ones() -> None:
     """Where the reference gives up on a run of bytes, what came of it as characters has been said."""
     tokenizer = llama()
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in ("🙂".encode() + b"\xf0")]
+    ids = byte_tokens(tokenizer, "🙂".encode() + b"\xf0")
     assert "".join(pieces(tokenizer, ids)) == "🙂" + BROKEN
     assert tokenizer.decode(ids) == BROKEN * 5
 

@@ -41,9 +41,9 @@ def test_fp8_weights_stay_fp8(tiny_decoder: Callable[[str], Path]) -> None:
     assert layer.down.weights.codes.dtype == torch.float8_e4m3fn
 
 
-def last_logits(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def last_logits(folder: Path, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """What the prompt's last token says of the next, in float32."""
-    built = engine(folder, "cuda", dtype)
+    built = engine(folder, device, dtype)
     seen: list[torch.Tensor] = []
     forward = TextModel.__call__
 
@@ -54,17 +54,21 @@ def last_logits(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> to
     with monkeypatch.context() as patched:
         patched.setattr(TextModel, "__call__", watching)
         run(built, CONVERSATIONS["question"], tokens=1)
-    return seen[-1][-1].float()
+    return seen[-1][-1].float().cpu()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3", "phi3_long"])
 def test_half_precision_stays_close(
     tiny_decoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    exact, rounded = (
-        last_logits(tiny_decoder(name), dtype, monkeypatch) for dtype in ("float32", "bfloat16")
-    )
-    assert relative(rounded, exact) < 0.05
+    """As close as a CPU comes to what it says in float32, up to the order of additions."""
+    folder = tiny_decoder(name)
+    exact = last_logits(folder, "cpu", "float32", monkeypatch)
+    off = {
+        device: relative(last_logits(folder, device, "bfloat16", monkeypatch), exact)
+        for device in ("cpu", "cuda")
+    }
+    assert off["cuda"] < 2 * off["cpu"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama2", "phi3"])
