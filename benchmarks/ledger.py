@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.facts import card, commit, processor
 from benchmarks.hollow import write_hollow
-from benchmarks.ledger_job import NATIVE, TRANSFORMERS, Held, LedgerJob
+from benchmarks.ledger_job import NATIVE, ROUNDED, TRANSFORMERS, Held, LedgerJob
 from benchmarks.measure import MIB, ROOT, versions_of
 from benchmarks.report import print_rows
 from vlfit.checkpoint.source import read_checkpoint
@@ -40,7 +40,7 @@ from vlfit.plan.model import model_of
 from vlfit.plan.search import emptiest
 
 WORKERS = {NATIVE: "benchmarks.ledger_native", TRANSFORMERS: "benchmarks.ledger_transformers"}
-# Size, weights, context, image tokens, sequences, tokens of a pass.
+# Size, weights, context, image tokens, sequences, tokens of a pass; all else in 8 bits, groups of 128.
 NATIVE_CASES = (
     ("2B", "bf16", 8192, 2560, 4, 1024),
     ("2B", "bf16", 8192, 6400, 1, 1024),  # the tower needs more than the text model
@@ -56,6 +56,9 @@ NATIVE_CASES = (
     ("8B", "fp8", 2048, 256, 1, 128),
     ("8B", "fp8", 8192, 2560, 4, 1024),
     ("8B", "int4", 4096, 1280, 2, 256),
+    # What `vlfit serve` is to hold on a card with 7,200 MiB free (``memory.py``).
+    ("4B", "int4", 16384, 2560, 8, 1024),
+    ("8B", "int4", 4096, 1280, 2, 1024, True),
 )
 TRANSFORMERS_CASES = (("2B", 936, 768, 1), ("4B", 2048, 1024, 2), ("8B", 2048, 1024, 1))
 NO_LINE = "-"
@@ -151,7 +154,7 @@ def read_options() -> argparse.Namespace:
 
 
 def all_jobs(read_files: bool) -> list[LedgerJob]:
-    native = [LedgerJob("", *case, NATIVE, read_files) for case in NATIVE_CASES]
+    native = [LedgerJob("", *case[:6], NATIVE, read_files, rounded=len(case) > 6) for case in NATIVE_CASES]
     return native + [
         LedgerJob("", size, "bf16", context, image_tokens, sequences, context, TRANSFORMERS)
         for size, context, image_tokens, sequences in TRANSFORMERS_CASES
@@ -160,8 +163,10 @@ def all_jobs(read_files: bool) -> list[LedgerJob]:
 
 def place(job: LedgerJob, folder: Path) -> LedgerJob:
     """``job`` with a checkpoint of its own size and weights in ``folder``, written unless it is there."""
-    checkpoint = folder / f"{job.size}-{job.weights}"
-    if not checkpoint.exists():
+    checkpoint = folder / f"{job.size}-{job.weights}{ROUNDED if job.rounded else ''}"
+    if not checkpoint.exists() and job.rounded:
+        write_hollow(checkpoint, job.size, job.weights, ("head", "embedding", "vision"), 128)
+    elif not checkpoint.exists():
         write_hollow(checkpoint, job.size, job.weights)
     return replace(job, folder=str(checkpoint))
 

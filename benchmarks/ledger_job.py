@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 NATIVE, TRANSFORMERS = "native", "transformers"
+ROUNDED = "-rounded"
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerJob:
     """A checkpoint ``folder`` and its settings. ``read_files``: read weights, make none on the device.
 
+    ``rounded``: the parts that are no text layers are in 8 bits, and int4 has groups of 128.
     ``device`` is other than ``cuda`` only in tests of the programs themselves.
     """
 
@@ -29,12 +31,14 @@ class LedgerJob:
     backend: str = NATIVE
     read_files: bool = False
     device: str = "cuda"
+    rounded: bool = False
 
     @property
     def name(self) -> str:
         """``2B-fp8-c4096-i1024-s2-p512``, for the table and for ``--only``."""
         chunk = f"-p{self.chunk}" if self.backend == NATIVE else "-transformers"
-        return f"{self.size}-{self.weights}-c{self.context}-i{self.image_tokens}-s{self.sequences}{chunk}"
+        weights = self.weights + (ROUNDED if self.rounded else "")
+        return f"{self.size}-{weights}-c{self.context}-i{self.image_tokens}-s{self.sequences}{chunk}"
 
 
 @dataclass(frozen=True, slots=True)
