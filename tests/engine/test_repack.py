@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.awq_gptq import Rounded, awq_tensors, gptq_tensors
+from tests.plan.on_meta import Live
 from vlfit.checkpoint.headers import Layout
 from vlfit.engine import repack as module
 from vlfit.engine.layers.linear import unpack_codes
@@ -87,3 +88,18 @@ def test_inputs_by_group() -> None:
         column_order(torch.tensor([0, 0, 0, 1], dtype=torch.int32), 2, "x.g_idx")
     with pytest.raises(CheckpointError, match="does not put"):
         column_order(torch.tensor([0, 0, 2, 2], dtype=torch.int32), 2, "x.g_idx")
+
+
+@pytest.mark.parametrize("layout", [Layout.AWQ_CODES, Layout.TRANSPOSED, Layout.AS_NAMED])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_few_slices_are_all_that_it_takes(layout: Layout, ordered: bool) -> None:
+    """Beside a matrix of 128 MiB; where inputs change places, codes stand in a byte each for a while."""
+    shape = (65536, 512)
+    with Live("cpu") as counter:
+        order = torch.arange(512 * 8).flip(0) if ordered else None
+        raw = torch.zeros(shape_in_file(shape, layout), dtype=torch.int32)
+        target = torch.empty(shape, dtype=torch.int32)
+        before = counter.now
+        repack(raw, layout, target, order)
+    assert counter.peak - before <= (12 if ordered else 3) * module.SLICE_BYTES
+    assert counter.now == before

@@ -1,6 +1,6 @@
 """Codes as AWQ and GPTQ have them in their files, put in the order that the engine's kernels read.
 
-Works in host memory, a slice of a matrix at a time: what it takes beside the matrix itself is a few times
+Works in host memory, a slice of a matrix at a time: beside the matrix itself that takes at most twelve times
 ``SLICE_BYTES``, however large the matrix, and nothing on a device. Knows layouts (``checkpoint/headers.py``
 defines them) and words of codes. Does not know files, names, or scales.
 """
