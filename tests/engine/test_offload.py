@@ -186,6 +186,26 @@ def test_the_device_holds_two_slots_and_what_stays(tiny: Callable[[str], Path]) 
     assert 0 <= planned.ram - text.layers.waiting_bytes <= 2 * 512
 
 
+def test_what_waits_is_taken_over_when_the_rest_is_read_again(tiny: Callable[[str], Path]) -> None:
+    """As after a sleep: the device was given back, and RAM is not taken twice."""
+    checkpoint = open_checkpoint(tiny("tied"))
+    built = engine(checkpoint, (0, 2))
+    expected = run(built, *ALL[:2], tokens=8)
+    with torch.inference_mode(), Loader(checkpoint, CPU, built.dtype) as loader:
+        again = TextModel(checkpoint.config, loader, (0, 2), built.runner.text)
+        read = loader._read
+    assert read < sum(info.bytes for info in checkpoint.tensors.values() if "visual" not in info.name)
+    for mine, theirs in zip(locked(again), locked(built.runner.text), strict=True):
+        assert mine is theirs
+    built.runner.text = again
+    assert run(built, *ALL[:2], tokens=8) == expected
+
+
+def locked(text: TextModel) -> list[PinnedBytes]:
+    assert isinstance(text.layers, StreamedLayers)
+    return [each.pinned for each in text.layers._waiting.values()]
+
+
 def test_it_is_refused_on_a_cpu(tiny: Callable[[str], Path]) -> None:
     with pytest.raises(UsageError, match="all weights are in RAM already"):
         Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", offload="auto"))

@@ -127,13 +127,18 @@ def test_speed_counts_with_what_was_measured() -> None:
     settings = Settings("bf16", 4096, 1024, 1, 1024)
     table = predict(model, GPU, NATIVE, settings)
     by_transformers = predict(model, GPU, TRANSFORMERS, settings)
+    without_graphs = replace(settings, offload=3)  # layers that come from RAM are launched one by one
+    launched = predict(model, GPU, NATIVE, without_graphs)
     save(NUMBERS)
     here = predict(model, GPU, NATIVE, settings)
+    launched_here = predict(model, GPU, NATIVE, without_graphs)
     assert table
     assert here
     # 8 GB at 448 GB/s: bound by bandwidth, of which a copy reached 80 and not 82 hundredths.
     assert here.decode.high == pytest.approx(table.decode.high * 0.8 / 0.82, rel=1e-6)
-    assert here.decode.low > table.decode.low  # launching is faster here
+    assert launched
+    assert launched_here
+    assert launched_here.decode.low > launched.decode.low  # launching is faster here
     assert here.first_token != table.first_token
     # What was launched was the native engine.
     again = predict(model, GPU, TRANSFORMERS, settings)
@@ -205,3 +210,19 @@ def test_a_file_that_cannot_be_read_is_said() -> None:
     path.unlink()
     path.mkdir()
     assert "cannot read the calibration" in constants_for(GPU).broken
+
+
+def test_a_file_of_before_the_link_was_measured_is_as_good_as_ever() -> None:
+    assert NUMBERS.link_bandwidth is None
+    path = save(NUMBERS)
+    facts = json.loads(path.read_text("utf-8"))
+    del facts["link_bandwidth"]
+    path.write_text(json.dumps(facts), "utf-8")
+    assert constants_for(GPU).context.bytes == 420 * MIB
+    assert constants_for(GPU).link_bandwidth is None
+    save(replace(NUMBERS, link_bandwidth=12e9))
+    link = constants_for(GPU).link_bandwidth
+    assert link is not None
+    assert (link.value, link.how) == (12e9, "measured")
+    save(replace(NUMBERS, link_bandwidth=12.0))
+    assert "link_bandwidth is 12.0" in constants_for(GPU).broken
