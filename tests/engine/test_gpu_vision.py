@@ -84,7 +84,7 @@ def test_attention_reads_where_things_lie_and_leaves_its_output_only(heads: int,
     patches, rows = 10240, 2048
     torch.manual_seed(0)
     joined = torch.randn(patches, 3, heads, head_dim, dtype=torch.bfloat16, device="cuda")
-    query, key, value = (by_head(part, 1) for part in (joined[:rows, 0], joined[:, 1], joined[:, 2]))
+    query, key, value = (by_head(part) for part in (joined[:rows, 0], joined[:, 1], joined[:, 2]))
     with torch.inference_mode(), fused_attention(joined.device):
         F.scaled_dot_product_attention(query[..., :64, :], key, value)
         torch.cuda.reset_peak_memory_stats()

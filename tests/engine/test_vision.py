@@ -9,18 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from tests.engine.test_parity import relative
+from tests.pictures import picture
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.conversation import ImagePart, VideoPart, ask
 from vlfit.engine.decoder.rope import rotate, rotation_tables
-from vlfit.engine.images import patch_pieces, patchify
+from vlfit.engine.engine import Engine
+from vlfit.engine.images import PreparedImage, patch_pieces, patchify, prepare_image
 from vlfit.engine.loader import Loader
+from vlfit.engine.options import EngineOptions
 from vlfit.engine.qwen3_vl import vision
 from vlfit.engine.qwen3_vl.rope import merge_order, vision_tables
 from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
+from vlfit.engine.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 WHOLE = 1 << 20  # a slice of more patches than any picture here has
@@ -28,26 +33,19 @@ TOLERANCE = 2e-5  # relative, in float32: products of other heights add in anoth
 TURN = torch.Generator().manual_seed(0)
 
 
-def pixels(
-    frames: int, height: int, width: int, seed: int = 0
-) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def pixels(frames: int, height: int, width: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
 
 
-def processing(**changed: int) -> ImageProcessing:
-    half = (0.5, 0.5, 0.5)
-    sizes = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, **changed}
-    return ImageProcessing(
-        min_pixels=1, max_pixels=1 << 30, mean=half, std=half, rescale_factor=1 / 255, **sizes
-    )
+HALF = (0.5, 0.5, 0.5)
+PROCESSING = ImageProcessing(1, 1 << 30, 16, 2, 2, HALF, HALF, 1 / 255)
 
 
 @pytest.fixture(scope="module", params=["tied", "vision_head_72"])
 def tower(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> VisionTower:
     checkpoint = open_checkpoint(tiny(request.param))
-    assert checkpoint.config.vision is not None
     with Loader(checkpoint, CPU, torch.float32) as loader:
-        return VisionTower(checkpoint.config.vision, loader)
+        return VisionTower(checkpoint.config.eyes, loader)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +53,9 @@ def tower(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> Vision
 )
 @pytest.mark.parametrize("most", [1, 4, 12, 20, 64, WHOLE])
 def test_pieces_are_the_patches_in_their_order(frames: int, height: int, width: int, most: int) -> None:
-    picture, how = pixels(frames, height, width), processing()
-    pieces = list(patch_pieces(picture, how, CPU, most))
-    assert torch.equal(torch.cat(pieces), patchify(torch.from_numpy(picture), how))
+    shown = pixels(frames, height, width)
+    pieces = list(patch_pieces(shown, PROCESSING, CPU, most))
+    assert torch.equal(torch.cat(pieces), patchify(torch.from_numpy(shown), PROCESSING))
     assert max(len(piece) for piece in pieces) <= max(most, 4)
     of_frame = height * width // 256
     ends = np.cumsum([len(piece) for piece in pieces])
@@ -68,13 +66,13 @@ def test_pieces_are_the_patches_in_their_order(frames: int, height: int, width: 
 def test_features_do_not_depend_on_the_slices(
     tower: VisionTower, frames: int, height: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    picture, how = pixels(frames, height, width), processing()
+    shown = pixels(frames, height, width)
     grid = (-(-frames // 2), height // 16, width // 16)
     features: list[VisionFeatures] = []
     for rows in (WHOLE, 8, 28, 64):
         monkeypatch.setattr(vision, "SLICE_ROWS", rows)
         with torch.inference_mode():
-            features.append(tower(patch_pieces(picture, how, CPU, rows), grid))
+            features.append(tower(patch_pieces(shown, PROCESSING, CPU, rows), grid))
     whole, *others = features
     tokens = grid[0] * grid[1] * grid[2] // 4
     assert whole.rows.shape == (tokens, tower.config.out_hidden_size)
@@ -85,13 +83,48 @@ def test_features_do_not_depend_on_the_slices(
 
 
 def test_frames_of_a_clip_do_not_look_at_one_another(tower: VisionTower) -> None:
-    how = processing()
     first, second = pixels(2, 64, 96, seed=1), pixels(2, 64, 96, seed=2)
     with torch.inference_mode():
-        clip = tower(patch_pieces(np.concatenate((first, second)), how, CPU, 2048), (2, 4, 6))
-        alone = [tower(patch_pieces(frames, how, CPU, 2048), (1, 4, 6)) for frames in (first, second)]
+        clip = tower(patch_pieces(np.concatenate((first, second)), PROCESSING, CPU, 2048), (2, 4, 6))
+        alone = [tower(patch_pieces(frames, PROCESSING, CPU, 2048), (1, 4, 6)) for frames in (first, second)]
     assert relative(clip.rows, torch.cat([each.rows for each in alone])) < TOLERANCE
     assert relative(clip.rows[:6], alone[1].rows) > 0.1, "the two frames are alike: a weak test"
+
+
+def test_a_clip_is_looked_at_frame_by_frame_and_no_more_of_it_is_held_than_a_pass_needs(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = 16
+    built = Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", context=512, chunk=chunk))
+    frames = tuple(picture(128, 64, seed=seed) for seed in range(12))
+    prompt = built.prompts.build(ask("what happens?", VideoPart(frames)), None, built.context)
+    [clip] = prompt.images
+    steps = list(clip.steps())
+    assert (clip.grid[0], len(steps), sum(step.tokens for step in steps)) == (6, 6, clip.tokens)
+    assert np.array_equal(np.concatenate([step.pixels for step in steps]), clip.pixels)
+    assert len({step.key for step in steps}) == len(steps)
+    sequence = built.sequence(built.price(prompt), SamplingParams(max_tokens=2, ignore_eos=True), print)
+    seen: list[PreparedImage] = []
+    held: list[int] = []
+    encode = built.runner.encode
+
+    def watched(image: PreparedImage) -> VisionFeatures:
+        features = encode(image)
+        seen.append(image)
+        held.append(sum(len(each.rows) for each in sequence.features.values()) + len(features.rows))
+        return features
+
+    monkeypatch.setattr(built.runner, "encode", watched)
+    built.add(sequence)
+    while built.busy:
+        built.step()
+    assert [image.grid for image in seen] == [step.grid for step in steps]
+    assert max(held) <= chunk + 2 * steps[0].tokens < clip.tokens
+
+
+def test_a_picture_is_one_step() -> None:
+    image = prepare_image(ImagePart(picture(96, 64)), PROCESSING, None)
+    assert list(image.steps()) == [image]
 
 
 def test_slices_are_equal_and_whole_squares() -> None:
@@ -158,13 +191,3 @@ def test_learned_positions_are_stretched_as_pictures_are(rows: int, columns: int
     stretched = torch.nn.functional.interpolate(image, (rows, columns), mode="bilinear", align_corners=True)
     row, column = merge_order(rows, columns, 2)
     assert (ours - stretched[0, :, row, column].T).abs().max() < 1e-5
-
-
-def scores_are_never_whole(query: Tensor) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(query, query, query)
-
-
-def test_on_a_cpu_nothing_is_forbidden() -> None:
-    query = torch.randn(1, 2, 7, 5, dtype=torch.float64)
-    with vision.fused_attention(CPU):
-        assert scores_are_never_whole(query).shape == query.shape

@@ -153,12 +153,11 @@ def test_peak_of_the_vision_tower(size: str) -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("size", SIZES)
-def test_a_clip_takes_no_more_than_frames_that_fill_a_slice_and_its_features(size: str) -> None:
+def test_a_clip_takes_no_more_than_one_of_its_frames_and_its_features(size: str) -> None:
     config = config_of(entry_of(size, "fp8")).eyes
     grids = [(16, 64, 40), (40, 16, 16), (6, 80, 128)]
     for (_, rows, columns), (counted, features) in zip(grids, peaks_of_looking(size, grids), strict=True):
-        together = max(costs.VISION_SLICE // (rows * columns), 1)
-        assert counted - features.nbytes <= costs.vision_peak(config, together * rows * columns // 4)
+        assert counted - features.nbytes <= costs.vision_peak(config, rows * columns // 4)
 
 
 @pytest.mark.parametrize("patches", [4, 1024, 2048, 2052, 3072, 5120, 10240, 10244])

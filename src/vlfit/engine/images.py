@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,6 +50,23 @@ class PreparedImage:
     seen: ImageSeen
     is_video: bool = False
     frame_seconds: tuple[float, ...] = ()
+
+    def steps(self) -> "Iterator[PreparedImage]":
+        """What the vision tower looks at by itself: a picture as it is, of a clip each temporal patch."""
+        time, height, width = self.grid
+        if time == 1:
+            yield self
+            return
+        depth = len(self.pixels) // time
+        for step in range(time):
+            yield replace(
+                self,
+                pixels=self.pixels[step * depth : (step + 1) * depth],
+                grid=(1, height, width),
+                tokens=self.tokens // time,
+                key=self.key + step.to_bytes(2, "little"),
+                frame_seconds=self.frame_seconds[step : step + 1],
+            )
 
 
 def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:

@@ -155,10 +155,13 @@ def _placeholders_of(work: Work) -> tuple[int, int]:
 
 
 def _pictures_reached(work: Work) -> Iterator[tuple[int, PreparedImage, int, int]]:
-    """Each picture with placeholders in ``work``: its number, itself, and which of its rows they are."""
+    """Each picture with placeholders in ``work``: its number, itself, and which of its rows they are.
+
+    Of a clip each temporal patch is a picture, so that no more of it is held than a pass needs.
+    """
     first, last = _placeholders_of(work)
     start = 0
-    for number, image in enumerate(work.sequence.prompt.images):
+    for number, image in enumerate(_one_by_one(work.sequence)):
         low, high = max(first, start), min(last, start + image.tokens)
         if low < high:
             yield number, image, low - start, high - start
@@ -167,9 +170,15 @@ def _pictures_reached(work: Work) -> Iterator[tuple[int, PreparedImage, int, int
 
 def _ends_of(sequence: Sequence) -> dict[int, int]:
     """Behind which token of the prompt each picture ends that is encoded."""
+    if not sequence.features:
+        return {}
     placeholders = sequence.prompt.placeholders
-    behind = np.cumsum([image.tokens for image in sequence.prompt.images])
+    behind = np.cumsum([image.tokens for image in _one_by_one(sequence)])
     return {number: int(placeholders[behind[number] - 1]) + 1 for number in sequence.features}
+
+
+def _one_by_one(sequence: Sequence) -> Iterator[PreparedImage]:
+    return (step for image in sequence.prompt.images for step in image.steps())
 
 
 def _token_ids(work: Work) -> IntVector:

@@ -4,9 +4,9 @@ Reads top to bottom: patches, learned positions stretched to the picture's grid,
 inside each frame, a merger that makes one row of each 2 x 2 patches, and deepstack: the same merge of earlier
 blocks, which the text model adds to its first layers.
 
-The workspace is small and known (``vision_peak`` in ``plan/costs.py``): one picture at a time, and of a clip
-as many frames as a slice holds, for no frame looks at another. What lives for all patches is the residual,
-q, k and v, and the tables that these are turned by; anything else lives for a slice of them.
+The workspace is small and known (``vision_peak`` in ``plan/costs.py``): one picture at a time, and one frame
+of a clip, for no frame looks at another. What lives for all patches is the residual, q, k and v, and the
+tables that these are turned by; anything else lives for a slice of them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -70,46 +70,40 @@ class VisionTower:
         of time * rows * columns / merge^2 rows.
         """
         time, rows, columns = grid
-        together = min(time, max(SLICE_ROWS // (rows * columns), 1))  # frames
-        tokens = rows * columns // self.config.spatial_merge_size**2  # of a frame
+        patches = rows * columns
+        tokens = patches // self.config.spatial_merge_size**2  # of a frame
         pieces = iter(pieces)
         corners = learned_positions(self.config, rows, columns, self.device)
         tables = vision_tables(self.config, rows, columns, self.device)
         outputs: list[Tensor] = []
         with fused_attention(self.device):
-            for first in range(0, time, together):
-                frames = min(together, time - first)
-                hidden = self._embed(pieces, frames, corners)
-                for level, merger in enumerate(self._through_blocks(hidden, tables, frames)):
+            for first in range(0, time * tokens, tokens):
+                hidden = self._embed(pieces, patches, corners)
+                for level, merger in enumerate(self._through_blocks(hidden, tables)):
                     if level == len(outputs):
                         outputs.append(hidden.new_empty(time * tokens, self.config.out_hidden_size))
-                    merger(hidden, outputs[level][first * tokens : (first + frames) * tokens])
+                    merger(hidden, outputs[level][first : first + tokens])
+                del hidden
         *deepstack, merged = outputs
         return VisionFeatures(merged, tuple(deepstack))
 
-    def _through_blocks(
-        self, hidden: Tensor, tables: tuple[Tensor, Tensor], frames: int
-    ) -> Iterator["PatchMerger"]:
+    def _through_blocks(self, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Iterator["PatchMerger"]:
         """Sends ``hidden`` through the blocks; wherever a merger is to look at it, gives that merger."""
-        if frames > 1:
-            tables = (tables[0].repeat(frames, 1, 1, 1), tables[1].repeat(frames, 1, 1, 1))
         joined = hidden.new_empty(len(hidden), 3, self.config.num_heads, self.config.head_dim)
         for index, block in enumerate(self.blocks):
-            block(hidden, joined, tables, frames)
+            block(hidden, joined, *tables)
             if index in self.deepstack_mergers:
                 yield self.deepstack_mergers[index]
         del joined
         yield self.merger
 
-    def _embed(self, pieces: Iterator[Tensor], frames: int, corners: tuple[Tensor, Tensor]) -> Tensor:
-        """The patches of ``frames`` frames with their positions [frames * patches, hidden]."""
+    def _embed(self, pieces: Iterator[Tensor], patches: int, corners: tuple[Tensor, Tensor]) -> Tensor:
+        """The patches of a frame, each with its position [patches, hidden]."""
         index, shares = corners
-        patches = index.shape[1]
-        hidden = self.patch_weight.new_empty(frames * patches, self.config.hidden_size)
-        for frame in hidden.split(patches):
-            done = 0
-            while done < patches:
-                done += self._embed_piece(next(pieces), frame[done:], index[:, done:], shares[:, done:])
+        hidden = self.patch_weight.new_empty(patches, self.config.hidden_size)
+        done = 0
+        while done < patches:
+            done += self._embed_piece(next(pieces), hidden[done:], index[:, done:], shares[:, done:])
         return hidden
 
     def _embed_piece(self, piece: Tensor, target: Tensor, index: Tensor, shares: Tensor) -> int:
@@ -184,20 +178,19 @@ class VisionBlock:
         self.fc1 = loader.linear(f"{name}.mlp.linear_fc1", bias=True)
         self.fc2 = loader.linear(f"{name}.mlp.linear_fc2", bias=True)
 
-    def __call__(self, hidden: Tensor, joined: Tensor, tables: tuple[Tensor, Tensor], frames: int) -> None:
-        """One block, added to ``hidden`` [patches, hidden] in place.
+    def __call__(self, hidden: Tensor, joined: Tensor, cosines: Tensor, sines: Tensor) -> None:
+        """One block, added to ``hidden`` [patches, hidden] in place: every patch looks at all patches.
 
-        ``joined`` [patches, 3, heads, head_dim] is overwritten: q, k and v. Every patch looks at all patches
-        of its own frame. Slice by slice, keys and values first: a slice that is done changes no other.
+        ``joined`` [patches, 3, heads, head_dim] is overwritten: q, k and v. Slice by slice, and all keys and
+        values first, so that a slice that is done changes no other.
         """
-        cosines, sines = tables
-        parts = slices(len(hidden), self.merge)  # one, if there are several frames
+        parts = slices(len(hidden), self.merge)
         for part in parts:
             turn(self._query_key_value(hidden[part], joined), cosines[part], sines[part], joined[part])
-        key, value = by_head(joined[:, 1], frames), by_head(joined[:, 2], frames)
+        key, value = by_head(joined[:, 1]), by_head(joined[:, 2])
         for part in parts:
             rows = hidden[part]
-            mixed = F.scaled_dot_product_attention(by_head(joined[part, 0], frames), key, value)
+            mixed = F.scaled_dot_product_attention(by_head(joined[part, 0]), key, value)
             rows.add_(self.projection(mixed.transpose(1, 2).reshape(len(rows), -1)))
             del mixed
             rows.add_(self.fc2(gelu_(self.fc1(self.norm2(rows)), "tanh")))
@@ -218,10 +211,9 @@ def turn(fresh: Tensor, cosines: Tensor, sines: Tensor, target: Tensor) -> None:
     target[:, 2] = fresh[:, 2]
 
 
-def by_head(x: Tensor, frames: int) -> Tensor:
-    """[frames * patches, heads, head_dim] as [frames, heads, patches, head_dim], nothing moved."""
-    by_frame: Tensor = x.unflatten(0, (frames, -1))
-    return by_frame.transpose(1, 2)
+def by_head(x: Tensor) -> Tensor:
+    """[patches, heads, head_dim] as [1, heads, patches, head_dim], nothing moved."""
+    return x.transpose(0, 1)[None]
 
 
 def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
