@@ -14,6 +14,7 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.quantization import FLOAT_FORMAT, INTEGER_FORMAT, CompressedFormat, WeightScheme
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.decoder.text import TextModel
+from vlfit.engine.holdings import storages_in
 from vlfit.engine.kernels import linear as kernels
 from vlfit.engine.kernels.linear import SCRATCH_BYTES, linear
 from vlfit.engine.layers.embedding import Int8Embedding
@@ -21,8 +22,10 @@ from vlfit.engine.layers.linear import Int8Linear
 from vlfit.engine.qwen3_vl.vision import VisionTower
 from vlfit.engine.room import weight_bytes
 from vlfit.plan import costs
+from vlfit.plan.allocator import SHELVED, shelved
 from vlfit.plan.model import HALF, Model, model_of
 from vlfit.plan.speed import _pass_bytes
+from vlfit.units import MIB
 
 SIZES = ("2B", "4B", "8B")
 EIGHT = ("model.language_model.embed_tokens", "lm_head", r"re:model\.visual\.(blocks|merger|deepstack)")
@@ -83,6 +86,29 @@ def test_8_bits_are_half_of_16() -> None:
     saved = model(plain).embedding_bytes - model(entry_of("8B", "int4")).embedding_bytes
     rows, columns = 151936, 4096
     assert saved == 2 * rows * (columns - HALF)
+
+
+@pytest.mark.parametrize("weights", [*catalog.FORMATS, *(f"all in 8 bits but {form}" for form in FORMS)])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_engine_allocates_what_the_plan_says_piece_by_piece(size: str, weights: str) -> None:
+    """Small tensors apart, which torch puts close together."""
+    entry = next((each for each in catalog.family(size) if each.weights == weights), None)
+    entry = entry or entry_of(size, weights.rpartition(" ")[2])
+    asked = loader(entry)
+    vision = config_of(entry).eyes
+    parts = TextModel(config_of(entry), asked), asked.together(lambda: VisionTower(vision, asked))
+    made = _allocations(parts)
+    planned = shelved(model(entry).sizes)
+    assert sorted(size for size in made if size >= SHELVED) == sorted(
+        size for size in planned if size >= SHELVED
+    )
+    assert len([size for size in planned if size > MIB]) <= 4
+
+
+def _allocations(parts: object) -> list[int]:
+    """Bytes of each storage in ``parts``: on the meta device they have no addresses to tell them apart by."""
+    every = {each._cdata: each.nbytes() for each in storages_in(parts)}
+    return list(every.values())
 
 
 @pytest.mark.parametrize("size", SIZES)

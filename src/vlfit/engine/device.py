@@ -4,7 +4,7 @@ import torch
 
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.kernels.toolchain import check_toolchain
-from vlfit.engine.loader import TORCH_DTYPES
+from vlfit.engine.mapped_files import torch_dtype
 from vlfit.errors import DeviceError, UsageError
 
 
@@ -49,4 +49,4 @@ def choose_dtype(wish: str, checkpoint: Checkpoint, device: torch.device) -> tor
     told_by = tensors.get(f"{prefix}.embed_tokens.weight")
     if told_by is None or told_by.dtype == "I8":
         told_by = tensors[f"{prefix}.norm.weight"]
-    return TORCH_DTYPES[told_by.dtype]
+    return torch_dtype(told_by)

@@ -121,18 +121,21 @@ class Engine:
         self._gpu_uuid = gpu_uuid(self.device)
 
     def _load_model(
-        self, report: Callable[[int, int], None] | None
+        self, report: Callable[[int, int], None] | None, before: TextModel | None = None
     ) -> tuple[TextModel, VisionTower | None]:
         """Weights as they come to stay: of the text model, then of the vision tower, if there is one."""
         config = self.checkpoint.config
         loader = self._loader_class(self.checkpoint, self.device, self.dtype, report)
         with torch.inference_mode(), loader:
             within = replace(config, text=config.text.within(self.context))
-            text = TextModel(within, loader, self._waiting)
-            return text, VisionTower(config.vision, loader) if config.vision else None
+            text = TextModel(within, loader, self._waiting, before)
+            vision = config.vision
+            if vision is None:
+                return text, None
+            return text, loader.together(lambda: VisionTower(vision, loader))
 
     def _load_again(self) -> None:
-        self.runner.text, self.runner.vision = self._load_model(None)
+        self.runner.text, self.runner.vision = self._load_model(None, self.runner.text)
 
     def _room(self) -> Room:
         """The ledger of what comes now. Raises ``DoesNotFit``."""

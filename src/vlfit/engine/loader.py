@@ -1,16 +1,15 @@
 """Streams a checkpoint's tensors from its files to the device, each byte read once.
 
-Knows: safetensors files (mapped into memory), dtypes, narrow weights, stacking of projections with one input.
+Knows: dtypes, narrow weights, stacking of projections with one input, where tensors lie on the device.
 Does not know: the model. ``qwen3_vl/`` asks for tensors by name, in the order of the ledger.
 """
 
-import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from math import prod
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,21 +42,16 @@ from vlfit.engine.layers.linear import (
     join_zero_points,
     signed_codes,
 )
+from vlfit.engine.mapped_files import MappedFiles, torch_dtype
 from vlfit.engine.repack import column_order, repack, shape_in_file
+from vlfit.engine.shelf import Measure, Shelf
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
-
-TORCH_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "I32": torch.int32,
-}
+from vlfit.plan.allocator import SHELVED
 
 _WIDENED_ROWS = 4096  # of 8 bits, at a time: a whole table of tokens in float32 would be a second model
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+Built = TypeVar("Built")
 
 
 class Loader:
@@ -81,8 +75,9 @@ class Loader:
         self._progress = progress
         self._read = 0
         self._total = checkpoint.weight_bytes
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._files = MappedFiles()
         self._orders: dict[str, Tensor] = {}
+        self._shelf: Measure | Shelf | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -90,9 +85,7 @@ class Loader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for mapped in self._maps.values():
-            mapped.close()
-        self._maps.clear()
+        self._files.close()
 
     @contextmanager
     def into_ram(self) -> Iterator[None]:
@@ -103,10 +96,27 @@ class Loader:
         finally:
             self.device = device
 
+    def together(self, build: Callable[[], Built]) -> Built:
+        """What ``build`` makes of tensors of this loader; on a GPU the large ones are one allocation.
+
+        ``build`` then runs twice, the first time without bytes, to see how large that is.
+        """
+        if not self._keeps_narrow:
+            return build()
+        device, self.device = self.device, torch.device("meta")
+        self._shelf = measure = Measure()
+        try:
+            build()
+            self.device = device
+            self._shelf = Shelf(measure.size, device)
+            return build()
+        finally:
+            self.device, self._shelf = device, None
+
     def tensor(self, name: str) -> Tensor:
         """The tensor ``name`` on the device, in ``dtype``. Raises ``MissingTensor``."""
         info = self._info(name)
-        tensor = torch.empty(info.shape, dtype=self.dtype, device=self.device)
+        tensor = self._empty(info.shape, self.dtype)
         self._copy(info, tensor)
         return tensor
 
@@ -131,7 +141,8 @@ class Loader:
         """
         if self._keeps_narrow and len({self._stored_as(name) for name in names}) > 1:
             return Stacked([self.linear(name, bias=bias) for name in names])
-        stacked_bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
+        biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
+        stacked_bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
         form = self._form(names[0])
         if form is not None and self._keeps_narrow:
             build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
@@ -139,7 +150,7 @@ class Loader:
             return layer if order is None else Reordered(layer, order.to(torch.int32).to(self.device))
         shapes = [self._shape(name) for name in names]
         rows = [shape[0] for shape in shapes]
-        weight = torch.empty((sum(rows), shapes[0][1]), dtype=self.dtype, device=self.device)
+        weight = self._empty((sum(rows), shapes[0][1]), self.dtype)
         for name, part in zip(names, weight.split(rows), strict=True):
             self._fill(name, part)
         return DenseLinear(weight, stacked_bias)
@@ -159,7 +170,7 @@ class Loader:
         block_rows = common_block_rows(block[0], heights)
         weight = self._stacked([f"{name}.weight" for name in names], torch.float8_e4m3fn)
         scales = [self._fp8_scale(name) for name in names]
-        dtype = torch.float32 if scales[0].endswith(SCALE_SUFFIX) else _torch_dtype(self._info(scales[0]))
+        dtype = torch.float32 if scales[0].endswith(SCALE_SUFFIX) else torch_dtype(self._info(scales[0]))
         if block_rows == block[0]:
             scale = self._stacked(scales, dtype)
         else:
@@ -183,13 +194,13 @@ class Loader:
         else:
             codes = self._stacked([f"{name}.weight" for name in names], torch.int8)
         scales = [f"{name}{COMPRESSED_SCALE}" for name in names]
-        return codes, self._stacked(scales, _torch_dtype(self._info(scales[0])))
+        return codes, self._stacked(scales, torch_dtype(self._info(scales[0])))
 
     def _int4_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` on top of one another in 4 bits."""
         packed = self._stacked([f"{name}.weight_packed" for name in names], torch.int32)
         scales = [f"{name}.weight_scale" for name in names]
-        scale = self._stacked(scales, _torch_dtype(self._info(scales[0])))
+        scale = self._stacked(scales, torch_dtype(self._info(scales[0])))
         zeros = [f"{name}.weight_zero_point" for name in names]
         if not all(name in self.checkpoint.tensors for name in zeros):
             return Int4Linear(packed, scale, None, bias)
@@ -212,10 +223,17 @@ class Loader:
         """The matrices ``names`` on top of one another, allocated once and filled part by part."""
         infos = [self._info(name) for name in names]
         rows = [info.shape[0] for info in infos]
-        stacked = torch.empty((sum(rows), infos[0].shape[1]), dtype=dtype, device=self.device)
+        stacked = self._empty((sum(rows), infos[0].shape[1]), dtype)
         for info, part in zip(infos, stacked.split(rows), strict=True):
             self._copy(info, part)
         return stacked
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room on the device."""
+        size = prod(shape) * dtype.itemsize
+        if self._shelf is None or size < SHELVED:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return self._shelf.room(size).view(dtype).view(shape)
 
     def _form(self, name: str) -> str | None:
         """``fp8``, ``int8`` or ``int4``; None for a matrix that is stored plainly."""
@@ -301,7 +319,7 @@ class Loader:
     def _stored(self, name: str, device: torch.device) -> Tensor:
         """The tensor ``name`` on ``device`` in the dtype that the files have it in."""
         info = self._info(name)
-        tensor = torch.empty(info.shape, dtype=_torch_dtype(info), device=device)
+        tensor = torch.empty(info.shape, dtype=torch_dtype(info), device=device)
         self._copy(info, tensor)
         return tensor
 
@@ -328,23 +346,13 @@ class Loader:
         return info
 
     def _copy(self, info: TensorInfo, target: Tensor) -> None:
-        """Bytes of ``info`` into ``target``, converted; the file's pages are let go at once.
-
-        Pages stay in the kernel's cache (the next start reads them from there) but no longer count as this
-        process's memory: while loading there is no second copy of the model.
-        """
-        mapped = self._mapped(info.file)
-        count = info.end - info.start
-        if count:
-            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=info.start)
-            dtype = _torch_dtype(info)
-            if raw.storage_offset() % dtype.itemsize:
-                raw = raw.clone()
-            self._put(info, raw.view(dtype), target)
-            del raw
-            first = info.start - info.start % mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, first, info.end - first)
-        self._read += count
+        """The numbers of ``info`` into ``target``, converted; none, for torch's meta device."""
+        if target.is_meta:
+            return
+        if info.bytes:
+            with self._files.numbers(info) as numbers:
+                self._put(info, numbers, target)
+        self._read += info.bytes
         if self._progress:
             self._progress(self._read, self._total)
 
@@ -358,19 +366,3 @@ class Loader:
         in_file = raw.view(shape_in_file(info.shape, info.layout))
         bits = 32 // codes_per_word(info.name, self.checkpoint.config.quantization) if packed else 4
         repack(in_file, info.layout, target, order, bits)
-
-    def _mapped(self, file: Path) -> mmap.mmap:
-        if file not in self._maps:
-            with file.open("rb") as handle:
-                # A private writable mapping: torch wants a writable buffer, and the file is never written.
-                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[file]
-
-
-def _torch_dtype(info: TensorInfo) -> torch.dtype:
-    dtype = TORCH_DTYPES.get(info.dtype)
-    if dtype is None:
-        raise UnknownWeightsFormat(
-            f"tensor {info.name} has dtype {info.dtype}", f"vlfit reads {', '.join(TORCH_DTYPES)}"
-        )
-    return dtype

@@ -17,8 +17,8 @@ class MadeUpLoader(Loader):
     """The real loader, but for reading: small random numbers, the same in every run of a process."""
 
     def _copy(self, info: TensorInfo, target: Tensor) -> None:
-        if target.dtype == torch.int32:
-            target.random_()  # eight codes of 4 bits
+        if target.dtype in (torch.int32, torch.int8):
+            target.random_()  # codes of 4 or 8 bits
         elif target.dtype == torch.float8_e4m3fn:
             target.view(torch.uint8).random_(0, _ONE)
         elif "scale" in info.name:

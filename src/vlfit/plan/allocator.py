@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping
 from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
 from vlfit.units import MIB
 
-_UNIT = 512  # sizes are multiples of it
+UNIT = 512  # sizes are multiples of it
 _SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # up to the first, pieces of the second are shared
 _LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB  # below the first, pieces of the second are shared
 _OWN_SEGMENT = 2 * MIB  # from there on a tensor has a piece of its own, a multiple of this
 _LEFT_OVER = MIB  # of a shared piece; less than this stays with the tensor
+# Tensors of text layers from this size on share one allocation, and so do those of the tower
+# (``engine/shelf.py``): a choice, as what is smaller torch itself puts close together.
+SHELVED = 64 * 1024
 BEGUN = SMALL_SEGMENT + _LARGE_SEGMENT  # one shared piece of each kind that is not full
 
 _PARTS_OF_A_LAYER = (
@@ -38,13 +41,13 @@ class Pool:
 
     def take(self, size: int) -> None:
         """Room for a tensor of ``size`` bytes: the smallest free piece that it fits, or a new segment."""
-        size = max(-(-size // _UNIT), 1) * _UNIT
+        size = max(-(-size // UNIT), 1) * UNIT
         small = size <= _SMALL
         free = self._free[0 if small else 1]
         at = bisect_left(free, size)
         piece = free.pop(at) if at < len(free) else self._new(size)
         left = piece - size
-        if left >= _UNIT if small else left > _LEFT_OVER:
+        if left >= UNIT if small else left > _LEFT_OVER:
             insort(free, left)
 
     def _new(self, size: int) -> int:
@@ -79,6 +82,21 @@ def joined(loaded: Mapping[str, int]) -> dict[str, int]:
         whole = ".".join(parts)
         sizes[whole] = sizes.get(whole, 0) + size
     return sizes
+
+
+def shelved(sizes: Mapping[str, int]) -> list[int]:
+    """Allocations as the engine makes them for the tensors of ``joined``, in its order.
+
+    Large ones of all text layers are one, and so are those of the tower.
+    """
+    found: dict[str, int] = {}
+    for name, size in sizes.items():
+        shelf = "tower" if name.startswith("model.visual.") else "layers" if _LAYER.search(name) else ""
+        if not shelf or size < SHELVED:
+            found[name] = size
+        else:
+            found[shelf] = found.get(shelf, 0) + -(-size // UNIT) * UNIT
+    return list(found.values())
 
 
 def apart(loaded: Mapping[str, int]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from vlfit.checkpoint.tensors import (
     is_embedding,
     narrow_form,
 )
-from vlfit.plan.allocator import apart, held_for, joined
+from vlfit.plan.allocator import apart, held_for, joined, shelved
 from vlfit.units import MIB
 
 HALF = 2  # bytes of bfloat16 and float16, in which everything is computed on a GPU
@@ -154,7 +154,7 @@ def model_of(
         vision_bytes=parts["vision"],
         embedding_bytes=parts["embedding"],
         rounding=sum(-size % _ROUNDED_TO for size in loaded.values() if size >= _ROUNDED_FROM),
-        pool=held_for(joined(loaded).values()) - sum(loaded.values()),
+        pool=held_for(shelved(joined(loaded))) - sum(loaded.values()),
         pool_apart=held_for(apart(loaded).values()) - sum(loaded.values()),
         layer=_layer(text, tensors, quantization),
         head=_head(text, tensors, quantization),

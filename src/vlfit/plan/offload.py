@@ -16,7 +16,7 @@ from typing import Literal
 
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.model import Gpu, Host
-from vlfit.plan.allocator import held_for
+from vlfit.plan.allocator import held_for, shelved
 from vlfit.plan.calibration import Constants
 from vlfit.plan.model import Model
 from vlfit.units import GIB, format_bytes, parse_gibibytes
@@ -59,6 +59,8 @@ class Offload:
 
 def offload_of(model: Model, count: int) -> Offload:
     """``count`` layers of ``model`` wait, spread evenly."""
+    if not count:
+        return Offload((), 0, 0, 0)  # a search asks this a thousand times
     exact, packed = _layer_sizes(model)
     layers = spread(len(exact), count)
     return Offload(
@@ -125,7 +127,7 @@ def torch_takes(model: Model, offload: Offload) -> int:
         for name, size in model.sizes.items()
         if (found := layers[name]) is not None and int(found[1]) not in offload.layers
     ]
-    rest = [size for name, size in model.sizes.items() if layers[name] is None]
+    rest = shelved({name: size for name, size in model.sizes.items() if layers[name] is None})
     return held_for([*here, *[offload.slot] * SLOTS, *rest])
 
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit.checkpoint.cache import count_weights
@@ -20,7 +19,7 @@ from vlfit.engine.decoder.rope import TextRope
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layers.attention import AttentionPlan, paged_attention
 from vlfit.engine.layers.fused import add_norm, rotate_and_store, silu_and_multiply
-from vlfit.engine.layers.linear import DenseLinear, Linear
+from vlfit.engine.layers.linear import Linear
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
 
@@ -37,8 +36,16 @@ class VisualRows:
 
 
 class TextModel:
-    def __init__(self, config: ModelConfig, loader: Loader, waiting: Collection[int] = ()) -> None:
-        """``waiting``: layers that wait in RAM, and are on the device only while they compute."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: Loader,
+        waiting: Collection[int] = (),
+        before: "TextModel | None" = None,
+    ) -> None:
+        """``waiting``: layers that wait in RAM, and are on the device only while they compute. ``before``: what
+        this one replaces, from the same files; what waits is not read again.
+        """
         text = config.text
         self.eps = text.rms_norm_eps
         layers = f"{text.prefix}.layers."
@@ -48,7 +55,9 @@ class TextModel:
 
         count = text.num_hidden_layers
         self.layers: Sequence[DecoderLayer] = (
-            StreamedLayers(build, count, waiting, loader) if waiting else list(map(build, range(count)))
+            StreamedLayers(build, count, waiting, loader, before.layers if before else ())
+            if waiting
+            else loader.together(lambda: list(map(build, range(count))))
         )
         self.norm = loader.tensor(f"{text.prefix}.norm.weight")
         self.embedding = loader.embedding(f"{text.prefix}.embed_tokens")
