@@ -2,8 +2,8 @@
 
 Knows: their configs (the numbers of the official ``config.json`` files), from which every tensor's name,
 shape and type follows as in the published files: no size is written down here. int4 entries are what ``vlfit
-convert`` makes of the bf16 ones, ``variants`` what it makes of them with options that cost exactness. Does
-not know: whether the files are on this disk, or anything about memory.
+convert`` makes of the bf16 ones, ``variants`` what it makes with options that round more. Does not know:
+whether the files are on this disk, or anything about memory.
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,13 @@ from math import prod
 from pathlib import Path
 
 from vlfit.checkpoint.config import ModelConfig, TextConfig, VisionConfig
+from vlfit.checkpoint.conversions import in_format, roundings
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.quantization import FP8, INT4, CompressedFormat, Fp8Format, WeightScheme
+from vlfit.checkpoint.quantization import FP8, INT4
 from vlfit.checkpoint.tensors import COMPRESSED_SCALE, PACKED_SUFFIX, SCALE_SUFFIX, expected_tensors
 
 BF16 = "bf16"
 FORMATS = (BF16, FP8, INT4)  # from the most to the least exact
-GROUP_SIZE = 32  # what `vlfit convert --weights int4` takes when it is not told another
-COARSE_GROUP_SIZE = 128  # the largest that it takes
-VISION_MODULE = "model.visual"
 _SOURCE = Path("catalog")  # these tensors lie in no file
 _BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
 
@@ -77,39 +75,6 @@ def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
     return tensors
 
 
-def in_format(
-    config: ModelConfig, weights: str, *, group_size: int = GROUP_SIZE, head: bool = False
-) -> ModelConfig:
-    """``config`` with the text layers in ``weights``: bf16, or as ``vlfit convert`` writes fp8 and int4.
-
-    ``group_size`` and ``head`` are its options for int4: weights that share a scale, and the output head too.
-    """
-    kept = (r"re:model\.visual\.",) if head else (r"re:model\.visual\.", "lm_head")
-    forms = {
-        BF16: None,
-        FP8: Fp8Format(128, 128, (VISION_MODULE,)),
-        INT4: CompressedFormat((WeightScheme(4, group_size),), kept),
-    }
-    return replace(config, quantization=forms[weights])
-
-
-def option_sets(config: ModelConfig) -> Iterator[tuple[int, bool, str, str]]:
-    """Group size, head, the options of ``vlfit convert`` and a name's ending, the mildest first.
-
-    Only what this config can have: larger groups must divide every layer, and a tied head is the embedding.
-    """
-    text = config.text
-    widths = (text.hidden_size, text.intermediate_size, text.num_attention_heads * text.head_dim)
-    coarse = not any(width % COARSE_GROUP_SIZE for width in widths)
-    if coarse:
-        yield COARSE_GROUP_SIZE, False, f"--group-size {COARSE_GROUP_SIZE}", f"-G{COARSE_GROUP_SIZE}"
-    if not config.tie_word_embeddings:
-        yield GROUP_SIZE, True, "--head", "-HEAD"
-        if coarse:
-            options = f"--head --group-size {COARSE_GROUP_SIZE}"
-            yield COARSE_GROUP_SIZE, True, options, f"-HEAD-G{COARSE_GROUP_SIZE}"
-
-
 @lru_cache(maxsize=1)
 def entries() -> tuple[CatalogEntry, ...]:
     """The whole catalog: best model first, and of one model the most exact weights first."""
@@ -118,18 +83,23 @@ def entries() -> tuple[CatalogEntry, ...]:
 
 @lru_cache(maxsize=1)
 def variants() -> tuple[CatalogEntry, ...]:
-    """The int4 entries in still fewer bytes, by options of ``vlfit convert`` that cost exactness."""
-    return tuple(
-        replace(
-            entry,
-            name=f"{entry.name}{ending}",
-            config=in_format(entry.config, INT4, group_size=group_size, head=head),
-            convert_options=f"{options} --out {entry.name}{ending}",
-        )
-        for entry in entries()
-        if entry.weights == INT4 and isinstance(entry.config, ModelConfig)
-        for group_size, head, options, ending in option_sets(entry.config)
-    )
+    """The FP8 and int4 entries in still fewer bytes, by options of ``vlfit convert``, the mildest first."""
+    return tuple(_variants())
+
+
+def _variants() -> Iterator[CatalogEntry]:
+    for entry in entries():
+        if not isinstance(entry.config, ModelConfig):
+            continue
+        for rounding in roundings(entry.config, entry.weights):
+            name = f"{entry.name.removeprefix('Qwen/')}{rounding.ending}"
+            yield replace(
+                entry,
+                name=name,
+                config=in_format(entry.config, entry.weights, rounding),
+                converted_from=entry.converted_from or entry.name,
+                convert_options=f"{rounding.options(tied=entry.config.tie_word_embeddings)} --out {name}",
+            )
 
 
 def find(name: str) -> CatalogEntry | None:

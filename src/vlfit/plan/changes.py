@@ -8,12 +8,12 @@ not know how a plan was chosen.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from vlfit.checkpoint.quantization import INT4
 from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan import calibration
 from vlfit.plan.ledger import NATIVE, VLLM, Settings, held_by_others, ledger
 from vlfit.plan.model import Model
+from vlfit.plan.rounding import in_words
 
 SHOWN = 3
 _LEAST_CHUNK = 128  # the fewest tokens of a pass that plans of the native engine have
@@ -151,7 +151,7 @@ def _own_engine(refused: Refused) -> Iterator[Change]:
 
 
 def _formats(refused: Refused) -> Iterator[Change]:
-    """Each smaller format; where none is enough, what more options make of int4 stands for it."""
+    """Each smaller format; where none is enough, what more options make of one stands for it."""
     model = refused.model
     smaller = [
         other
@@ -168,22 +168,20 @@ def _formats(refused: Refused) -> Iterator[Change]:
     }
     coarser = [other for other in smaller if other.convert_options]
     if refused.backend == NATIVE and coarser and all(each.frees < refused.deficit for each in plain.values()):
-        plain[INT4] = _rounded_more(refused, coarser)
+        other, change = _rounded_more(refused, coarser)
+        plain[other.weights] = change
     yield from plain.values()
 
 
-def _rounded_more(refused: Refused, variants: list[Model]) -> Change:
+def _rounded_more(refused: Refused, variants: list[Model]) -> tuple[Model, Change]:
     """The mildest of ``variants`` that is enough, else the smallest; with the loss that it means."""
     now = refused.model.weights
-    changes = []
+    found = []
     for other in sorted(variants, key=lambda each: -each.weight_bytes):
-        begun = (
-            f"{now} rounded further" if now == other.weights else f"weights {now} -> {other.weights}, coarse"
-        )
-        loss = "output head in 4 bits too, " if other.head_is_rounded else ""
-        what = f"{begun}: {loss}answers less exact ({other.made_by})"
-        changes.append(Change(what, _instead(refused, other)))
-    return next((change for change in changes if change.frees >= refused.deficit), changes[-1])
+        begun = f"{now} rounded further" if now == other.weights else f"weights {now} -> {other.weights}"
+        what = f"{begun}, {in_words(other.convert_options)} ({other.made_by})"
+        found.append((other, Change(what, _instead(refused, other))))
+    return next((each for each in found if each[1].frees >= refused.deficit), found[-1])
 
 
 def _models(refused: Refused) -> Iterator[Change]:

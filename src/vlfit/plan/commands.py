@@ -5,7 +5,7 @@ no command (a library, or one whose settings no option carries) has none here.
 """
 
 from vlfit.machine.model import Gpu, Machine
-from vlfit.plan.ledger import NATIVE, VLLM, Line, Settings
+from vlfit.plan.ledger import NATIVE, VLLM, Line, Settings, pool_tokens
 from vlfit.plan.model import Model
 from vlfit.plan.offload import offload_of
 from vlfit.plan.vllm import command as vllm
@@ -41,6 +41,8 @@ def _native(model: Model, settings: Settings, machine: Machine, gpu: Gpu) -> Sta
     words += ["--sequences", str(settings.sequences)]
     if settings.image_tokens:
         words += ["--image-tokens", str(settings.image_tokens)]
+    if settings.tight:
+        words += ["--kv", str(pool_tokens(NATIVE, settings))]
     if settings.chunk != SERVE_CHUNK:
         words += ["--chunk", str(settings.chunk)]
     if settings.offload:

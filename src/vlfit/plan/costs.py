@@ -13,6 +13,8 @@ from vlfit.plan.model import HALF, SINGLE, Matrix, Model
 BLOCK_SIZE = 16  # tokens of a KV block (``engine/options.py``)
 VISION_SLICE = 2048  # patches that the tower computes at once (``engine/qwen3_vl/vision.py``)
 TYPICAL_REQUEST = 2048  # tokens of pool for each sequence (``engine/engine.py``)
+# Where those do not fit: a picture of 1024 tokens, and half as much for a question and its answer.
+TIGHT_REQUEST = 1536
 INDEX = 8  # bytes of an int64
 NARROW_INDEX = 4  # bytes of an int32, of which block tables are
 # Sampling one row that is not plain greedy: scores, order, sorted copies, probabilities
@@ -25,9 +27,9 @@ _BUSY, _MOST_SPLITS, _TILE_OUTPUTS, _TILE_INPUTS, _LONG_TILE_INPUTS = 256, 16, 6
 WIDEN_ROWS, SCRATCH_BYTES = 256, 16 * 1024**2
 
 
-def kv_tokens(context: int, sequences: int) -> int:
+def kv_tokens(context: int, sequences: int, each: int = TYPICAL_REQUEST) -> int:
     """Tokens of the KV pool, in whole blocks, as the engine sizes it (``Engine._kv_tokens``)."""
-    tokens = max(sequences * min(context, TYPICAL_REQUEST), context)
+    tokens = max(sequences * min(context, each), context)
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 

@@ -26,8 +26,8 @@ class Settings:
 
     ``image_tokens`` is 0 for a model without eyes. ``graphs``: whether vLLM compiles the model and captures
     CUDA graphs; the native engine captures its own wherever it can. ``offload``: how many text layers wait in
-    RAM, and ``kv_tokens``: of the pool, 0 for as many as the engine takes by itself; both of the native
-    engine only.
+    RAM, and ``tight``: whether requests share a smaller pool than the engine takes by itself; both of the
+    native engine only.
     """
 
     weights: str
@@ -37,7 +37,7 @@ class Settings:
     chunk: int
     graphs: bool = False
     offload: int = 0
-    kv_tokens: int = 0
+    tight: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,8 @@ def pool_tokens(backend: str, settings: Settings) -> int:
     if backend == VLLM:
         return vllm_costs.pool_tokens(settings)
     if backend == NATIVE:
-        return settings.kv_tokens or costs.kv_tokens(settings.context, settings.sequences)
+        each = costs.TIGHT_REQUEST if settings.tight else costs.TYPICAL_REQUEST
+        return costs.kv_tokens(settings.context, settings.sequences, each)
     return settings.context * settings.sequences
 
 

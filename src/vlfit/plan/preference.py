@@ -1,25 +1,26 @@
 """Which settings a plan tries, in which order, and how much air it would like to leave.
 
 Two floors are had before anything grows: a context of 4096 and pictures of 1024 tokens. Above them, and below
-where they cannot be had, the context counts first, then image tokens, requests at once, exact weights, and
-last the tokens of a pass, which cost only time. Knows that order and the steps. Does not know what settings
-take (``ledger.py``).
+where they cannot be had, the context counts first, then image tokens, requests at once, exact weights, the
+pool that the requests share, and last the tokens of a pass, which cost only time. Knows that order and the
+steps. Does not know what settings take (``ledger.py``).
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vlfit.errors import UsageError
 from vlfit.plan.calibration import MODELLED
-from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings
+from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings, pool_tokens
 from vlfit.plan.model import Model
 
 if TYPE_CHECKING:
     from vlfit.plan.search import Wishes
 
-CONTEXTS = (8192, 4096, 2048)
+CONTEXTS = (16384, 8192, 6144, 4096, 2048)
 IMAGE_TOKENS = (2560, 1280, 1024, 768, 512, 256)
-SEQUENCES = (4, 2, 1)
+SEQUENCES = (8, 4, 2, 1)
 CHUNKS = (1024, 512, 256, 128)
 VLLM_CHUNKS = (2048, 1024, 512)
 # A picture of 1024x1024, and a question about it with a long answer, or two such pictures.
@@ -87,9 +88,20 @@ def _candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> Iterator[t
                 for model, backend in models:
                     if not _possible(model, context, image_tokens, wishes):
                         continue
-                    for chunk, graphs in _passes(backend, context):
-                        settings = Settings(model.weights, context, image_tokens, sequences, chunk, graphs)
-                        yield settings, model, backend
+                    settings = Settings(model.weights, context, image_tokens, sequences, chunk=0)
+                    for tight in _pools(backend, settings):
+                        for chunk, graphs in _passes(backend, context):
+                            yield (
+                                replace(settings, chunk=chunk, graphs=graphs, tight=tight),
+                                model,
+                                backend,
+                            )
+
+
+def _pools(backend: str, settings: Settings) -> tuple[bool, ...]:
+    """Whether requests share a smaller pool than they would by themselves; only where that is one."""
+    roomy, tight = (pool_tokens(NATIVE, replace(settings, tight=each)) for each in (False, True))
+    return (False, True) if backend == NATIVE and tight < roomy else (False,)
 
 
 def _passes(backend: str, context: int) -> Iterator[tuple[int, bool]]:

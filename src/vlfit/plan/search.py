@@ -1,16 +1,15 @@
 """From a machine, a model and wishes to a plan: what is fixed stays so, the rest is chosen in a stated order.
 
-The first settings in the order of preference that fit are taken, if they leave air for what is modelled;
-where none does, those that leave the most. Knows how a choice is made. Does not know the order
-(``preference.py``), what a line costs (``ledger.py``) or how to get memory back (``changes.py``).
+Knows: what may be wished for, which models may be tried, and what is said of the choice. Does not know how it
+is made (``pick.py``), what a line costs (``ledger.py``) or how to get memory back (``changes.py``).
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vlfit.checkpoint.catalog import FORMATS
+from vlfit.checkpoint.quantization import INT4
 from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.remarks import OLDEST
@@ -19,18 +18,17 @@ from vlfit.plan.changes import Change, Refused, cheapest
 from vlfit.plan.commands import start_of
 from vlfit.plan.ledger import BACKENDS, NATIVE, TRANSFORMERS, VLLM, Line, Settings, ledger
 from vlfit.plan.model import Model
-from vlfit.plan.offload import AUTO, Wish, check_ram, count_for, counts, offload_of
+from vlfit.plan.offload import AUTO, Wish, check_ram, offload_of
+from vlfit.plan.pick import best, coarser, fewest_waiting
 from vlfit.plan.preference import (
     CONTEXTS,
     IMAGE_TOKENS,
     SEQUENCES,
     air,
-    candidates,
     is_ample,
-    keeps_floors,
     modelled,
-    tiers,
 )
+from vlfit.plan.rounding import cost_of, in_words
 from vlfit.plan.speed import Speed, predict
 from vlfit.plan.vllm.command import Flag, remarks
 from vlfit.plan.vllm.costs import LEAST_PIXELS, pixels_of_token
@@ -131,7 +129,7 @@ class Plan:
             not self.fits,
             self.model.vision is None,
             not is_ample(settings),
-            bool(self.model.convert_options),  # nobody measured what such rounding costs
+            self.model.head.form == INT4,  # nobody measured what such rounding costs
             -self.model.parameters,
             tuple(-value for value in preference),
             format_rank,
@@ -153,114 +151,19 @@ def plan(
     runnable = _runnable(models, wishes, gpu, version)
     exact = [each for each in runnable if not each[0].convert_options]
     rounded = [each for each in runnable if each[0].convert_options]
-    found = _best(exact, wishes, gpu) if exact else _coarser(rounded, wishes, gpu)
+    found = best(exact, wishes, gpu) if exact else coarser(rounded, wishes, gpu)
     # Not every vLLM reads an output head in int4.
     if found.headroom < 0 and exact and rounded and wishes.backend != VLLM:
-        coarser = _coarser(rounded, wishes, gpu)
-        found = coarser if coarser.headroom >= 0 else found  # a refusal is of what keeps its exactness
+        further = coarser(rounded, wishes, gpu)
+        found = further if further.headroom >= 0 else found  # a refusal is of what keeps its exactness
     if found.headroom < 0 and wishes.offload == AUTO:
-        found = _fewest_waiting(exact, wishes, gpu) or _fewest_waiting(rounded, wishes, gpu) or found
+        found = fewest_waiting(exact, wishes, gpu) or fewest_waiting(rounded, wishes, gpu) or found
     model, backend, settings = found.model, found.backend, found.settings
     if found.headroom >= 0 and settings.offload:
         check_ram(offload_of(model, settings.offload), machine.host)
     if found.headroom < 0:
         return _refused(model, backend, machine, gpu, settings, tuple(others()), version)
     return _finished(model, backend, machine, gpu, settings, found.lines, version)
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    model: Model
-    backend: str
-    settings: Settings
-    lines: tuple[Line, ...]
-    headroom: int
-
-
-def _best(models: list[tuple[Model, str]], wishes: Wishes, gpu: Gpu) -> _Choice:
-    """The choice among these; with a negative ``headroom`` nothing fits, and it is what takes the least.
-
-    Where nothing leaves air, what leaves the most is taken: so more memory never makes a plan smaller.
-    """
-    every = candidates(models, wishes)
-    if wishes.offload is not None and wishes.offload != AUTO:
-        waiting = {model.name: count_for(model, wishes.offload) for model, _ in models}
-        every = [
-            (replace(settings, offload=waiting[model.name]), model, backend)
-            for settings, model, backend in every
-        ]
-    # The last settings of a model are the least of each step: if those do not fit, none do.
-    last = {model.name: (settings, model, backend) for settings, model, backend in every}
-    smallest = max((_choice(gpu, *each) for each in last.values()), key=_headroom)
-    if smallest.headroom < 0:
-        return smallest
-    for tier in tiers(every, wishes):
-        roomiest: _Choice | None = None
-        for each in tier:
-            choice = _choice(gpu, *each)
-            if choice.headroom >= air(choice.lines):
-                return choice
-            if roomiest is None or choice.headroom > roomiest.headroom:
-                roomiest = choice
-        if roomiest is not None and roomiest.headroom >= 0:
-            return roomiest
-    return smallest
-
-
-def _choice(gpu: Gpu, settings: Settings, model: Model, backend: str) -> _Choice:
-    lines = ledger(model, gpu, backend, settings)
-    return _Choice(model, backend, settings, lines, gpu.total - sum(line.bytes for line in lines))
-
-
-def _headroom(choice: _Choice) -> int:
-    return choice.headroom
-
-
-def _spare(choice: _Choice) -> int:
-    """Bytes left over beside the air that should stay."""
-    return choice.headroom - air(choice.lines)
-
-
-def _fewest_waiting(models: list[tuple[Model, str]], wishes: Wishes, gpu: Gpu) -> _Choice | None:
-    """The choice with the fewest bytes of layers in RAM, at the least settings above the floors; where none
-    makes room for those, at the least of all.
-    """
-    native = [each for each in models if each[1] == NATIVE]
-    if not native:
-        return None
-    for tier in tiers(candidates(native, wishes), wishes):
-        least: dict[str, tuple[Settings, Model, str]] = {}
-        for settings, model, backend in tier:
-            kept = least.get(model.name)
-            # The first of these has the most tokens of a pass: each pass copies all layers that wait.
-            if kept is None or kept[0] != replace(settings, chunk=kept[0].chunk):
-                least[model.name] = settings, model, backend
-        found = [choice for each in least.values() if (choice := _with_waiting(gpu, *each)).headroom >= 0]
-        if found:
-            return min(found, key=lambda choice: offload_of(choice.model, choice.settings.offload).ram)
-    return None
-
-
-def _with_waiting(gpu: Gpu, settings: Settings, model: Model, backend: str) -> _Choice:
-    """With the fewest layers in RAM that make it fit with air, or all of them."""
-
-    def choice(count: int) -> _Choice:
-        return _choice(gpu, replace(settings, offload=count), model, backend)
-
-    steps = counts(model)
-    if not steps:
-        return choice(0)
-    fewest = bisect_left(steps, 0, key=lambda count: _spare(choice(count)))
-    return choice(steps[min(fewest, len(steps) - 1)])
-
-
-def _coarser(models: list[tuple[Model, str]], wishes: Wishes, gpu: Gpu) -> _Choice:
-    """Of models that are rounded more, the mildest that fits with air and above the floors; else any."""
-    for model in models:
-        choice = _best([model], wishes, gpu)
-        if choice.headroom >= air(choice.lines) and keeps_floors(choice.settings, wishes):
-            return choice
-    return _best(models, wishes, gpu)
 
 
 def emptiest(machine: Machine) -> Gpu:
@@ -366,7 +269,7 @@ def _finished(
 
 
 def _about(model: Model, backend: str, lines: tuple[Line, ...], gpu: Gpu) -> tuple[str, ...]:
-    """What to know of a plan that fits: that it leaves next to nothing, that its head is rounded too."""
+    """What to know of a plan that fits: that it leaves next to nothing, what is rounded for it."""
     left, wanted = gpu.total - sum(line.bytes for line in lines), air(lines)
     remarks = []
     if left < wanted:
@@ -375,14 +278,9 @@ def _about(model: Model, backend: str, lines: tuple[Line, ...], gpu: Gpu) -> tup
             f"MiB that are modelled may be {wanted / MIB:,.0f} MiB more. Close what you can"
             f"{'' if backend == VLLM else '; vlfit plan --calibrate measures the machine'}."
         )
-    if model.convert_options and model.head_is_rounded:
+    if model.convert_options:
         remarks.append(
-            "The output head is in 4 bits too, as nothing more exact fits: each word is chosen from rounded "
-            "scores. How much worse answers become was not measured."
-        )
-    elif model.convert_options:
-        remarks.append(
-            "128 weights share a scale instead of 32, as nothing more exact fits: rounding is coarser."
+            f"Nothing more exact fits: {in_words(model.convert_options)}. {cost_of(model.convert_options)}"
         )
     return tuple(remarks)
 

@@ -1,8 +1,8 @@
 """What is planned for: from a name (folder, catalog entry, family, hub id) to models with exact sizes.
 
-Knows: in which order a name is looked up, and that a bf16 checkpoint can be converted. Does not know:
-machines. Nothing is downloaded here but headers, and those only of a hub model that is neither in the catalog
-nor on disk.
+Knows: in which order a name is looked up, and that a checkpoint can be converted. Does not know: machines.
+Nothing is downloaded here but headers, and those only of a hub model that is neither in the catalog nor on
+disk.
 """
 
 import shlex
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from vlfit.checkpoint import catalog, names
 from vlfit.checkpoint.catalog import BF16, FORMATS, CatalogEntry
-from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.conversions import GROUP_SIZE, PLAIN, Rounding, divides, in_format, roundings
+from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format
 from vlfit.checkpoint.source import MINI, Checkpoint, mini_folder, read_checkpoint
 from vlfit.errors import HubModelNotFound, NotACheckpoint, UsageError
 from vlfit.plan.model import Model, model_of
@@ -23,7 +24,7 @@ def subjects(name: str, weights: str | None = None, *, coarser: bool = False) ->
     """The models that ``name`` may mean, the most exact weights first; one, unless it leaves the format open.
 
     ``weights`` asks for a format. A checkpoint in bf16 is then planned as ``vlfit convert`` would write it.
-    ``coarser``: also what more of its options make of int4, last (``Model.convert_options``).
+    ``coarser``: also what its options for fewer bytes make, last (``Model.convert_options``).
     Raises ``CheckpointError`` and ``HubError`` for what cannot be read, ``UsageError`` for a format that this
     checkpoint cannot be brought into.
     """
@@ -43,7 +44,7 @@ def _found(name: str, weights: str | None) -> list[Model]:
     name = names.without_address(name)
     entry = catalog.find(name)
     if entry is not None:
-        return [of_entry(_sibling(entry, weights))]
+        return _members([_sibling(entry, weights)], None)
     if name.lower().endswith(".gguf"):
         raise _a_file(name, folder)
     members = catalog.family(name) or names.meant(name)
@@ -61,13 +62,11 @@ def instead_of(models: list[Model], name: str) -> list[Model]:
     if not folder.is_dir():
         return found
     checkpoint = read_checkpoint(MINI if name == MINI else folder.resolve().name, folder)
-    if checkpoint.config.quantization is not None:
+    stored = checkpoint.config.quantization
+    if stored is not None and not isinstance(stored, Fp8Format):
         return found
     place = "" if name == MINI else str(folder)
-    for form in FORMATS[1:]:
-        if form != FORMATS[-1] or not _undivided(checkpoint.config):
-            found += _conversions(checkpoint, form, place)
-    return found
+    return found + [made for form in FORMATS[1:] for made in _conversions(checkpoint, form, place)]
 
 
 def _members(members: list[CatalogEntry], weights: str | None) -> list[Model]:
@@ -80,8 +79,13 @@ def _members(members: list[CatalogEntry], weights: str | None) -> list[Model]:
 
 
 def variants(model: Model) -> list[CatalogEntry]:
-    """What more options of ``vlfit convert`` make of an int4 model of the catalog, the mildest first."""
-    return [entry for entry in catalog.variants() if entry.name.startswith(f"{model.name}-")]
+    """What more options of ``vlfit convert`` make of a model of the catalog, the mildest first."""
+    local = model.name.rpartition("/")[2]
+    return [
+        entry
+        for entry in catalog.variants()
+        if entry.weights == model.weights and entry.name.startswith(f"{local}-")
+    ]
 
 
 def everything(weights: str | None = None, *, edition: str = "Instruct") -> list[Model]:
@@ -123,50 +127,57 @@ def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = 
     stored = checkpoint.weights_format
     if weights is None or weights == stored or (weights == BF16 and stored in ("fp16", "fp32")):
         known_by = "read from its headers"
-        return [model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, known_by, place=place)]
-    if checkpoint.config.quantization is not None or weights == BF16:
+        asis = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, known_by, place=place)
+        return [asis, *(_conversions(checkpoint, stored, place) if _is_official_fp8(checkpoint) else [])]
+    if weights == BF16 or not (checkpoint.config.quantization is None or _is_official_fp8(checkpoint)):
         raise UsageError(
             f"{checkpoint.name} is in {stored}; it cannot be made {weights} from that",
             "Name the original checkpoint in bf16, or leave out --weights.",
         )
-    if weights == FORMATS[-1] and _undivided(checkpoint.config):
+    found = _conversions(checkpoint, weights, place)
+    if not found:
         raise UsageError(
-            f"layers of {checkpoint.name} have inputs in no whole groups of {catalog.GROUP_SIZE}: "
+            f"layers of {checkpoint.name} have inputs in no whole groups of {GROUP_SIZE}: "
             f"no plan for {weights}",
             "Plan for fp8, or convert it (vlfit convert) and plan for the new folder.",
         )
-    return _conversions(checkpoint, weights, place)
-
-
-def _conversions(checkpoint: Checkpoint, weights: str, place: str) -> list[Model]:
-    """What ``vlfit convert`` would write: plain, then by options that save bytes at the cost of exactness."""
-    option_sets = [(catalog.GROUP_SIZE, False, "", "")]
-    if weights == FORMATS[-1]:
-        option_sets += catalog.option_sets(checkpoint.config)
-    found = []
-    for group_size, head, options, ending in option_sets:
-        config = catalog.in_format(checkpoint.config, weights, group_size=group_size, head=head)
-        name = f"{checkpoint.name}-{weights.upper()}{ending}"
-        out = str(Path(place).resolve().parent / name) if place else name.rpartition("/")[2]
-        made = model_of(
-            name,
-            config,
-            catalog.tensors_of(config),
-            "counted for what vlfit convert would write",
-            family=checkpoint.name,
-            converted_from=place or checkpoint.name,
-            place=out,
-            convert_options=f"{options} --out {shlex.quote(out)}" if options else "",
-        )
-        found.append(made)
     return found
 
 
-def _undivided(config: ModelConfig) -> bool:
-    """int4 has no partial groups: layers that 32 does not divide would stay in 16 bits."""
-    text = config.text
-    widths = (text.hidden_size, text.intermediate_size, text.num_attention_heads * text.head_dim)
-    return any(width % catalog.GROUP_SIZE for width in widths)
+def _is_official_fp8(checkpoint: Checkpoint) -> bool:
+    """Whether it is in the form of the official FP8 checkpoints, of which less can be made."""
+    return isinstance(checkpoint.config.quantization, Fp8Format)
+
+
+def _conversions(checkpoint: Checkpoint, weights: str, place: str) -> list[Model]:
+    """What ``vlfit convert`` would write: plain, then by options that save bytes at the cost of exactness.
+
+    None where layers would stay in 16 bits, as int4 has no partial groups.
+    """
+    config = checkpoint.config
+    if weights == INT4 and not divides(config, GROUP_SIZE):
+        return []
+    # What is in FP8 already is no conversion, unless other parts are rounded too.
+    first = [] if weights == FP8 and _is_official_fp8(checkpoint) else [PLAIN]
+    return [_converted(checkpoint, weights, each, place) for each in (*first, *roundings(config, weights))]
+
+
+def _converted(checkpoint: Checkpoint, weights: str, rounding: Rounding, place: str) -> Model:
+    config = in_format(checkpoint.config, weights, rounding)
+    ending = "" if checkpoint.weights_format == weights else f"-{weights.upper()}"
+    name = f"{checkpoint.name}{ending}{rounding.ending}"
+    out = str(Path(place).resolve().parent / name) if place else name.rpartition("/")[2]
+    options = rounding.options(tied=config.tie_word_embeddings)
+    return model_of(
+        name,
+        config,
+        catalog.tensors_of(config),
+        "counted for what vlfit convert would write",
+        family=checkpoint.name,
+        converted_from=place or checkpoint.name,
+        place=out,
+        convert_options=f"{options} --out {shlex.quote(out)}" if options else "",
+    )
 
 
 def _from_the_hub(name: str) -> Checkpoint:

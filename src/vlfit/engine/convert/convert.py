@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from vlfit.checkpoint.conversions import GROUP_SIZE
 from vlfit.checkpoint.headers import INDEX_FILE
 from vlfit.checkpoint.quantization import INT4
 from vlfit.checkpoint.source import Checkpoint, read_checkpoint
@@ -38,7 +39,7 @@ from vlfit.engine.loader import Loader
 from vlfit.units import GIB
 
 GROUP_SIZES = (32, 64, 128)  # what the kernels of vLLM take
-DEFAULT_GROUP_SIZE = 32
+DEFAULT_GROUP_SIZE = GROUP_SIZE
 DEFAULT_SHARD_BYTES = 4 * GIB
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all

@@ -7,6 +7,7 @@ vlfit and other programs. Does not know: files or values.
 from dataclasses import dataclass
 from typing import Any
 
+from vlfit.checkpoint.conversions import EIGHT_BITS, FP8_BLOCK, HEAD_TARGET, TABLE_TARGET, TOWER_TARGET
 from vlfit.checkpoint.quantization import (
     COMPRESSED_METHOD,
     FLOAT_FORMAT,
@@ -24,10 +25,6 @@ from vlfit.errors import UsageError
 
 KEPT = "16"  # what the parts that are not rounded are said to be in
 HEAD, TOWER = "lm_head", "model.visual."
-# How the parts go by in config.json. To vLLM the output head is no linear layer: it goes by its name.
-_HEAD_TARGET = r"re:.*lm_head$"
-_TOWER_TARGET = r"re:.*visual\..*(attn\.qkv|attn\.proj|linear_fc1|linear_fc2)$"
-_BLOCK = 128  # of the official FP8 checkpoints
 
 Form = Fp8Format | WeightScheme
 
@@ -100,13 +97,13 @@ def new_recipe(checkpoint: Checkpoint, wanted: Wanted) -> Recipe:
             f"{checkpoint.name} has no output head of its own: it is the embedding (tied)",
             "Leave out --head; --embedding int8 rounds both.",
         )
-    eight_bits, four_bits = WeightScheme(8, None), WeightScheme(4, wanted.group_size)
-    block = (from_fp8.block_rows, from_fp8.block_columns) if from_fp8 else (_BLOCK, _BLOCK)
+    four_bits = WeightScheme(4, wanted.group_size)
+    block = (from_fp8.block_rows, from_fp8.block_columns) if from_fp8 else (FP8_BLOCK, FP8_BLOCK)
     recipe = Recipe(
         text=four_bits if wanted.weights == INT4 else _floats(block, is_plain=is_plain),
-        head={KEPT: None, INT8: eight_bits, INT4: four_bits}[wanted.head],
-        embedding=eight_bits if wanted.embedding == INT8 else None,
-        vision=eight_bits if wanted.vision == INT8 else None,
+        head={KEPT: None, INT8: EIGHT_BITS, INT4: four_bits}[wanted.head],
+        embedding=EIGHT_BITS if wanted.embedding == INT8 else None,
+        vision=EIGHT_BITS if wanted.vision == INT8 else None,
         keeps_text=from_fp8 is not None and wanted.weights == FP8,
     )
     layers = [(name, columns) for name, (_, columns) in roundable(checkpoint).items() if is_text_layer(name)]
@@ -159,8 +156,7 @@ def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any
             "quant_method": FP8_METHOD,
             "weight_block_size": [recipe.text.block_rows, recipe.text.block_columns],
         }
-    table = next(name.removesuffix(".weight") for name in may if is_embedding(name))
-    groups = _groups(recipe, recipe.text, table)
+    groups = _groups(recipe, recipe.text)
     kinds = {group["format"] for group in groups}
     linears = linear_weights(plain_tensors(checkpoint.config))
     return {
@@ -174,9 +170,9 @@ def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any
     }
 
 
-def _groups(recipe: Recipe, text: WeightScheme, table: str) -> list[dict[str, Any]]:
+def _groups(recipe: Recipe, text: WeightScheme) -> list[dict[str, Any]]:
     """``config_groups``: a way of storing weights, and whose. Parts that are stored alike share one."""
-    parts = {_HEAD_TARGET: recipe.head, table: recipe.embedding, _TOWER_TARGET: recipe.vision}
+    parts = {HEAD_TARGET: recipe.head, TABLE_TARGET: recipe.embedding, TOWER_TARGET: recipe.vision}
     targets: dict[WeightScheme, list[str]] = {text: ["Linear"]}
     for target, scheme in parts.items():
         if scheme is not None:
