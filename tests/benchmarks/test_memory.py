@@ -1,6 +1,9 @@
 """The memory benchmark but for the GPU: a real server asked all that its plan admits, and the verdicts."""
 
+import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,3 +191,52 @@ def test_random_weights_are_finite_and_everywhere(tmp_path: Path) -> None:
             assert (numbers > 0).all()
     assert 0.01 < found["a.weight"].double().std() < 0.03
     assert found["c.weight"].double().abs().max() < 2
+
+
+def test_the_holding_process_takes_anew_for_each_wish(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = Card(80_000 * MIB)
+
+    class Piece:
+        def __init__(self, count: int, **_: Any) -> None:
+            self.count = count
+            card.take(count)
+
+        def __del__(self) -> None:
+            card.left += max(self.count, MIB)
+
+    class Meter:
+        free = card.free
+
+        def process(self) -> int:
+            return 500 * MIB
+
+    monkeypatch.setattr(torch, "empty", Piece)
+    monkeypatch.setattr(hold, "Meter", Meter)
+    for name, answer in (("synchronize", None), ("memory_reserved", 2 * MIB), ("empty_cache", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{7200 * MIB}\n{5000 * MIB}\n{7200 * MIB}\n"))
+    hold.main()
+    context, *answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert context == {"context": 498 * MIB}
+    for answer, wanted in zip(answers, (7200, 5000, 7200), strict=True):
+        assert abs(answer["free"] - wanted * MIB) <= MIB
+
+
+def test_what_holds_memory_can_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import json, sys\nprint(json.dumps({'context': 7}), flush=True)\n"
+        "for line in sys.stdin: print(json.dumps({'free': 7200 * 2**20 + 5}), flush=True)"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        "benchmarks.hold.subprocess.Popen",
+        lambda words, **options: popen([sys.executable, "-c", program], **options),
+    )
+    with hold.Hold() as held:
+        assert held.context == 7
+        assert held.leave(7200 * MIB) == 7200 * MIB + 5
+        with pytest.raises(RuntimeError, match=r"7000.0 MiB were to be free, 7200.0 MiB are"):
+            held.leave(7000 * MIB)
+    assert held._process.returncode is not None
