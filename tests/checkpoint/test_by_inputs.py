@@ -242,6 +242,14 @@ def test_biases_of_zeros_that_nobody_asks_for(tiny: Tiny, tmp_path: Path) -> Non
             assert open_checkpoint(folder).tensors.keys() == open_checkpoint(plain).tensors.keys()
 
 
+def test_a_config_without_a_word_of_it(gptq: Path, tmp_path: Path) -> None:
+    folder = copy_of(gptq, tmp_path / "silent")
+    change_json(folder / "config.json", lambda config: config.pop("quantization_config"))
+    with pytest.raises(UnknownWeightsFormat, match="no quantization_config") as caught:
+        open_checkpoint(folder)
+    assert "quantize_config.json" in caught.value.hint
+
+
 def test_other_types_are_refused(awq: Path) -> None:
     config, headers = ModelConfig.read(awq), read_headers(awq)
     for part in ("qweight", "scales"):

@@ -6,19 +6,27 @@ Knows: how a ``CompressedFormat`` says the same as a ``ByInputs``. Does not know
 
 from dataclasses import replace
 
-from vlfit.checkpoint.by_inputs import ByInputs, Stored
+from vlfit.checkpoint.by_inputs import QWEIGHT, ByInputs, Stored
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import CompressedFormat, WeightScheme
 from vlfit.checkpoint.tensors import linear_weights, plain_tensors
+from vlfit.errors import UnknownWeightsFormat
 
 
 def renamed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[ModelConfig, dict[str, TensorInfo]]:
     """``config`` and ``tensors`` of any checkpoint, in words that ``check_tensors`` and the engine know.
 
-    Raises what ``ByInputs.read_in`` raises.
+    Raises what ``ByInputs.read_in`` raises, and ``UnknownWeightsFormat`` where config.json does not say a word
+    of them.
     """
     if not isinstance(config.quantization, ByInputs):
+        if config.quantization is None and any(name.endswith(QWEIGHT) for name in tensors):
+            raise UnknownWeightsFormat(
+                "the weights are stored as AWQ and GPTQ do, but config.json has no quantization_config",
+                "Older programs wrote quantize_config.json or quant_config.json: put what it holds into "
+                'config.json, as {"quantization_config": {"quant_method": "gptq" or "awq", ...}}.',
+            )
         return config, tensors
     plain = plain_tensors(config)
     matrices = {name.removesuffix(".weight"): shape for name, shape in linear_weights(plain).items()}
