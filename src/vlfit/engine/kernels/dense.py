@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
-from vlfit.engine.kernels.overlap import fetch_and_wait
+from vlfit.engine.kernels.overlap import wait
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -34,24 +34,13 @@ def multiply(
 
     All rows are one tile. With ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are.
     """
+    wait(overlap)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     index = tile * tile_outputs + tl.arange(0, tile_outputs)
     row = tl.arange(0, tile_rows)
     begin = split * steps * tile_inputs
     end = tl.minimum(begin + steps * tile_inputs, inputs)
-    size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    fetch_and_wait(
-        weight,
-        tile * tile_outputs,
-        outputs,
-        inputs * size,
-        begin * size,
-        end * size,
-        overlap,
-        tile_outputs,
-        16,
-    )
     total = tl.zeros((tile_outputs, tile_rows), tl.float32)
     for start in range(begin, end, tile_inputs):
         column = start + tl.arange(0, tile_inputs)

@@ -11,7 +11,7 @@ MOST_TILES = 16384  # of a product that is shared out: those are cut into less t
 
 @cache
 def overlapping(device: torch.device) -> dict[str, Any]:
-    """Arguments of every kernel of a decode step: whether it starts while the one before it still runs.
+    """Arguments of every kernel of a decode step: whether it is made ready while the one before it runs.
 
     Programmatic dependent launch, which cards have from compute capability 9.0 on.
     """

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
-from vlfit.engine.kernels.overlap import fetch_and_wait
+from vlfit.engine.kernels.overlap import wait
 from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, int8_tile, scales, shuffle, shuffle_words, spread
 
 
@@ -52,6 +52,7 @@ def matmul(
     Where a tile of inputs shares its scale, codes are multiplied as they are and the scale is applied to the
     sum; else a weight is its code times its scale, rounded once to the dtype of ``x``.
     """
+    wait(overlap)
     tile_spans: tl.constexpr = tile_inputs // span
     row_tiles = tl.cdiv(rows, tile_rows)
     # Neighbours share weights, which are then read from memory once, whatever the number of rows.
@@ -60,18 +61,6 @@ def matmul(
     split = tl.program_id(1)
     begin = split * steps * tile_inputs
     end = tl.minimum(begin + steps * tile_inputs, inputs)
-    per_byte: tl.constexpr = 2 if form == "int4" else 1
-    fetch_and_wait(
-        codes,
-        (tl.program_id(0) // row_tiles) * tile_outputs,
-        outputs,
-        inputs // per_byte,
-        begin // per_byte,
-        end // per_byte,
-        overlap,
-        tile_outputs,
-        8,
-    )
     total = tl.zeros((tile_outputs, tile_rows), tl.float32)
     for start in range(begin, end, tile_inputs):
         column = start + tl.arange(0, tile_inputs)
