@@ -17,8 +17,8 @@ from vlfit.errors import UnknownWeightsFormat
 def renamed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[ModelConfig, dict[str, TensorInfo]]:
     """``config`` and ``tensors`` of any checkpoint, in words that ``check_tensors`` and the engine know.
 
-    Raises what ``ByInputs.read_in`` raises, and ``UnknownWeightsFormat`` where config.json does not say a word
-    of them.
+    Raises what ``ByInputs.read_in`` raises, and ``UnknownWeightsFormat`` where config.json has no word of
+    them.
     """
     if not isinstance(config.quantization, ByInputs):
         if config.quantization is None and any(name.endswith(QWEIGHT) for name in tensors):
