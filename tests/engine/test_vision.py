@@ -172,7 +172,7 @@ def config_with(**changed: int) -> VisionConfig:
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 10), (62, 46)])
 def test_tables_of_turning_are_those_of_each_patchs_own_angles(rows: int, columns: int) -> None:
     config = config_with()
-    row, column = merge_order(rows, columns, 2)
+    row, column = map(torch.from_numpy, merge_order(rows, columns, 2))
     frequencies = 1.0 / 10000.0 ** (torch.arange(0, 36, 2, dtype=torch.float32) / 36)
     angles = torch.cat((row[:, None].float() * frequencies, column[:, None].float() * frequencies), -1)
     expected = rotation_tables(angles[:, None, None])
@@ -189,5 +189,5 @@ def test_learned_positions_are_stretched_as_pictures_are(rows: int, columns: int
     ours = (table[index] * shares).sum(0)
     image = table.T.reshape(1, 5, 6, 6)
     stretched = torch.nn.functional.interpolate(image, (rows, columns), mode="bilinear", align_corners=True)
-    row, column = merge_order(rows, columns, 2)
+    row, column = map(torch.from_numpy, merge_order(rows, columns, 2))
     assert (ours - stretched[0, :, row, column].T).abs().max() < 1e-5

@@ -15,6 +15,7 @@ from torch import Tensor
 from vlfit.checkpoint.config import VisionConfig
 
 VISION_THETA = 10000.0
+IntVector = npt.NDArray[np.int64]
 
 
 def mrope_positions(
@@ -54,7 +55,8 @@ def vision_tables(
     quarter = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
     inverse_frequencies = 1.0 / VISION_THETA**quarter
     angles = torch.arange(max(rows, columns), dtype=torch.float32)[:, None] * inverse_frequencies
-    row, column = (order.to(device) for order in merge_order(rows, columns, config.spatial_merge_size))
+    order = merge_order(rows, columns, config.spatial_merge_size)
+    row, column = (torch.from_numpy(each).to(device) for each in order)
 
     def of_patches(of_place: Tensor) -> Tensor:
         of_place = of_place.to(device)
@@ -64,9 +66,9 @@ def vision_tables(
     return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
 
 
-@lru_cache(maxsize=8)  # pictures of one camera, frames of a clip; in host memory, not to be changed
-def merge_order(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Row and column [rows * columns] of each patch, each merge x merge block together."""
-    raster = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
-    order = raster.permute(0, 2, 1, 3).reshape(-1)
+@lru_cache(maxsize=8)  # pictures of one camera, frames of a clip
+def merge_order(rows: int, columns: int, merge: int) -> tuple[IntVector, IntVector]:
+    """Row and column [rows * columns] of each patch, each merge x merge block together. Not to be changed."""
+    raster = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
+    order = raster.transpose(0, 2, 1, 3).reshape(-1)
     return order // columns, order % columns

@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -127,24 +129,25 @@ def learned_positions(
     """
     side = int(config.num_position_embeddings**0.5)
     index, shares = _corners(side, rows, columns, config.spatial_merge_size)
-    return index.to(device), shares.to(device)
+    return torch.from_numpy(index).to(device), torch.from_numpy(shares).to(device)
 
 
-@lru_cache(maxsize=8)  # pictures of one camera, frames of a clip; in host memory, not to be changed
-def _corners(side: int, rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=8)  # pictures of one camera, frames of a clip
+def _corners(side: int, rows: int, columns: int, merge: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """``learned_positions`` in host memory. Not to be changed."""
     (top, lower), (left, right) = _stretched(side, rows), _stretched(side, columns)
     row, column = merge_order(rows, columns, merge)
-    below, beside = (top + 1).clamp(max=side - 1), (left + 1).clamp(max=side - 1)
+    below, beside = np.minimum(top + 1, side - 1), np.minimum(left + 1, side - 1)
     index = [line[row] * side + place[column] for line in (top, below) for place in (left, beside)]
     shares = [up[row] * along[column] for up in (1 - lower, lower) for along in (1 - right, right)]
-    return torch.stack(index), torch.stack(shares)[..., None]
+    return np.stack(index), np.stack(shares)[..., None]
 
 
-def _stretched(side: int, count: int) -> tuple[Tensor, Tensor]:
+def _stretched(side: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Where ``count`` places lie on an axis of ``side``: the one before, and how far they are past it."""
-    place = torch.arange(count, dtype=torch.float32) * (side - 1) / max(count - 1, 1)
-    before = place.floor()
-    return before.long(), place - before
+    place = np.arange(count, dtype=np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
+    before = np.floor(place)
+    return before.astype(np.int64), place - before
 
 
 def fused_attention(device: torch.device) -> AbstractContextManager[None]:
