@@ -18,7 +18,6 @@ from vlfit.plan.report import facts
 from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.speed import predict
 from vlfit.plan.subjects import subjects
-from vlfit.plan.vllm.constants import LAUNCH_OF_GRAPHS
 from vlfit.units import GIB, MIB
 
 EXAMPLE = card("RTX 5060", desktop=951 * MIB)
@@ -106,7 +105,7 @@ def test_a_step_takes_as_long_as_copies_or_computing() -> None:
     assert alone is not None
     # Without CUDA graphs each layer is launched; kernels are launched ahead, so at best that hides too.
     launch, launch_low = 36 * constants.launch.value, 36 * constants.launch_low.value
-    of_graphs = 36 * LAUNCH_OF_GRAPHS.value
+    of_graphs = 36 * calibration.STEP_OF_GRAPH.value
     assert GPU.pcie_bandwidth is not None
     seen = []
     for count in (3, 12, 36):

@@ -60,12 +60,12 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     constants = calibration.constants_for(gpu)
     if backend != NATIVE:  # what was measured here is the native engine's
         constants = replace(constants, launch_low=calibration.LAUNCH_LOW, launch=calibration.LAUNCH)
-    launch_low, launch = constants.launch_low.value, constants.launch.value
-    if (backend == VLLM and settings.graphs) or (backend == NATIVE and not settings.offload):
-        # A decode step of the native engine is a CUDA graph too; measured with vLLM's, on the same card.
-        launch_low, launch = min(launch_low, LAUNCH_OF_GRAPHS_LOW.value), min(launch, LAUNCH_OF_GRAPHS.value)
     if backend == VLLM and settings.graphs:
         constants = replace(constants, launch_low=LAUNCH_OF_GRAPHS_LOW, launch=LAUNCH_OF_GRAPHS)
+    launch_low, launch = constants.launch_low.value, constants.launch.value
+    if backend == NATIVE and not settings.offload:  # a decode step is one graph; prompts are launched
+        launch_low = min(launch_low, calibration.STEP_OF_GRAPH_LOW.value)
+        launch = min(launch, calibration.STEP_OF_GRAPH.value)
     cached = settings.image_tokens + TEXT_TOKENS
     weights = _pass_bytes(model)
     moved = weights + cached * model.kv_bytes_per_token
