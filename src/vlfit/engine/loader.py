@@ -43,11 +43,14 @@ from vlfit.engine.layers.linear import (
     signed_codes,
 )
 from vlfit.engine.mapped_files import MappedFiles, torch_dtype
+from vlfit.engine.reading import Reader
 from vlfit.engine.repack import column_order, repack, shape_in_file
 from vlfit.engine.shelf import Measure, Shelf
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 from vlfit.plan.allocator import SHELVED
+from vlfit.units import MIB
 
+_LARGE = MIB  # bytes; smaller tensors are read when they are asked for
 _WIDENED_ROWS = 4096  # of 8 bits, at a time: a whole table of tokens in float32 would be a second model
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
@@ -76,6 +79,7 @@ class Loader:
         self._read = 0
         self._total = checkpoint.weight_bytes
         self._files = MappedFiles()
+        self._reader = Reader(device) if device.type == "cuda" else None
         self._orders: dict[str, Tensor] = {}
         self._shelf: Measure | Shelf | None = None
 
@@ -85,7 +89,18 @@ class Loader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._files.close()
+        try:
+            if error is None:
+                self._settle()
+        finally:
+            self._files.close()
+            if self._reader is not None:
+                self._reader.close()
+
+    def _settle(self) -> None:
+        """Wait for what ``_copy`` was allowed to bring later."""
+        if self._reader is not None:
+            self._reader.settle()
 
     @contextmanager
     def into_ram(self) -> Iterator[None]:
@@ -174,7 +189,8 @@ class Loader:
         if block_rows == block[0]:
             scale = self._stacked(scales, dtype)
         else:
-            parts = (self._stacked([name], dtype) for name in scales)
+            parts = [self._stacked([name], dtype) for name in scales]
+            self._settle()
             scale = torch.cat(
                 [
                     part.repeat_interleave(block[0] // block_rows, dim=0)[: -(-height // block_rows)]
@@ -190,7 +206,9 @@ class Loader:
     def _int8_stacked(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Codes and scales of ``names`` on top of one another."""
         if self._is_packed(names[0]):
-            codes = signed_codes(self._stacked([f"{name}{PACKED_SUFFIX}" for name in names], torch.int32))
+            packed = self._stacked([f"{name}{PACKED_SUFFIX}" for name in names], torch.int32)
+            self._settle()
+            codes = signed_codes(packed)
         else:
             codes = self._stacked([f"{name}.weight" for name in names], torch.int8)
         scales = [f"{name}{COMPRESSED_SCALE}" for name in names]
@@ -225,7 +243,7 @@ class Loader:
         rows = [info.shape[0] for info in infos]
         stacked = self._empty((sum(rows), infos[0].shape[1]), dtype)
         for info, part in zip(infos, stacked.split(rows), strict=True):
-            self._copy(info, part)
+            self._copy(info, part, later=True)
         return stacked
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -286,7 +304,7 @@ class Loader:
             codes, scale = self._fp8_part(name)
             target.copy_(dequantize_fp8(codes, scale, self._block(name), self.dtype))
         else:
-            self._copy(self._info(f"{name}.weight"), target)
+            self._copy(self._info(f"{name}.weight"), target, later=True)
 
     def _fp8_scale(self, name: str) -> str:
         """What the scales of the FP8 matrix ``name`` are called: there are two customs."""
@@ -345,16 +363,29 @@ class Loader:
             )
         return info
 
-    def _copy(self, info: TensorInfo, target: Tensor) -> None:
-        """The numbers of ``info`` into ``target``, converted; none, for torch's meta device."""
+    def _copy(self, info: TensorInfo, target: Tensor, *, later: bool = False) -> None:
+        """The numbers of ``info`` into ``target``, converted; none, for torch's meta device.
+
+        ``later``: a large tensor on a GPU may be there only after ``_settle``.
+        """
         if target.is_meta:
             return
-        if info.bytes:
+        if later and self._reader is not None and self._is_as_in_file(info, target):
+            self._reader.read(info.file, info.start, target)
+        elif info.bytes:
             with self._files.numbers(info) as numbers:
                 self._put(info, numbers, target)
         self._read += info.bytes
         if self._progress:
             self._progress(self._read, self._total)
+
+    def _is_as_in_file(self, info: TensorInfo, target: Tensor) -> bool:
+        """Whether ``target`` is large, on the GPU, and gets the bytes of ``info`` as they are."""
+        if target.device.type != "cuda" or info.bytes < _LARGE or target.dtype != torch_dtype(info):
+            return False
+        module, packed, _ = info.name.rpartition(PACKED_SUFFIX)
+        ordered = bool(packed) and self._order(module) is not None
+        return info.layout is Layout.AS_NAMED and not ordered and target.is_contiguous()
 
     def _put(self, info: TensorInfo, raw: Tensor, target: Tensor) -> None:
         """The numbers ``raw`` of ``info`` into ``target``, in the order that its name and shape call for."""

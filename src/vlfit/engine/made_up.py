@@ -16,7 +16,7 @@ _ONE = 0x38  # 1.0 as float8_e4m3fn; the bytes below it are numbers from 0 to 1
 class MadeUpLoader(Loader):
     """The real loader, but for reading: small random numbers, the same in every run of a process."""
 
-    def _copy(self, info: TensorInfo, target: Tensor) -> None:
+    def _copy(self, info: TensorInfo, target: Tensor, *, later: bool = False) -> None:
         if target.dtype in (torch.int32, torch.int8):
             target.random_()  # codes of 4 or 8 bits
         elif target.dtype == torch.float8_e4m3fn:

@@ -1,0 +1,97 @@
+"""Large tensors from files to a GPU: a few pieces at once, each read into RAM that the GPU copies from.
+
+One thread that reads and copies in turn brings about a gigabyte a second; the page cache has ten to give. A
+mapped file is read page by page as it is touched, so files are read by ``pread`` here. Knows bytes, files and
+threads. Does not know dtypes or what a tensor is for: ``loader.py`` converts what is not as in the file.
+"""
+
+import os
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vlfit.engine.streams import side_stream
+from vlfit.errors import CheckpointError
+from vlfit.units import MIB
+
+PIECE_BYTES = 16 * MIB  # RAM that each thread has
+_THREADS = 4
+_AHEAD = 2 * _THREADS  # pieces that are asked for before somebody waits, so that progress is what was done
+
+
+class Reader:
+    """Fills tensors of ``device`` from files. What ``read`` was told is there after ``settle``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(_THREADS, "vlfit-read")
+        self._pending: deque[Future[None]] = deque()
+        self._own = threading.local()
+        self._files: dict[Path, int] = {}
+
+    def read(self, path: Path, start: int, target: Tensor) -> None:
+        """The bytes of ``path`` from ``start`` on into ``target`` (contiguous), as many as it has.
+
+        Raises what earlier pieces have failed with: ``CheckpointError`` where a file ends too early.
+        """
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY)
+        whole = target.view(-1).view(torch.uint8)
+        for begin in range(0, len(whole), PIECE_BYTES):
+            piece = whole[begin : begin + PIECE_BYTES]
+            self._pending.append(self._pool.submit(self._piece, path, start + begin, piece))
+            if len(self._pending) > _AHEAD:
+                self._pending.popleft().result()
+
+    def settle(self) -> None:
+        """Wait until all is there. Raises as ``read``."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def close(self) -> None:
+        """Stop: what was not begun is not read any more."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _piece(self, path: Path, start: int, target: Tensor) -> None:
+        stage = self._stage()
+        count, filled = len(target), 0
+        shown = stage.numpy().data
+        while filled < count:
+            got = os.preadv(self._files[path], [shown[filled:count]], start + filled)
+            if not got:
+                raise CheckpointError(
+                    f"{path} ends after {start + filled} bytes, in the middle of a tensor",
+                    "the download may be incomplete: `vlfit pull` fetches what is missing",
+                )
+            filled += got
+        # Inference mode and the current stream belong to a thread.
+        with torch.inference_mode():
+            if self._device.type != "cuda":
+                target.copy_(stage[:count])
+                return
+            stream = side_stream(self._device)
+            arrived = torch.cuda.Event()
+            with torch.cuda.stream(stream):
+                target.copy_(stage[:count], non_blocking=True)
+                arrived.record(stream)
+            arrived.synchronize()
+
+    def _stage(self) -> Tensor:
+        """RAM of the calling thread, pinned if the system pins more."""
+        if not hasattr(self._own, "stage"):
+            try:
+                self._own.stage = torch.empty(
+                    PIECE_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+                )
+            except RuntimeError:  # WSL2 allows little
+                self._own.stage = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        stage: Tensor = self._own.stage
+        return stage
