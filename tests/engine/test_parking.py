@@ -76,7 +76,7 @@ def test_where_nothing_can_be_put_away_nothing_changes(monkeypatch: pytest.Monke
     tensors = some_tensors()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     if fault == "ram":

@@ -1,11 +1,11 @@
 """An engine that sleeps: the same words before and after, nothing held in between, nothing lost by it."""
 
+import gc
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from vlfit.engine.answer import Chunk
 from vlfit.engine.conversation import ImagePart, ask
 from vlfit.engine.holdings import bytes_of
 from vlfit.engine.loader import Loader
-from vlfit.engine.options import EngineOptions
+from vlfit.engine.options import EngineOptions, Park
 from vlfit.engine.parking import _ram
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.sleep import Sleep
@@ -403,46 +403,58 @@ def test_idle_sleep_is_a_time() -> None:
 # --- on a GPU ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    """With nothing left of tests before, and no cap for those behind."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("park", ["ram", "files"])
 @pytest.mark.parametrize("name", ["tied", "fp8"])
-def test_on_a_gpu_nothing_but_the_context_is_left(tiny: Callable[[str], Path], name: str, park: str) -> None:
+def test_on_a_gpu_nothing_but_the_context_is_left(tiny: Callable[[str], Path], name: str, park: Park) -> None:
     """Graphs, workspaces and all; and what is computed afterwards is what it was."""
-    torch.cuda.empty_cache()
     elsewhere = torch.cuda.memory_reserved()
-    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, kv_tokens=20_000)
+    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, kv_tokens=200_000)
     with NativeBackend.load(tiny(name), options) as backend:
         words = [say(backend, seed, tokens=40) for seed in range(3)]
-        reserved = torch.cuda.memory_reserved()
         for _ in range(3):
-            rest = settled(backend.sleep(park))  # type: ignore[arg-type]
+            account = backend.account().holdings
+            before = torch.cuda.memory_reserved()
+            rest = settled(backend.sleep(park))
             assert rest.asleep is not None
             assert rest.asleep.parked == park
+            assert rest.asleep.freed == before - torch.cuda.memory_reserved()
+            assert rest.asleep.freed >= sum(account.weights.values()) + account.kv_cache
             assert torch.cuda.memory_reserved() - elsewhere <= 4 * MIB
-            assert rest.asleep.freed >= reserved - elsewhere - 4 * MIB
             assert [say(backend, seed, tokens=40) for seed in range(3)] == words
-            assert torch.cuda.memory_reserved() <= reserved + 32 * MIB
+            assert torch.cuda.memory_reserved() <= before + 32 * MIB
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_that_others_have_filled(tiny: Callable[[str], Path]) -> None:
-    """Truly: another takes all that is left, and gives it back."""
-    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, kv_tokens=2_000_000)
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("park", ["ram", "files"])
+def test_on_a_gpu_an_allocation_truly_fails_halfway(tiny: Callable[[str], Path], park: Park) -> None:
+    """As if others took the rest after it was counted: what was there is given back, then all is there."""
+    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, kv_tokens=200_000)
     with NativeBackend.load(tiny("tied"), options) as backend:
         words = say(backend)
-        assert backend.account().holdings.kv_cache > 200 * MIB
-        settled(backend.sleep())
-        others = []
-        for size in (GIB, 64 * MIB, 12 * MIB):
-            with suppress(torch.OutOfMemoryError):
-                while True:
-                    others.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        for _ in range(3):
+        held = backend.account().holdings
+        size = sum(held.weights.values()) + held.kv_cache
+        settled(backend.sleep(park))
+        asleep = torch.cuda.memory_reserved()
+        whole = torch.cuda.get_device_properties(0).total_memory
+        for share in (0.01, 0.5, 0.9):  # before weights, in the pool's keys, in its values
+            torch.cuda.set_per_process_memory_fraction((asleep + share * size) / whole)
             with pytest.raises(CannotWake):
                 say(backend)
             assert backend.asleep
-        del others
-        torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() <= asleep + 4 * MIB
+        torch.cuda.set_per_process_memory_fraction(1.0)
         assert say(backend) == words

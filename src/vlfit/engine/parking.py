@@ -3,9 +3,9 @@
 A tensor is a view of a storage. A storage can be emptied and filled again, at another address, and whatever
 looks at it sees the same bytes as before. Bytes travel in loads of 16 MiB through a few stages of pinned
 memory, each with a stream and a thread of its own: while one is carried over the bus another is copied
-between its stage and RAM. Pinning as much RAM as a model has takes longer than carrying it, and pinned RAM
-cannot be swapped out while it waits (benchmarks/sleep.py has both). Knows storages, streams and threads. Does
-not know what the bytes are, or when to put them away (``sleep.py``).
+between its stage and RAM. The RAM itself is not pinned: what waits there may be swapped out, and WSL2 allows
+little to be pinned (benchmarks/sleep.py has both ways). Knows storages, streams and threads. Does not know
+what the bytes are, or when to put them away (``sleep.py``).
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from torch import Tensor, UntypedStorage
 from vlfit.units import MIB
 
 STAGE_BYTES = 16 * MIB
-STAGES = 4  # one alone waits for the bus half of the time; more than four did not carry more
+STAGES = 4  # each doubling from one to four carried almost twice as much, eight hardly more (docs/log.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,12 @@ def _whole(storage: UntypedStorage, device: torch.device) -> Tensor:
 def _ram(size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     """``size`` bytes of RAM; the system gives pages as they are written, large ones if it can."""
     try:
-        mapped = mmap.mmap(-1, max(size, 1))
+        if sys.platform == "win32":
+            mapped = mmap.mmap(-1, max(size, 1))
+        else:
+            # Private: large pages are for memory that no other process could share, and with small ones the
+            # system takes longer to give them than the bus to fill them.
+            mapped = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no room for {size} bytes of RAM: {error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):

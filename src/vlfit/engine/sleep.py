@@ -71,7 +71,7 @@ class Sleep:
         size = sum(storage.nbytes() for storage in self._storages()[0])
         place = self._place(park, size)
         held = self._held(size)
-        beside = held - self._runner.cache.nbytes
+        cache = self._runner.cache.nbytes
         self._release()  # graphs first: they have tensors of their own, at addresses of their own
         weights, tables = self._storages()
         if place == "ram":
@@ -84,10 +84,11 @@ class Sleep:
                 place = "files"
         if place == "files":
             self._parked = Parked(tables, self._budget.device)
-        self._beside = beside
         self._empty()
+        freed = held - self._held(0)
+        self._beside = freed - cache
         seconds = round(time.perf_counter() - began, 3)
-        self.asleep = Asleep(place, size if place == "ram" else 0, held - self._held(0), seconds)
+        self.asleep = Asleep(place, size if place == "ram" else 0, freed, seconds)
         return self.asleep
 
     def wake(self) -> None:
