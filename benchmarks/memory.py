@@ -223,7 +223,7 @@ def verdicts(row: Row, result: dict[str, Any]) -> Iterator[tuple[str, bool]]:
     yield f"the pool holds {pool} tokens, not {row.context}", pool >= row.context
     yield (
         f"pictures of {load['image_tokens']} tokens were seen, not of {row.image_tokens}",
-        load["image_tokens"] > 0.95 * row.image_tokens,
+        load["image_tokens"] == row.image_tokens,
     )
     yield f"the longest request had {load['longest']} tokens", load["longest"] > 0.99 * row.context - 8
     if result["free"] is None:

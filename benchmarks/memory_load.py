@@ -13,7 +13,8 @@ import httpx
 from benchmarks.asking import Reply, ask, body, jpeg, new_client, url_of
 
 ANSWER = 16  # tokens of each answer
-PIXELS_PER_TOKEN = 1024
+PATCH = 32  # pixels of the side of what is one token
+LARGER = 3  # halves of what is seen
 FEW, MANY = 10, 210  # repeated words, to learn how many tokens one has
 WORD = "picture "
 
@@ -75,11 +76,15 @@ def filling(client: httpx.Client, url: str, context: int, image_tokens: int, loa
 
 
 def about(image_tokens: int, number: int, words: int) -> bytes:
-    """A request about a picture that no other has, larger than the largest that is seen whole."""
-    side = isqrt(2 * image_tokens * PIXELS_PER_TOKEN)
+    """A request about a picture that no other has, and that is scaled down to ``image_tokens`` exactly.
+
+    Half as wide again as what is seen of it, and of the most square form that so many tokens have.
+    """
+    rows = next(rows for rows in range(isqrt(image_tokens), 0, -1) if image_tokens % rows == 0)
+    width, height = (LARGER * PATCH * side // 2 for side in (image_tokens // rows, rows))
     return body(
         WORD * words,
-        [url_of(jpeg(side, side, number))],
+        [url_of(jpeg(width, height, number))],
         max_tokens=ANSWER,
         ignore_eos=True,
         temperature=0,
