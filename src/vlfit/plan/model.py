@@ -67,6 +67,7 @@ class Model:
     exactness. ``place`` is what a command names to load it: a folder's path or a name on the hub.
     ``tower_is_narrow``: products of the vision tower have weights in fewer than 16 bits. ``known_by`` says in
     words where the sizes were read. ``sizes`` are those of tensors as the engine allocates them, in order.
+    ``most_image_tokens``: of a picture, by the checkpoint's own settings; None where they are not known.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Model:
     convert_options: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     tower_is_narrow: bool = False
+    most_image_tokens: int | None = None
 
     @property
     def made_by(self) -> str:

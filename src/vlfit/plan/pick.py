@@ -155,6 +155,6 @@ def coarser(models: list[tuple[Model, str]], wishes: "Wishes", gpu: Gpu) -> Choi
     """Of models that are rounded more, the mildest that fits with air and above the floors; else any."""
     for model in models:
         choice = best([model], wishes, gpu)
-        if choice.headroom >= air(choice.lines) and keeps_floors(choice.settings, wishes):
+        if choice.headroom >= air(choice.lines) and keeps_floors(choice.settings, choice.model, wishes):
             return choice
     return best(models, wishes, gpu)

@@ -41,11 +41,20 @@ def modelled(lines: Iterable[Line]) -> int:
     return sum(line.bytes for line in lines if line.how == MODELLED and line.line != _A_CHOICE)
 
 
-def is_ample(settings: Settings) -> bool:
-    """Whether context and pictures are not below the floors; a model without eyes needs no pictures."""
-    return settings.context >= AMPLE_CONTEXT and (
-        not settings.image_tokens or settings.image_tokens >= AMPLE_IMAGE_TOKENS
-    )
+def is_ample(settings: Settings, model: Model) -> bool:
+    """Whether context and pictures are not below the floors."""
+    return settings.context >= AMPLE_CONTEXT and settings.image_tokens >= _ample_image_tokens(model)
+
+
+def _ample_image_tokens(model: Model) -> int:
+    """The floor of pictures; a model without eyes needs none, and none is above a checkpoint's own limit."""
+    return 0 if model.vision is None else min(AMPLE_IMAGE_TOKENS, *_limits([model]))
+
+
+def _limits(models: Iterable[Model]) -> tuple[int, ...]:
+    """Most tokens of a picture by the checkpoint's own settings, where they are known; for ``min``."""
+    known = [model.most_image_tokens for model in models]
+    return tuple(most for most in known if most is not None) or (max(IMAGE_TOKENS),)
 
 
 def candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> list[tuple[Settings, Model, str]]:
@@ -63,15 +72,15 @@ def tiers(
     every: list[tuple[Settings, Model, str]], wishes: "Wishes"
 ) -> Iterator[list[tuple[Settings, Model, str]]]:
     """Those of ``candidates`` that keep to the floors, then those below one."""
-    yield [each for each in every if keeps_floors(each[0], wishes)]
-    yield [each for each in every if not keeps_floors(each[0], wishes)]
+    yield [each for each in every if keeps_floors(each[0], each[1], wishes)]
+    yield [each for each in every if not keeps_floors(each[0], each[1], wishes)]
 
 
-def keeps_floors(settings: Settings, wishes: "Wishes") -> bool:
+def keeps_floors(settings: Settings, model: Model, wishes: "Wishes") -> bool:
     """Whether context and pictures are above the floors; what was wished for is no matter of floors."""
     context = wishes.context is not None or settings.context >= AMPLE_CONTEXT
-    pictures = wishes.image_tokens is not None or not settings.image_tokens
-    return context and (pictures or settings.image_tokens >= AMPLE_IMAGE_TOKENS)
+    pictures = wishes.image_tokens is not None or settings.image_tokens >= _ample_image_tokens(model)
+    return context and pictures
 
 
 def _candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> Iterator[tuple[Settings, Model, str]]:
@@ -83,7 +92,7 @@ def _candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> Iterator[t
             "leave out --image-tokens",
         )
     for context in _steps(wishes.context, _contexts(models)):
-        for image_tokens in _steps(wishes.image_tokens, IMAGE_TOKENS if all(sees) else (0,)):
+        for image_tokens in _steps(wishes.image_tokens, _pictures(models) if all(sees) else (0,)):
             for sequences in _steps(wishes.sequences, SEQUENCES):
                 for model, backend in models:
                     if not _possible(model, context, image_tokens, wishes):
@@ -114,6 +123,12 @@ def _passes(backend: str, context: int) -> Iterator[tuple[int, bool]]:
         yield from ((chunk, graphs) for graphs in (True, False) for chunk in VLLM_CHUNKS)
 
 
+def _pictures(models: list[tuple[Model, str]]) -> tuple[int, ...]:
+    """The sizes that are tried: none above the limits that the checkpoint itself sets."""
+    most = max(_limits(model for model, _ in models))
+    return tuple(dict.fromkeys(min(step, most) for step in IMAGE_TOKENS))
+
+
 def _contexts(models: list[tuple[Model, str]]) -> tuple[int, ...]:
     """Those that are tried; all there is, of models made for less than the least of them."""
     most = max(model.text.max_position_embeddings for model, _ in models)
@@ -140,7 +155,7 @@ def _nothing_left(models: list[tuple[Model, str]], wishes: "Wishes") -> UsageErr
     most = max(each.text.max_position_embeddings for each, _ in models)
     contexts = [context for context in _steps(wishes.context, _contexts(models)) if context <= most]
     if wishes.image_tokens is None:
-        least = min(IMAGE_TOKENS)
+        least = min(_pictures(models))
         return UsageError(
             f"a context of {contexts[0]} has no room for a picture of {least} tokens, the smallest that is "
             "tried",

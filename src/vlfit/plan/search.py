@@ -128,7 +128,7 @@ class Plan:
         return (
             not self.fits,
             self.model.vision is None,
-            not is_ample(settings),
+            not is_ample(settings, self.model),
             self.model.head.form == INT4,  # nobody measured what such rounding costs
             -self.model.parameters,
             tuple(-value for value in preference),

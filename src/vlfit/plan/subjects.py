@@ -6,6 +6,7 @@ disk.
 """
 
 import shlex
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from vlfit.checkpoint import catalog, names
 from vlfit.checkpoint.catalog import BF16, FORMATS, CatalogEntry
 from vlfit.checkpoint.conversions import GROUP_SIZE, PLAIN, Rounding, divides, in_format, roundings
 from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format
+from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.checkpoint.source import MINI, Checkpoint, mini_folder, read_checkpoint
-from vlfit.errors import HubModelNotFound, NotACheckpoint, UsageError
+from vlfit.errors import HubModelNotFound, MissingFile, NotACheckpoint, UsageError
 from vlfit.plan.model import Model, model_of
 
 _HINT = "Give a folder, a name on the hub (org/name), mini, or one of the catalog: vlfit plan lists it."
@@ -124,6 +126,21 @@ def _sibling(entry: CatalogEntry, weights: str | None) -> CatalogEntry:
 
 def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = "") -> list[Model]:
     """``place``: the folder that was named, "" for a name. A conversion of it will lie beside it."""
+    most = _most_image_tokens(checkpoint)
+    return [replace(model, most_image_tokens=most) for model in _as_wanted(checkpoint, weights, place)]
+
+
+def _most_image_tokens(checkpoint: Checkpoint) -> int | None:
+    """Of a picture, by its preprocessor_config.json; None where there is none, or the model has no eyes."""
+    if checkpoint.config.vision is None:
+        return None
+    try:
+        return ImageProcessing.read(checkpoint.folder).most_tokens
+    except MissingFile:
+        return None  # of a model on the hub only what sizes need is fetched
+
+
+def _as_wanted(checkpoint: Checkpoint, weights: str | None, place: str) -> list[Model]:
     stored = checkpoint.weights_format
     if weights is None or weights == stored or (weights == BF16 and stored in ("fp16", "fp32")):
         known_by = "read from its headers"

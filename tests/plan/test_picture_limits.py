@@ -1,0 +1,51 @@
+"""Pictures that a checkpoint scales down by its own settings are not planned any larger."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.edit import change_json, copy_of
+from vlfit.checkpoint.sidecar import ImageProcessing
+from vlfit.checkpoint.source import mini_folder, open_checkpoint
+from vlfit.engine.engine import Engine
+from vlfit.engine.options import EngineOptions
+from vlfit.machine.cards import card
+from vlfit.plan.preference import is_ample
+from vlfit.plan.search import Wishes, plan
+from vlfit.plan.subjects import subjects
+
+MINIS_OWN = 144  # 384 x 384 pixels
+
+
+def test_a_plan_has_room_for_no_larger_pictures_than_the_checkpoint_takes() -> None:
+    made = plan(subjects("mini"), card("RTX 5060"), Wishes())
+    assert made.settings.image_tokens == MINIS_OWN
+    assert is_ample(made.settings, made.model)
+    engine = Engine(open_checkpoint("mini"), EngineOptions(device="cpu", context=512))
+    assert engine.image_tokens == MINIS_OWN
+
+
+def test_what_was_wished_for_stays() -> None:
+    made = plan(subjects("mini"), card("RTX 5060"), Wishes(image_tokens=64))
+    assert made.settings.image_tokens == 64
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_a_conversion_takes_what_its_original_takes(weights: str) -> None:
+    assert {model.most_image_tokens for model in subjects("mini", weights, coarser=True)} == {MINIS_OWN}
+
+
+def test_official_checkpoints_allow_more_than_is_tried_and_nobody_asks_them() -> None:
+    assert subjects("4B")[0].most_image_tokens is None
+    assert plan(subjects("2B"), card("RTX 4090"), Wishes()).settings.image_tokens == 2560
+
+
+def test_a_folder_without_the_file_is_planned_as_if_all_were_allowed(tmp_path: Path) -> None:
+    folder = copy_of(mini_folder(), tmp_path / "bare")
+    size = {"shortest_edge": 1024, "longest_edge": 600 * 1024}
+    change_json(folder / "preprocessor_config.json", lambda settings: settings.update(size=size))
+    assert ImageProcessing.read(folder).most_tokens == 600
+    assert [model.most_image_tokens for model in subjects(str(folder))] == [600]
+    assert plan(subjects(str(folder)), card("RTX 5060"), Wishes()).settings.image_tokens == 600
+    (folder / "preprocessor_config.json").unlink()
+    assert [model.most_image_tokens for model in subjects(str(folder))] == [None]
