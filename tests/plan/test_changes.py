@@ -64,19 +64,19 @@ def test_the_largest_step_that_fits_is_advised(name: str, setting: str, asked: i
 
 def test_only_what_can_be_freed_is_offered() -> None:
     """Nobody logs out of WSL2, and what it hides stays hidden."""
-    under_wsl2 = planned("Qwen3-VL-8B-Instruct-INT4").changes
+    under_wsl2 = planned("Qwen3-VL-8B-Instruct-FP8").changes
     assert not [change for change in under_wsl2 if "log out" in change.what]
     (windows,) = [change for change in under_wsl2 if change.what.startswith("in Windows")]
     assert "hardware acceleration" in windows.what
     assert windows.frees == 951 * MIB - calibration.WSL2_HIDES.bytes
     assert not windows.enough
-    hidden = planned("Qwen3-VL-8B-Instruct-INT4", card("RTX 5060", 500 * MIB, wsl2=True)).changes
+    hidden = planned("Qwen3-VL-8B-Instruct-FP8", card("RTX 5060", 500 * MIB, wsl2=True)).changes
     assert not [change for change in hidden if "Windows" in change.what]
     linux = card("RTX 5060", 951 * MIB)
     linux = replace(linux, host=replace(linux.host, container=False))
     assert [
         change.frees
-        for change in planned("Qwen3-VL-8B-Instruct-INT4", linux).changes
+        for change in planned("Qwen3-VL-8B-Instruct-FP8", linux).changes
         if "log out" in change.what
     ] == [951 * MIB]
 
@@ -85,7 +85,7 @@ def test_a_browser_whose_share_the_driver_tells_is_named_with_it() -> None:
     gpu = replace(EXAMPLE.gpus[0], processes=(GpuProcess(7, "firefox", 420 * MIB),))
     host = replace(EXAMPLE.host, wsl2=False, display="wayland")
     machine = replace(EXAMPLE, gpus=(gpu,), host=host)
-    made = planned("Qwen3-VL-4B-Instruct-FP8", machine, context=6000, image_tokens=2560)
+    made = planned("Qwen/Qwen3-VL-2B-Instruct", machine, context=20480, image_tokens=2560)
     assert -made.headroom < 420 * MIB
     assert "browser" in made.changes[0].what
     assert made.changes[0].frees == 420 * MIB
@@ -111,34 +111,37 @@ def test_what_if_rows() -> None:
 
 
 def test_a_refusal_is_of_the_exact_model_and_offers_the_rounded_one() -> None:
-    made = planned("8B")
+    made = planned("Qwen3-VL-8B-Instruct-INT4", with_free(6000 * MIB))
     assert made.model.name == "Qwen3-VL-8B-Instruct-INT4"
     (rounded,) = [change for change in made.changes if "rounded further" in change.what]
-    assert "--head --group-size 128 --out" in rounded.what
-    assert "less exact" in rounded.what
+    assert "--head int4 --vision int8 --group-size 128 --out" in rounded.what
+    assert "the output head in int4 too" in rounded.what
     assert not rounded.enough
-    (model,) = subjects("Qwen3-VL-8B-Instruct-INT4-HEAD-G128")
+    (model,) = subjects("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4")
     again = ledger(model, made.gpu, made.backend, made.settings)
     assert made.total - sum(line.bytes for line in again) == rounded.frees
 
 
 def test_the_mildest_rounding_that_is_enough_is_offered() -> None:
-    made = planned("Qwen3-VL-8B-Instruct-INT4", with_free(7200 * MIB + 1000 * MIB))
-    assert 0 < -made.headroom < 311 * MIB
-    (rounded,) = [change for change in made.changes if "rounded further" in change.what]
-    assert rounded.enough
-    assert "--group-size 128" in rounded.what
-    assert "--head" not in rounded.what
+    """What no rounding in 8 bits is asked of: FP8, which is named without other formats."""
+    made = planned("Qwen3-VL-8B-Instruct-FP8")
+    (offered,) = [change for change in made.changes if "fp8 -> int4" in change.what]
+    assert offered.enough
+    assert "embedding, output head and vision tower in int8" in offered.what
+    assert "--group-size" not in offered.what
+    assert "--head int4" not in offered.what
 
 
 def test_two_changes_that_are_enough_together() -> None:
-    """8B in int4 on the example: rounding further, and closing what is open in Windows."""
-    made = planned("8B")
+    """8B on a fuller card: rounding as far as can be, and closing what is open in Windows."""
+    least = planned("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4", context=2048, image_tokens=256, sequences=1)
+    machine = with_free(7200 * MIB - least.headroom - 300 * MIB)
+    made = planned("8B", machine)
     both = enough_together(made.changes, -made.headroom)
     assert both is not None
     assert [change.others for change in both] == [False, True]
-    freed = with_free(7200 * MIB + both[1].frees)
-    assert planned("Qwen3-VL-8B-Instruct-INT4-HEAD-G128", freed).fits
-    assert enough_together(made.changes, -made.headroom + MIB * 1024) is None
+    freed = with_free(machine.gpus[0].free + both[1].frees)
+    assert planned("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4", freed).fits
+    assert enough_together(made.changes, -made.headroom + MIB * 2048) is None
     fits_alone = [replace(change, enough=True) for change in both]
     assert enough_together(fits_alone, 0) is None

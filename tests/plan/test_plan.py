@@ -10,8 +10,8 @@ from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan import calibration
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
-from vlfit.plan.ledger import ledger
-from vlfit.plan.preference import CHUNKS
+from vlfit.plan.ledger import ledger, pool_tokens
+from vlfit.plan.preference import CHUNKS, air
 from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import everything, subjects
 from vlfit.units import GIB, MIB
@@ -34,7 +34,7 @@ EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 
 def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
     asked = Wishes(**wishes)  # type: ignore[arg-type]
-    return plan(subjects(name, asked.weights), machine, asked, everything)
+    return plan(subjects(name, asked.weights, coarser=True), machine, asked, everything)
 
 
 def with_free(free: int) -> Machine:
@@ -55,9 +55,29 @@ def test_2b_and_4b_in_fp8_fit_the_example(name: str) -> None:
     assert with_pictures.settings.image_tokens >= 1024
 
 
-def test_2b_in_fp8_fits_the_example_with_all_that_is_tried() -> None:
-    settings = planned("Qwen3-VL-2B-Instruct-FP8").settings
-    assert (settings.context, settings.image_tokens, settings.sequences) == (8192, 2560, 4)
+@pytest.mark.parametrize(
+    ("name", "weights", "context", "image_tokens", "sequences"),
+    [
+        ("Qwen/Qwen3-VL-2B-Instruct-FP8", None, 16384, 2560, 8),
+        ("Qwen/Qwen3-VL-4B-Instruct-FP8", None, 6144, 1280, 4),
+        ("Qwen/Qwen3-VL-4B-Instruct", "int4", 16384, 2560, 8),
+        ("Qwen/Qwen3-VL-8B-Instruct", "int4", 4096, 1280, 2),
+    ],
+)
+def test_what_the_example_serves(
+    name: str, weights: str | None, context: int, image_tokens: int, sequences: int
+) -> None:
+    """By the plan's own choices, with air; and the command holds a pool of at least one context."""
+    made = planned(name, weights=weights)
+    settings = made.settings
+    assert settings.context >= context
+    assert settings.image_tokens >= image_tokens
+    assert settings.sequences >= sequences
+    assert made.headroom >= air(made.ledger)
+    assert pool_tokens("native", settings) >= context
+    assert made.command is not None
+    if settings.tight:
+        assert made.command[made.command.index("--kv") + 1] == str(pool_tokens("native", settings))
 
 
 @pytest.mark.parametrize(
@@ -70,12 +90,17 @@ def test_4b_in_bf16_and_8b_in_fp8_are_refused(name: str, least_deficit: float) -
     assert made.headroom == made.gpu.total - sum(line.bytes for line in made.ledger)
 
 
-def test_8b_in_int4_does_not_fit_the_example_by_arithmetic() -> None:
-    """Its weights alone are 7.03 GiB (embedding and head stay in 16 bits); 7200 MiB are free."""
+def test_8b_in_int4_fits_the_example_with_all_else_in_int8_alone() -> None:
+    """By default its weights alone are 7.03 GiB, embedding, head and tower in 16 bits; 7200 MiB are free."""
+    plain = subjects("Qwen3-VL-8B-Instruct-INT4")[0]
+    assert plain.weight_bytes > 7180 * MIB
     made = planned("Qwen3-VL-8B-Instruct-INT4")
-    assert not made.fits
-    assert made.model.weight_bytes > 7180 * MIB
-    assert planned("Qwen3-VL-8B-Instruct-INT4", card("RTX 3060 12GB", 951 * MIB)).fits
+    assert made.fits
+    assert made.model.head.form == "int8"
+    assert "--embedding int8 --head int8 --vision int8" in made.model.made_by
+    assert "output head and vision tower in int8" in made.remarks[0]
+    larger = planned("Qwen3-VL-8B-Instruct-INT4", card("RTX 3060 12GB", 951 * MIB))
+    assert larger.model == plain
 
 
 # --- the ledger --------------------------------------------------------------------------------------------
@@ -201,8 +226,8 @@ def test_of_several_gpus_the_command_names_the_one_that_was_planned_for() -> Non
         ({"context": 1024, "image_tokens": 1024}, "fills a context"),
         ({"context": 300_000}, "at most 262144"),
         ({"context": 16}, "no room for a picture of 256 tokens"),
-        ({"image_tokens": 10_000}, "fills a context of 8192, the longest that is tried"),
-        ({"image_tokens": 300_000}, "fills a context of 8192"),
+        ({"image_tokens": 20_000}, "fills a context of 16384, the longest that is tried"),
+        ({"image_tokens": 300_000}, "fills a context of 16384"),
     ],
 )
 def test_wishes_that_make_no_sense(wishes: dict[str, Any], words: str) -> None:
@@ -213,8 +238,8 @@ def test_wishes_that_make_no_sense(wishes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("wishes", "hint"),
     [
-        ({"image_tokens": 10_000}, {"image_tokens": 10_000, "context": 16_384}),
-        ({"image_tokens": 8192}, {"image_tokens": 8192, "context": 16_384}),
+        ({"image_tokens": 20_000}, {"image_tokens": 20_000, "context": 32_768}),
+        ({"image_tokens": 16_384}, {"image_tokens": 16_384, "context": 32_768}),
         ({"context": 16}, {"context": 16, "image_tokens": 8}),
     ],
 )

@@ -64,7 +64,9 @@ def test_what_is_measured_needs_no_air() -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "vllm"])
-@pytest.mark.parametrize("name", ["2B", "Qwen3-VL-4B-Instruct-FP8", "Qwen3-VL-8B-Instruct-INT4-HEAD"])
+@pytest.mark.parametrize(
+    "name", ["2B", "Qwen3-VL-4B-Instruct-FP8", "Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4"]
+)
 def test_the_last_settings_take_the_least(name: str, backend: str) -> None:
     """On which the search relies: where they do not fit, it looks no further."""
     model, gpu = subjects(name)[0], EXAMPLE.gpus[0]
@@ -76,16 +78,23 @@ def test_the_last_settings_take_the_least(name: str, backend: str) -> None:
 # --- rounded further ---------------------------------------------------------------------------------------
 
 
-def test_8b_with_its_head_in_int4_fits_an_empty_card_of_8_gib() -> None:
-    """Nothing more exact does, and that is said."""
-    empty = card("RTX 4060")
-    assert not planned("Qwen3-VL-8B-Instruct-INT4", empty).fits
-    made = planned("8B", empty)
-    assert made.fits
-    assert made.model.head_is_rounded
-    assert made.settings.context >= 4096
-    assert made.settings.image_tokens >= 1024
-    assert any("output head is in 4 bits" in remark for remark in made.remarks)
+def test_8b_on_a_small_card_is_rounded_as_little_as_it_takes() -> None:
+    """Nothing more exact fits at all, and that is said."""
+    (roomier, little), (tighter, more) = (
+        (machine, planned("8B", machine).model.convert_options) for machine in (card("RTX 4060"), EXAMPLE)
+    )
+    assert "--embedding int8 --head int8" in little
+    assert "--group-size" not in little
+    assert little.partition(" --out")[0] in more
+    for machine in (roomier, tighter):
+        made = planned("8B", machine)
+        assert made.headroom >= air(made.ledger)
+        assert made.settings.context >= 4096
+        assert made.settings.image_tokens >= 1024
+        assert any(remark.startswith("Nothing more exact fits: ") for remark in made.remarks)
+    tightest = planned("8B", with_free(6800 * MIB))
+    assert tightest.model.head.form == "int4"
+    assert any("was not measured" in remark for remark in tightest.remarks)
     exact = planned("8B", card("RTX 3060 12GB"))
     assert not exact.model.convert_options
     assert exact.remarks == ()

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from vlfit.checkpoint import catalog, hub, remote
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import read_checkpoint
+from vlfit.cli.main import app
 from vlfit.engine.convert.convert import convert
 from vlfit.errors import (
     CheckpointError,
@@ -19,7 +21,7 @@ from vlfit.errors import (
     UnknownArchitecture,
     UsageError,
 )
-from vlfit.plan.model import Model, model_of
+from vlfit.plan.model import Model
 from vlfit.plan.subjects import everything, instead_of, subjects
 
 
@@ -76,47 +78,57 @@ def same_sizes(planned: Model, made: Model) -> None:
         assert getattr(planned, part) == getattr(made, part), part
 
 
-def test_a_head_in_int4_is_planned_to_the_byte_before_it_is_made(
-    tmp_path: Path, tiny: Callable[[str], Path]
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("untied_sharded", "fp8"),
+        ("untied_sharded", "int4"),
+        ("tied", "int4"),
+        ("fp8", "int4"),
+        ("fp8_untied_sharded", "fp8"),
+    ],
+)
+def test_each_rounding_is_planned_to_the_byte_before_it_is_made(
+    tmp_path: Path, tiny: Callable[[str], Path], name: str, weights: str
 ) -> None:
     """The command of the plan is what is run, so that its options cannot say another thing than its sizes."""
-    models = subjects(str(tiny("untied_sharded")), "int4", coarser=True)
-    assert [model.convert_options.split(" --out ")[0] for model in models] == ["", "--head"]
-    words = shlex.split(models[1].made_by)
-    assert words[:3] == ["vlfit", "convert", str(tiny("untied_sharded"))]
-    assert words[3:6] == ["--weights", "int4", "--head"]
-    assert words[6:] == ["--out", models[1].place]
-    convert(read_checkpoint("x", tiny("untied_sharded")), "int4", tmp_path / "made", head=True)
-    (made,) = subjects(str(tmp_path / "made"))
-    same_sizes(models[1], made)
-    assert made.head_is_rounded
-    assert made.embedding_bytes < models[0].embedding_bytes
-
-
-def test_larger_groups_are_planned_to_the_byte_before_they_are_made(tmp_path: Path) -> None:
-    source = read_checkpoint("mini", subjects_folder())
-    config = catalog.in_format(source.config, "int4", group_size=64)
-    convert(source, "int4", tmp_path / "made", group_size=64)
-    (made,) = subjects(str(tmp_path / "made"))
-    planned = model_of("mini", config, catalog.tensors_of(config), "counted")
-    same_sizes(planned, made)
+    models = subjects(str(tiny(name)), weights, coarser=True)
+    assert len(models) > 2
+    sizes = [model.weight_bytes for model in models]
+    assert sizes == sorted(sizes, reverse=True)
+    for number, model in enumerate(each for each in models if each.converted_from):
+        words = shlex.split(model.made_by)
+        assert words[:5] == ["vlfit", "convert", str(tiny(name)), "--weights", weights]
+        out = str(tmp_path / str(number))
+        if model.convert_options:
+            assert words[-2:] == ["--out", model.place]
+            words = words[:-2]
+        assert CliRunner().invoke(app, [*words[1:], "--out", out, "--quiet"]).exit_code == 0
+        same_sizes(model, subjects(out)[0])
 
 
 def test_8b_has_what_convert_can_make_of_it_the_mildest_first() -> None:
-    names = [
-        model.name.rpartition("INT4")[2] for model in subjects("8B", coarser=True) if model.convert_options
-    ]
-    assert names == ["-G128", "-HEAD", "-HEAD-G128"]
-    sizes = [model.weight_bytes for model in subjects("8B", coarser=True)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert [model.convert_options.split(" --out ")[0] for model in subjects("2B", "int4", coarser=True)] == [
-        "",
-        "--group-size 128",
-    ]
-    (named,) = subjects("Qwen3-VL-8B-Instruct-INT4-HEAD")
-    assert named.head_is_rounded
+    def endings(name: str, weights: str) -> list[str]:
+        found = [each for each in subjects(name, coarser=True) if each.weights == weights]
+        return [each.name.rpartition(weights.upper())[2] for each in found if each.convert_options]
+
+    assert endings("8B", "int4") == ["-E8", "-E8-V8", "-E8-V8-G64", "-E8-V8-G128", "-E8-V8-G128-H4"]
+    assert endings("8B", "fp8") == ["-E8", "-E8-V8"]
+    assert endings("2B", "int4") == [
+        "-E8",
+        "-E8-V8",
+        "-E8-V8-G64",
+        "-E8-V8-G128",
+    ]  # its head is the embedding
+    (named,) = subjects("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4")
+    assert named.head.form == "int4"
     assert named.made_by == (
-        "vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4 --head --out Qwen3-VL-8B-Instruct-INT4-HEAD"
+        "vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4 --embedding int8 --head int4 --vision int8 "
+        "--group-size 128 --out Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4"
+    )
+    assert "--embedding int8 --out " in subjects("2B-INT4", coarser=True)[1].made_by
+    assert subjects("8B-FP8", coarser=True)[1].made_by.startswith(
+        "vlfit convert Qwen/Qwen3-VL-8B-Instruct-FP8 --weights fp8 --embedding int8 --head int8 --out "
     )
 
 
@@ -183,7 +195,7 @@ def test_a_folder_that_does_not_fit_can_be_converted(tiny: Callable[[str], Path]
     others = [
         each for each in instead_of(subjects(str(folder)), str(folder)) if each.converted_from == str(folder)
     ]
-    assert [each.weights for each in others] == ["fp8", "int4", "int4"]
+    assert [each.weights for each in others] == ["fp8"] * 3 + ["int4"] * 4
     assert instead_of(subjects("4B-thinking"), "4B-thinking")[0].name == "Qwen/Qwen3-VL-8B-Thinking"
 
 
@@ -194,8 +206,8 @@ def subjects_folder() -> Path:
 
 
 def test_formats_that_cannot_be_had(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(UsageError, match="cannot be made int4"):
-        subjects(str(tiny("fp8")), "int4")
+    with pytest.raises(UsageError, match="cannot be made bf16"):
+        subjects(str(tiny("fp8")), "bf16")
     with pytest.raises(UsageError, match="in bf16 only"):
         subjects("Qwen/Qwen2.5-3B-Instruct", "int4")
 
