@@ -14,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from vlfit.engine import sampler
 from vlfit.engine.sampler import Draw, Sampled, sample
 from vlfit.engine.sampling import SamplingParams
 
@@ -104,3 +105,29 @@ def test_logprobs_may_be_the_chosen_tokens_alone() -> None:
     sampled = drawn(logits()[None], [Draw(SamplingParams(top_logprobs=0), [], [], None)], str)[0]
     assert len(sampled.logprobs) == 1
     assert sampled.logprobs[0].top == ()
+
+
+@pytest.mark.parametrize("places", [0, 1, 3])
+@pytest.mark.parametrize("top_k", [1, 20, 100])
+def test_a_few_likely_tokens_are_drawn_as_if_all_had_been_sorted(
+    places: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded to ``places``, many scores are equal, some of them across the border of those looked at."""
+    rows = torch.stack([torch.randn(1000, generator=torch.Generator().manual_seed(row)) for row in range(40)])
+    rows = (rows * 3).round(decimals=places)
+    sampling = SamplingParams(temperature=0.7, top_k=top_k, top_p=0.95, seed=1)
+
+    def tokens() -> list[int]:
+        draws = [Draw(sampling, [], [], torch.Generator().manual_seed(row)) for row in range(len(rows))]
+        return [each.token_id for each in drawn(rows, draws, str)]
+
+    quick = tokens()
+    monkeypatch.setattr(sampler, "_is_cut", lambda _: False)
+    assert tokens() == quick
+
+
+def test_rows_whose_likely_tokens_are_too_many_alike_are_sorted_whole() -> None:
+    """All scores are the same: the first tokens are drawn from, whatever was looked at."""
+    sampling = SamplingParams(temperature=1.0, top_k=3, seed=1)
+    draws = [Draw(sampling, [], [], torch.Generator().manual_seed(row)) for row in range(30)]
+    assert {each.token_id for each in drawn(torch.zeros(30, 1000), draws, str)} == {0, 1, 2}

@@ -17,6 +17,9 @@ from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.sequence import IntVector
 
 TokenText = Callable[[int], str]
+Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
+
+_LOOKED_AT = 128  # tokens of a row, where it is drawn from fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,58 @@ def sample(
     logits: Tensor, best: Sequence[int], draws: Sequence[Draw], token_text: TokenText
 ) -> list[Sampled]:
     """One token for each row of ``logits`` [n, vocabulary] float32, of which ``best`` are the likeliest."""
-    return [
-        Sampled(likeliest) if _is_plain_greedy(draw.sampling) else _sample_row(row, draw, token_text)
-        for row, likeliest, draw in zip(logits, best, draws, strict=True)
-    ]
+    likely = _likely(logits, draws)
+    sampled = []
+    for number, (row, draw) in enumerate(zip(logits, draws, strict=True)):
+        if _is_plain_greedy(draw.sampling):
+            sampled.append(Sampled(best[number]))
+        elif number in likely:
+            sampled.append(Sampled(likely[number].draw(draw)))
+        else:
+            sampled.append(_sample_row(row, draw, token_text))
+    return sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """The tokens that a row is drawn from, the likeliest first: ``scores`` float32 and ``token_ids``."""
+
+    scores: Floats
+    token_ids: IntVector
+
+    def draw(self, draw: Draw) -> int:
+        return int(self.token_ids[_pick(self.scores, draw.sampling, draw.generator)])
+
+
+def _likely(logits: Tensor, draws: Sequence[Draw]) -> dict[int, Likely]:
+    """The rows that are drawn from a few tokens and nothing else is asked of, all found in one go.
+
+    Sorting a whole vocabulary row by row takes as long as a decode step. Equal scores stand in the order of
+    their tokens, as when all are sorted; where more may be equal than were looked at, the row is left out.
+    """
+    rows = [number for number, draw in enumerate(draws) if _is_cut(draw.sampling)]
+    if not rows:
+        return {}
+    count = min(_LOOKED_AT, logits.shape[-1])
+    values, ids = logits[rows].topk(count, dim=-1)
+    found = {}
+    for number, row_values, row_ids in zip(rows, values.cpu().numpy(), ids.cpu().numpy(), strict=True):
+        sampling = draws[number].sampling
+        scores = row_values / np.float32(sampling.temperature)
+        order = np.lexsort((row_ids, -scores))
+        scores, token_ids = scores[order], row_ids[order]
+        if count == logits.shape[-1] or scores[-1] < scores[sampling.top_k - 1]:
+            found[number] = Likely(scores[: sampling.top_k], token_ids[: sampling.top_k])
+    return found
+
+
+def _is_cut(sampling: SamplingParams) -> bool:
+    return (
+        not sampling.greedy
+        and 0 < sampling.top_k < _LOOKED_AT
+        and sampling.top_logprobs is None
+        and not _has_penalties(sampling)
+    )
 
 
 def _is_plain_greedy(sampling: SamplingParams) -> bool:
@@ -87,19 +138,23 @@ def _draw(scores: Tensor, sampling: SamplingParams, generator: torch.Generator |
     order = scores.argsort(descending=True, stable=True)
     if sampling.top_k:
         order = order[: sampling.top_k]
-    probabilities = torch.softmax(scores[order], dim=-1)
+    return int(order[_pick(scores[order].cpu().numpy(), sampling, generator)])
+
+
+def _pick(scores: Floats, sampling: SamplingParams, generator: torch.Generator | None) -> int:
+    """Which of ``scores``, the largest first, is drawn."""
+    with np.errstate(invalid="ignore"):  # a row that holds no numbers is found and told by ``passes.py``
+        weights = np.exp((scores - scores[0]).astype(np.float64))
+        probabilities = weights / weights.sum()
     if sampling.top_p < 1.0:
         # Keep the smallest set that reaches top_p: a token stays while those before it have not.
-        before = probabilities.cumsum(-1) - probabilities
-        kept = int((before < sampling.top_p).sum())
-        probabilities = probabilities[:kept]
+        before = probabilities.cumsum() - probabilities
+        probabilities = probabilities[before < sampling.top_p]
     if sampling.min_p > 0.0:
-        kept = int((probabilities >= sampling.min_p * probabilities[0]).sum())
-        probabilities = probabilities[:kept]
-    cumulative = probabilities.double().cumsum(-1)
-    point = torch.rand((), generator=generator, dtype=torch.float64).item() * cumulative[-1].item()
-    index = int((cumulative <= point).sum())
-    return int(order[min(index, len(probabilities) - 1)])
+        probabilities = probabilities[probabilities >= sampling.min_p * probabilities[0]]
+    cumulative = probabilities.cumsum()
+    point = torch.rand((), generator=generator, dtype=torch.float64).item() * cumulative[-1]
+    return min(int((cumulative <= point).sum()), len(probabilities) - 1)
 
 
 def _logprobs(row: Tensor, token_id: int, top: int | None, token_text: TokenText) -> tuple[TokenLogprob, ...]:
