@@ -45,7 +45,7 @@ def test_a_plan_that_fits(vlfit: Vlfit) -> None:
     assert ended.code == 0
     assert "Fits, with " in ended.out
     assert "weights.vision" in ended.out
-    assert "Start it with: vlfit serve Qwen/Qwen3-VL-2B-Instruct-FP8 --context 8192" in ended.out
+    assert "Start it with: vlfit serve Qwen/Qwen3-VL-2B-Instruct-FP8 --context 16384" in ended.out
     assert "\x1b" not in ended.out
     assert ended.err == ""
 
@@ -55,27 +55,30 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_the_deficit(vlfit: Vlfit) -> N
     assert ended.code == 3
     assert "Does not fit: " in ended.out
     words = " ".join(ended.out.split())
-    assert (
-        "weights fp8 -> int4, coarse: output head in 4 bits too, answers less exact (vlfit convert " in words
-    )
+    assert "weights fp8 -> int4, embedding, output head and vision tower in int8" in words
+    assert "(vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4 --embedding int8 " in words
     assert "|" in ended.out.splitlines()[3]  # where the card ends
 
 
 def test_what_is_not_enough_alone_stands_apart_and_two_may_be_enough(vlfit: Vlfit) -> None:
-    words = " ".join(vlfit("plan", "8B", *CARD).out.split())
+    fuller = ("--gpu", "RTX 5060", "--desktop", "2150MiB", "--wsl2")
+    words = " ".join(vlfit("plan", "8B", *fuller).out.split())
     enough, rest = words.partition("What to change, any one of: ")[2].split(" Not enough alone: ")
-    assert enough.startswith("Qwen/Qwen3-VL-4B-Instruct-FP8 instead: ")
-    assert "--head --group-size 128" in rest
+    assert " instead: " in enough
+    assert "--head int4 --vision int8 --group-size 128" in rest
     assert "in Windows, close browsers" in rest
     assert re.search(r"The first and the second of these together: [\d,]+ MiB, enough\.$", rest)
 
 
 def test_what_is_rounded_further_is_not_called_best(vlfit: Vlfit) -> None:
-    facts = json.loads(vlfit("plan", "--gpu", "RTX 4060", "--json").out)
-    names = [plan["model"] for plan in facts["plans"] if plan["fits"]]
-    assert names[0] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
-    (rounded,) = [plan for plan in facts["plans"] if "INT4-HEAD" in plan["model"]]
-    assert any("output head" in remark for remark in rounded["remarks"])
+    """8B with its head in int4 comes after 4B, with its head in int8 before."""
+    held = {"950MiB": "Qwen3-VL-8B-Instruct-INT4-E8-V8-G64", "1400MiB": "Qwen3-VL-4B-Instruct-INT4"}
+    for desktop, best in held.items():
+        facts = json.loads(vlfit("plan", "--gpu", "RTX 5060", "--desktop", desktop, "--json").out)
+        fit = [plan for plan in facts["plans"] if plan["fits"]]
+        assert fit[0]["model"] == best
+        (rounded,) = [plan for plan in fit if plan["model"].startswith("Qwen3-VL-8B")]
+        assert any("Nothing more exact fits" in remark for remark in rounded["remarks"])
 
 
 def test_json_is_version_1_in_bytes_and_seconds(vlfit: Vlfit) -> None:
@@ -122,7 +125,7 @@ def test_without_a_model_everything_that_fits_best_first(vlfit: Vlfit) -> None:
     fits = [plan["fits"] for plan in facts["plans"]]
     assert fits == sorted(fits, reverse=True)
     names = [plan["model"] for plan in facts["plans"]]
-    assert names[0].startswith("Qwen3-VL-4B-Instruct")
+    assert names[0].startswith("Qwen3-VL-8B-Instruct-INT4-E8")
     assert names.index("Qwen/Qwen3-VL-2B-Instruct-FP8") < names.index("Qwen/Qwen3-VL-8B-Instruct-FP8")
     assert [row["what"].split()[0] for row in facts["what_if"]] == ["native", "headless:", "12", "16", "24"]
     assert "8B" in facts["what_if"][-1]["plan"]["model"]
