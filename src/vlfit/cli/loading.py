@@ -1,7 +1,9 @@
 """What a person sees while a model loads: a bar on a terminal, one line in a log file. Always on stderr."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib import import_module
+from threading import Thread
 
 from vlfit.checkpoint.source import locate
 from vlfit.cli.printing import Printer
@@ -18,6 +20,20 @@ def loading(name: str, printer: Printer) -> AbstractContextManager[Progress]:
     """
     locate(name)
     return _bar(name) if printer.lively else _line(name, printer)
+
+
+@contextmanager
+def importing(module: str) -> Iterator[None]:
+    """Imports ``module`` beside what is done within the block, so that nobody waits for it afterwards."""
+
+    def run() -> None:
+        with suppress(Exception):  # whoever needs it imports it again, and hears why it cannot be
+            import_module(module)
+
+    thread = Thread(target=run, name=f"import {module}", daemon=True)
+    thread.start()
+    yield
+    thread.join()
 
 
 @contextmanager

@@ -182,6 +182,7 @@ def serve(
       VLFIT_API_KEY=secret vlfit serve --host 0.0.0.0
       curl http://127.0.0.1:8000/v1/models
     """
+    from vlfit.cli.loading import importing
     from vlfit.server.host_memory import give_large_buffers_back
     from vlfit.server.listen import address_of, bind, serve_until_stopped
     from vlfit.settings import read_settings
@@ -213,7 +214,8 @@ def serve(
     give_large_buffers_back()
     with bind(settings.host, settings.port) as listener:
         gpus = _gpus(settings.device)  # as they are before anything is loaded: the plan is made for that
-        backend = _load(settings, printer)
+        with importing("vlfit.server.app"):  # which takes half a second of the time that weights take
+            backend = _load(settings, printer)
         try:
             from vlfit.server.app import create_app
 

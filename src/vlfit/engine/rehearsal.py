@@ -1,10 +1,10 @@
 """The most that a plan admits, asked of a running engine: what memory it takes then, it never needs more of.
 
-Three things after each other: pictures of the largest size until the cache of pictures is full; a prompt
-that fills the context and ends in such pictures, in whole chunks, while all other sequences decode; and all
-sequences decoding at once at the greatest length that the pool holds. All is sampled, which takes more than
-greedy. Knows the scheduler's rules. Does not know how memory is measured, nor tokenizers: prompts are made of
-token ids that stand for nothing.
+Pictures of the largest size until the cache of pictures is full; then a prompt that fills the context and
+ends in such pictures, in whole chunks, while all other sequences decode; and, on a CPU, all sequences
+decoding at once at the greatest length that the pool holds: on a GPU length takes no memory, as kernels read
+the cache where it lies. All is sampled, which takes more than greedy. Knows the scheduler's rules. Does not
+know how memory is measured, nor tokenizers: prompts are made of token ids that stand for nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from math import isqrt
 
 import numpy as np
 
+from vlfit.engine import kernels
 from vlfit.engine.account import Counters
 from vlfit.engine.answer import ImageSeen
 from vlfit.engine.engine import Engine
@@ -93,7 +94,8 @@ def rehearse(engine: Engine, image_tokens: int) -> Rehearsed:
             answer_all(engine, [(about_a_picture(engine, image_tokens, number), 1)])
             seen.pictures += 1
         answer_all(engine, list(full_context(engine, image_tokens)))
-        answer_all(engine, list(full_pool(engine)))
+        if not kernels.used_on(engine.device):
+            answer_all(engine, list(full_pool(engine)))
     finally:
         engine.runner.run = run  # type: ignore[method-assign]
     return seen
