@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vlfit.engine.loader import Loader
 from vlfit.engine.pinned import PinnedBytes
+from vlfit.engine.streams import side_stream
 from vlfit.plan.offload import ALIGNMENT, SLOTS
 
 # A copy is made in pieces: what a step uploads meanwhile, a few kilobytes, waits for a piece and not for a
@@ -112,7 +113,7 @@ class StreamedLayers(Sequence[Layer]):
         self._after = dict(zip(self._waiting, following, strict=True))
         self._on_gpu = device.type == "cuda"
         self._module: Any = torch.get_device_module(device)
-        self._copies = self._module.Stream(device) if self._on_gpu else self._module.Stream()
+        self._copies = side_stream(device) if self._on_gpu else self._module.Stream()
         self._turn = 0
         self._coming: deque[tuple[int, int, Any]] = deque()  # layer, slot, and when it is there
 

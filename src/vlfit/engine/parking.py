@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 
+from vlfit.engine.streams import side_stream
 from vlfit.units import MIB
 
 STAGE_BYTES = 16 * MIB
@@ -181,7 +182,7 @@ def _stage(device: torch.device) -> Iterator[tuple[Tensor, Callable[[], None]]]:
         stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:  # the system has no more memory to pin (WSL2 allows little): slower, and as right
         stage = torch.empty(STAGE_BYTES, dtype=torch.uint8)
-    stream = torch.cuda.Stream(device)
+    stream = side_stream(device)
     # Inference mode and the current stream belong to a thread.
     with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
         yield stage, stream.synchronize

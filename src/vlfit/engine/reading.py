@@ -40,6 +40,8 @@ class Reader:
         """
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
+        if self._device.type == "cuda":  # what used this memory before has ended
+            side_stream(self._device).wait_stream(torch.cuda.current_stream(self._device))
         whole = target.view(-1).view(torch.uint8)
         for begin in range(0, len(whole), PIECE_BYTES):
             piece = whole[begin : begin + PIECE_BYTES]

@@ -7,17 +7,20 @@ import torch
 
 from vlfit.errors import DeviceError
 
+_NOT_WITH_OTHERS = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the stream that everything runs on
+
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The same one for all who ask, which is kept: recordings, and copies beside computation.
 
-    Made by hand, as torch makes 32 streams of a kind when the first is asked for: they took 70 MiB of an H200
-    (docs/log.md). Raises ``DeviceError``.
+    By the driver's own call, as torch makes 32 streams of a kind when the first is asked for, which took 70
+    MiB of an H200 (docs/log.md). Raises ``DeviceError``.
     """
-    handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        error = int(torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle)))
+        torch.cuda.current_stream()  # CUDA is started, on this device
+        handle = ctypes.c_void_p()
+        error = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NOT_WITH_OTHERS)
     if error or handle.value is None:
         raise DeviceError(f"CUDA makes no stream (error {error})", "try again; restart what uses the GPU")
     return torch.cuda.ExternalStream(handle.value, device=device)
