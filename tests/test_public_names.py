@@ -26,7 +26,9 @@ def test_names_of_the_package() -> None:
         _ = vlfit.Nonsense
 
 
-METHODS = ["ask", "caption", "chat", "close", "model", "scene", "stream", "stream_caption"]
+METHODS = [
+    *("ask", "caption", "chat", "close", "model", "scene", "sleep", "stream", "stream_caption", "wake"),
+]
 
 
 @pytest.mark.parametrize("way", [VLM, Client])

@@ -252,7 +252,16 @@ class Client(VisionModel):
     def __init__(self, url: str, api_key: str | None = None, *, model: str | None = None) -> None:
         from vlfit.backends.remote import RemoteBackend
 
-        super().__init__(RemoteBackend(url, api_key=api_key, model=model))
+        self._remote = RemoteBackend(url, api_key=api_key, model=model)
+        super().__init__(self._remote)
+
+    def sleep(self) -> None:
+        """Let a vlfit server give its GPU back, once what runs there is over. The next request wakes it."""
+        self._remote.sleep()
+
+    def wake(self) -> None:
+        """Let a vlfit server that sleeps take its memory again. Raises ``CannotWake`` if others have it."""
+        self._remote.wake()
 
 
 def choose_model() -> "Choice":

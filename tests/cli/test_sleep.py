@@ -13,6 +13,7 @@ from tests.server.scripted import ScriptedBackend
 from vlfit import client
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.options import EngineOptions
+from vlfit.errors import CannotWake
 from vlfit.plan.alarms import Limits
 from vlfit.server.settings import ServerSettings
 
@@ -96,6 +97,21 @@ def test_no_server_and_others(vlfit: Vlfit) -> None:
     with running(ScriptedBackend()) as server:
         assert "cannot sleep" in vlfit("wake", "--url", server.url).err
         assert "knows no wake" in vlfit("wake", "--url", f"{server.url}/other").err
+
+
+def test_from_python(server: Running, backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client.Client(server.url) as model:
+        words = model.ask("hello", max_tokens=8).text
+        model.sleep()
+        assert backend.asleep
+        model.wake()
+        assert not backend.asleep
+        model.sleep()
+        assert model.ask("hello", max_tokens=8).text == words
+        model.sleep()
+        monkeypatch.setattr(backend._loop.engine.passes.budget, "free", lambda: 0)
+        with pytest.raises(CannotWake, match="0 B were free"):
+            model.wake()
 
 
 def test_in_python(tiny: Callable[[str], Path]) -> None:

@@ -88,6 +88,24 @@ class RemoteBackend:
         as_tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         return replace(SamplingParams(), **{**known, **as_tuples})
 
+    def sleep(self) -> None:
+        """Let a vlfit server give its GPU back. Returns when it sleeps: what runs there goes first."""
+        self._rest("sleep")
+
+    def wake(self) -> None:
+        """Let a vlfit server that sleeps take its memory again. Raises ``CannotWake`` if others have it."""
+        self._rest("wake")
+
+    def _rest(self, what: str) -> None:
+        import httpx
+
+        with failures_in_words(self._url):
+            response = self._client.post(
+                f"{self._url}/vlfit/{what}", timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
+            )
+        if response.status_code != 200:
+            raise openai_wire.error_from(response.status_code, response.text)
+
     def close(self) -> None:
         """Close all connections, which ends what still runs on them."""
         self._client.close()
