@@ -1,4 +1,6 @@
-"""Text-only models at the shapes of the published ones: loading takes what the plan says, to the byte."""
+"""Text-only models at the shapes of the published ones: loading takes what the plan says, to the byte, and
+a pass no more than it.
+"""
 
 import gc
 import json
@@ -10,11 +12,13 @@ import pytest
 import torch
 
 from tests.plan.on_meta import Live, loader
+from tests.plan.test_costs import run_text
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.quantization import Fp8Format
 from vlfit.engine.decoder.text import TextModel
+from vlfit.plan import costs
 from vlfit.plan.model import model_of
 
 # The numbers of their config.json.
@@ -101,3 +105,16 @@ def test_the_catalog_has_the_same_sizes(tmp_path: Path, name: str) -> None:
     assert ours.head == known.head
     assert ours.kv_bytes_per_token == known.kv_bytes_per_token
     assert ours.text.max_position_embeddings == known.text.max_position_embeddings
+
+
+@pytest.mark.parametrize(("chunk", "context"), [(1024, 1024), (256, 2047)])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_pass_takes_no_more_than_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int, context: int
+) -> None:
+    monkeypatch.setattr(costs, "_SAMPLER_BYTES", 0)  # it is not run here
+    config = published(name, tmp_path)
+    entry = CatalogEntry(name, name, "", "bf16", config)
+    planned = costs.text_peak(model_of(name, config, entry.tensors, ""), chunk, context, 1)
+    counted = run_text(entry, chunk, context - chunk, 0, 0, 0)
+    assert counted <= planned <= 1.15 * counted, f"{planned:,} planned, {counted:,} counted"
