@@ -1,4 +1,4 @@
-"""Qwen3-VL checkpoints in the local cache of the model hub: which are there, how large, how to remove one.
+"""Checkpoints in the local cache of the model hub: which are there, how large, how to remove one.
 
 Knows: the layout of huggingface_hub's cache (``models--org--name`` with blobs, snapshots and refs).
 Does not know: the network.
@@ -102,7 +102,7 @@ def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:
 
 
 def cached_models() -> list[LocalModel]:
-    """Every Qwen3-VL checkpoint in the cache, by name. Older commits are named ``org/name@commit``."""
+    """Every checkpoint in the cache that vlfit runs, by name. Older commits are named ``org/name@commit``."""
     models: list[LocalModel] = []
     for repository in cache_root().glob("models--*--*"):
         name = repository.name.removeprefix("models--").replace("--", "/", 1)

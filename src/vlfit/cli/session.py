@@ -123,7 +123,7 @@ class Session:
 
 
 def _check_eyes(name: str) -> None:
-    """Raises ``UsageError`` for a model without a vision tower, what ``open_checkpoint`` raises for no model."""
+    """Raises ``UsageError`` for a model without a vision tower, and what ``locate`` raises for no model."""
     from vlfit.checkpoint.config import ModelConfig, no_eyes
     from vlfit.checkpoint.source import locate
 
