@@ -217,10 +217,14 @@ def _layer(
     keys = text.num_key_value_heads * text.head_dim
     rows = {"q_proj": text.num_attention_heads * text.head_dim, "k_proj": keys, "v_proj": keys}
     rows |= {"gate_proj": text.intermediate_size, "up_proj": text.intermediate_size}
-    is_joined = any(f".{JOINED_PARTS['q_proj']}." in name for name in tensors)
+    parts: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
+        parts.setdefault(name.rpartition(".")[0].rpartition(".")[2], {})[name] = info
+    is_joined = JOINED_PARTS["q_proj"] in parts
     found = {}
     for part in LAYER_PARTS:
-        whole = _largest(JOINED_PARTS.get(part, part) if is_joined else part, tensors, quantization)
+        stored = JOINED_PARTS.get(part, part) if is_joined else part
+        whole = _largest(stored, parts[stored], quantization)
         found[part] = replace(whole, rows=rows.get(part, whole.rows)) if is_joined else whole
     return found
 
