@@ -45,7 +45,7 @@ from vlfit.engine.layers.linear import (
 from vlfit.engine.mapped_files import MappedFiles, torch_dtype
 from vlfit.engine.reading import Reader
 from vlfit.engine.repack import column_order, repack, shape_in_file
-from vlfit.engine.shelf import Measure, Shelf
+from vlfit.engine.shelf import Measure, Shelf, concatenated
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 from vlfit.plan.allocator import SHELVED
 from vlfit.units import MIB
@@ -157,7 +157,7 @@ class Loader:
         if self._keeps_narrow and len({self._stored_as(name) for name in names}) > 1:
             return Stacked([self.linear(name, bias=bias) for name in names])
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
-        stacked_bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
+        stacked_bias = concatenated(biases) if len(biases) > 1 else biases[0] if biases else None
         form = self._form(names[0])
         if form is not None and self._keeps_narrow:
             build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
@@ -191,7 +191,7 @@ class Loader:
         else:
             parts = [self._stacked([name], dtype) for name in scales]
             self._settle()
-            scale = torch.cat(
+            scale = concatenated(
                 [
                     part.repeat_interleave(block[0] // block_rows, dim=0)[: -(-height // block_rows)]
                     for part, height in zip(parts, heights, strict=True)

@@ -10,7 +10,6 @@ Does not know pictures.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from vlfit.checkpoint.cache import count_weights
@@ -22,6 +21,7 @@ from vlfit.engine.layers.fused import add_norm, rotate_and_store, silu_and_multi
 from vlfit.engine.layers.linear import Linear
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
+from vlfit.engine.shelf import concatenated
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class DecoderLayer:
         if config.query_key_norm:
             query_norm = loader.tensor(f"{attention}.q_norm.weight").expand(self.heads[0], -1)
             key_norm = loader.tensor(f"{attention}.k_norm.weight").expand(self.heads[1], -1)
-            self.query_key_norm = torch.cat((query_norm, key_norm))  # a row for each head
+            self.query_key_norm = concatenated((query_norm, key_norm))  # a row for each head
         self.output = loader.linear(f"{attention}.o_proj", bias=config.output_bias)
         self.post_attention_norm = loader.tensor(f"{name}.post_attention_layernorm.weight")
         gates = ("gate_up_proj",) if config.joined else ("gate_proj", "up_proj")
