@@ -31,9 +31,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
         entry.config.text, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2
     )
     text = replace(text, head_dim=16, vocab_size=4096, mrope_section=(4, 2, 2))
-    vision = replace(
-        entry.config.eyes, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=64
-    )
+    vision = replace(entry.config.eyes, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=64)
     small = replace(entry, config=replace(entry.config, text=text, vision=vision))
     monkeypatch.setattr(catalog, "family", lambda _: [small])
     monkeypatch.setattr(calibrate, "_CONTEXT", 256)

@@ -89,8 +89,8 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the engine runs with. ``value_bytes`` are those of one value that is computed with; ``offload`` text
-    layers wait in RAM.
+    """What the engine runs with. ``value_bytes`` are those of one value that is computed with; ``offload``
+    text layers wait in RAM.
     """
 
     device: str

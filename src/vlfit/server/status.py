@@ -128,12 +128,12 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
         wishes.image_tokens,
         wishes.sequences,
         wishes.chunk,
+        offload=wishes.offload,
     )
     return expect.expect_on_gpu(backend.checkpoint, gpu, settings, wishes.value_bytes, wishes.kv_tokens)
 
 
 def gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
-        offload=wishes.offload,
     """The GPU that the engine runs on, as the driver's library sees it; None on a CPU, or if it is unseen."""
     if account.settings.device == "cpu":
         return None

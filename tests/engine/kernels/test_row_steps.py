@@ -49,14 +49,14 @@ def test_rotation_into_the_cache(
     rows = 5
     joined = torch.randn(rows, heads + 2 * key_heads, head_dim).to(device, dtype)
     weight = torch.randn(heads + key_heads, head_dim).to(device, dtype) if has_norm else None
-    tables = torch.randn(2, rows, 1, rotated).to(device, dtype).unbind()
+    cosines, sines = torch.randn(2, rows, 1, rotated).to(device, dtype)
     slots = torch.tensor([7, 2, -1, 0, 9], device=device)
     keys, values = torch.full((2, 11, key_heads, head_dim), 77.0).to(device, dtype)
-    query = fused.rotate_and_store(joined, weight, tables, slots, keys, values, EPS)
+    query = fused.rotate_and_store(joined, weight, (cosines, sines), slots, keys, values, EPS)
     both = joined[:, : heads + key_heads].double()
     if weight is not None:
         both = rms_norm(joined[:, : heads + key_heads], weight, EPS).double()
-    turned = rotate(both[..., :rotated], *(table.double() for table in tables))
+    turned = rotate(both[..., :rotated], cosines.double(), sines.double())
     both = torch.cat((turned, both[..., rotated:]), -1)
     assert relative_error(query, both[:, :heads]) < TOLERANCES[dtype]
     written = slots >= 0

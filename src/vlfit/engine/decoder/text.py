@@ -43,8 +43,8 @@ class TextModel:
         waiting: Collection[int] = (),
         before: "TextModel | None" = None,
     ) -> None:
-        """``waiting``: layers that wait in RAM, and are on the device only while they compute. ``before``: what
-        this one replaces, from the same files; what waits is not read again.
+        """``waiting``: layers that wait in RAM, and are on the device only while they compute. ``before``:
+        what this one replaces, from the same files; what waits is not read again.
         """
         text = config.text
         self.eps = text.rms_norm_eps
