@@ -14,6 +14,7 @@ from vlfit.backends.native import NativeBackend
 from vlfit.engine.account import Counters, EngineAccount
 from vlfit.engine.conversation import ImagePart, ask
 from vlfit.engine.holdings import bytes_of, resident_bytes
+from vlfit.engine.layers.embedding import DenseEmbedding
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.room import kv_bytes_per_token
 from vlfit.engine.sampling import SamplingParams
@@ -42,7 +43,9 @@ def test_what_is_held(backend: NativeBackend) -> None:
     engine = backend._loop.engine
     per_token = kv_bytes_per_token(backend.checkpoint.config.text, torch.float32)
     assert held.kv_cache == settings.kv_tokens * per_token == account.pool.blocks * 16 * per_token
-    assert held.weights["weights.embedding"] == engine.runner.text.embedding.nbytes  # tied: head and table
+    table = engine.runner.text.embedding
+    assert isinstance(table, DenseEmbedding)
+    assert held.weights["weights.embedding"] == table.weight.nbytes  # tied: head and table
     names = backend.checkpoint.tensors
     vision = sum(info.count for name, info in names.items() if name.startswith("model.visual.")) * 4
     assert held.weights["weights.vision"] == vision

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from vlfit.engine.options import EngineOptions
 from vlfit.engine.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.prompt import Prompt
 from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Scheduler
+from vlfit.engine.scheduler import Scheduler, Work
+from vlfit.engine.scores import Scores, scores_of
 from vlfit.engine.sequence import PricedPrompt, Sequence
+from vlfit.errors import ModelFailed
 
 BLOCK = 8
 BLANK = PreparedImage(
@@ -360,7 +363,7 @@ def test_a_clip_is_shared_and_another_is_not(
     for last, question in ((4, "the fox"), (4, "over the dog"), (5, "the fox")):
         words, _ = answer(shared, ask(question, clip(last)))
         assert words == answer(apart, ask(question, clip(last)))[0]
-    assert len(encoded) == 2
+    assert len(encoded) == 2 * 2  # two clips, each of two pairs of frames, which are looked at one by one
 
 
 def test_many_at_once_in_a_small_pool_say_what_each_says_alone(tiny: Callable[[str], Path]) -> None:
@@ -404,15 +407,15 @@ def test_numbers_that_are_none_are_not_shared(tiny: Callable[[str], Path]) -> No
     conversation = ask("the quick brown fox jumps over the lazy dog and then it does so again")
     run = built.runner.run
 
-    def overflowing(batch: object) -> torch.Tensor:
-        return torch.full_like(run(batch), torch.nan)  # type: ignore[arg-type]
+    def overflowing(batch: Many[Work]) -> Scores:
+        return scores_of(torch.full_like(run(batch).logits, torch.nan))
 
     built.runner.run = overflowing  # type: ignore[method-assign]
     heard: list[Chunk | Exception] = []
     built.add(built.sequence(built.price(built.prompts.build(conversation)), SAMPLING, heard.append))
     while built.busy:
         built.step()
-    assert isinstance(heard[-1], Exception)
+    assert isinstance(heard[-1], ModelFailed)
     built.runner.run = run  # type: ignore[method-assign]
     assert answer(built, conversation)[1] == 0
     assert answer(built, conversation)[1] > 0
