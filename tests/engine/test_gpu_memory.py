@@ -91,10 +91,8 @@ def test_a_smaller_pool_gives_its_memory_back_to_the_driver(
     run(built)
     monkeypatch.setattr(pressure, "EVERY_SECONDS", 0.0)
     built = engine(tiny, 300_000)
-    budget = built.passes.budget
-    built.pressure = Pressure(
-        built.scheduler, built.runner.cache, built.pool.blocks_for(512), lambda: 0, budget.release
-    )
+    least = built.pool.blocks_for(512)
+    built.pressure = Pressure(built.scheduler, built.runner.cache, least, lambda: 0, built._release)
     streams = three_streams(built)
     before, large = torch.cuda.memory_reserved(), built.runner.cache.nbytes
     assert large > 200 * MIB

@@ -1,5 +1,6 @@
 """The vision tower on a CUDA device: what the plan says it takes, and attention that no size makes square."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.engine.on_gpu import most_requested, requested, settle
 from tests.engine.test_parity import relative
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
@@ -20,7 +22,6 @@ from vlfit.engine.made_up import MadeUpLoader
 from vlfit.engine.qwen3_vl import vision
 from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower, by_head, fused_attention
 from vlfit.plan import costs
-from vlfit.units import MIB
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +30,9 @@ pytestmark = [
 
 HALF = (0.5, 0.5, 0.5)
 PROCESSING = ImageProcessing(1, 1 << 30, 16, 2, 2, HALF, HALF, 1 / 255)
-ROUNDING = MIB  # torch rounds each tensor that lives up to 512 bytes, and attention leaves a seed
+# Means and deviations of a norm's rows, the log-sum-exp of attention's, and a seed: at most so much lives
+# beside what the plan counts, for a slice of 2,048 patches of 16 heads.
+BESIDE = 256 * 1024
 
 
 def look(tower: VisionTower, frames: int, rows: int, columns: int) -> VisionFeatures:
@@ -56,12 +59,10 @@ def true_shapes(request: pytest.FixtureRequest) -> Iterator[tuple[VisionConfig, 
 
 
 def peak_of_looking(tower: VisionTower, frames: int, rows: int, columns: int) -> tuple[int, VisionFeatures]:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    settle()
+    before = requested()
     features = look(tower, frames, rows, columns)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, features
+    return most_requested() - before, features
 
 
 def test_peak_is_what_the_plan_says(true_shapes: tuple[VisionConfig, VisionTower]) -> None:
@@ -69,14 +70,14 @@ def test_peak_is_what_the_plan_says(true_shapes: tuple[VisionConfig, VisionTower
     for rows, columns in [(32, 32), (46, 90), (64, 80), (2, 5120), (80, 128)]:
         taken, features = peak_of_looking(tower, 1, rows, columns)
         planned = costs.vision_peak(config, rows * columns // 4)
-        assert 0.9 * planned <= taken <= planned + ROUNDING, f"{rows}x{columns}: {taken:,} of {planned:,}"
+        assert 0.98 * planned <= taken <= planned + BESIDE, f"{rows}x{columns}: {taken:,} of {planned:,}"
         assert all(level.isfinite().all() for level in (features.rows, *features.deepstack))
 
 
 def test_a_clip_takes_its_features_and_one_frame(true_shapes: tuple[VisionConfig, VisionTower]) -> None:
     config, tower = true_shapes
     taken, features = peak_of_looking(tower, 12, 64, 80)
-    assert taken - features.nbytes <= costs.vision_peak(config, 64 * 80 // 4) + ROUNDING
+    assert taken - features.nbytes <= costs.vision_peak(config, 64 * 80 // 4) + BESIDE
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(16, 64), (16, 72)])
@@ -87,12 +88,11 @@ def test_attention_reads_where_things_lie_and_leaves_its_output_only(heads: int,
     query, key, value = (by_head(part) for part in (joined[:rows, 0], joined[:, 1], joined[:, 2]))
     with torch.inference_mode(), fused_attention(joined.device):
         F.scaled_dot_product_attention(query[..., :64, :], key, value)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        settle()
+        before = requested()
         mixed = F.scaled_dot_product_attention(query, key, value)
-        torch.cuda.synchronize()
-        taken = torch.cuda.max_memory_allocated() - before
-    assert mixed.nbytes <= taken <= mixed.nbytes + rows * heads * 4 + ROUNDING
+        taken = most_requested() - before
+    assert mixed.nbytes <= taken <= mixed.nbytes + BESIDE
     some = slice(0, 64)
     exact = F.softmax(query[:, :, some].double() @ key.double().transpose(2, 3) / head_dim**0.5, -1)
     exact = exact @ value.double()
@@ -100,11 +100,11 @@ def test_attention_reads_where_things_lie_and_leaves_its_output_only(heads: int,
 
 
 def test_where_no_fused_kernel_can_torch_says_so() -> None:
-    """Plain products, which hold all scores at once, are no way out."""
+    """Plain products, which hold all scores at once, are no way out. Each kernel warns of why it cannot."""
     query = torch.randn(1, 2, 64, 64, dtype=torch.float64, device="cuda")
     with (
         fused_attention(query.device),
-        pytest.warns(UserWarning, match="ttention"),
+        warnings.catch_warnings(action="ignore"),
         pytest.raises(RuntimeError, match="No available kernel"),
     ):
         F.scaled_dot_product_attention(query, query, query)

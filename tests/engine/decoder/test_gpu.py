@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engine.decoder.test_parity import CONVERSATIONS
+from tests.engine.on_gpu import requested, settle
 from tests.engine.test_parity import relative, run
 from tests.tiny_decoders import DECODERS
 from vlfit.checkpoint.source import open_checkpoint
@@ -73,8 +74,8 @@ def test_half_precision_stays_close(
 
 @pytest.mark.parametrize("name", ["qwen3", "llama2", "phi3"])
 def test_weights_are_what_the_files_hold(tiny_decoder: Callable[[str], Path], name: str) -> None:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    settle()
+    before = requested()
     loaded = engine(tiny_decoder(name), "cuda", "bfloat16")
     held = loaded.account().holdings.weights
     values = sum(info.count for info in loaded.checkpoint.tensors.values()) * 2
@@ -82,7 +83,7 @@ def test_weights_are_what_the_files_hold(tiny_decoder: Callable[[str], Path], na
     norms = 2 * 3 * 2 * heads[0] * heads[1]  # of queries and keys, a row for each head in three layers
     assert values <= sum(held.values()) <= values + norms
     assert held["weights.vision"] == 0
-    assert torch.cuda.memory_allocated() - before >= sum(held.values())
+    assert requested() - before >= sum(held.values())
 
 
 def test_the_worst_case_is_rehearsed(tiny_decoder: Callable[[str], Path]) -> None:
