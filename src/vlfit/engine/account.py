@@ -72,7 +72,8 @@ class Holdings:
     ``weights`` by ledger line. ``image_cache`` of at most ``image_cache_limit``. On a GPU ``allocated`` is
     what torch's tensors take, ``reserved`` what torch took from the driver for them, each with its peak so
     far. ``resident`` is the RAM of the whole process and ``resident_before`` what it was before weights were
-    loaded; None where the system does not tell.
+    loaded; None where the system does not tell. ``graphs``: the part of ``reserved`` that recorded decode
+    steps have.
     """
 
     weights: dict[str, int]
@@ -85,6 +86,7 @@ class Holdings:
     peak_reserved: int | None = None
     resident: int | None = None
     resident_before: int | None = None
+    graphs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

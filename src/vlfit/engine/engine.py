@@ -198,6 +198,7 @@ class Engine:
                 runner.image_cache.limit_bytes,
                 resident=resident_bytes(),
                 resident_before=self._resident_before,
+                graphs=runner.graphs.nbytes if runner.graphs is not None else 0,
                 **torch_statistics(self.device),
             ),
             self.counters,

@@ -49,6 +49,7 @@ class DecodeGraphs:
         self._cache = cache
         self._recorded: dict[int, Graph] = {}
         self._recorded_at = (0, 0)
+        self.nbytes = 0  # what torch took for what is recorded
         self._pool: _POOL_HANDLE | None = None
 
     def record(self) -> None:
@@ -62,6 +63,7 @@ class DecodeGraphs:
         """
         self._recorded.clear()
         self._pool = None
+        self.nbytes = 0
 
     def run(self, sequences: Many[Sequence]) -> Scores:
         """The next token of each of ``sequences``, which all decode; valid until the next call."""
@@ -82,6 +84,7 @@ class DecodeGraphs:
             inputs.fill([])
             graph = Graph(partial(self._run, inputs), self._pool, self._cache.keys.device)
             self._recorded[inputs.size] = graph
+            self.nbytes = _bytes_of(self._pool)
         return graph
 
     def _place(self) -> tuple[int, int]:
@@ -89,6 +92,12 @@ class DecodeGraphs:
 
     def _run(self, inputs: "StepInputs") -> Scores:
         return scores_of(self._step(inputs.token_ids, inputs.positions, inputs.plan))
+
+
+def _bytes_of(pool: "_POOL_HANDLE") -> int:
+    """What torch took from the driver for ``pool``."""
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)
 
 
 class Graph:

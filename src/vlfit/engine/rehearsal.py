@@ -102,10 +102,14 @@ def rehearse(engine: Engine, image_tokens: int) -> Rehearsed:
 
 
 def pictures_to_fill_the_cache(engine: Engine, image_tokens: int) -> int:
-    """At least one; a picture that is larger than the cache is not kept. None without eyes."""
+    """At least one; a picture that is larger than the cache is not kept. None without eyes. On a GPU one, as
+    the cache lies in RAM.
+    """
     vision = engine.checkpoint.config.vision
     if vision is None:
         return 0
+    if kernels.used_on(engine.device):
+        return 1
     values = image_tokens * vision.out_hidden_size * (1 + len(vision.deepstack_visual_indexes))
     return min(engine.options.image_cache_bytes // (values * engine.dtype.itemsize) + 1, _MOST_PICTURES)
 

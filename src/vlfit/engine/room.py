@@ -21,7 +21,6 @@ from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.gpu import gpu_behind, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
-from vlfit.plan import graphs
 from vlfit.plan.calibration import EXACT, constants_for
 from vlfit.plan.expect import expect_in_ram, expect_on_gpu
 from vlfit.plan.ledger import Line, Settings
@@ -229,8 +228,6 @@ def _room(
     context = next(line.bytes for line in planned if line.line == "context")
     # The workspace of matrix products is counted with the context, and lies in torch's pool.
     outside = context - constants_for(gpu).workspace.bytes
-    if any(line.line == "graphs" and line.bytes for line in planned):
-        outside += graphs.DRIVER.bytes
     return Room(
         planned,
         _context_there(gpu, reserved, context),

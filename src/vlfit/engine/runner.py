@@ -103,7 +103,7 @@ class Runner:
         """The features of a picture, from the cache if its content was seen before."""
         if self.vision is None or self.processing is None:
             raise RuntimeError("a picture came to a model without eyes")
-        features = self.image_cache.get(image.key)
+        features = self.image_cache.get(image.key, self.device)
         if features is None:
             pieces = patch_pieces(image.pixels, self.processing, self.device, SLICE_ROWS)
             features = self.vision(pieces, image.grid)

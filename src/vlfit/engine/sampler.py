@@ -20,6 +20,7 @@ TokenText = Callable[[int], str]
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 _LOOKED_AT = 128  # tokens of a row, where it is drawn from fewer
+_PART = 65536  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,30 @@ def _likely(logits: Tensor, draws: Sequence[Draw]) -> dict[int, Likely]:
     rows = [number for number, draw in enumerate(draws) if _is_cut(draw.sampling)]
     if not rows:
         return {}
-    count = min(_LOOKED_AT, logits.shape[-1])
-    values, ids = logits[rows].topk(count, dim=-1)
+    largest, ids = (found.cpu().numpy() for found in _best(logits))
+    count = largest.shape[-1]
     found = {}
-    for number, row_values, row_ids in zip(rows, values.cpu().numpy(), ids.cpu().numpy(), strict=True):
-        sampling = draws[number].sampling
+    for number in rows:
+        sampling, row_values, row_ids = draws[number].sampling, largest[number], ids[number]
         scores = row_values / np.float32(sampling.temperature)
         order = np.lexsort((row_ids, -scores))
         scores, token_ids = scores[order], row_ids[order]
         if count == logits.shape[-1] or scores[-1] < scores[sampling.top_k - 1]:
             found[number] = Likely(scores[: sampling.top_k], token_ids[: sampling.top_k])
     return found
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The ``_LOOKED_AT`` largest of each row of ``logits``, and which they are.
+
+    A part of the vocabulary at a time: torch sorts rows of 100,000 and more whole.
+    """
+    parts = logits.split(_PART, dim=-1)
+    found = [part.topk(min(_LOOKED_AT, part.shape[-1]), dim=-1) for part in parts]
+    values = torch.cat([each.values for each in found], dim=-1)
+    ids = torch.cat([each.indices + number * _PART for number, each in enumerate(found)], dim=-1)
+    largest = values.topk(min(_LOOKED_AT, values.shape[-1]), dim=-1)
+    return largest.values, ids.gather(-1, largest.indices)
 
 
 def _is_cut(sampling: SamplingParams) -> bool:

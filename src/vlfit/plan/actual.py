@@ -52,11 +52,17 @@ class Row:
 
 
 def held_on_gpu(
-    gpu: "Gpu", expectation: "Expectation", weights: Mapping[str, int], kv_cache: int, reserved: int
+    gpu: "Gpu",
+    expectation: "Expectation",
+    weights: Mapping[str, int],
+    kv_cache: int,
+    reserved: int,
+    graphs: int = 0,
 ) -> tuple[Row, ...]:
     """Rows for a model on a GPU. ``gpu`` was read by the process that runs it, which makes its share known.
 
-    ``reserved`` is what torch took from the driver for tensors; ``weights`` and ``kv_cache`` are part of it.
+    ``reserved`` is what torch took from the driver for tensors; ``weights``, ``kv_cache`` and ``graphs`` are
+    part of it.
     """
     planned = {line.line: line.bytes for line in expectation.lines}
     used = gpu.total - gpu.free
@@ -73,8 +79,8 @@ def held_on_gpu(
         **weights,
         "kv_cache": kv_cache,
         "vision_workspace": None,
-        "text_workspace": max(reserved - sum(weights.values()) - kv_cache, 0),
-        "graphs": 0,
+        "text_workspace": max(reserved - sum(weights.values()) - kv_cache - graphs, 0),
+        "graphs": graphs,
         "reserve": None,
     }
     remarks = {

@@ -43,6 +43,9 @@ _CONTEXT_ELSEWHERE = Constant(
     "multiprocessors, an H200's (132 of them) measured 704 MiB",
 )
 CUBLAS_WORKSPACE = Constant(
+    8.125 * MIB, EXACT, "2 x 4 MiB and 8 x 16 KiB: what the engine tells torch to take (engine/device.py)"
+)
+TRANSFORMERS_WORKSPACE = Constant(
     32 * MIB, MEASURED, f"torch's workspace after the first matrix product; other cards take less; {_H200}"
 )
 # Reserved growth / peak of live tensors: 200/166, 802/665 and 3210/2660 MiB for 1024, 4096, 16384 image

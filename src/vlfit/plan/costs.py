@@ -148,8 +148,7 @@ def _product_phases(model: Model, rows: int) -> int:
         _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows),
         rows * HALF * (joined + 2 * queries) + _product([layer["o_proj"]], rows),
         _product([layer["gate_proj"], layer["up_proj"]], rows),
-        3 * inner,  # gate and up, and their product
-        inner + _product([layer["down_proj"]], rows),
+        2 * inner + _product([layer["down_proj"]], rows),
     )
 
 

@@ -1,19 +1,12 @@
 """What the native engine's CUDA graphs of decode steps hold on a GPU (``engine/graphs.py``).
 
-Knows: which tensors of a step live in the pool that its recordings share, and what the driver takes for them.
-Recordings themselves are as small as the driver makes them; it does not tell.
+Knows: which tensors of a step live in the pool that its recordings share. What the driver takes for a
+recording is less than can be told: five of 36 layers each were within 4 MiB on an H200 (docs/log.md).
 """
 
 from vlfit.plan import allocator
-from vlfit.plan.calibration import Constant
 from vlfit.plan.model import HALF, SINGLE, Model
-from vlfit.units import MIB
 
-# The process beside torch's pool, before and after the first recordings (four, of 1 to 8 sequences); more of
-# them, and of larger models, took no more.
-DRIVER = Constant(
-    72 * MIB, "measured", "Qwen3-VL 2B in bf16, one H200, driver 580.159.04, torch 2.11.0+cu130, 2026-11-21"
-)
 _SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
 
 

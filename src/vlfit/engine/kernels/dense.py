@@ -22,6 +22,7 @@ def multiply(
     rows,
     outputs,
     inputs,
+    x_stride,
     steps,
     has_bias: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -48,6 +49,6 @@ def multiply(
         inside = (index[:, None] < outputs) & (column[None, :] < inputs)
         tile_weight = tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
         x_inside = (row[:, None] < rows) & (column[None, :] < inputs)
-        tile_x = tl.load(x + row[:, None] * inputs + column[None, :], mask=x_inside, other=0.0)
+        tile_x = tl.load(x + row[:, None] * x_stride + column[None, :], mask=x_inside, other=0.0)
         total = tl.dot(tile_weight, tl.trans(tile_x), total, input_precision="ieee")
     finish(total, bias, partial, arrivals + tile, output, index, row, split, rows, outputs, has_bias, splits)

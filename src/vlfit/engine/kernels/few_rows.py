@@ -12,7 +12,7 @@ from torch import Tensor
 from vlfit.engine.kernels.launch import arrivals, overlapping
 
 FEW_ROWS = 16
-BUSY = 512  # programs that keep a card's memory busy; fewer tiles than that are split
+BUSY = 256  # programs that keep a card reading; fewer tiles than that are split
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ def multiply(
 ) -> Tensor:
     """``x`` [rows, inputs], at most ``FEW_ROWS``, times ``weight`` [outputs, inputs].T: [rows, outputs].
 
-    Allocates the output and, for a product that is split, as much again in float32 for each split.
+    Rows of ``x`` may lie apart. Allocates the output and, for a product that is split, as much again in
+    float32 for each split.
     """
     rows, inputs = x.shape
     outputs = len(weight)
@@ -58,7 +59,7 @@ def multiply(
         from vlfit.engine.kernels.dense import multiply as kernel
 
         kernel[(programs, splits)](
-            x.contiguous(),
+            x,
             weight,
             output if bias is None else bias,
             partial,
@@ -67,6 +68,7 @@ def multiply(
             rows,
             outputs,
             inputs,
+            x.stride(0),
             -(-inputs // (splits * tiles.inputs)),
             has_bias=bias is not None,
             tile_rows=tile_rows,

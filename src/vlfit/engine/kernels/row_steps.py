@@ -108,8 +108,8 @@ def rotate_and_store(
 
 
 @triton.jit(do_not_specialize=["cells"])
-def silu_and_multiply(gate_up, output, cells, width: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr):
-    """``output`` [rows, width] = silu(gate) * up of ``gate_up`` [rows, 2 * width]; cells are rows x width."""
+def silu_and_multiply(gate_up, cells, width: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr):
+    """silu(gate) * up of ``gate_up`` [rows, 2 * width], where gate was; cells are rows x width."""
     wait(overlap)
     cell = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     inside = cell < cells
@@ -118,4 +118,4 @@ def silu_and_multiply(gate_up, output, cells, width: tl.constexpr, tile: tl.cons
     up = tl.load(gate_up + place + width, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(output + cell, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    tl.store(gate_up + place, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
