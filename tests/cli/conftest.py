@@ -77,10 +77,13 @@ def tiny_model(tiny: Callable[[str], Path]) -> Iterator[client.VLM]:
 
 
 @pytest.fixture
-def with_tiny_model(monkeypatch: pytest.MonkeyPatch, tiny_model: client.VLM) -> None:
+def with_tiny_model(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: client.VLM, tiny: Callable[[str], Path]
+) -> None:
     """``vlfit`` gets the loaded model, and cannot close it for the tests after."""
     monkeypatch.setattr(client, "VLM", lambda *_, **__: client.VisionModel(_Lent(tiny_model._backend)))
-    monkeypatch.setattr("vlfit.cli.loading.locate", lambda name: (name, Path()))  # "tiny" is no real name
+    for user in ("vlfit.cli.loading", "vlfit.checkpoint.source"):  # "tiny" is no real name
+        monkeypatch.setattr(f"{user}.locate", lambda name: (name, tiny("tied")))
 
 
 class _Lent:

@@ -206,7 +206,7 @@ REFUSALS = {
     "private": ("tiny/private", {}, "or it is private"),
     "gated": ("tiny/gated", {}, "is gated"),
     "wrong token": ("tiny/model", {"HF_TOKEN": "hf_wrong"}, "token is wrong"),
-    "another architecture": ("tiny/llama", {}, "model_type is 'llama'"),
+    "another architecture": ("tiny/llava", {}, "model_type is 'llava'"),
     "another weights format": ("tiny/hqq", {}, "quant_method is 'hqq'"),
     "no safetensors": ("tiny/bin", {}, "no safetensors weights"),
     "no name": ("model", {}, "is not the name of a model"),
@@ -220,9 +220,9 @@ def test_refusals(person: Person, tiny: Tiny, tmp_path: Path, case: str) -> None
     hub.add("tiny/model", tiny("tied"))
     hub.add("tiny/private", tiny("tied"), private=True)
     hub.add("tiny/gated", tiny("tied"), gated=True)
-    other = copy_of(tiny("tied"), tmp_path / "llama")
-    change_json(other / "config.json", lambda config: config.update(model_type="llama"))
-    hub.add("tiny/llama", other)
+    other = copy_of(tiny("tied"), tmp_path / "llava")
+    change_json(other / "config.json", lambda config: config.update(model_type="llava"))
+    hub.add("tiny/llava", other)
     change_json(other / "config.json", lambda config: config.update(model_type="qwen3_vl"))
     (other / "model.safetensors").rename(other / "pytorch_model.bin")
     hub.add("tiny/bin", other)

@@ -27,6 +27,7 @@ from vlfit.machine.gpu import read_gpus
 from vlfit.plan import calibration
 from vlfit.plan.ledger import NATIVE, Settings, ledger
 from vlfit.plan.model import model_of
+from vlfit.plan.preference import IMAGE_TOKENS
 from vlfit.units import GIB, MIB
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -168,13 +169,16 @@ def test_pictures_are_as_large_as_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
 ) -> None:
     anything = replace(WANTED, image_tokens=None, most_image_tokens=4095)
-    chosen = on_card(monkeypatch, CARD, four_billion, anything).image_tokens
-    assert chosen in (2560, 1280, 1024, 768, 512, 256)
-    assert planned(four_billion, chosen) <= 7200 * MIB
+    install(monkeypatch, CARD)
+    needed = {tokens: -(-planned(four_billion, tokens) // MIB) for tokens in (4095, *IMAGE_TOKENS)}
+    for tokens, mib in needed.items():
+        assert on_card(monkeypatch, replace(CARD, free=mib), four_billion, anything).image_tokens == tokens
+    with pytest.raises(DoesNotFit):
+        on_card(monkeypatch, replace(CARD, free=needed[256] - 1), four_billion, anything)
     assert on_card(monkeypatch, replace(CARD, free=24000), four_billion, anything).image_tokens == 4095
     fixed = replace(anything, image_tokens=4095)
     with pytest.raises(DoesNotFit):
-        on_card(monkeypatch, replace(CARD, free=-(-planned(four_billion, 4094) // MIB)), four_billion, fixed)
+        on_card(monkeypatch, replace(CARD, free=needed[4095] - 1), four_billion, fixed)
 
 
 def test_the_pool_takes_what_is_left(monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint) -> None:
