@@ -6,7 +6,6 @@ import torch
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.qwen3_vl.vision import VisionFeatures
 
-
 CPU = torch.device("cpu")
 
 
