@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from vlfit.checkpoint.auto_round import AUTO_ROUND_METHODS, read_auto_round
@@ -128,16 +129,21 @@ class CompressedFormat:
 
         The first group that targets it by its name, else by a pattern, else as the kind of module that it is.
         """
-        ranked = (
-            (min(_rank(target, module) for target in scheme.targets), place)
-            for place, scheme in enumerate(self.schemes)
-            if scheme.targets
-        )
-        rank, place = min(ranked, default=(_NO_TARGET, 0))
-        return self.schemes[place] if rank < _NO_TARGET else None
+        return _scheme_of(self.schemes, module)
 
 
 _NO_TARGET = 3
+
+
+@lru_cache(maxsize=8192)  # a model has some hundred modules, and each is asked about a few times
+def _scheme_of(schemes: tuple[WeightScheme, ...], module: str) -> WeightScheme | None:
+    ranked = (
+        (min(_rank(target, module) for target in scheme.targets), place)
+        for place, scheme in enumerate(schemes)
+        if scheme.targets
+    )
+    rank, place = min(ranked, default=(_NO_TARGET, 0))
+    return schemes[place] if rank < _NO_TARGET else None
 
 
 def _rank(target: str, module: str) -> int:

@@ -27,13 +27,14 @@ ORDER_SUFFIX = ".weight_g_idx"
 COMPRESSED_SUFFIXES = (PACKED_SUFFIX, COMPRESSED_SCALE, ".weight_zero_point", ORDER_SUFFIX)
 READABLE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "I8")
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
-_NARROW_DTYPES = ("F8_E4M3", "I8")
 # Rotary frequencies that older writers stored; they follow from the config and are computed.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
 # Quantizers may leave it beside an FP8 weight; vlfit's activations are not quantized by it.
 _ACTIVATION_SCALE = ".input_scale"
 # Beside each 4-bit weight; says what config.json and the other shapes say.
 _PACKED_SHAPE = ".weight_shape"
+_NO_WEIGHTS = (SCALE_SUFFIX, *COMPRESSED_SUFFIXES[1:], _PACKED_SHAPE)
+_NARROW_FORMS = {"F8_E4M3": FP8, "I8": INT8}
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -72,7 +73,7 @@ def is_embedding(name: str) -> bool:
 
 def is_no_weight(name: str) -> bool:
     """Whether the tensor ``name`` only says how others are to be read: a scale, a zero point, a shape."""
-    return name.endswith((SCALE_SUFFIX, *COMPRESSED_SUFFIXES[1:], _PACKED_SHAPE))
+    return name.endswith(_NO_WEIGHTS)
 
 
 def codes_per_word(name: str, quantization: Quantization | None) -> int:
@@ -87,7 +88,7 @@ def narrow_form(info: TensorInfo, quantization: Quantization | None) -> str | No
     """``fp8``, ``int8`` or ``int4`` if the tensor holds weights in fewer than 16 bits, else None."""
     if info.name.endswith(PACKED_SUFFIX):
         return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
-    return {"F8_E4M3": FP8, "I8": INT8}.get(info.dtype)
+    return _NARROW_FORMS.get(info.dtype)
 
 
 def is_text_layer(name: str) -> bool:
@@ -225,7 +226,7 @@ def _needed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tu
             continue  # in 8-bit floats it is not read, whatever config.json says
         if stored is not None and stored.dtype == "F8_E4M3" and config.fp8 is not None:
             needed[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
-        elif (stored is not None and stored.dtype in _NARROW_DTYPES) or module + PACKED_SUFFIX in tensors:
+        elif (stored is not None and stored.dtype in _NARROW_FORMS) or module + PACKED_SUFFIX in tensors:
             scheme = config.compressed.scheme_of(module) if config.compressed is not None else None
             if scheme is None:
                 raise _no_word_of(
@@ -275,7 +276,7 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
         )
     if info.name.endswith((PACKED_SUFFIX, ".weight_zero_point", ORDER_SUFFIX)):
         readable = info.dtype == "I32"
-    elif info.dtype in _NARROW_DTYPES:
+    elif info.dtype in _NARROW_FORMS:
         table = is_embedding(info.name) and info.dtype == "I8"
         readable = _is_linear(info.name, shape) or table
     else:

@@ -9,6 +9,7 @@ order. Does not know what comes and goes while the model runs: there ``calibrati
 import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
 from vlfit.units import MIB
@@ -78,10 +79,15 @@ def joined(loaded: Mapping[str, int]) -> dict[str, int]:
     """Tensors as the engine allocates them, by name and size, from those of the files; the tower last."""
     sizes: dict[str, int] = {}
     for name, size in sorted(loaded.items(), key=lambda item: _turn(item[0], vision=3)):
-        parts = (_JOINED.get(part, part) for part in name.split("."))
-        whole = ".".join(parts)
+        whole = _whole(name)
         sizes[whole] = sizes.get(whole, 0) + size
     return sizes
+
+
+@cache  # the models of the catalog have their names in common
+def _whole(name: str) -> str:
+    """What the tensor ``name`` of the files is a part of."""
+    return ".".join(_JOINED.get(part, part) for part in name.split("."))
 
 
 def shelved(sizes: Mapping[str, int]) -> list[int]:
@@ -104,6 +110,7 @@ def apart(loaded: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(loaded.items(), key=lambda item: _turn(item[0], vision=-1)))
 
 
+@cache
 def _turn(name: str, vision: int) -> tuple[int, int, int, int]:
     """When the tensor ``name`` is loaded; the tower, as a whole, at ``vision``, of -1 to 3."""
     if name.startswith("model.visual."):

@@ -145,6 +145,7 @@ def model_of(
     parts = {"text": 0, "vision": 0, "embedding": 0}
     for tensor, size in loaded.items():
         parts[ledger_part(tensor)] += size
+    sizes = joined(loaded)
     return Model(
         name=name,
         family=family or name.rpartition("/")[2],
@@ -156,7 +157,7 @@ def model_of(
         vision_bytes=parts["vision"],
         embedding_bytes=parts["embedding"],
         rounding=sum(-size % _ROUNDED_TO for size in loaded.values() if size >= _ROUNDED_FROM),
-        pool=held_for(shelved(joined(loaded))) - sum(loaded.values()),
+        pool=held_for(shelved(sizes)) - sum(loaded.values()),
         pool_apart=held_for(apart(loaded).values()) - sum(loaded.values()),
         layer=_layer(text, tensors, quantization),
         head=_head(text, tensors, quantization),
@@ -164,7 +165,7 @@ def model_of(
         converted_from=converted_from,
         place=place or name,
         convert_options=convert_options,
-        sizes=joined(loaded),
+        sizes=sizes,
         tower_is_narrow=any(
             ledger_part(tensor) == "vision" and narrow_form(info, quantization) is not None
             for tensor, info in tensors.items()

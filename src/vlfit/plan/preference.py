@@ -7,12 +7,12 @@ steps. Does not know what settings take (``ledger.py``).
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vlfit.errors import UsageError
+from vlfit.plan import costs
 from vlfit.plan.calibration import MODELLED
-from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings, pool_tokens
+from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings
 from vlfit.plan.model import Model
 
 if TYPE_CHECKING:
@@ -97,20 +97,29 @@ def _candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> Iterator[t
                 for model, backend in models:
                     if not _possible(model, context, image_tokens, wishes):
                         continue
-                    settings = Settings(model.weights, context, image_tokens, sequences, chunk=0)
-                    for tight in _pools(backend, settings):
-                        for chunk, graphs in _passes(backend, context):
-                            yield (
-                                replace(settings, chunk=chunk, graphs=graphs, tight=tight),
-                                model,
-                                backend,
+                    passes = tuple(_passes(backend, context))
+                    for tight in _pools(backend, context, sequences):
+                        for chunk, graphs in passes:
+                            # Spelled out: replace() takes five times as long, and these are thousands.
+                            settings = Settings(
+                                model.weights,
+                                context,
+                                image_tokens,
+                                sequences,
+                                chunk,
+                                graphs=graphs,
+                                tight=tight,
                             )
+                            yield settings, model, backend
 
 
-def _pools(backend: str, settings: Settings) -> tuple[bool, ...]:
+def _pools(backend: str, context: int, sequences: int) -> tuple[bool, ...]:
     """Whether requests share a smaller pool than they would by themselves; only where that is one."""
-    roomy, tight = (pool_tokens(NATIVE, replace(settings, tight=each)) for each in (False, True))
-    return (False, True) if backend == NATIVE and tight < roomy else (False,)
+    if backend != NATIVE:
+        return (False,)
+    shares = (costs.TYPICAL_REQUEST, costs.TIGHT_REQUEST)
+    roomy, tight = (costs.kv_tokens(context, sequences, each) for each in shares)
+    return (False, True) if tight < roomy else (False,)
 
 
 def _passes(backend: str, context: int) -> Iterator[tuple[int, bool]]:
