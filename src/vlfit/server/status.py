@@ -149,9 +149,7 @@ def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectatio
         )
     if gpu is None:
         return actual.rows(expectation.lines, {**held.weights, "kv_cache": held.kv_cache}, {})
-    return actual.held_on_gpu(
-        gpu, expectation, held.weights, held.kv_cache, held.reserved or 0, held.graphs
-    )
+    return actual.held_on_gpu(gpu, expectation, held.weights, held.kv_cache, held.reserved or 0, held.graphs)
 
 
 def engine_facts(account: EngineAccount) -> dict[str, Any]:
