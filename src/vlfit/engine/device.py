@@ -1,7 +1,5 @@
 """Which device and which dtype an engine runs on. GPU or error: what was asked for is never swapped."""
 
-import os
-
 import torch
 
 from vlfit.checkpoint.source import Checkpoint
@@ -18,17 +16,7 @@ def choose_device(wish: str) -> torch.device:
     device = _device(wish)
     if device.type == "cuda":
         check_toolchain()
-        _small_workspaces()
     return device
-
-
-def _small_workspaces() -> None:
-    """The workspace of matrix products is 8 MiB on every card, as torch has it on most; a Hopper's were 32.
-
-    ``plan/calibration.py`` counts on it. Read by torch when it multiplies for the first time.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
-    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "8192")  # KiB
 
 
 def _device(wish: str) -> torch.device:

@@ -1,13 +1,12 @@
 """Features of pictures seen before, by content: the same picture is encoded once. Bounded by bytes.
 
-They wait in RAM, also if they were computed on a GPU: there every byte is dear, and they are back in less
-than a tenth of the time that encoding takes.
+They wait in RAM, also if they were computed on a GPU: there every byte is dear. In RAM that is not pinned:
+torch keeps what it pinned, by powers of two, and a server grew by half a gigabyte (docs/log.md).
 """
 
 from collections import OrderedDict
 
 import torch
-from torch import Tensor
 
 from vlfit.engine.qwen3_vl.vision import VisionFeatures
 
@@ -26,15 +25,14 @@ class ImageCache:
         if features is None:
             return None
         self._entries.move_to_end(key)
-        deepstack = tuple(level.to(device, non_blocking=True) for level in features.deepstack)
-        return VisionFeatures(features.rows.to(device, non_blocking=True), deepstack)
+        deepstack = tuple(level.to(device) for level in features.deepstack)
+        return VisionFeatures(features.rows.to(device), deepstack)
 
     def put(self, key: bytes, features: VisionFeatures) -> None:
         if key in self._entries or features.nbytes > self.limit_bytes:
             return
-        self._entries[key] = VisionFeatures(
-            _in_ram(features.rows), tuple(_in_ram(level) for level in features.deepstack)
-        )
+        deepstack = tuple(level.cpu() for level in features.deepstack)
+        self._entries[key] = VisionFeatures(features.rows.cpu(), deepstack)
         self.used_bytes += features.nbytes
         while self.used_bytes > self.limit_bytes:
             _, oldest = self._entries.popitem(last=False)
@@ -44,16 +42,3 @@ class ImageCache:
         """Forget all pictures: their memory is free for others."""
         self._entries.clear()
         self.used_bytes = 0
-
-
-def _in_ram(tensor: Tensor) -> Tensor:
-    """``tensor`` in RAM: on its way there if that can be pinned, as whoever reads it comes later in the same
-    stream of work.
-    """
-    if tensor.device.type == "cpu":
-        return tensor
-    try:
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    except RuntimeError:  # the system pins no more: WSL2 allows little
-        return tensor.cpu()
-    return kept.copy_(tensor, non_blocking=True)

@@ -4,6 +4,7 @@ forward pass, returns logits. Decides nothing about who runs.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ class Runner:
         self.device = device
         self.layout = Layout(cache.block_size, device)
         self.graphs: DecodeGraphs | None = None
+        # What sequences hold, by content; gone with the last of them.
+        self._looked_at: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
 
     def run(self, batch: Many[Work]) -> Scores:
         """One forward pass. ``batch`` has its decoding sequences first.
@@ -94,20 +97,25 @@ class Runner:
                 sequence.features[number] = self.encode(image)
 
     def forget(self, work: Work) -> None:
-        """Let go of the pictures that ``work`` has brought to their end: it will not be done again."""
-        end = work.sequence.cached + work.length
-        for number in [number for number, last in _ends_of(work.sequence).items() if last <= end]:
-            work.sequence.features.pop(number, None)
+        """Let go of the pictures that ``work`` has brought to their end: it will not be done again.
+
+        Now they go to the cache: their pass is over, so that nothing waits for the device.
+        """
+        sequence, end = work.sequence, work.sequence.cached + work.length
+        ended = [number for number, last in _ends_of(sequence).items() if last <= end]
+        keys = [image.key for image in _one_by_one(sequence)] if ended else []
+        for number in ended:
+            self.image_cache.put(keys[number], sequence.features.pop(number))
 
     def encode(self, image: PreparedImage) -> VisionFeatures:
-        """The features of a picture, from the cache if its content was seen before."""
+        """The features of a picture: of a request that looks at it too, or from the cache, or computed."""
         if self.vision is None or self.processing is None:
             raise RuntimeError("a picture came to a model without eyes")
-        features = self.image_cache.get(image.key, self.device)
+        features = self._looked_at.get(image.key) or self.image_cache.get(image.key, self.device)
         if features is None:
             pieces = patch_pieces(image.pixels, self.processing, self.device, SLICE_ROWS)
             features = self.vision(pieces, image.grid)
-            self.image_cache.put(image.key, features)
+        self._looked_at[image.key] = features
         return features
 
     def _visual_rows(self, batch: Many[Work]) -> VisualRows | None:

@@ -42,12 +42,14 @@ _CONTEXT_ELSEWHERE = Constant(
     "upper end of the 0.4-0.6 GiB that vLLM users see on small cards; a context grows with the number of "
     "multiprocessors, an H200's (132 of them) measured 704 MiB",
 )
+# torch's workspace after the first matrix product.
 CUBLAS_WORKSPACE = Constant(
-    8.125 * MIB, EXACT, "2 x 4 MiB and 8 x 16 KiB: what the engine tells torch to take (engine/device.py)"
+    8.125 * MIB,
+    EXACT,
+    "2 x 4 MiB and 8 x 16 KiB: torch's own choice (aten/src/ATen/cuda/CublasHandlePool.cpp)",
 )
-TRANSFORMERS_WORKSPACE = Constant(
-    32 * MIB, MEASURED, f"torch's workspace after the first matrix product; other cards take less; {_H200}"
-)
+_OF_SERVERS = Constant(32 * MIB, MEASURED, f"torch's own choice for compute capability 9 and 10; {_H200}")
+_WORKSPACES = {9: _OF_SERVERS, 10: _OF_SERVERS}
 # Reserved growth / peak of live tensors: 200/166, 802/665 and 3210/2660 MiB for 1024, 4096, 16384 image
 # tokens.
 ALLOCATOR_SLACK = Constant(
@@ -186,7 +188,7 @@ def _kept(name: str, driver: str, torch: str, path: str, changed: int, gpu: Gpu)
 def _of_the_table(gpu: Gpu) -> Constants:
     return Constants(
         context=_CONTEXT_MEASURED.get(gpu.compute_capability, _CONTEXT_ELSEWHERE),
-        workspace=CUBLAS_WORKSPACE,
+        workspace=_WORKSPACES.get(gpu.compute_capability[0], CUBLAS_WORKSPACE),
         vision_slack=ALLOCATOR_SLACK,
         text_slack=ALLOCATOR_SLACK,
         efficiency_low=EFFICIENCY_LOW,

@@ -38,6 +38,14 @@ def feature_bytes(vision: VisionConfig, image_tokens: int) -> int:
     return (1 + len(vision.deepstack_visual_indexes)) * image_tokens * vision.out_hidden_size * HALF
 
 
+def pictures_reached(chunk: int, image_tokens: int) -> int:
+    """How many pictures of ``image_tokens`` a pass of ``chunk`` tokens can reach: the first with its last
+    token, the last with its first. Around each stand two tokens, and a word behind it
+    (``engine/rehearsal.py``).
+    """
+    return -(-max(chunk - 2, 0) // (image_tokens + 3)) + 1
+
+
 def vision_peak(vision: VisionConfig, image_tokens: int, *, narrow: bool = False) -> int:
     """Peak of the vision tower on one picture of ``image_tokens`` (``engine/qwen3_vl/vision.py``).
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.machine.model import Gpu
 from vlfit.plan import allocator, calibration, costs, graphs, offload
-from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constant, Constants
+from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
 from vlfit.plan.model import SINGLE, Model
 from vlfit.plan.vllm import constants as vllm_constants
 from vlfit.plan.vllm import costs as vllm_costs
@@ -58,9 +58,9 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
         Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
         Line(
             "context",
-            constants.context.bytes + _workspace(backend, constants).bytes,
+            constants.context.bytes + constants.workspace.bytes,
             constants.context.how,
-            _context_note(backend, constants),
+            _context_note(constants),
         ),
         *_weights(model, settings.offload),
         _kv_cache(model, backend, settings),
@@ -78,13 +78,8 @@ def _reserve(more: int = 0) -> Line:
     return Line("reserve", calibration.RESERVE.bytes + more, MODELLED, note)
 
 
-def _workspace(backend: str, constants: Constants) -> Constant:
-    """Of matrix products, in torch's pool."""
-    return calibration.TRANSFORMERS_WORKSPACE if backend == TRANSFORMERS else constants.workspace
-
-
-def _context_note(backend: str, constants: Constants) -> str:
-    workspace = f"{_workspace(backend, constants).bytes / MIB:.0f} MiB workspace of matrix products"
+def _context_note(constants: Constants) -> str:
+    workspace = f"{constants.workspace.bytes / MIB:.0f} MiB workspace of matrix products"
     broken = f"; {constants.broken}" if constants.broken else ""
     return f"CUDA and its libraries: {constants.context.source}; {workspace}{broken}"
 
@@ -201,10 +196,12 @@ def _text_slack(backend: str, constants: Constants) -> float:
 
 
 def _kept(vision: VisionConfig, backend: str, settings: Settings) -> int:
-    """What stays of a picture: its features; in transformers of all requests', and pixels."""
+    """What stays of pictures: features of all that a pass can reach; in transformers of all requests', and
+    pixels.
+    """
     features = costs.feature_bytes(vision, settings.image_tokens)
     if backend == NATIVE:
-        return features
+        return costs.pictures_reached(settings.chunk, settings.image_tokens) * features
     return settings.sequences * (features + _pixels(vision, settings.image_tokens))
 
 

@@ -32,7 +32,7 @@ LAYER_NORM_EPS = 1e-6
 SLICE_ROWS = 2048  # patches: those of 1024x512 pixels. Matrix products of so many rows keep a large card busy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class VisionFeatures:
     """What one picture is to the text model: ``rows`` [tokens, hidden] stand in for its placeholders,
     ``deepstack`` (one [tokens, hidden] for each level) is added after the first text layers.
