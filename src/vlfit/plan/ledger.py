@@ -144,8 +144,11 @@ def _workspaces(model: Model, backend: str, settings: Settings, constants: Const
     # What stays lies between what comes and goes, so the pool grows by more than either.
     kept = round(constants.vision_slack.value * _kept(model.vision, backend, settings))
     vision = round(constants.vision_slack.value * _vision_peak(model, model.vision, backend, settings))
-    # In transformers no keys and values are there yet while the tower runs.
-    instead = pool_tokens(backend, settings) * model.kv_bytes_per_token if backend == TRANSFORMERS else 0
+    if backend == TRANSFORMERS:  # no keys and values are there yet while the tower runs
+        instead = pool_tokens(backend, settings) * model.kv_bytes_per_token
+    else:  # what the tower makes is one of the pictures that stay
+        features = costs.feature_bytes(model.vision, settings.image_tokens)
+        instead = round(constants.vision_slack.value * features)
     lent = vision - instead < text
     stays = f"{kept / MIB:.0f} MiB of features{_and_pixels(backend)} stay"
     peak = f"peak {vision / MIB:.0f} MiB for {settings.image_tokens} image tokens"
