@@ -1,6 +1,7 @@
 """Runs ``vlfit`` in this process, with a scripted model or a real tiny one behind it."""
 
 import io
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,18 @@ def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of whoever runs the tests reaches them, and none leaks from one to the next."""
     for name in Settings.model_fields:
         monkeypatch.setenv(f"VLFIT_{name.upper()}", "")
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    """`vlfit serve` in this process logs to stderr, which is a test's own and closed behind it."""
+    loggers = [logging.getLogger(name) for name in ("vlfit", "uvicorn")]
+    before = [(logger, list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, handlers, level, propagate in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @pytest.fixture
