@@ -103,7 +103,7 @@ def test_the_plan_counts_with_what_was_measured() -> None:
 def test_a_few_layers_that_wasted_little_make_no_plan_smaller() -> None:
     save(NUMBERS)
     constants = constants_for(GPU)
-    assert constants.text_slack == calibration.ALLOCATOR_SLACK  # 1.1 was measured
+    assert constants.text_slack == calibration.TEXT_SLACK  # 1.1 was measured
     assert constants.vision_slack.value == 1.5
 
 
