@@ -34,8 +34,10 @@ from benchmarks.random_weights import room_in_memory, write_random
 from benchmarks.report import print_rows
 from benchmarks.served import DidNotStart, Served
 from benchmarks.soak_requests import BURST, Wanted, requests
+from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import locate
 
+CONTEXT = 6144
 MOST_RESIDENT_GROWTH = 50 * MIB
 FLAT = MIB
 SETTLING = 2.0  # seconds after the last answer: who was hung up on ends at the next step
@@ -73,6 +75,7 @@ def main() -> None:
             place = write_random(Path(folder) / options.model, *options.model.split("-"))
         else:
             _, place = locate(options.model)
+        options.context = options.context or usual_context(place)
         row = Row(options.model, "", options.context, options.image_tokens, options.sequences)
         places = options.sequences + max(PLACES_PER_SEQUENCE * options.sequences, 16)
         work = requests(options.requests, options.context, options.image_tokens, places, options.seed)
@@ -102,7 +105,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--free", type=int, default=7200, metavar="MIB", help="of the card; 0: all of it")
     parser.add_argument("--requests", type=int, default=1000, metavar="N")
     parser.add_argument("--settled", type=int, default=100, metavar="N", help="memory counts from here on")
-    parser.add_argument("--context", type=int, default=6144)
+    parser.add_argument("--context", type=int, help=f"{CONTEXT:,} unless the checkpoint is made for less")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--image-tokens", type=int, default=1280)
     parser.add_argument(
@@ -118,6 +121,11 @@ def read_options() -> argparse.Namespace:
 def is_made(options: argparse.Namespace) -> bool:
     """Whether the model is a size and a format, and no checkpoint yet."""
     return "-" in options.model and not Path(options.model).exists()
+
+
+def usual_context(place: Path) -> int:
+    """Tokens of the context where none was asked for: never more than the checkpoint runs with."""
+    return min(CONTEXT, ModelConfig.read(place).text.max_position_embeddings)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from benchmarks import soak
 from benchmarks.asking import BROKE_OFF, HUNG_UP, Reply
 from benchmarks.measure import MIB
 from benchmarks.soak_requests import BROKEN, BURST, LARGE, LEFT, LOW, WHOLE, Wanted, requests
+from vlfit.checkpoint.source import mini_folder
 
 
 def test_a_small_soak_of_a_real_server(
@@ -41,6 +42,14 @@ def test_a_small_soak_of_a_real_server(
     assert result["status"]["requests"]["cancelled"] > 0
     assert result["memory"]["settled"]["resident"] > 0
     assert "hung up on" in capsys.readouterr().out
+
+
+def test_the_context_is_no_longer_than_the_checkpoint(tmp_path: Path) -> None:
+    assert soak.usual_context(mini_folder()) == 4096
+    config = json.loads((mini_folder() / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 262144
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert soak.usual_context(tmp_path) == 6144
 
 
 def no_picture(width: int, height: int, seed: int) -> bytes:
