@@ -52,3 +52,19 @@ def test_a_time_is_written_as_people_do(monkeypatch: pytest.MonkeyPatch) -> None
         read_settings(idle_sleep="300")
     assert "write 300s, 300m or 300h" in caught.value.message
     assert "--idle-sleep or VLFIT_IDLE_SLEEP" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("idle_sleep", "5", "'5' has no unit; write 5s, 5m or 5h"),
+        ("idle_sleep", "0", "'0' is no time to wait; write it like 90s, 5m or 1h"),
+        ("idle_sleep", "0s", "'0s' is no time to wait; write it like 90s, 5m or 1h"),
+        ("kv", "x", "must be auto or a number of tokens above 0"),
+        ("offload", "x", "'x' is not a size; write it like 951MiB, 8 GB or 7.5GiB"),
+    ],
+)
+def test_a_refusal_is_in_our_words_alone(name: str, value: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_settings(**{name: value})
+    assert caught.value.message == f"{name} is {value!r}: {words}"

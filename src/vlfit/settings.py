@@ -92,7 +92,11 @@ def read_settings(**given: object) -> Settings:
     try:
         return Settings.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        faults = [(str(fault["loc"][0]), fault["input"], fault["msg"]) for fault in error.errors()]
+        faults = [
+            # What our own checks say, pydantic tells with words of its own before it.
+            (str(fault["loc"][0]), fault["input"], fault["msg"].removeprefix("Value error, "))
+            for fault in error.errors()
+        ]
         message = "; ".join(f"{name} is {value!r}: {why}" for name, value, why in faults)
         ways = ", ".join(f"--{name.replace('_', '-')} or VLFIT_{name.upper()}" for name, _, _ in faults)
         raise UsageError(message, f"set it with {ways}", param=faults[0][0]) from None

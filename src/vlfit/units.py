@@ -61,9 +61,9 @@ def parse_seconds(text: str, name: str = "") -> float:
     text = text if len(text) <= 40 else text[:37] + "..."
     if found is None:
         raise UsageError(f"{about}{text!r} is not a duration", "write it like 90s, 5m or 1h")
-    if not found[2]:
+    if not found[2] and float(found[1]):
         raise UsageError(f"{about}{text!r} has no unit", f"write {found[1]}s, {found[1]}m or {found[1]}h")
-    factor = _SECONDS.get(found[2].lower())
+    factor = _SECONDS.get(found[2].lower()) if found[2] else 1
     if factor is None:
         raise UsageError(f"{about}unknown unit {found[2]!r} in {text!r}", "units are s, m, h and d")
     seconds = float(found[1]) * factor
