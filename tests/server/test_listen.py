@@ -171,6 +171,13 @@ def test_an_address_that_is_not_ours(host: str) -> None:
         bind(host, 0)
 
 
+def test_an_address_of_another_computer_is_not_taken_for_a_port_in_use() -> None:
+    with pytest.raises(CannotListen) as caught:
+        bind("198.51.100.1", 0)
+    assert "check --host" in caught.value.hint
+    assert "stop the program" not in caught.value.hint
+
+
 def test_the_address_that_is_told() -> None:
     with bind("0.0.0.0", 0) as everywhere:
         assert address_of(everywhere).startswith("http://127.0.0.1:")

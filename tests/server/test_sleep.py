@@ -140,6 +140,8 @@ def test_what_makes_no_sense_does_not_wake_it(server: Running) -> None:
         (b'{"park": 3}', "use auto, ram, files"),
         (b"[1]", "use auto, ram, files"),
         (b'{"park": "ram"}', "on a CPU"),
+        (b'{"prak": "ram"}', "vlfit does not support 'prak' here"),
+        (b'{"park": "files", "\\ud800": 1}', "vlfit does not support '\\ud800' here"),
     ],
 )
 def test_what_cannot_be_asked_for(server: Running, content: bytes, words: str) -> None:

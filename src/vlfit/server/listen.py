@@ -7,6 +7,7 @@ is then cut with an error. The second ends the process on the spot.
 """
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -117,7 +118,7 @@ class _Server(uvicorn.Server):
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
-    return CannotListen(
-        f"cannot listen on {host} port {port}: {error.strerror or error}",
-        "stop the program that uses it, or choose another with --port (0 takes any free one)",
-    )
+    hint = "stop the program that uses it, or choose another with --port (0 takes any free one)"
+    if error.errno == errno.EADDRNOTAVAIL:
+        hint = "check --host: it must be an address of this computer, or 0.0.0.0 for all that it has"
+    return CannotListen(f"cannot listen on {host} port {port}: {error.strerror or error}", hint)

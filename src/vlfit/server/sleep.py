@@ -89,6 +89,14 @@ def read_park(body: bytes) -> Park:
         wishes = json.loads(body)
     except (ValueError, RecursionError):
         raise InvalidRequest("the body is no JSON", 'send none, or {"park": "files"}') from None
+    # A misspelt park would be one that nobody asked for.
+    for name in wishes if isinstance(wishes, dict) else ():
+        if name != "park":
+            raise InvalidRequest(
+                f"vlfit does not support {name!r} here"[:200],
+                'send nothing, or {"park": "files"}',
+                param=name,
+            )
     park = wishes.get("park", "auto") if isinstance(wishes, dict) else None
     if not isinstance(park, str) or park not in _PARKS:
         raise InvalidRequest(f"park is {park!r}"[:200], f"use {', '.join(_PARKS)}", param="park")
