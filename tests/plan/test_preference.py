@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from vlfit.errors import UsageError
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan.calibration import MEASURED, MODELLED
@@ -100,3 +101,13 @@ def test_8b_on_a_small_card_is_rounded_as_little_as_it_takes() -> None:
     exact = planned("8B", card("RTX 3060 12GB"))
     assert not exact.model.convert_options
     assert exact.remarks == ()
+
+
+def test_a_window_is_named_where_it_is_what_limits_the_context() -> None:
+    with pytest.raises(UsageError) as caught:
+        planned("Phi-3-mini", context=4096)
+    assert "runs with at most 2047: its attention slides over 2047, which vlfit does not do" in (
+        caught.value.message
+    )
+    with pytest.raises(UsageError, match="Llama-2-7b-hf was made for at most 4096"):
+        planned("Llama-2-7B", context=4097)

@@ -208,8 +208,9 @@ def subjects_folder() -> Path:
 def test_formats_that_cannot_be_had(tiny: Callable[[str], Path]) -> None:
     with pytest.raises(UsageError, match="cannot be made bf16"):
         subjects(str(tiny("fp8")), "bf16")
-    with pytest.raises(UsageError, match="in bf16 only"):
+    with pytest.raises(UsageError, match="in bf16 only") as caught:
         subjects("Qwen/Qwen2.5-3B-Instruct", "int4")
+    assert "`vlfit convert FOLDER --weights int4`" in caught.value.hint
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, tiny: Callable[[str], Path]) -> None:

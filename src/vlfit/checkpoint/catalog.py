@@ -26,7 +26,10 @@ _BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
 
 @dataclass(frozen=True, slots=True)
 class TextOnlyConfig:
-    """A decoder without eyes: Llama's layout. ``attention_bias``: q, k and v have one (Qwen2.5)."""
+    """A decoder without eyes: Llama's layout. ``attention_bias``: q, k and v have one (Qwen2.5).
+
+    ``window``: a token sees so many back, as in ``decoder.TextConfig``; None: all.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -38,6 +41,7 @@ class TextOnlyConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +224,14 @@ _QWEN3_VL = {
         vision=_vision(depth=27, hidden=1152, intermediate=4304, deepstack=(8, 16, 24), out=4096),
     ),
 }
-# Vocabulary, hidden, intermediate, layers, heads, key/value heads, head_dim, positions, tied, bias: the
-# numbers of their config.json.
+# Vocabulary, hidden, intermediate, layers, heads, key/value heads, head_dim, positions, tied, bias,
+# window: the numbers of their config.json.
 # Phi-3's attention slides over 2,047 of its 4,096 positions, so that is the longest context it runs with.
 _TEXT_ONLY = {
     "meta-llama/Llama-2-7b-hf": TextOnlyConfig(32000, 4096, 11008, 32, 32, 32, 128, 4096, False, False),
-    "microsoft/Phi-3-mini-4k-instruct": TextOnlyConfig(32064, 3072, 8192, 32, 32, 32, 96, 2047, False, False),
+    "microsoft/Phi-3-mini-4k-instruct": TextOnlyConfig(
+        32064, 3072, 8192, 32, 32, 32, 96, 2047, False, False, 2047
+    ),
     "Qwen/Qwen2.5-3B-Instruct": TextOnlyConfig(151936, 2048, 11008, 36, 16, 2, 128, 32768, True, True),
 }
 

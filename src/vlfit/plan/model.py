@@ -186,6 +186,7 @@ def _text(config: ModelConfig) -> TextOnlyConfig:
         max_position_embeddings=text.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         attention_bias=text.attention_bias,
+        window=text.window,
     )
 
 

@@ -152,16 +152,25 @@ def _possible(model: Model, context: int, image_tokens: int, wishes: "Wishes") -
     most = model.text.max_position_embeddings
     if context > most and wishes.context is not None:
         raise UsageError(
-            f"a context of {context} tokens was asked for; {model.name} was made for at most {most}",
+            f"a context of {context} tokens was asked for; {_most_of(model)}",
             f"use --context {most} or less",
         )
     return context <= most and image_tokens < context
 
 
+def _most_of(model: Model) -> str:
+    """How long its context may be, and why where that is vlfit's doing, as the engine says it."""
+    most = model.text.max_position_embeddings
+    if model.text.window == most:
+        why = f"its attention slides over {most}, which vlfit does not do"
+        return f"{model.name} runs with at most {most}: {why}"
+    return f"{model.name} was made for at most {most}"
+
+
 def _nothing_left(models: list[tuple[Model, str]], wishes: "Wishes") -> UsageError:
     """Which limit no setting that is tried keeps to, and the way out."""
-    model = models[0][0]
-    most = max(each.text.max_position_embeddings for each, _ in models)
+    model = max((each for each, _ in models), key=lambda each: each.text.max_position_embeddings)
+    most = model.text.max_position_embeddings
     contexts = [context for context in _steps(wishes.context, _contexts(models)) if context <= most]
     if wishes.image_tokens is None:
         least = min(_pictures(models))
@@ -178,6 +187,6 @@ def _nothing_left(models: list[tuple[Model, str]], wishes: "Wishes") -> UsageErr
         "tried unless one is asked for",
         f"add a larger one: --context {larger}"
         if larger <= most
-        else f"{model.name} was made for at most {most} tokens in all: ask for fewer --image-tokens",
+        else f"ask for fewer --image-tokens: {_most_of(model)}",
         param="image_tokens",
     )

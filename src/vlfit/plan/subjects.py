@@ -120,7 +120,9 @@ def _sibling(entry: CatalogEntry, weights: str | None) -> CatalogEntry:
         if (other.family, other.edition, other.weights) == (entry.family, entry.edition, weights):
             return other
     raise UsageError(
-        f"the catalog has {entry.name} in {entry.weights} only, not in {weights}", "leave out --weights"
+        f"the catalog has {entry.name} in {entry.weights} only, not in {weights}",
+        f"leave out --weights, or name a folder with its files: that can be planned in {weights}, and "
+        f"`vlfit convert FOLDER --weights {weights}` makes it",
     )
 
 
