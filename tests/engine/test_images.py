@@ -1,6 +1,7 @@
 """Pictures as the reference sees them: sizes, pixels, patches; and clips."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ def test_the_plans_cap_lowers_the_size_and_says_so() -> None:
     capped = prepare_image(part, SMALL, 16)
     assert (free.tokens, free.seen.notes) == (54, ())
     assert capped.tokens <= 16
-    assert capped.seen.notes == ("scaled down from 288x192 to 128x96: the plan allows 16 tokens per picture",)
+    assert capped.seen.notes == ("scaled down from 640x480 to 128x96: the plan allows 16 tokens per picture",)
     smaller = ImageProcessing(1024, 16 * 1024, 16, 2, 2, SMALL.mean, SMALL.std, SMALL.rescale_factor)
     assert np.array_equal(capped.pixels, prepare_image(part, smaller, None).pixels)
 
@@ -116,6 +117,23 @@ def test_no_picture_exceeds_the_cap(cap: int) -> None:
         assert 1 <= prepared.tokens <= cap
         assert prepared.pixels.shape[1] % 32 == 0
         assert prepared.pixels.shape[2] % 32 == 0
+
+
+@pytest.mark.parametrize(("sent", "seen"), [((3000, 2000), (1248, 832)), ((2000, 3000), (832, 1248))])
+def test_a_note_starts_from_the_size_as_sent(sent: tuple[int, int], seen: tuple[int, int]) -> None:
+    """Not from one rounded to patches, or brought within the checkpoint's limits, which nobody sent."""
+    sizes = f"{sent[0]}x{sent[1]} to {seen[0]}x{seen[1]}"
+    part = ImagePart(encoded(Image.new("RGB", sent), "BMP"))
+    for most in (OFFICIAL.max_pixels, 3 * 1024**2):
+        processing = replace(OFFICIAL, max_pixels=most)
+        assert prepare_image(part, processing, 1024).seen.notes == (
+            f"scaled down from {sizes}: the plan allows 1024 tokens per picture",
+        )
+
+
+def test_a_picture_below_a_checkpoints_least_is_not_called_scaled_down() -> None:
+    seen = prepare_image(ImagePart(picture(64, 64)), OFFICIAL, 16).seen
+    assert seen.notes == ("seen at 128x128 instead of 256x256: the plan allows 16 tokens per picture",)
 
 
 def test_a_cap_that_changes_nothing_says_nothing() -> None:

@@ -32,7 +32,8 @@ def refused(engine: Engine, prompt: Prompt) -> str:
         engine.price(prompt)
     assert caught.value.code == "context_length_exceeded"
     assert f"the prompt is {len(prompt.token_ids)} tokens" in caught.value.message
-    assert f"--context (at most {engine.checkpoint.config.text.max_position_embeddings})" in caught.value.hint
+    most = engine.checkpoint.config.text.max_position_embeddings
+    assert (f"--context (at most {most})" in caught.value.hint) == (engine.context < most)
     return caught.value.hint
 
 
@@ -95,12 +96,47 @@ def test_so_many_pictures_that_no_size_is_small_enough(engine: Engine) -> None:
     first = number(r"the first (\d+) pictures fit with at most", hint)
     level = number(r"with at most (\d+) tokens each", hint)
     engine.price(prompt(engine, "fox", *photos[:first], cap=level))
-    # One more has no room, even at the least size that the checkpoint looks at.
+    # One more has no room, even at the least size that the checkpoint looks at in this shape.
     assert engine.processing is not None
     least = engine.processing.min_pixels // 32**2
     one_more = prompt(engine, "fox", *photos[: first + 1])
-    assert len(one_more.token_ids) - one_more.image_tokens + (first + 1) * least > CONTEXT - 1
-    assert level >= least
+    share = (CONTEXT - 1 - (len(one_more.token_ids) - one_more.image_tokens)) // (first + 1)
+    assert prompt(engine, "fox", photos[0], cap=share).images[0].tokens < least <= level
+
+
+@pytest.mark.parametrize("size", [(640, 480), (480, 640), (320, 320), (900, 300), (2000, 100)])
+def test_a_size_that_is_named_is_not_enlarged_again(size: tuple[int, int]) -> None:
+    """mini enlarges all below 64 tokens, and 4:3 has no size of 64 to 66: for 60 pictures there is none."""
+    mini = Engine(open_checkpoint("mini"), EngineOptions(device="cpu", context=4096, sequences=1))
+    photo = ImagePart(picture(*size, "BMP"))
+    named = 0
+    for count in (1, *range(14, 64, 7), 60):
+        whole = prompt(mini, "fox", *[photo] * count)
+        if len(whole.token_ids) < mini.context:
+            continue
+        hint = refused(mini, whole)
+        found = re.search(r"(?:all|first) (\d+) pictures fit with at most (\d+) tokens each", hint)
+        pixels = re.search(r", (\d+)x(\d+) pixels", hint)
+        if found and pixels:
+            named += 1
+            small = ImagePart(picture(int(pixels[1]), int(pixels[2]), "BMP"))
+            fitting = prompt(mini, "fox", *[small] * int(found[1]))
+            assert fitting.images[0].tokens <= int(found[2])
+            mini.price(fitting)
+        if size == (640, 480) and count == 60:
+            assert "all 60" not in hint
+            assert re.search(r"the first \d+ pictures fit as they are", hint)
+    assert named
+
+
+def test_pictures_that_cannot_be_smaller_are_told_only_how_many_fit() -> None:
+    mini = Engine(open_checkpoint("mini"), EngineOptions(device="cpu", context=4096, sequences=1))
+    photo = ImagePart(picture(320, 224, "BMP"))  # 70 tokens; the next smaller of this shape is enlarged to it
+    hint = refused(mini, prompt(mini, "fox", *[photo] * 60))
+    assert "with at most" not in hint
+    whole = number(r"the first (\d+) pictures fit as they are", hint)
+    mini.price(prompt(mini, "fox", *[photo] * whole))
+    refused(mini, prompt(mini, "fox", *[photo] * (whole + 1)))
 
 
 def test_a_clip_counts_by_its_pairs_of_frames(engine: Engine) -> None:

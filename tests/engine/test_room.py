@@ -97,9 +97,28 @@ def test_too_little_memory_is_said_with_numbers(
     Engine(checkpoint, EngineOptions(device="cpu"))
 
 
-def test_a_pool_larger_than_this_machine_is_refused_at_once(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(DoesNotFit):
-        Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", sequences=10**9))
+@pytest.mark.parametrize(
+    "large", [EngineOptions("cpu", sequences=10**9), EngineOptions("cpu", kv_tokens=10**12)]
+)
+def test_a_pool_larger_than_this_machine_is_refused_at_once(
+    tiny: Callable[[str], Path], large: EngineOptions
+) -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        Engine(open_checkpoint(tiny("tied")), large)
+    assert caught.value.hint.startswith(
+        "try fewer --sequences (a smaller --kv where that is given), a smaller"
+    )
+
+
+def test_a_pool_of_one_context_is_not_told_to_have_fewer_sequences(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda device: MIB)
+    one_context = EngineOptions("cpu", context=100, kv_tokens=7)
+    for options in (EngineOptions("cpu", sequences=1), one_context, EngineOptions("cpu", kv_tokens="auto")):
+        with pytest.raises(DoesNotFit) as caught:
+            Engine(open_checkpoint(tiny("tied")), options)
+        assert caught.value.hint.startswith("try a smaller --context")
 
 
 # --- on a GPU, with the driver made up ---------------------------------------------------------------------

@@ -271,7 +271,11 @@ def _size_notes(
     uncapped = _capped_size(image, processing, None, frames)
     if size == uncapped:
         return []
-    return [f"scaled down from {uncapped[1]}x{uncapped[0]} to {size[1]}x{size[0]}: {cause}"]
+    height, width = size
+    if height * width < image.height * image.width:
+        return [f"scaled down from {image.width}x{image.height} to {width}x{height}: {cause}"]
+    # Smaller than what the checkpoint enlarges to its least size.
+    return [f"seen at {width}x{height} instead of {uncapped[1]}x{uncapped[0]}: {cause}"]
 
 
 def _resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:

@@ -39,13 +39,13 @@ def too_long(
 def _ways_with_pictures(images: Many[PreparedImage], room: int, processing: ImageProcessing) -> Iterator[str]:
     """``room`` tokens are left for pictures beside the text: smaller ones, or fewer."""
     least = -(-processing.min_pixels // (processing.patch_size * processing.merge_size) ** 2)
-    for count in range(len(images), 0, -1):
-        level = largest_level(images[:count], room + _around(images[count:]))
-        if level >= least:
-            size = f"{level} tokens{_each(images)}{_pixels(images[:count], level, processing)}"
-            yield f"{_first(count, len(images))} with at most {size}"
-            break
     whole = most_pictures(images, room)
+    for count in range(len(images), whole, -1):
+        level = largest_level(images[:count], room + _around(images[count:]))
+        size = _pixels(images[:count], level, processing) if level >= least else None
+        if size is not None:
+            yield f"{_first(count, len(images))} with at most {level} tokens{_each(images)}{size}"
+            break
     if 0 < whole < len(images):
         yield f"{_first(whole, len(images))} as {'it is' if whole == 1 else 'they are'}"
 
@@ -90,13 +90,18 @@ def _each(images: Many[PreparedImage]) -> str:
     return " each" if len(images) > 1 else ""
 
 
-def _pixels(images: Many[PreparedImage], level: int, processing: ImageProcessing) -> str:
-    """A size of at most ``level`` tokens, in the shape of the largest picture."""
+def _pixels(images: Many[PreparedImage], level: int, processing: ImageProcessing) -> str | None:
+    """A size of at most ``level`` tokens, in the shape of the largest picture.
+
+    None: it is below the checkpoint's least, and would be enlarged to more than ``level``.
+    """
     factor = processing.patch_size * processing.merge_size
     largest = max(images, key=lambda image: image.tokens // image.grid[0])
     height, width = smart_resize(
         largest.seen.height, largest.seen.width, factor, processing.min_pixels, level * factor**2
     )
+    if height * width < processing.min_pixels:
+        return None
     if height * width > level * factor**2:
         return ""  # so long and thin that the formula gives more
     return f", {width}x{height} pixels"

@@ -159,13 +159,18 @@ def _fewest_waiting(
 def _with_pool(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, settings: Settings, wanted: Wanted
 ) -> Room:
-    least = -(-wanted.context // wanted.block_size) * wanted.block_size
+    least = _one_context(wanted)
     room = _room(checkpoint, device, dtype, settings, wanted.kv_tokens or least)
     if wanted.kv_tokens is None and room.spare > 0:
         block = kv_bytes_per_token(checkpoint.config.text, dtype) * wanted.block_size
         most = least + room.spare // block * wanted.block_size
         room = _room(checkpoint, device, dtype, settings, min(most, wanted.sequences * least))
     return room
+
+
+def _one_context(wanted: Wanted) -> int:
+    """Tokens of the smallest pool: one context, in whole blocks."""
+    return -(-wanted.context // wanted.block_size) * wanted.block_size
 
 
 def kv_bytes_per_token(config: TextConfig, dtype: torch.dtype) -> int:
@@ -263,14 +268,16 @@ def _too_little(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, room: Room, wanted: Wanted
 ) -> DoesNotFit:
     half = " or --dtype bfloat16" if dtype == torch.float32 else ""
-    fewer = f"try a smaller --context or --image-tokens{half}, a smaller checkpoint, FP8 or int4 weights"
+    fewer = f"a smaller --context or --image-tokens{half}, a smaller checkpoint, FP8 or int4 weights"
+    if wanted.kv_tokens is not None and wanted.kv_tokens > _one_context(wanted):
+        fewer = f"fewer --sequences (a smaller --kv where that is given), {fewer}"
     ask = "" if device.type == "cpu" else f"; vlfit plan {checkpoint.name} says what would fit"
     if device.type != "cpu" and wanted.offload is None:
         ask = f", or let layers wait in RAM, which is slow: --offload auto{ask}"
     return DoesNotFit(
         f"{checkpoint.name} does not fit on {device}: {in_words(room)}; {format_bytes(room.free)} are free, "
         f"{format_bytes(-room.spare)} too few",
-        f"{fewer}, or close other programs{ask}",
+        f"try {fewer}, or close other programs{ask}",
     )
 
 
