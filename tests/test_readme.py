@@ -15,6 +15,8 @@ import pytest
 from typer.main import get_command
 
 from vlfit.cli.main import app
+from vlfit.engine.images import LOW_DETAIL
+from vlfit.errors import OutOfMemory
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -93,3 +95,10 @@ def test_the_readme_shows_the_words_that_mini_says() -> None:
     assert mini_says("caption", picture) == words
     [(question, answer)] = re.findall(r'answers "([^"]+)" with "([^"]+)"', " ".join(README.split()))
     assert mini_says("ask", picture, question) == answer
+
+
+def test_the_readme_says_what_low_detail_and_a_lack_of_memory_are() -> None:
+    words = " ".join(README.split())
+    assert f"`low` at most {LOW_DETAIL} tokens (512x512 pixels)" in words
+    assert LOW_DETAIL * 32 * 32 == 512 * 512  # a token is 32x32 pixels
+    assert f"gets {OutOfMemory.http_status} with the code `{OutOfMemory.code}`" in words
