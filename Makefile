@@ -1,6 +1,7 @@
 # Everything a person or CI runs. Each target does its own set-up; the second time that is instant.
 #   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
 #   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
+#   make slow        the tests that take half a minute and more each
 #   make docs        writes docs/cli.md and the list of modules in docs/structure.md from the code
 #   make bench       the native engine against transformers, on this CPU
 #   make eval-mini   how good mini is on held-out pictures; CLOTHES=folder asks about photos of clothes too,
@@ -10,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -34,7 +35,10 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS)
+	@OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS) -m "not slow"
+
+slow: $(DEV)
+	@OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS) -m slow
 
 venv: $(DEV)
 

@@ -40,6 +40,7 @@ class Rerun:
         self.scores = self._step()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu.py runs it on the GPU")
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 def test_rows_that_nobody_needs_leave_nothing_behind(

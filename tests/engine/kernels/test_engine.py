@@ -44,7 +44,10 @@ def in_8_bits(module: str) -> str | None:
     return None if module.endswith("pos_embed") else "group_0"
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int8", "int4", "awq", "gptq"])
+@pytest.mark.parametrize(
+    "weights",
+    ["int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "int8", "awq", "gptq"))],
+)
 def test_the_same_words_by_kernels(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
