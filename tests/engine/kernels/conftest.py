@@ -10,7 +10,12 @@ import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+# Half precision takes the same way through the interpreter once more.
+DTYPES = [
+    torch.float32,
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+    *([torch.bfloat16] if ON_GPU else []),
+]
 
 # Relative error allowed, |out - exact| / |exact| over all elements. float32: the order of some thousand
 # additions, and a score's last bits, which exp2 makes an error of its weight. Half precision: the result is
