@@ -6,6 +6,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import distributed
 
@@ -29,6 +30,7 @@ def plan(out: Path, steps: int) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_tiny_run_learns_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     atlas = built_in_atlas()
@@ -64,6 +66,7 @@ def train_in_a_team(rank: int, folder: str) -> None:
     trainer.team.leave()
 
 
+@pytest.mark.slow
 def test_a_team_of_two_ends_with_one_model_that_neither_makes_alone(tmp_path: Path) -> None:
     context = get_context("spawn")
     processes = [context.Process(target=train_in_a_team, args=(rank, str(tmp_path))) for rank in (0, 1)]
@@ -88,6 +91,7 @@ def test_muon_makes_directions_orthogonal() -> None:
     assert float(values.max()) < 1.5
 
 
+@pytest.mark.slow
 def test_every_kind_of_batch_holds_its_pictures_and_what_is_to_be_learnt() -> None:
     atlas, words = built_in_atlas(), Words(str(PACKAGE / "tokenizer.json"))
     renderer = Renderer(atlas, torch.device("cpu"))
