@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 
+from vlfit.engine.pinned import make_stage
 from vlfit.engine.streams import side_stream
 from vlfit.units import MIB
 
@@ -176,12 +177,9 @@ def _ram(size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
 def _stage(device: torch.device) -> Iterator[tuple[Tensor, Callable[[], None]]]:
     """A stage for the calling thread, and how to wait until what was sent through it has arrived."""
     if device.type != "cuda":
-        yield torch.empty(STAGE_BYTES, dtype=torch.uint8), lambda: None
+        yield make_stage(STAGE_BYTES, device), lambda: None
         return
-    try:
-        stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:  # the system has no more memory to pin (WSL2 allows little): slower, and as right
-        stage = torch.empty(STAGE_BYTES, dtype=torch.uint8)
+    stage = make_stage(STAGE_BYTES, device)
     stream = side_stream(device)
     # Inference mode and the current stream belong to a thread.
     with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):

@@ -11,6 +11,7 @@ import mmap
 import weakref
 
 import torch
+from torch import Tensor
 
 from vlfit.errors import DeviceError
 from vlfit.units import format_bytes
@@ -34,6 +35,17 @@ class PinnedBytes:
             address = self.bytes.data_ptr()
             _lock(address, len(pages), device)
             weakref.finalize(self, _unlock, address, device, pages)
+
+
+def make_stage(size: int, device: torch.device) -> Tensor:
+    """RAM through which bytes travel to ``device`` and back, [size] uint8.
+
+    Pinned for a GPU where the system pins more (WSL2 allows little); else copying is slower, and as right.
+    """
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def _lock(address: int, size: int, device: torch.device) -> None:

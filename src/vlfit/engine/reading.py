@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vlfit.engine.pinned import make_stage
 from vlfit.engine.streams import side_stream
 from vlfit.errors import CheckpointError
 from vlfit.units import MIB
@@ -87,13 +88,8 @@ class Reader:
             arrived.synchronize()
 
     def _stage(self) -> Tensor:
-        """RAM of the calling thread, pinned if the system pins more."""
+        """The calling thread's own."""
         if not hasattr(self._own, "stage"):
-            try:
-                self._own.stage = torch.empty(
-                    PIECE_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-                )
-            except RuntimeError:  # WSL2 allows little
-                self._own.stage = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+            self._own.stage = make_stage(PIECE_BYTES, self._device)
         stage: Tensor = self._own.stage
         return stage
