@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.doctor.asking import WORKED_EXAMPLE
 from vlfit.doctor import checks
 from vlfit.doctor.builds import BUILDS, driver_is_too_old, lacks_code_for, wanted_build
 from vlfit.doctor.check import Check
@@ -27,11 +28,9 @@ from vlfit.doctor.checks import (
     torch_build,
     worst,
 )
-from vlfit.machine.cards import card
 from vlfit.machine.problems import Problem
-from vlfit.units import GIB, MIB
+from vlfit.units import GIB
 
-WORKED_EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 RTX_5060 = replace(WORKED_EXAMPLE.gpus[0], driver="581.15", cuda="13.0")
 HOST = WORKED_EXAMPLE.host
 

@@ -3,20 +3,15 @@
 import re
 import shlex
 from dataclasses import replace
-from io import BytesIO
 
 import pytest
 
+from tests.doctor.asking import WORKED_EXAMPLE, only
 from tests.doctor.real_lines import REAL_LINES
-from vlfit.doctor.diagnose import examine
 from vlfit.doctor.llama import Llama
-from vlfit.doctor.rule import Diagnosis
-from vlfit.machine.cards import card
-from vlfit.machine.model import Machine
 from vlfit.plan.subjects import subjects
 from vlfit.units import MIB
 
-WORKED_EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 COMMAND = (
     "llama-server -m Qwen3VL-8B-Instruct-Q4_K_M.gguf --mmproj mmproj-F16.gguf -ngl 99 -c 32768 --port 9000"
 )
@@ -24,11 +19,6 @@ COMMAND = (
 KV = "load_tensors:        CUDA0 model buffer size =  4455.34 MiB\n" + next(
     line.text for line in REAL_LINES if line.rule == "ggml.cuda_malloc" and "32768 cells" in line.text
 )
-
-
-def only(text: str, machine: Machine | None = None) -> Diagnosis:
-    (found,) = examine(BytesIO(text.encode()), machine).diagnoses
-    return found
 
 
 def run(command: str) -> Llama:

@@ -3,33 +3,22 @@
 import re
 import shlex
 from dataclasses import replace
-from io import BytesIO
 from itertools import product
 
 import pytest
 
-from tests.doctor.test_rules import OOM, flags, started, traceback
+from tests.doctor.asking import OOM, WORKED_EXAMPLE, flags, only, started, traceback
 from vlfit.doctor.builds import BUILDS, driver_is_too_old, driver_wanted, lacks_code_for, wanted_build
 from vlfit.doctor.checks import TorchBuild, check_torch
-from vlfit.doctor.diagnose import examine
-from vlfit.doctor.rule import Diagnosis
-from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan.search import Wishes, plan
 from vlfit.plan.subjects import subjects
-from vlfit.units import MIB
 
-WORKED_EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 NO_CODE = (
     "NVIDIA GeForce RTX 5060 with CUDA capability sm_{sm} is not compatible with the current PyTorch "
     "installation.\n"
 )
 OLD_DRIVER = "RuntimeError: The NVIDIA driver on your system is too old (found version {number})\n"
-
-
-def only(text: str, machine: Machine | None = None) -> Diagnosis:
-    (found,) = examine(BytesIO(text.encode()), machine).diagnoses
-    return found
 
 
 def with_driver(cuda: str) -> Machine:

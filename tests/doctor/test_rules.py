@@ -1,53 +1,16 @@
-"""Every rule against lines that programs really wrote, and the sums of the remedies that carry numbers."""
+"""Every rule against lines that programs really wrote."""
 
-import json
 import re
-import shlex
-from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.doctor.asking import WORKED_EXAMPLE, diagnoses, flags, only, started, traceback
 from tests.doctor.real_lines import REAL_LINES, RealLine
-from vlfit.doctor.arithmetic import CONTEXT, GROWTH, QWEN3_VL, fp8_name, kv_gib
-from vlfit.doctor.diagnose import examine
-from vlfit.doctor.rule import Diagnosis
 from vlfit.doctor.rules import RULES
-from vlfit.machine.cards import card
-from vlfit.machine.model import Machine
-from vlfit.plan.search import Wishes, plan
-from vlfit.plan.subjects import subjects
-from vlfit.units import MIB
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "doctor.md"
 IDS = [rule.id for rule in RULES]
-WORKED_EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
-
-
-def diagnoses(text: str, machine: Machine | None = None) -> list[Diagnosis]:
-    return list(examine(BytesIO(text.encode()), machine).diagnoses)
-
-
-def only(text: str, machine: Machine | None = None) -> Diagnosis:
-    found = diagnoses(text, machine)
-    assert len(found) == 1, [one.id for one in found]
-    return found[0]
-
-
-def flags(command: str) -> dict[str, Any]:
-    """The flags of a ``vllm serve`` command, by name; the model as "model"."""
-    words = [word for word in shlex.split(command) if not re.match(r"[A-Z0-9_]+=", word)]
-    assert words[:2] == ["vllm", "serve"], command
-    found: dict[str, Any] = {"model": words[2]}
-    for word in words[3:]:
-        if word.startswith("--"):
-            name = word[2:]
-            found[name] = True
-        else:
-            found[name] = word if found[name] is True else f"{found[name]} {word}"
-    return found
 
 
 # --- each rule ---------------------------------------------------------------------------------------------
@@ -95,188 +58,7 @@ def test_the_document_has_no_other_rule() -> None:
     assert sorted(rules) == sorted(IDS)
 
 
-# --- numbers -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("free", "total", "share", "wanted"),
-    [(3.22, 4.0, 0.9, 3.6), (6.93, 7.96, 0.92, 7.32), (31.44, 47.38, 0.95, 45.01)],
-)
-def test_the_share_that_is_advised_is_free(free: float, total: float, share: float, wanted: float) -> None:
-    found = only(
-        f"ValueError: Free memory on device ({free}/{total} GiB) on startup is less than desired GPU memory "
-        f"utilization ({share}, {wanted} GiB). Decrease GPU memory utilization"
-    )
-    assert f"{free:g} GiB" in found.cause
-    assert f"{wanted:g} GiB" in found.cause
-    advised = float(flags(found.command)["gpu-memory-utilization"])
-    assert advised * total + GROWTH <= free
-    assert (advised + 0.01) * total + GROWTH > free  # and no less than there is
-
-
-def test_no_share_is_advised_where_nothing_is_free() -> None:
-    found = only(
-        "ValueError: Free memory on device cuda:0 (0.6/8.0 GiB) on startup is less than desired GPU memory "
-        "utilization (0.92, 7.36 GiB)."
-    )
-    assert found.command == "nvidia-smi"
-    assert "free the GPU first" in found.remedy
-
-
-@pytest.mark.parametrize(
-    ("length", "needed", "available", "estimate"),
-    [(131072, 16.0, 0.71, 5632), (1048576, 24.0, 9.97, None), (32768, 4.5, 1.0, None)],
-)
-def test_the_length_that_is_advised_fits(
-    length: int, needed: float, available: float, estimate: int | None
-) -> None:
-    known = (
-        f" Based on the available memory, the estimated maximum model length is {estimate}."
-        if estimate
-        else ""
-    )
-    found = only(
-        f"ValueError: To serve at least one request with the models's max seq len ({length}), ({needed:.2f} "
-        f"GiB KV cache is needed, which is larger than the available KV cache memory ({available:.2f} "
-        f"GiB).{known} Try increasing"
-    )
-    advised = int(flags(found.command)["max-model-len"])
-    assert advised % 16 == 0
-    assert advised <= (estimate or length)
-    assert advised * needed / length <= available
-    assert advised * needed / length > 0.95 * available  # and not much less than fits
-
-
-SERVER = """(APIServer pid=7) INFO 11-21 10:00:01 [api_server.py:1] vLLM API server version 0.22.0
-(APIServer pid=7) INFO 11-21 10:00:01 [utils.py:299] non-default args: {arguments}
-(EngineCore pid=9) INFO 11-21 10:00:30 [runner.py:1] Model loading took {weights} GiB memory and 4.1 seconds
-(EngineCore pid=9) INFO 11-21 10:00:50 [gpu_worker.py:436] Available KV cache memory: {kv} GiB
-(EngineCore pid=9) ERROR 11-21 10:00:50 [core.py:1] EngineCore failed to start.
-(EngineCore pid=9) ERROR 11-21 10:00:50 [core.py:1] ValueError: No available memory for the cache blocks.
-(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above.
-"""
-
-
-def started(model: str, weights: float, kv: float, **arguments: Any) -> str:
-    told = {"model_tag": model, "model": model, **arguments}
-    return SERVER.format(arguments=told, weights=weights, kv=kv)
-
-
-def test_4b_in_fp8_fits_with_smaller_pictures() -> None:
-    """Measured: -0.30 GiB with the defaults, 1.69 GiB with pictures capped and two sequences."""
-    found = only(started("Qwen/Qwen3-VL-4B-Instruct-FP8", 4.85, -0.30, gpu_memory_utilization=0.9))
-    assert found.id == "vllm.kv_negative"
-    assert "-0.30 GiB" in found.cause or "-0.3 GiB" in found.cause
-    assert "4.85 GiB" in found.cause
-    set_to = flags(found.command)
-    assert set_to["model"] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
-    assert json.loads(set_to["limit-mm-per-prompt"]) == {"image": 1, "video": 0}
-    assert json.loads(set_to["mm-processor-kwargs"])["size"]["longest_edge"] == 1024 * 1024
-    assert set_to["gpu-memory-utilization"] == "0.9"  # what the person chose stays
-    freed = re.search(r"Together ([\d.]+) GiB", found.remedy)
-    assert freed is not None
-    assert float(freed.group(1)) >= 0.30 + kv_gib(QWEN3_VL["4B"], 4096)
-    # No more than was measured to come free, so that the promise is kept.
-    assert float(freed.group(1)) <= 1.69 + 0.30
-
-
-def test_4b_in_bf16_is_told_to_take_fp8() -> None:
-    """Measured: -3.99 GiB with the defaults; FP8 of the same model starts."""
-    found = only(started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.99, gpu_memory_utilization=0.9))
-    assert flags(found.command)["model"] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
-
-
-def test_8b_in_4_bits_is_told_that_no_flag_helps() -> None:
-    """Measured: -0.73 GiB with pictures capped and two sequences already."""
-    capped = {"mm_processor_kwargs": {"size": {"longest_edge": 1048576}}, "max_num_seqs": 2}
-    found = only(started("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -0.73, **capped))
-    assert "No flag makes this checkpoint fit" in found.remedy
-    assert found.command == "vlfit plan"
-    # Where the machine is known, the planner says what fits it.
-    planned = only(started("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -3.5, **capped), WORKED_EXAMPLE)
-    plans = [plan(subjects(size), WORKED_EXAMPLE, Wishes()) for size in ("8B", "4B", "2B")]
-    best = next(each for each in plans if each.fits)
-    assert best.model.name in planned.remedy
-    assert f"context {best.settings.context}" in planned.remedy
-    small = replace(
-        WORKED_EXAMPLE, gpus=(replace(WORKED_EXAMPLE.gpus[0], total=10**9, free=10**9, desktop=0),)
-    )
-    assert "no Qwen3-VL there either" in only(started("Qwen/Qwen3-VL-2B-Instruct-FP8", 2.6, -9), small).remedy
-
-
-@pytest.mark.parametrize("size", QWEN3_VL)
-def test_the_sums_agree_with_the_planner(size: str) -> None:
-    models = {model.weights: model for model in subjects(size)}
-    ours = QWEN3_VL[size]
-    assert ours.bf16 == pytest.approx(models["bf16"].weight_bytes / 2**30, abs=0.01)
-    assert ours.fp8 == pytest.approx(models["fp8"].weight_bytes / 2**30, abs=0.01)
-    assert ours.kv_per_token == models["bf16"].kv_bytes_per_token
-    assert fp8_name(f"Qwen/Qwen3-VL-{size}-Instruct") == models["fp8"].name
-
-
-def test_a_machine_with_room_gives_a_larger_share() -> None:
-    capped = {"mm_processor_kwargs": {"size": {"longest_edge": 1048576}}, "max_num_seqs": 2}
-    text = started("me/Qwen3-VL-4B-Instruct-AWQ", 3.62, -0.2, gpu_memory_utilization=0.5, **capped)
-    found = only(text, WORKED_EXAMPLE)
-    gpu = WORKED_EXAMPLE.gpus[0]
-    share = float(flags(found.command)["gpu-memory-utilization"])
-    assert share > 0.5
-    assert share * gpu.total <= gpu.free
-    # Without the machine there is nothing left to change.
-    assert only(text).command == "vlfit plan"
-
-
-def test_what_an_earlier_line_says_is_free_counts() -> None:
-    """Two runs in one log: the first tells what is free, so the second can be given more."""
-    first = (
-        "ValueError: Free memory on device cuda:0 (6.94/7.96 GiB) on startup is less than desired GPU memory "
-        "utilization (0.95, 7.56 GiB).\n"
-    )
-    second = started("Qwen/Qwen3-VL-4B-Instruct-FP8", 4.85, -1.93, gpu_memory_utilization=0.7)
-    alone = only(second)
-    assert "No flag makes" in alone.remedy
-    assert "--gpu NAME" in alone.remedy
-    both = diagnoses(first + second)
-    assert [one.id for one in both] == ["vllm.kv_negative", "vllm.free_lt_util"]
-    share = float(flags(both[0].command)["gpu-memory-utilization"])
-    assert share > 0.7
-    assert share * 7.96 + GROWTH <= 6.94
-
-
-def test_a_share_that_is_more_than_free_is_lowered_and_counted() -> None:
-    """0.80 starts on the worked example, and has no room to grow: the share counts the growth, too."""
-    text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, gpu_memory_utilization=0.8)
-    set_to = flags(only(text, WORKED_EXAMPLE).command)
-    gpu = WORKED_EXAMPLE.gpus[0]
-    assert set_to["model"].endswith("-FP8")
-    assert float(set_to["gpu-memory-utilization"]) * gpu.total + CONTEXT * 2**30 <= gpu.free
-    assert "by the planner's sums" in only(text, WORKED_EXAMPLE).remedy
-
-
-def test_on_a_named_machine_the_whole_command_is_the_planners() -> None:
-    """Every flag of the plan, for the version in the log; what the plan says nothing of stays."""
-    text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, port=8123, gpu_memory_utilization=0.95)
-    found = only(text.replace("version 0.22.0", "version 0.25.1"), WORKED_EXAMPLE)
-    name = "Qwen/Qwen3-VL-4B-Instruct-FP8"
-    made = plan(subjects(name), WORKED_EXAMPLE, Wishes(context=4096, backend="vllm", vllm_version="0.25.1"))
-    assert made.fits
-    set_to = flags(found.command)
-    assert set_to.pop("model") == name
-    assert set_to.pop("port") == "8123"
-    wanted = {flag.flag.removeprefix("--"): flag.value or True for flag in made.flags}
-    assert wanted.pop("VLLM_WSL2_ENABLE_PIN_MEMORY") == "1"
-    assert set_to == wanted
-    assert found.command.startswith("VLLM_WSL2_ENABLE_PIN_MEMORY=1 vllm serve ")
-
-
-def test_where_the_planner_fits_nothing_no_flag_is_proposed() -> None:
-    text = started("Qwen/Qwen3-VL-8B-Instruct-FP8", 9.86, -0.2)
-    found = only(text, WORKED_EXAMPLE)
-    assert "No flag makes this checkpoint fit vLLM on this GPU" in found.remedy
-    assert "vllm serve" not in found.command
-    # Two GPUs share it: the planner counts for one, so the log's own numbers decide.
-    two = started("Qwen/Qwen3-VL-8B-Instruct-FP8", 4.9, -0.2, tensor_parallel_size=2)
-    assert "by the planner's sums" not in only(two, WORKED_EXAMPLE).remedy
+# --- what is odd, or not known ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -316,30 +98,7 @@ def test_what_is_not_known_is_said() -> None:
     assert flags(other_model.command)["model"] == "Qwen/Qwen2.5-7B-Instruct"
 
 
-def test_too_little_for_a_picture_leads_to_room_and_not_to_a_useless_length() -> None:
-    found = only(
-        "config: model='Qwen/Qwen3-VL-4B-Instruct-FP8', max_seq_len=262144\n"
-        "ValueError: To serve at least one request with the model's max seq len (262144), (36.00 GiB KV "
-        "cache is needed, which is larger than the available KV cache memory (0.10 GiB). Based on the "
-        "available memory, the estimated maximum model length is 720."
-    )
-    set_to = flags(found.command)
-    assert int(set_to["max-model-len"]) == 4096
-    assert "mm-processor-kwargs" in set_to
-
-
 # --- stages of an out-of-memory ----------------------------------------------------------------------------
-
-OOM = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.25 GiB. GPU 0 has a total capacity of "
-    "7.96 GiB of which 0.41 GiB is free. Including non-PyTorch memory, this process has 17179869184.00 GiB "
-    "memory in use."
-)
-
-
-def traceback(path: str, *functions: str) -> str:
-    lines = [f'  File "/x/site-packages/{path}", line {n}, in {name}' for n, name in enumerate(functions)]
-    return "Traceback (most recent call last):\n" + "\n".join(lines) + "\n" + OOM
 
 
 @pytest.mark.parametrize(
@@ -409,19 +168,3 @@ def test_the_picture_encoder_of_llama_cpp_is_told_apart() -> None:
     assert "4,521 MiB" in encoder.cause
     assert "--image-max-tokens" in encoder.command
     assert "/models/Qwen3-VL-4B-Q4_K_M.gguf" in encoder.command
-
-
-def test_a_share_that_is_not_free_gets_the_planners_start_where_the_card_is_named() -> None:
-    """The first error that most people meet: a smaller share alone would only bring the next one."""
-    log = (
-        "INFO vLLM API server version 0.25.1\nnon-default args: {'model': 'Qwen/Qwen3-VL-4B-Instruct-FP8'}\n"
-        "ValueError: Free memory on device cuda:0 (6.9/7.96 GiB) on startup is less than desired GPU memory "
-        "utilization (0.92, 7.32 GiB). Decrease GPU memory utilization."
-    )
-    place = card("RTX 5060", desktop=951 * MIB, wsl2=True)
-    [found] = examine(BytesIO(log.encode()), place).diagnoses
-    assert found.id == "vllm.free_lt_util"
-    assert "--max-model-len" in found.command
-    assert "VLLM_WSL2_ENABLE_PIN_MEMORY=1" in found.command
-    [without] = examine(BytesIO(log.encode()), None).diagnoses
-    assert "0.8" in without.command
