@@ -1,0 +1,43 @@
+"""Engines that are put to sleep: what they are asked, and what they hold."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from tests.pictures import picture
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.account import Rest
+from vlfit.engine.conversation import ImagePart, ask
+from vlfit.engine.holdings import bytes_of
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.sleep import Sleep
+
+SLEEPER = EngineOptions(device="cpu", context=512, sequences=2)
+
+
+@pytest.fixture
+def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
+    with NativeBackend.load(tiny("tied"), SLEEPER) as loaded:
+        yield loaded
+
+
+def say(backend: NativeBackend, seed: int = 1, tokens: int = 12) -> str:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return backend.stream(ask("what is this?", ImagePart(picture(96, 64, seed=seed))), sampling).answer().text
+
+
+def settled(wish: "Future[Rest]") -> Rest:
+    return wish.result(timeout=20)
+
+
+def held(backend: NativeBackend) -> int:
+    """Bytes of all tensors that the engine has."""
+    return bytes_of(backend._loop.engine.runner)
+
+
+def pretend_gpu(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights may be parked in RAM: as on a GPU, where that frees something."""
+    monkeypatch.setattr(Sleep, "_place", lambda *_: "ram")

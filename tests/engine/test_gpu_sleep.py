@@ -1,0 +1,71 @@
+"""An engine on a GPU that sleeps: nothing but CUDA's context is left of it, and it comes back as it was."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.sleeping import say, settled
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.options import EngineOptions, Park
+from vlfit.errors import CannotWake
+from vlfit.units import MIB
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    """With nothing left of tests before, and no cap for those behind."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("park", ["ram", "files"])
+@pytest.mark.parametrize("name", ["tied", "fp8"])
+def test_on_a_gpu_nothing_but_the_context_is_left(tiny: Callable[[str], Path], name: str, park: Park) -> None:
+    """Graphs, workspaces and all; and what is computed afterwards is what it was."""
+    elsewhere = torch.cuda.memory_reserved()
+    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, kv_tokens=200_000)
+    with NativeBackend.load(tiny(name), options) as backend:
+        words = [say(backend, seed, tokens=40) for seed in range(3)]
+        for _ in range(3):
+            account = backend.account().holdings
+            before = torch.cuda.memory_reserved()
+            rest = settled(backend.sleep(park))
+            assert rest.asleep is not None
+            assert rest.asleep.parked == park
+            assert rest.asleep.freed == before - torch.cuda.memory_reserved()
+            assert rest.asleep.freed >= sum(account.weights.values()) + account.kv_cache
+            assert torch.cuda.memory_reserved() - elsewhere <= 4 * MIB
+            assert [say(backend, seed, tokens=40) for seed in range(3)] == words
+            assert torch.cuda.memory_reserved() <= before + 32 * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("park", ["ram", "files"])
+def test_on_a_gpu_an_allocation_truly_fails_halfway(tiny: Callable[[str], Path], park: Park) -> None:
+    """As if others took the rest after it was counted: what was there is given back, then all is there."""
+    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, kv_tokens=200_000)
+    with NativeBackend.load(tiny("tied"), options) as backend:
+        words = say(backend)
+        held = backend.account().holdings
+        size = sum(held.weights.values()) + held.kv_cache
+        settled(backend.sleep(park))
+        asleep = torch.cuda.memory_reserved()
+        whole = torch.cuda.get_device_properties(0).total_memory
+        for share in (0.01, 0.5, 0.9):  # before weights, in the pool's keys, in its values
+            torch.cuda.set_per_process_memory_fraction((asleep + share * size) / whole)
+            with pytest.raises(CannotWake):
+                say(backend)
+            assert backend.asleep
+            assert torch.cuda.memory_reserved() <= asleep + 4 * MIB
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        assert say(backend) == words

@@ -1,0 +1,220 @@
+"""Requests that begin alike share what was computed, and say what they would say without."""
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pictures import picture
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.answer import Chunk
+from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
+from vlfit.engine.engine import Engine
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.prompt import Prompt
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.scheduler import Work
+from vlfit.engine.scores import Scores, scores_of
+from vlfit.errors import ModelFailed
+
+SAMPLING = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+def engine(folder: Path | str, **options: object) -> Engine:
+    settings: dict[str, object] = {"device": "cpu", "context": 512, "image_cache_bytes": 0, **options}
+    return Engine(open_checkpoint(folder), EngineOptions(**settings))  # type: ignore[arg-type]
+
+
+def answer(
+    engine: Engine, conversation: Conversation, sampling: SamplingParams = SAMPLING
+) -> tuple[str, int]:
+    """What is said, and how many tokens of the prompt were not computed for it."""
+    return answer_prompt(engine, engine.prompts.build(conversation), sampling)
+
+
+def answer_prompt(engine: Engine, prompt: Prompt, sampling: SamplingParams = SAMPLING) -> tuple[str, int]:
+    heard: list[Chunk | Exception] = []
+    engine.add(engine.sequence(engine.price(prompt), sampling, heard.append))
+    while engine.busy:
+        engine.step()
+    chunks = [chunk for chunk in heard if isinstance(chunk, Chunk)]
+    assert len(chunks) == len(heard), heard[-1]
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert engine.pool.free == engine.pool.blocks
+    return "".join(chunk.text for chunk in chunks), usage.cached_tokens
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[bytes]]:
+    """The keys of the pictures that an engine encodes from now on."""
+
+    def count(engine: Engine) -> list[bytes]:
+        seen: list[bytes] = []
+        encode = engine.runner.encode
+
+        def watched(image):  # type: ignore[no-untyped-def]
+            seen.append(image.key)
+            return encode(image)
+
+        monkeypatch.setattr(engine.runner, "encode", watched)
+        return seen
+
+    return count
+
+
+def test_a_follow_up_about_the_same_picture_costs_only_its_own_tokens(
+    counted: Callable[[Engine], list[bytes]],
+) -> None:
+    """mini, greedy: the same words with the cache as without it, and the picture encoded once."""
+    shared, apart = engine("mini"), engine("mini", prefix_cache=False)
+    encoded = counted(shared)
+    photo = ImagePart(picture(320, 256, seed=3))
+    questions = ("What is this?", "What colour is it?", "How many things are there?")
+    cached = []
+    for question in questions:
+        words, tokens = answer(shared, ask(question, photo))
+        assert (words, 0) == answer(apart, ask(question, photo))
+        cached.append(tokens)
+    assert len(encoded) == 1
+    image_tokens = shared.prompts.build(ask("", photo)).image_tokens
+    assert cached[0] == 0
+    assert min(cached[1:]) >= image_tokens
+
+
+def test_a_conversation_goes_on_from_its_own_answers(tiny: Callable[[str], Path]) -> None:
+    shared, apart = engine(tiny("tied")), engine(tiny("tied"), prefix_cache=False)
+    conversation = ask("the quick brown fox", ImagePart(picture(90, 70, seed=1)))
+    for _ in range(4):
+        words, cached = answer(shared, conversation)
+        assert words == answer(apart, conversation)[0]
+        conversation = (
+            *conversation,
+            Message("assistant", (TextPart(words),)),
+            Message("user", (TextPart("go on"), ImagePart(picture(64, 64, seed=2)))),
+        )
+    assert cached > 100
+
+
+@pytest.mark.parametrize("name", ["tied", "wide_heads_one_level", "vision_head_72", "fp8"])
+def test_pictures_of_one_size_and_other_content_are_not_taken_for_each_other(
+    tiny: Callable[[str], Path], name: str
+) -> None:
+    shared, apart = engine(tiny(name)), engine(tiny(name), prefix_cache=False)
+    said = set()
+    for seed in (1, 2):
+        conversation = ask("the quick brown fox", ImagePart(picture(256, 256, seed=seed)))
+        words, cached = answer(shared, conversation)
+        assert words == answer(apart, conversation)[0]
+        assert cached == 0  # the template's few tokens before the picture fill no block
+        said.add(words)
+    assert len(said) == 2  # the test would see a mistake
+
+
+def test_the_second_of_two_pictures_is_looked_at_anew_and_the_first_is_not(
+    tiny: Callable[[str], Path], counted: Callable[[Engine], list[bytes]]
+) -> None:
+    shared, apart = engine(tiny("tied")), engine(tiny("tied"), prefix_cache=False)
+    one, two, other = (ImagePart(picture(200, 150, seed=seed)) for seed in (1, 2, 3))
+    answer(shared, ask("the fox", one, two))
+    encoded = counted(shared)
+    words, cached = answer(shared, ask("the fox", one, other))
+    assert words == answer(apart, ask("the fox", one, other))[0]
+    first, second = shared.prompts.build(ask("the fox", one, other)).images
+    assert cached >= first.tokens
+    assert encoded == [second.key]
+
+
+def test_a_picture_seen_at_another_size_is_another(tiny: Callable[[str], Path]) -> None:
+    shared = engine(tiny("tied"))
+    conversation = ask("the quick brown fox", ImagePart(picture(512, 512, seed=1)))
+    sizes = [shared.prompts.build(conversation, max_image_tokens=cap) for cap in (None, 200, 64)]
+    assert len({prompt.images[0].grid for prompt in sizes}) == 3
+    for prompt in sizes:
+        fresh = engine(tiny("tied"), prefix_cache=False)
+        assert answer_prompt(shared, prompt) == answer_prompt(fresh, prompt)
+
+
+def test_a_clip_is_shared_and_another_is_not(
+    tiny: Callable[[str], Path], counted: Callable[[Engine], list[bytes]]
+) -> None:
+    shared, apart = engine(tiny("tied")), engine(tiny("tied"), prefix_cache=False)
+
+    def clip(last: int) -> VideoPart:
+        return VideoPart(tuple(picture(160, 128, seed=seed) for seed in (1, 2, 3, last)))
+
+    encoded = counted(shared)
+    for last, question in ((4, "the fox"), (4, "over the dog"), (5, "the fox")):
+        words, _ = answer(shared, ask(question, clip(last)))
+        assert words == answer(apart, ask(question, clip(last)))[0]
+    assert len(encoded) == 2 * 2  # two clips, each of two pairs of frames, which are looked at one by one
+
+
+def test_many_at_once_in_a_small_pool_say_what_each_says_alone(tiny: Callable[[str], Path]) -> None:
+    """Blocks are shared, kept, displaced and shared again, while some requests are cancelled."""
+    chance = random.Random(7)
+    photos = [ImagePart(picture(120 + 40 * seed, 100, seed=seed)) for seed in range(3)]
+    text = "the quick brown fox jumps over the lazy dog and then it does so again"
+    conversations = [ask(text[: chance.randint(1, 70)], *photos[: chance.randint(0, 3)]) for _ in range(40)]
+    apart = engine(tiny("tied"), prefix_cache=False)
+    alone = [answer(apart, conversation)[0] for conversation in conversations]
+    shared = engine(tiny("tied"), context=256, kv_tokens=512, sequences=4, chunk=48)
+    heard: list[list[Chunk | Exception]] = [[] for _ in conversations]
+    sequences = [
+        shared.sequence(shared.price(shared.prompts.build(conversation)), SAMPLING, arrivals.append)
+        for conversation, arrivals in zip(conversations, heard, strict=True)
+    ]
+    for number, one in enumerate(sequences):
+        shared.add(one)
+        for _ in range(chance.randint(0, 6)):
+            shared.step()
+        if number % 5 == 4:
+            sequences[chance.randint(0, number)].cancelled = True
+    while shared.busy:
+        shared.step()
+    finished = 0
+    for said, arrivals in zip(alone, heard, strict=True):
+        chunks = [chunk for chunk in arrivals if isinstance(chunk, Chunk)]
+        text = "".join(chunk.text for chunk in chunks)
+        if chunks[-1].finish_reason == "length":
+            finished += 1
+            assert text == said
+        else:
+            assert said.startswith(text)
+    assert finished > 20
+    assert shared.counters.shared_tokens > 500
+    assert shared.pool.free == shared.pool.blocks
+
+
+def test_numbers_that_are_none_are_not_shared(tiny: Callable[[str], Path]) -> None:
+    built = engine(tiny("tied"))
+    conversation = ask("the quick brown fox jumps over the lazy dog and then it does so again")
+    run = built.runner.run
+
+    def overflowing(batch: Many[Work]) -> Scores:
+        return scores_of(torch.full_like(run(batch).logits, torch.nan))
+
+    built.runner.run = overflowing  # type: ignore[method-assign]
+    heard: list[Chunk | Exception] = []
+    built.add(built.sequence(built.price(built.prompts.build(conversation)), SAMPLING, heard.append))
+    while built.busy:
+        built.step()
+    assert isinstance(heard[-1], ModelFailed)
+    built.runner.run = run  # type: ignore[method-assign]
+    assert answer(built, conversation)[1] == 0
+    assert answer(built, conversation)[1] > 0
+
+
+def test_it_can_be_switched_off(tiny: Callable[[str], Path]) -> None:
+    off = engine(tiny("tied"), prefix_cache=False)
+    conversation = ask("the quick brown fox jumps over the lazy dog and then it does so again")
+    assert answer(off, conversation) == answer(off, conversation)
+    assert off.account().pool.known == 0
+    on = engine(tiny("tied"))
+    answer(on, conversation)
+    known = on.account().pool.known
+    assert known > 0
+    assert answer(on, conversation)[1] == on.counters.shared_tokens > 0
