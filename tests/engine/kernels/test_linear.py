@@ -156,11 +156,28 @@ def test_many_rows_multiply_with_the_weights_themselves(
         widen_rows(stored, first, wide, hardware)
 
     monkeypatch.setattr(kernels, "SLICE_STEP", 2)
-    monkeypatch.setattr(kernels, "SCRATCH_BYTES", 16 * weights.inputs * dtype.itemsize)
+    monkeypatch.setattr(kernels, "SCRATCH_BYTES", 17 * weights.inputs * dtype.itemsize)
     monkeypatch.setattr(kernels, "widen_rows", widen_and_count)
     check(weights, kernels.WIDEN_ROWS + 1, dtype, device)
     assert sum(slices) == weights.outputs
     assert max(slices) <= 16
+
+
+@pytest.mark.parametrize("size", TRUE_SHAPES)
+def test_slices_begin_where_products_are_fast(size: str) -> None:
+    """At multiples of a tile, in the buffer's room, and as many as there have to be."""
+    room = kernels.SCRATCH_BYTES // 2
+    for outputs, inputs in TRUE_SHAPES[size]:
+        height = kernels.slice_height(outputs, inputs, room)
+        assert height % kernels.SLICE_STEP == 0
+        assert height * inputs <= room
+        fewest = -(-outputs // (room // inputs // kernels.SLICE_STEP * kernels.SLICE_STEP))
+        assert -(-outputs // height) == fewest
+
+
+def test_a_slice_is_one_output_where_the_buffer_is_small() -> None:
+    assert kernels.slice_height(40, 1024, 3 * 1024) == 3
+    assert kernels.slice_height(40, 1024, 1000) == 1
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:
