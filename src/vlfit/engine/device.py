@@ -1,11 +1,19 @@
 """Which device and which dtype an engine runs on. GPU or error: what was asked for is never swapped."""
 
+import ctypes
+
 import torch
 
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.kernels.toolchain import check_toolchain
 from vlfit.engine.mapped_files import torch_dtype
 from vlfit.errors import DeviceError, UsageError
+
+# Bytes of stack for each thread that a GPU can hold, 1,024 if nobody says otherwise: on an H200 (132
+# multiprocessors with 2,048 threads) 264 MiB of the context. The driver adds what a kernel is known to need, so
+# this is for calls whose depth no compiler knows, and no kernel that the engine runs makes any.
+STACK_BYTES = 256
+_STACK_SIZE = 0  # CU_LIMIT_STACK_SIZE
 
 
 def choose_device(wish: str) -> torch.device:
@@ -16,7 +24,18 @@ def choose_device(wish: str) -> torch.device:
     device = _device(wish)
     if device.type == "cuda":
         check_toolchain()
+        _lower_stacks(device)
     return device
+
+
+def _lower_stacks(device: torch.device) -> None:
+    """Starts CUDA on ``device``, with stacks of at most ``STACK_BYTES``. A driver that refuses keeps its own."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # CUDA is started, on this device
+        driver = ctypes.CDLL("libcuda.so.1")
+        now = ctypes.c_size_t()
+        if not driver.cuCtxGetLimit(ctypes.byref(now), _STACK_SIZE) and now.value > STACK_BYTES:
+            driver.cuCtxSetLimit(_STACK_SIZE, ctypes.c_size_t(STACK_BYTES))
 
 
 def _device(wish: str) -> torch.device:
