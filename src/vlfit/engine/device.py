@@ -10,8 +10,8 @@ from vlfit.engine.mapped_files import torch_dtype
 from vlfit.errors import DeviceError, UsageError
 
 # Bytes of stack for each thread that a GPU can hold, 1,024 if nobody says otherwise: on an H200 (132
-# multiprocessors with 2,048 threads) 264 MiB of the context. The driver adds what a kernel is known to need, so
-# this is for calls whose depth no compiler knows, and no kernel that the engine runs makes any.
+# multiprocessors with 2,048 threads) 264 MiB of the context. The driver adds what a kernel is known to need,
+# so this is for calls whose depth no compiler knows, and no kernel that the engine runs makes any.
 STACK_BYTES = 256
 _STACK_SIZE = 0  # CU_LIMIT_STACK_SIZE
 
@@ -29,7 +29,7 @@ def choose_device(wish: str) -> torch.device:
 
 
 def _lower_stacks(device: torch.device) -> None:
-    """Starts CUDA on ``device``, with stacks of at most ``STACK_BYTES``. A driver that refuses keeps its own."""
+    """Starts CUDA on ``device``, with stacks of at most ``STACK_BYTES`` unless the driver refuses."""
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # CUDA is started, on this device
         driver = ctypes.CDLL("libcuda.so.1")

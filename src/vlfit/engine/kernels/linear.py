@@ -165,8 +165,8 @@ def _by_slices(
 def slice_height(outputs: int, inputs: int, room: int) -> int:
     """Outputs in a slice, of at most ``room`` weights: all slices but the last have it.
 
-    A multiple of ``SLICE_STEP`` wherever so many fit: a slice that begins off 16 bytes in the output costs torch's
-    product two thirds of its speed.
+    A multiple of ``SLICE_STEP`` wherever so many fit: a slice that begins off 16 bytes in the output costs
+    torch's product two thirds of its speed.
     """
     most = room // inputs // SLICE_STEP * SLICE_STEP
     if most == 0:
