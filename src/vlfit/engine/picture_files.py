@@ -120,7 +120,10 @@ def _open(data: bytes, label: str) -> Image.Image:
     if claimed is not None and 0 in claimed:
         check_size(*claimed, label)
     # What Pillow says here ("not identified by this driver") only its makers understand.
-    raise _broken(label, data, file_format, "its header is not readable") from failure
+    try:
+        raise _broken(label, data, file_format, "its header is not readable") from failure
+    finally:
+        del failure  # it holds this frame, which would keep the file until the garbage collector comes
 
 
 def _claimed_size(data: bytes) -> tuple[int, int] | None:

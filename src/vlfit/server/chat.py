@@ -176,6 +176,9 @@ class Choices:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._cancel()
+        # A ticket knows who listens, and that is us: in such a circle pictures would wait for the garbage
+        # collector, which in a process of so many objects looks at old ones every few hundred requests.
+        self._tickets.clear()
 
     async def chunks(self, ping_seconds: float) -> AsyncIterator[tuple[int, Chunk | None]]:
         """Chunks as they come, with the number of their choice; ``None`` after each ``ping_seconds`` of

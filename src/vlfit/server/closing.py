@@ -5,7 +5,7 @@ its own ``finally`` what it held.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -63,9 +63,16 @@ class Closing:
                 )
             raise ClientGone
         finally:
-            for each in watched:
-                each.cancel()
-            await asyncio.gather(*watched, return_exceptions=True)
+            await _end(watched)
+            # What is raised here holds this frame, and the task holds what is raised: a circle that would
+            # keep the request's body and pictures until the garbage collector comes.
+            del task, watched
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _hang_up(receive: Receive) -> None:

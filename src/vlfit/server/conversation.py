@@ -7,6 +7,7 @@ Knows: roles, parts, which URLs a server may open. Does not know: how pictures a
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 from vlfit.engine.conversation import Conversation, ImagePart, Message, Part, Role, TextPart, VideoPart
 from vlfit.errors import InvalidRequest, NotAPicture, PictureError
@@ -117,13 +118,16 @@ async def _fetch_all(places: list[tuple[str, str]], allow_private: bool, fetches
         label = f"picture {number}" if url[:5].lower() == "data:" else picture.label
         return replace(picture, label=label, place=where)
 
-    tasks = [fetch(number, *place) for number, place in enumerate(places, 1)]
-    pictures: list[ImagePart] = []
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-        pictures.append(result)
-    return pictures
+    fetched = await asyncio.gather(
+        *(fetch(number, *place) for number, place in enumerate(places, 1)), return_exceptions=True
+    )
+    failed = next((each for each in fetched if isinstance(each, BaseException)), None)
+    if failed is None:
+        return cast(list[ImagePart], fetched)
+    try:
+        raise failed
+    finally:
+        del failed, fetched  # an error holds this frame, which must not hold it (``threads.py``)
 
 
 def _fetch(url: str, allow_private: bool) -> ImagePart:

@@ -28,9 +28,15 @@ class Threads:
         When the caller is cancelled the thread runs to its end, keeps its permit so long, and its result is
         dropped.
         """
+        await self._permits.acquire()
+        return await self._begin(lambda: function(*args, **kwargs))
+
+    def _begin(self, function: Callable[[], Result]) -> "asyncio.Future[Result]":
+        """Starts the thread. No variable of a frame that an error comes through may hold the error, itself or
+        in its future: such a circle keeps what the frames hold until the garbage collector comes.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
-        await self._permits.acquire()
 
         def settle(result: Result | None, error: BaseException | None) -> None:
             self._permits.release()
@@ -44,11 +50,12 @@ class Threads:
         def work() -> None:
             result, error = None, None
             try:
-                result = function(*args, **kwargs)
+                result = function()
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # the loop is gone: nobody waits any more
                 loop.call_soon_threadsafe(settle, result, error)
+            del result, error
 
         threading.Thread(target=work, name="vlfit-server-work", daemon=True).start()
-        return await future
+        return future
