@@ -14,7 +14,6 @@ if any prediction is below the truth.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 from benchmarks.facts import card, commit, processor
 from benchmarks.hollow import write_hollow
 from benchmarks.ledger_job import NATIVE, ROUNDED, TRANSFORMERS, Held, LedgerJob
-from benchmarks.measure import MIB, ROOT, versions_of
+from benchmarks.measure import MIB, ROOT, environment, versions_of
 from benchmarks.report import print_rows
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.errors import DeviceError
@@ -196,7 +195,7 @@ def start(job: LedgerJob) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=worker_environment(),
+        env=environment(TOKENIZERS_PARALLELISM="false"),
     )
 
 
@@ -298,15 +297,6 @@ def slack(held: dict[str, Any]) -> str:
     """How much more torch's pool grew than what lived in it."""
     lived = held["peak"] - held["loaded"]
     return f"{(held['reserved'] - held['reserved_loaded']) / lived:.2f}" if lived > 0 else NO_LINE
-
-
-def worker_environment() -> dict[str, str]:
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 if __name__ == "__main__":

@@ -76,20 +76,13 @@ def print_run(run: Run) -> None:
 def run_worker(module: str, job: Job) -> Run:
     """Run one worker to its end. Raises ``RuntimeError`` with what it wrote if it fails."""
     threads = str(job.threads)
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
+    settings = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         [sys.executable, "-m", module, json.dumps(asdict(job))],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=environment,
+        env=environment(**settings),
         check=False,
     )
     if done.returncode != 0:
@@ -97,6 +90,13 @@ def run_worker(module: str, job: Job) -> Run:
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     answer["rounds"] = [Round(**each) for each in answer["rounds"]]
     return Run(**answer)
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """This process's own and ``settings``; the source tree is found first, and the model hub not asked."""
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(path for path in paths if path)
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **settings}
 
 
 def memory_of_this_process(line: str) -> int:

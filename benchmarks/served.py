@@ -5,7 +5,6 @@ asked.
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from typing import IO, Any, Self
 import httpx
 
 from benchmarks.ledger_job import Meter
-from benchmarks.measure import MIB, ROOT
+from benchmarks.measure import MIB, ROOT, environment
 
 PATIENCE = 300.0  # seconds to start: the first start on a machine also compiles kernels
 STOPPING = 15.0
@@ -89,7 +88,7 @@ class Served:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=environment(),
+            env=environment(PYTHONUNBUFFERED="1"),
         )
         self._announced: list[str] = []
         self._threads = [
@@ -193,16 +192,6 @@ class Served:
     def _hear(self, stream: IO[str]) -> None:
         for line in stream:
             self._announced.append(line)
-
-
-def environment() -> dict[str, str]:
-    """This process's own, with the source tree found first and nothing asked of the model hub."""
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 def held_beside(ledger: dict[str, Any], process: int) -> int:
