@@ -25,7 +25,8 @@ from benchmarks.kernel_sweep import sweep
 from benchmarks.kernel_timing import copies_of, copy_bandwidth, seconds_of
 from benchmarks.kernel_weights import FORMS, LAYERS, dense_weights, narrow_weights
 from benchmarks.report import print_rows
-from vlfit.engine.kernels.attention import BlockPlan, block_attention
+from vlfit.engine.kernels.attention import BlockPlan, attend
+from vlfit.engine.kernels.fused import Fresh
 from vlfit.engine.kernels.linear import linear
 
 ROWS = (1, 8, 256, 512, 1024)
@@ -96,18 +97,17 @@ def linears(sizes: list[str]) -> Iterator[Result]:
 
 
 def decoding() -> Iterator[Result]:
-    """One new token of each sequence over its context."""
+    """One new token of each sequence over its context; ours with what turns and stores it."""
     for size in ("2B", "4B"):
         for sequences in (1, 8):
             for context in (1024, 8192):
                 read = 2 * sequences * context * KEY_HEADS * HEAD_DIM * 2
                 layers = copies_of(read)
                 keys, values = _cache(layers, sequences * context)
-                query = torch.randn(sequences, HEADS[size], HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+                fresh = _fresh(sequences, HEADS[size])
+                query = fresh.joined[:, : HEADS[size]]
                 plan = _plan(sequences, context, [(index, 1, context - 1) for index in range(sequences)])
-                ours = seconds_of(
-                    [_call(block_attention, query, keys[i], values[i], plan) for i in range(layers)]
-                )
+                ours = seconds_of([_call(attend, fresh, keys[i], values[i], plan) for i in range(layers)])
                 calls = []
                 for i in range(layers):
                     split = (part[i].view(sequences, context, KEY_HEADS, HEAD_DIM) for part in (keys, values))
@@ -126,9 +126,10 @@ def prefills() -> Iterator[Result]:
         for past in (0, 3072, 7168):
             tokens, context = 1024, 1024 + past
             keys, values = _cache(4, context)
-            query = torch.randn(tokens, HEADS[size], HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+            fresh = _fresh(tokens, HEADS[size])
+            query = fresh.joined[:, : HEADS[size]]
             plan = _plan(1, context, [(0, tokens, past)])
-            ours = seconds_of([_call(block_attention, query, keys[i], values[i], plan) for i in range(4)])
+            ours = seconds_of([_call(attend, fresh, keys[i], values[i], plan) for i in range(4)])
             by_torch = 0.0
             if not past:
                 key, value = (part[0].transpose(0, 1)[None] for part in (keys, values))
@@ -151,7 +152,17 @@ def _plan(sequences: int, context: int, spans: list[tuple[int, int, int]]) -> Bl
     decoding = sum(tokens == 1 for _, tokens, _ in spans)
     longest = max(tokens if tokens > 1 else 0 for _, tokens, _ in spans)
     numbers = torch.tensor(spans, dtype=torch.int32, device="cuda")
-    return BlockPlan(torch.empty(0, device="cuda"), table, numbers, BLOCK, decoding, longest)
+    begins = [index * context + past for index, (_, _, past) in enumerate(spans)]
+    ranges = [torch.arange(begin, begin + span[1]) for begin, span in zip(begins, spans, strict=True)]
+    return BlockPlan(torch.cat(ranges).cuda(), table, numbers, BLOCK, decoding, longest)
+
+
+def _fresh(rows: int, heads: int) -> Fresh:
+    """Queries, keys and values of ``rows`` tokens, and what they are normalized and turned by."""
+    joined = torch.randn(rows, heads + 2 * KEY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(heads + KEY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    cosines, sines = torch.randn(2, rows, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    return Fresh(joined, weight, cosines, sines, 1e-6)
 
 
 def _call(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], Tensor]:

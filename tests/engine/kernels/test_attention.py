@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
-from vlfit.engine.kernels.attention import BlockPlan, Tiles, block_attention, plain_attention
+from vlfit.engine.kernels.attention import BlockPlan, Tiles, attend, plain_attention
+from vlfit.engine.kernels.fused import Fresh, rotate_and_store
+from vlfit.engine.kernels.launch import arrivals
 from vlfit.engine.kv_cache import slots_of
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
@@ -19,14 +21,16 @@ class Shape:
     key_heads: int
     head_dim: int
     block_size: int = 16
+    rotated: int | None = None  # all of them
+    has_norm: bool = True
 
 
 SHAPES = {
     "2B": Shape(16, 8, 128),
     "4B and 8B": Shape(32, 8, 128),
     "heads of 128": Shape(4, 1, 128),
-    "heads of 64": Shape(6, 2, 64),
-    "one key head, heads of no power of two": Shape(5, 1, 24, block_size=4),
+    "heads of 64": Shape(6, 2, 64, has_norm=False),
+    "one key head, heads of no power of two": Shape(5, 1, 24, block_size=4, rotated=12),
     "tiny": Shape(4, 2, 16, block_size=5),
 }
 DECODING = [(1, 0), (1, 15), (1, 16), (1, 200), (1, 3)]  # new tokens and past of each sequence
@@ -47,39 +51,69 @@ LARGE = {
 
 def batch(
     shape: Shape, work: list[tuple[int, int]], decoding: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
-    """Queries, cache and plan. Blocks are dealt out at random, and what no token wrote is NaN."""
+) -> tuple[Fresh, Tensor, Tensor, BlockPlan]:
+    """What is new, cache and plan. Blocks are dealt out at random, and what no token wrote is NaN."""
     size = shape.block_size
     counts = [-(-(tokens + past) // size) for tokens, past in work]
     dealt = torch.randperm(sum(counts) + 3)[: sum(counts)].split(counts)
     table = torch.zeros(len(work), max(counts), dtype=torch.int32)
     keys = torch.full(((sum(counts) + 3) * size, shape.key_heads, shape.head_dim), torch.nan)
     values = keys.clone()
+    fresh_slots = []
     for row, blocks, (tokens, past) in zip(table, dealt, work, strict=True):
         row[: len(blocks)] = blocks
         slots = slots_of(blocks.tolist(), size)[: tokens + past]
-        keys[slots] = torch.randn(len(slots), *keys.shape[1:])
-        values[slots] = torch.randn(len(slots), *keys.shape[1:])
+        keys[slots[:past]] = torch.randn(past, *keys.shape[1:])
+        values[slots[:past]] = torch.randn(past, *keys.shape[1:])
+        fresh_slots.append(slots[past:])
     rows = sum(tokens for tokens, _ in work)
-    # A slice of queries and keys side by side, as the model has them.
-    both = torch.randn(rows, shape.heads + shape.key_heads, shape.head_dim).to(device, dtype)
+    joined = torch.randn(rows, shape.heads + 2 * shape.key_heads, shape.head_dim).to(device, dtype)
+    weight = torch.randn(shape.heads + shape.key_heads, shape.head_dim).to(device, dtype)
+    angles = torch.rand(rows, 1, shape.rotated or shape.head_dim)
+    tables = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+    fresh = Fresh(joined, weight if shape.has_norm else None, *tables, 1e-6)
     starts = torch.tensor([0, *(tokens for tokens, _ in work)]).cumsum(0)[:-1]
     spans = torch.cat([starts[:, None], torch.tensor(work)], 1).to(torch.int32)
     longest = max((tokens for tokens, _ in work[decoding:]), default=0)
-    plan = BlockPlan(torch.empty(0), table.to(device), spans.to(device), size, decoding, longest)
-    return both[:, : shape.heads], keys.to(device, dtype), values.to(device, dtype), plan
+    slots = torch.cat(fresh_slots).to(device)
+    plan = BlockPlan(slots, table.to(device), spans.to(device), size, decoding, longest)
+    return fresh, keys.to(device, dtype), values.to(device, dtype), plan
 
 
 def check(shape: Shape, work: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
-    """With the sizes that the engine chooses; the interpreter's time goes by programs, so there are few."""
+    """With the sizes that the engine chooses; the interpreter's time goes by programs, so there are few.
+
+    What is new is turned and stored by ``rotate_and_store``, which ``test_row_steps.py`` holds to PyTorch.
+    Twice: what the first leaves behind is what the second begins with.
+    """
     splits, tiles = (None, None) if ON_GPU else (2, Tiles(64, 64, 4, 1))
     torch.manual_seed(0)
     decoding = next((index for index, (tokens, _) in enumerate(work) if tokens > 1), len(work))
-    query, keys, values, plan = batch(shape, work, decoding, dtype, device)
-    out = block_attention(query, keys, values, plan, splits=splits, tiles=tiles)
-    exact = plain_attention(query.double(), keys.double(), values.double(), plan)
-    assert out.dtype == dtype
-    assert relative_error(out, exact) < TOLERANCES[dtype]
+    fresh, keys, values, plan = batch(shape, work, decoding, dtype, device)
+    known_keys, known_values = keys.clone(), values.clone()
+    query = rotate_and_store(fresh, plan.write_slots, known_keys, known_values)
+    exact = plain_attention(query.double(), known_keys.double(), known_values.double(), plan)
+    for _ in range(2 if ON_GPU else 1):
+        out = attend(fresh, keys, values, plan, splits=splits, tiles=tiles)
+        assert out.dtype == dtype
+        assert relative_error(out, exact) < TOLERANCES[dtype]
+    assert not arrivals(device).any()
+    written = ~known_keys.isnan()
+    assert torch.equal(~keys.isnan(), written)
+    assert relative_error(keys[written], known_keys[written].double()) < TOLERANCES[dtype] / 4
+    assert torch.equal(values.nan_to_num(9), known_values.nan_to_num(9))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_row_that_nobody_needs_leaves_nothing_and_finds_zeros(splits: int, device: torch.device) -> None:
+    fresh, keys, values, plan = batch(SHAPES["tiny"], [(1, 9), (1, 3)], 2, torch.float32, device)
+    plan.spans[1, 2] = plan.write_slots[1] = -1
+    before = keys.clone()
+    out = attend(fresh, keys, values, plan, splits=splits)
+    assert out[0].abs().min() > 0
+    assert not out[1].any()
+    changed = (keys != before) & ~(keys.isnan() & before.isnan())
+    assert changed.flatten(1).any(1).nonzero().flatten().tolist() == [int(plan.write_slots[0])]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

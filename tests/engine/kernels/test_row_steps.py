@@ -52,7 +52,8 @@ def test_rotation_into_the_cache(
     cosines, sines = torch.randn(2, rows, 1, rotated).to(device, dtype)
     slots = torch.tensor([7, 2, -1, 0, 9], device=device)
     keys, values = torch.full((2, 11, key_heads, head_dim), 77.0).to(device, dtype)
-    query = fused.rotate_and_store(joined, weight, (cosines, sines), slots, keys, values, EPS)
+    fresh = fused.Fresh(joined, weight, cosines, sines, EPS)
+    query = fused.rotate_and_store(fresh, slots, keys, values)
     both = joined[:, : heads + key_heads].double()
     if weight is not None:
         both = rms_norm(joined[:, : heads + key_heads], weight, EPS).double()

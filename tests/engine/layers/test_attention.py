@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.engine.shapes import TEXT
 from vlfit.engine.kv_cache import KVCache, slots_of
-from vlfit.engine.layers.attention import DecodeGroup, PrefillChunk, SlotPlan, paged_attention
+from vlfit.engine.layers.attention import DecodeGroup, PrefillChunk, SlotPlan, slot_attention
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = TEXT.num_attention_heads, TEXT.num_key_value_heads, TEXT.head_dim
@@ -45,6 +45,6 @@ def test_a_mixed_batch_is_each_sequence_alone() -> None:
         DecodeGroup(torch.stack([short_padded, slots["long"]]), decode_mask),
         (PrefillChunk(2, 6, slots["fresh"], None), PrefillChunk(8, 4, slots["later"], later_mask)),
     )
-    mixed = paged_attention(torch.cat(list(queries.values())), 1, cache, plan)
+    mixed = slot_attention(torch.cat(list(queries.values())), 1, cache, plan)
     expected = torch.cat([dense(queries[name], keys[name], values[name]) for name in tables])
     torch.testing.assert_close(mixed, expected)

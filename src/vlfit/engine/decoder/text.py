@@ -15,9 +15,10 @@ from torch import Tensor
 from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.config import ModelConfig, TextConfig
 from vlfit.engine.decoder.rope import TextRope
+from vlfit.engine.kernels.fused import Fresh
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layers.attention import AttentionPlan, paged_attention
-from vlfit.engine.layers.fused import add_norm, rotate_and_store, silu_and_multiply
+from vlfit.engine.layers.fused import add_norm, silu_and_multiply
 from vlfit.engine.layers.linear import Linear
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
@@ -135,10 +136,8 @@ class DecoderLayer:
         """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what attention would add."""
         x = add_norm(hidden, delta, self.input_norm, self.eps)
         joined = self.qkv(x).view(len(x), sum(self.heads), -1)  # [rows, heads, head_dim]
-        query = rotate_and_store(
-            joined, self.query_key_norm, tables, plan.write_slots, cache, self.index, self.eps
-        )
-        return self.output(paged_attention(query, self.index, cache, plan))
+        fresh = Fresh(joined, self.query_key_norm, *tables, self.eps)
+        return self.output(paged_attention(fresh, self.index, cache, plan))
 
     def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
         """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what the second half would add."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.engine.kernels.launch import overlapping
+from vlfit.engine.kernels.fused import Fresh, rotate_and_store
+from vlfit.engine.kernels.launch import arrivals, overlapping, power_of_two
 
 ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockPlan.spans``
 
@@ -43,8 +44,12 @@ class Tiles:
 
 
 def decode_splits(sequences: int) -> int:
-    """Among how many programs a sequence's context is shared out: a power of two."""
-    return 16 if sequences <= 4 else 8 if sequences <= 16 else 4
+    """Among how many programs a sequence's context is shared out: a power of two.
+
+    Not at all where so many run that they keep a card busy by themselves, and would be too many to count
+    (``launch.MOST_TILES``).
+    """
+    return 16 if sequences <= 4 else 8 if sequences <= 16 else 4 if sequences <= 256 else 1
 
 
 def decode_tiles(dtype: torch.dtype) -> Tiles:
@@ -55,8 +60,8 @@ def prefill_tiles(dtype: torch.dtype) -> Tiles:
     return Tiles(32, 32, 4, 2) if dtype == torch.float32 else Tiles(64, 64, 4, 2)
 
 
-def block_attention(
-    query: Tensor,
+def attend(
+    fresh: Fresh,
     keys: Tensor,
     values: Tensor,
     plan: BlockPlan,
@@ -64,39 +69,34 @@ def block_attention(
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """``query`` [rows, heads, head_dim] over ``keys`` and ``values`` [slots, key_heads, head_dim] of a layer.
+    """What the queries of ``fresh`` find, [rows, heads * head_dim]; its own keys and values go to ``keys``
+    and ``values`` [slots, key_heads, head_dim] of a layer.
 
-    Gives [rows, heads * head_dim]. Allocates that and, for sequences that decode, ``splits`` times
-    (head_dim + 2) float32 for each head. ``splits`` and ``tiles`` are chosen if not given.
+    Allocates the answer; where there are chunks of prompts the queries; for sequences that decode ``splits``
+    times (head_dim + 2) float32 for each head. ``splits`` and ``tiles`` are chosen if not given.
     """
-    rows, heads, head_dim = query.shape
-    output = torch.empty((rows, heads * head_dim), dtype=query.dtype, device=query.device)
+    joined = fresh.joined
+    rows, heads, head_dim = joined.shape
+    heads -= 2 * keys.shape[1]
+    output = torch.empty((rows, heads * head_dim), dtype=joined.dtype, device=joined.device)
+    if plan.longest:
+        # Rows that decode are turned with the others, and once more below: they are few.
+        query = rotate_and_store(fresh, plan.write_slots, keys, values)
+        if joined.device.type != "meta":
+            _launch_prefill(query, keys, values, plan, output, tiles or prefill_tiles(joined.dtype))
+        del query
     if plan.decoding:
-        _decode(query, keys, values, plan, output, splits or decode_splits(plan.decoding), tiles)
-    if plan.longest and query.device.type != "meta":
-        _launch_prefill(query, keys, values, plan, output, tiles or prefill_tiles(query.dtype))
+        from_splits = (plan.decoding, heads, splits or decode_splits(plan.decoding))
+        partial = torch.empty((*from_splits, head_dim), dtype=torch.float32, device=joined.device)
+        extremes = torch.empty((*from_splits, 2), dtype=torch.float32, device=joined.device)
+        if joined.device.type != "meta":
+            tiles = tiles or decode_tiles(joined.dtype)
+            _launch_decode(fresh, keys, values, plan, partial, extremes, output, tiles)
     return output
 
 
-def _decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: BlockPlan,
-    output: Tensor,
-    splits: int,
-    tiles: Tiles | None,
-) -> None:
-    from_splits = (plan.decoding, query.shape[1], splits)
-    partial = torch.empty((*from_splits, query.shape[2]), dtype=torch.float32, device=query.device)
-    extremes = torch.empty((*from_splits, 2), dtype=torch.float32, device=query.device)
-    if query.device.type != "meta":
-        tiles = tiles or decode_tiles(query.dtype)
-        _launch_decode(query, keys, values, plan, partial, extremes, output, tiles)
-
-
 def _launch_decode(
-    query: Tensor,
+    fresh: Fresh,
     keys: Tensor,
     values: Tensor,
     plan: BlockPlan,
@@ -105,38 +105,36 @@ def _launch_decode(
     output: Tensor,
     tiles: Tiles,
 ) -> None:
-    from vlfit.engine.kernels.decode_attention import decode, merge
+    from vlfit.engine.kernels.decode_attention import decode
 
-    sequences, heads, splits, head_dim = partial.shape
-    sizes = _sizes(query, keys, plan)
-    decode[(sequences, keys.shape[1], splits)](
-        query,
+    joined = fresh.joined
+    sequences, heads, splits, _ = partial.shape
+    key_heads = keys.shape[1]
+    decode[(sequences, key_heads, splits)](
+        joined,
+        joined if fresh.norm_weight is None else fresh.norm_weight,
+        fresh.cosines,
+        fresh.sines,
+        plan.write_slots,
         keys,
         values,
         plan.table,
         plan.spans,
         partial,
         extremes,
-        query.stride(0),
+        arrivals(joined.device),
+        output,
+        fresh.eps,
         plan.table.stride(0),
-        **sizes,
+        **_sizes(heads, keys, plan),
+        rotated=fresh.cosines.shape[-1],
+        has_norm=fresh.norm_weight is not None,
         splits=splits,
-        tile_heads=max(power_of_two(heads // keys.shape[1]), 16),
+        tile_heads=max(power_of_two(heads // key_heads), 16),
         tile_tokens=tiles.tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **overlapping(query.device),
-    )
-    merge[(sequences, heads)](
-        partial,
-        extremes,
-        plan.spans,
-        output,
-        heads=heads,
-        head_dim=head_dim,
-        splits=splits,
-        tile_dim=sizes["tile_dim"],
-        **overlapping(query.device),
+        **overlapping(joined.device),
     )
 
 
@@ -155,7 +153,7 @@ def _launch_prefill(
         output,
         query.stride(0),
         plan.table.stride(0),
-        **_sizes(query, keys, plan),
+        **_sizes(query.shape[1], keys, plan),
         tile_rows=tiles.rows,
         tile_tokens=tiles.tokens,
         num_warps=tiles.warps,
@@ -163,9 +161,8 @@ def _launch_prefill(
     )
 
 
-def _sizes(query: Tensor, keys: Tensor, plan: BlockPlan) -> dict[str, int | float]:
-    _, heads, head_dim = query.shape
-    key_heads = keys.shape[1]
+def _sizes(heads: int, keys: Tensor, plan: BlockPlan) -> dict[str, int | float]:
+    _, key_heads, head_dim = keys.shape
     return {
         "key_heads": key_heads,
         "shared": heads // key_heads,
@@ -176,13 +173,11 @@ def _sizes(query: Tensor, keys: Tensor, plan: BlockPlan) -> dict[str, int | floa
     }
 
 
-def power_of_two(size: int) -> int:
-    """The smallest that is not below ``size``."""
-    return 1 << (size - 1).bit_length()
-
-
 def plain_attention(query: Tensor, keys: Tensor, values: Tensor, plan: BlockPlan) -> Tensor:
-    """What ``block_attention`` computes, in plain PyTorch and any dtype: what it is tested against."""
+    """What ``attend`` finds, in plain PyTorch and any dtype: what it is tested against.
+
+    ``query`` [rows, heads, head_dim] is turned, and the keys and values of its rows are stored.
+    """
     outputs = torch.zeros_like(query)
     shared = query.shape[1] // keys.shape[1]
     for blocks, (row, tokens, past) in zip(plan.table, plan.spans.tolist(), strict=True):

@@ -1,32 +1,43 @@
-"""The kernels for attention of one new token of each sequence over its blocks of the cache.
+"""The kernel for attention of one new token of each sequence over itself and its blocks of the cache.
 
-A sequence's tokens are shared out among ``splits`` programs for each key head; each leaves its weighted
-values, its largest score and the sum of its weights, and ``merge`` makes the answer of them. Queries that
-share a key head are the rows of one product. Reference: ``attention.plain_attention``.
+Query, key and value come as the product before leaves them: here they are normalized and turned, and the
+newest key and value go to the cache. A sequence's tokens are shared out among ``splits`` programs for each
+key head; each leaves its weighted values, its largest score and the sum of its weights, and the last one to
+come makes the answer of them, always in the same order. Queries that share a key head are the rows of one
+product. Reference: ``attention.plain_attention``.
 """
 
 import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.overlap import wait
+from vlfit.engine.kernels.row_steps import turned
 
 LEAST = tl.constexpr(-1e30)  # below any score
 
 
 @triton.jit(do_not_specialize=["table", "spans", "table_stride"])
 def decode(
-    query,
+    joined,
+    norm_weight,
+    cosines,
+    sines,
+    slots,
     keys,
     values,
     table,
     spans,
     partial,
     extremes,
-    query_stride,
+    arrivals,
+    output,
+    eps,
     table_stride,
     key_heads: tl.constexpr,
     shared: tl.constexpr,
     head_dim: tl.constexpr,
+    rotated: tl.constexpr,
+    has_norm: tl.constexpr,
     block_size: tl.constexpr,
     splits: tl.constexpr,
     tile_heads: tl.constexpr,
@@ -35,81 +46,143 @@ def decode(
     factor: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """``partial`` [sequences, heads, splits, head_dim], ``extremes`` [sequences, heads, splits, 2], float32.
+    """``output`` [sequences, heads, head_dim]; what is normalized and turned as in ``row_steps.py``.
 
-    ``spans`` [sequences, 3] holds row, new tokens (1) and past of each; ``factor`` turns products of
-    ``query`` and ``keys`` [slots, key_heads, head_dim] into powers of two.
+    ``joined`` [sequences, heads + 2 * key_heads, head_dim], ``keys`` and ``values`` [slots, key_heads,
+    head_dim]. ``spans`` [sequences, 3] holds row, new tokens (1) and past of each; ``factor`` turns products
+    of queries and keys into powers of two. With ``splits`` > 1 ``partial`` is [sequences, heads, splits,
+    head_dim], ``extremes`` [sequences, heads, splits, 2], both float32, and ``arrivals`` counts the programs
+    of each sequence and key head: 0 before the first and after the last. A row whose slot is negative leaves
+    nothing in the cache, and its answer is zeros.
     """
-    wait(overlap)
     sequence = tl.program_id(0)
     key_head = tl.program_id(1)
     split = tl.program_id(2)
-    row = tl.load(spans + sequence * 3)
-    length = tl.load(spans + sequence * 3 + 2) + 1
-    share = tl.cdiv(tl.cdiv(length, splits), tile_tokens) * tile_tokens
-    begin = split * share
-    end = tl.minimum(begin + share, length)
-    head = tl.arange(0, tile_heads)
-    dim = tl.arange(0, tile_dim)
-    inside = (head[:, None] < shared) & (dim[None, :] < head_dim)
-    query_place = row * query_stride + (key_head * shared + head[:, None]) * head_dim + dim[None, :]
-    asked = tl.load(query + query_place, mask=inside, other=0.0)
+    # What the kernel before has not written may be read before it has ended.
+    past = tl.load(spans + sequence * 3 + 2)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    wait(overlap)
+    heads: tl.constexpr = key_heads * shared
+    head = tl.arange(0, tile_heads)[:, None]
+    dim = tl.arange(0, tile_dim)[None, :]
+    there = dim < head_dim
+    inside = (head < shared) & there
+    own = joined + sequence.to(tl.int64) * (heads + 2 * key_heads) * head_dim + dim
+    weight = norm_weight + dim
+    angle = sequence * rotated + dim
+    first_head = key_head * shared
+    asked = turned(
+        own + (first_head + head) * head_dim,
+        weight + (first_head + head) * head_dim,
+        cosines + angle,
+        sines + angle,
+        dim,
+        inside,
+        eps,
+        head_dim,
+        rotated,
+        has_norm,
+    )
     largest = tl.full((tile_heads,), float("-inf"), tl.float32)
     weight_sum = tl.zeros((tile_heads,), tl.float32)
     mixed = tl.zeros((tile_heads, tile_dim), tl.float32)
+    # The newest token is the last program's, whose share of the past is the smallest.
+    if (split == splits - 1) & (slot >= 0):
+        new_key = turned(
+            own + (heads + key_head) * head_dim,
+            weight + (heads + key_head) * head_dim,
+            cosines + angle,
+            sines + angle,
+            dim,
+            there,
+            eps,
+            head_dim,
+            rotated,
+            has_norm,
+        )
+        new_value = tl.load(own + (heads + key_heads + key_head) * head_dim, mask=there, other=0.0)
+        kept = (slot * key_heads + key_head) * head_dim + dim
+        tl.store(keys + kept, new_key, mask=there)
+        tl.store(values + kept, new_value, mask=there)
+        largest = tl.sum(asked.to(tl.float32) * new_key.to(tl.float32), 1) * factor
+        weight_sum = tl.full((tile_heads,), 1.0, tl.float32)
+        mixed += new_value.to(tl.float32)
+    share = tl.cdiv(tl.cdiv(past, splits), tile_tokens) * tile_tokens
+    begin = split * share
+    end = tl.minimum(begin + share, past)
     for first in range(begin, end, tile_tokens):
         token = first + tl.arange(0, tile_tokens)
         block = tl.load(table + sequence * table_stride + token // block_size, mask=token < end, other=0)
-        slot = (block * block_size + token % block_size).to(tl.int64)
-        place = (slot[:, None] * key_heads + key_head) * head_dim + dim[None, :]
-        there = (token[:, None] < end) & (dim[None, :] < head_dim)
-        key = tl.load(keys + place, mask=there, other=0.0)
+        place = (block * block_size + token % block_size).to(tl.int64)
+        place = (place[:, None] * key_heads + key_head) * head_dim + dim
+        seen = (token[:, None] < end) & there
+        key = tl.load(keys + place, mask=seen, other=0.0)
         score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
         score = tl.where(token[None, :] < end, score, float("-inf"))
         larger = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.exp2(score - larger[:, None])
+        power = tl.exp2(score - larger[:, None])
         shrink = tl.exp2(largest - larger)
-        weight_sum = weight_sum * shrink + tl.sum(weight, 1)
-        value = tl.load(values + place, mask=there, other=0.0)
-        mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        weight_sum = weight_sum * shrink + tl.sum(power, 1)
+        value = tl.load(values + place, mask=seen, other=0.0)
+        mixed = tl.dot(power.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
         largest = larger
-    cell = (sequence * key_heads * shared + key_head * shared + head) * splits + split
-    tl.store(partial + cell[:, None] * head_dim + dim[None, :], mixed, mask=inside)
-    tl.store(extremes + cell * 2, largest, mask=head < shared)
-    tl.store(extremes + cell * 2 + 1, weight_sum, mask=head < shared)
+    cell = (sequence * heads + first_head + tl.arange(0, tile_heads)) * splits
+    if splits > 1:
+        real = tl.arange(0, tile_heads) < shared
+        tl.store(partial + (cell + split)[:, None] * head_dim + dim, mixed, mask=inside)
+        tl.store(extremes + (cell + split) * 2, largest, mask=real)
+        tl.store(extremes + (cell + split) * 2 + 1, weight_sum, mask=real)
+        tl.debug_barrier()  # all threads' numbers are on their way before the one that counts says so
+        arrived = arrivals + sequence * key_heads + key_head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
+            largest, weight_sum, mixed = merged(
+                partial, extremes, cell, dim, inside, real, head_dim, splits, tile_heads, tile_dim
+            )
+            tl.store(arrived, 0)
+            write(output, cell // splits, largest, weight_sum, mixed, dim, inside, head_dim)
+    else:
+        write(output, cell, largest, weight_sum, mixed, dim, inside, head_dim)
 
 
 @triton.jit
-def merge(
+def merged(
     partial,
     extremes,
-    spans,
-    output,
-    heads: tl.constexpr,
+    cell,
+    dim,
+    inside,
+    real,
     head_dim: tl.constexpr,
     splits: tl.constexpr,
+    tile_heads: tl.constexpr,
     tile_dim: tl.constexpr,
-    overlap: tl.constexpr,
 ):
-    """``output`` [rows, heads, head_dim] of what ``decode`` left; a program for each sequence and head.
+    """Largest score, sum of weights and weighted values of all programs of a key head.
 
-    A split that had no tokens left minus infinity as its largest score, so that it weighs nothing. Where no
-    split had any, as in a row of a graph that no sequence needs, the answer is zeros.
+    A split that had no tokens left minus infinity as its largest score, so that it weighs nothing.
     """
-    wait(overlap)
-    sequence = tl.program_id(0)
-    cell = (sequence * heads + tl.program_id(1)) * splits + tl.arange(0, splits)
-    dim = tl.arange(0, tile_dim)
-    inside = (cell[:, None] >= 0) & (dim[None, :] < head_dim)
-    largest = tl.load(extremes + cell * 2)
-    scale = tl.exp2(largest - tl.maximum(tl.max(largest, 0), LEAST))
-    weight_sum = tl.sum(tl.load(extremes + cell * 2 + 1) * scale, 0)
-    part = tl.load(partial + cell[:, None] * head_dim + dim[None, :], mask=inside, other=0.0)
-    # The largest score weighs 1, so less than that is the sum of no token at all.
-    mixed = tl.sum(part * scale[:, None], 0) / tl.maximum(weight_sum, 0.5)
-    row = tl.load(spans + sequence * 3)
-    tl.store(
-        output + (row * heads + tl.program_id(1)) * head_dim + dim,
-        mixed.to(output.dtype.element_ty),
-        mask=dim < head_dim,
-    )
+    largest = tl.full((tile_heads,), LEAST, tl.float32)
+    weight_sum = tl.zeros((tile_heads,), tl.float32)
+    mixed = tl.zeros((tile_heads, tile_dim), tl.float32)
+    for split in tl.static_range(splits):
+        # Past the first cache, which does not see what other multiprocessors write.
+        place = (cell + split) * 2
+        other = tl.load(extremes + place, mask=real, other=float("-inf"), cache_modifier=".cg")
+        other_sum = tl.load(extremes + place + 1, mask=real, other=0.0, cache_modifier=".cg")
+        place = (cell + split)[:, None] * head_dim + dim
+        other_mixed = tl.load(partial + place, mask=inside, other=0.0, cache_modifier=".cg")
+        larger = tl.maximum(largest, other)
+        shrink, scale = tl.exp2(largest - larger), tl.exp2(other - larger)
+        weight_sum = weight_sum * shrink + other_sum * scale
+        mixed = mixed * shrink[:, None] + other_mixed * scale[:, None]
+        largest = larger
+    return largest, weight_sum, mixed
+
+
+@triton.jit
+def write(output, head, largest, weight_sum, mixed, dim, inside, head_dim: tl.constexpr):
+    """``mixed`` to the rows ``head`` of ``output``. The largest score weighs 1, so a sum of less than that is
+    the sum of no token at all.
+    """
+    answer = mixed / tl.maximum(weight_sum, 0.5)[:, None]
+    tl.store(output + head[:, None] * head_dim + dim, answer.to(output.dtype.element_ty), mask=inside)

@@ -4,11 +4,12 @@ Knows: what each step allocates, and how many programs it gets. The references a
 ``engine/layers/fused.py``, which also decides where these run.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from vlfit.engine.kernels.attention import power_of_two
-from vlfit.engine.kernels.launch import overlapping
+from vlfit.engine.kernels.launch import overlapping, power_of_two
 
 _TILE = 1024  # elements that one program multiplies
 
@@ -36,42 +37,49 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
     return output
 
 
-def rotate_and_store(
-    joined: Tensor,
-    norm_weight: Tensor | None,
-    tables: tuple[Tensor, Tensor],
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    eps: float,
-) -> Tensor:
-    """Queries [rows, heads, head_dim] of ``joined``, normalized and rotated; keys and values to the cache.
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Queries, keys and values as a product leaves them, and what they are turned by.
 
-    ``joined`` [rows, heads + 2 * key_heads, head_dim], ``norm_weight`` [heads + key_heads, head_dim] or None,
-    ``tables`` [rows, 1, rotated] (``rope.rotate``), ``slots`` [rows], negative for a row that leaves
-    nothing, ``keys`` and ``values`` [slots, key_heads, head_dim] of one layer.
+    ``joined`` [rows, heads + 2 * key_heads, head_dim]. Queries and keys are normalized head by head if there
+    is a ``norm_weight`` [heads + key_heads, head_dim], and turned by ``cosines`` and ``sines`` [rows, 1,
+    rotated] (``rope.rotate``).
     """
+
+    joined: Tensor
+    norm_weight: Tensor | None
+    cosines: Tensor
+    sines: Tensor
+    eps: float
+
+
+def rotate_and_store(fresh: Fresh, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Queries [rows, heads, head_dim] of ``fresh``, normalized and rotated; keys and values to the cache.
+
+    ``slots`` [rows], negative for a row that leaves nothing, ``keys`` and ``values`` [slots, key_heads,
+    head_dim] of one layer.
+    """
+    joined, norm_weight = fresh.joined, fresh.norm_weight
     rows, heads, head_dim = joined.shape
     key_heads = keys.shape[1]
     query = torch.empty((rows, heads - 2 * key_heads, head_dim), dtype=joined.dtype, device=joined.device)
     if joined.device.type != "meta" and rows:
         from vlfit.engine.kernels.row_steps import rotate_and_store as kernel
 
-        cosines, sines = tables
         kernel[(rows, heads)](
             joined,
             joined if norm_weight is None else norm_weight,
-            cosines,
-            sines,
+            fresh.cosines,
+            fresh.sines,
             slots,
             keys,
             values,
             query,
-            eps,
+            fresh.eps,
             query_heads=heads - 2 * key_heads,
             key_heads=key_heads,
             head_dim=head_dim,
-            rotated=cosines.shape[-1],
+            rotated=fresh.cosines.shape[-1],
             has_norm=norm_weight is not None,
             tile=power_of_two(head_dim),
             num_warps=1,

@@ -9,6 +9,11 @@ from torch import Tensor
 MOST_TILES = 16384  # of a product that is shared out: those are cut into less than ``BUSY`` tiles
 
 
+def power_of_two(size: int) -> int:
+    """The smallest that is not below ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
 @cache
 def overlapping(device: torch.device) -> dict[str, Any]:
     """Arguments of every kernel of a decode step: whether it is made ready while the one before it runs.

@@ -73,38 +73,62 @@ def rotate_and_store(
     wait(overlap)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    dim = tl.arange(0, tile)
+    dim = tl.arange(0, tile)[None, :]
     inside = dim < head_dim
-    start = (row * (query_heads + 2 * key_heads) + head) * head_dim
-    value = tl.load(joined + start + dim, mask=inside, other=0.0)
+    source = joined + (row * (query_heads + 2 * key_heads) + head) * head_dim + dim
     slot = tl.load(slots + row).to(tl.int64)
     if head < query_heads + key_heads:
-        half: tl.constexpr = rotated // 2
-        turned = dim < rotated
-        partner_dim = tl.where(turned, tl.where(dim < half, dim + half, dim - half), dim)
-        partner = tl.load(joined + start + partner_dim, mask=inside, other=0.0)
-        if has_norm:
-            weight = norm_weight + head * head_dim
-            wide = value.to(tl.float32)
-            shrink = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / head_dim) + eps)
-            own = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
-            other = tl.load(weight + partner_dim, mask=inside, other=0.0).to(tl.float32)
-            value = ((wide * shrink).to(value.dtype).to(tl.float32) * own).to(value.dtype)
-            partner = (partner.to(tl.float32) * shrink).to(value.dtype).to(tl.float32) * other
-            partner = partner.to(value.dtype)
+        weight = norm_weight + head * head_dim + dim
         angle = row * rotated + dim
-        cosine = tl.load(cosines + angle, mask=turned, other=1.0).to(tl.float32)
-        sine = tl.load(sines + angle, mask=turned, other=0.0).to(tl.float32)
-        straight = (value.to(tl.float32) * cosine).to(value.dtype).to(tl.float32)
-        value = (straight + partner.to(tl.float32) * sine).to(value.dtype)
-    if head < query_heads:
-        tl.store(query + (row * query_heads + head) * head_dim + dim, value, mask=inside)
-    elif head < query_heads + key_heads:
-        place = (slot * key_heads + head - query_heads) * head_dim + dim
-        tl.store(keys + place, value, mask=inside & (slot >= 0))
+        value = turned(
+            source, weight, cosines + angle, sines + angle, dim, inside, eps, head_dim, rotated, has_norm
+        )
+        if head < query_heads:
+            tl.store(query + (row * query_heads + head) * head_dim + dim, value, mask=inside)
+        else:
+            place = (slot * key_heads + head - query_heads) * head_dim + dim
+            tl.store(keys + place, value, mask=inside & (slot >= 0))
     else:
+        value = tl.load(source, mask=inside, other=0.0)
         place = (slot * key_heads + head - query_heads - key_heads) * head_dim + dim
         tl.store(values + place, value, mask=inside & (slot >= 0))
+
+
+@triton.jit
+def turned(
+    source,
+    weight,
+    cosines,
+    sines,
+    dim,
+    inside,
+    eps,
+    head_dim: tl.constexpr,
+    rotated: tl.constexpr,
+    has_norm: tl.constexpr,
+):
+    """Heads of one row, normalized if they are to be, and their first ``rotated`` elements turned.
+
+    ``source`` and ``weight`` are where the elements [heads, dim] and their weights lie, ``cosines`` and
+    ``sines`` [1, dim] where the row's angles do.
+    """
+    half: tl.constexpr = rotated // 2
+    in_turn = dim < rotated
+    to_partner = tl.where(in_turn, tl.where(dim < half, half, -half), 0)
+    value = tl.load(source, mask=inside, other=0.0)
+    partner = tl.load(source + to_partner, mask=inside, other=0.0)
+    if has_norm:
+        wide = value.to(tl.float32)
+        shrink = tl.rsqrt(tl.sum(wide * wide, 1) * (1.0 / head_dim) + eps)[:, None]
+        own = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(weight + to_partner, mask=inside, other=0.0).to(tl.float32)
+        value = ((wide * shrink).to(value.dtype).to(tl.float32) * own).to(value.dtype)
+        partner = (partner.to(tl.float32) * shrink).to(value.dtype).to(tl.float32) * other
+        partner = partner.to(value.dtype)
+    cosine = tl.load(cosines, mask=in_turn, other=1.0).to(tl.float32)
+    sine = tl.load(sines, mask=in_turn, other=0.0).to(tl.float32)
+    straight = (value.to(tl.float32) * cosine).to(value.dtype).to(tl.float32)
+    return (straight + partner.to(tl.float32) * sine).to(value.dtype)
 
 
 @triton.jit(do_not_specialize=["cells"])

@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlfit.engine.kernels.attention import BlockPlan, block_attention
+from vlfit.engine.decoder.rope import rotate
+from vlfit.engine.kernels.attention import BlockPlan, attend
+from vlfit.engine.kernels.fused import Fresh
 from vlfit.engine.kv_cache import KVCache
+from vlfit.engine.layers.norm import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,31 @@ class SlotPlan:
 AttentionPlan = SlotPlan | BlockPlan
 
 
-def paged_attention(query: Tensor, layer: int, cache: KVCache, plan: AttentionPlan) -> Tensor:
-    """``query`` [rows, heads, head_dim] over the cache, which already holds the rows' own keys and values.
+def paged_attention(fresh: Fresh, layer: int, cache: KVCache, plan: AttentionPlan) -> Tensor:
+    """What the queries of ``fresh`` find in the cache, to which its keys and values are added.
 
     Gives [rows, heads * head_dim].
     """
     if isinstance(plan, BlockPlan):
-        return block_attention(query, cache.keys[layer], cache.values[layer], plan)
+        return attend(fresh, cache.keys[layer], cache.values[layer], plan)
+    query = rotate_and_store(fresh, plan.write_slots, layer, cache)
+    return slot_attention(query, layer, cache, plan)
+
+
+def rotate_and_store(fresh: Fresh, slots: Tensor, layer: int, cache: KVCache) -> Tensor:
+    """Queries [rows, heads, head_dim] of ``fresh``; its keys and values go to ``slots`` of ``cache``."""
+    key_heads = cache.keys.shape[2]
+    both = fresh.joined[:, :-key_heads]
+    if fresh.norm_weight is not None:
+        both = rms_norm(both, fresh.norm_weight, fresh.eps)
+    turned = rotate(both, fresh.cosines, fresh.sines)
+    query, key = turned[:, :-key_heads], turned[:, -key_heads:]
+    cache.write(layer, slots, key, fresh.joined[:, -key_heads:])
+    return query
+
+
+def slot_attention(query: Tensor, layer: int, cache: KVCache, plan: SlotPlan) -> Tensor:
+    """``query`` [rows, heads, head_dim] over the cache, which already holds the rows' own keys and values."""
     outputs = []
     if plan.decode is not None:
         outputs.append(_decode(query[: len(plan.decode.slots)], layer, cache, plan.decode))
