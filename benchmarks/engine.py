@@ -102,21 +102,13 @@ def measure(job: Job, options: argparse.Namespace) -> list[Column]:
 
 
 def write_picture(size: str) -> Path:
-    """A picture with areas, edges and grain, the same at every call."""
-    import numpy as np
-    from PIL import Image, ImageDraw
+    """A picture of ``size`` (WxH), the same at every call."""
+    from vlfit.bench.picture import made_up_picture
 
     width, height = (int(side) for side in size.split("x"))
-    path = CACHE / f"picture-{width}x{height}.png"
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        grain = np.random.default_rng(0).integers(0, 40, (height, width, 3), dtype=np.uint8)
-        shades = np.linspace(60, 200, width, dtype=np.uint8)[None, :, None]
-        picture = Image.fromarray(shades + grain)
-        draw = ImageDraw.Draw(picture)
-        draw.ellipse((width // 8, height // 8, width // 2, height // 2), fill=(200, 40, 40))
-        draw.rectangle((width // 2, height // 2, width - 20, height - 20), fill=(40, 60, 200))
-        picture.save(path)
+    path = CACHE / f"picture-{width}x{height}.jpg"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(made_up_picture(width, height))
     return path
 
 

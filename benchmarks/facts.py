@@ -1,14 +1,13 @@
 """What the numbers of a benchmark depend on: the commit, the machine, the speed of its memory."""
 
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import ROOT
+from vlfit.bench.surroundings import processor as processor
 
 
 def machine_facts(threads: int, *, gpu: bool) -> dict[str, Any]:
@@ -18,18 +17,18 @@ def machine_facts(threads: int, *, gpu: bool) -> dict[str, Any]:
         "commit": commit(),
         "processor": processor(),
         "threads": threads,
-        "cpu_copy_gb_per_s": copy_bandwidth("cpu", threads),
+        "cpu_memory_gb_per_s": memory_speed("cpu", threads),
         "python_s": seconds_of("pass"),
         "import_vlfit_s": seconds_of("import vlfit"),
         "vlfit_help_s": seconds_of(help_program),
     }
     if gpu:
         facts["card"] = card()
-        facts["gpu_copy_gb_per_s"] = copy_bandwidth("cuda", threads)
+        facts["gpu_memory_gb_per_s"] = memory_speed("cuda", threads)
     return facts
 
 
-def copy_bandwidth(device: str, threads: int) -> float:
+def memory_speed(device: str, threads: int) -> float:
     return float(output_of(sys.executable, "-m", "benchmarks.bandwidth", device, str(threads)))
 
 
@@ -50,14 +49,6 @@ def commit() -> str:
         return output_of("git", "rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def processor() -> str:
-    """The name of the CPU."""
-    for entry in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-        if entry.startswith("model name"):
-            return entry.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def card() -> str:

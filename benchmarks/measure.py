@@ -7,14 +7,15 @@ as JSON.
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from vlfit.bench.asking import Round as Round
+from vlfit.bench.surroundings import versions_of as versions_of
 
 ROOT = Path(__file__).parent.parent
 MIB = 1024**2
@@ -32,15 +33,6 @@ class Job:
     threads: int = 1
     tokens: int = 64
     rounds: int = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Seconds of one request: picture and text to tensors; to the first token; the tokens after the first."""
-
-    preprocess_s: float
-    prefill_s: float
-    decode_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +97,3 @@ def memory_of_this_process(line: str) -> int:
         if entry.startswith(line + ":"):
             return int(entry.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {line}")
-
-
-def versions_of(*packages: str) -> dict[str, str]:
-    """Versions of the installed ones among ``packages``."""
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -2,20 +2,21 @@
 of encoded pictures is off: every round must look at the picture again.
 """
 
-import queue
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.measure import (
     Job,
-    Round,
     Run,
     memory_of_this_process,
     print_run,
     read_job,
     versions_of,
 )
+from vlfit.bench.asking import Heard, ask_at_once
+from vlfit.engine.conversation import ImagePart, ask
+from vlfit.engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from vlfit.backends.native import NativeBackend
@@ -41,17 +42,17 @@ def main() -> None:
     rss_loaded = memory_of_this_process("VmRSS")
     with backend:
         # The first round warms up, and is the one that is asked for its token ids.
-        _, token_ids, prompt_tokens, image_tokens = answer(backend, job, with_ids=True)
-        rounds = [answer(backend, job, with_ids=False)[0] for _ in range(job.rounds)]
+        first = answer(backend, job, with_ids=True)
+        rounds = [answer(backend, job, with_ids=False).round for _ in range(job.rounds)]
     print_run(
         Run(
             engine="native",
             import_s=imported - started,
             load_s=loaded - imported,
             rounds=rounds,
-            token_ids=token_ids,
-            prompt_tokens=prompt_tokens,
-            image_tokens=image_tokens,
+            token_ids=list(first.token_ids),
+            prompt_tokens=first.prompt_tokens,
+            image_tokens=first.image_tokens,
             rss_loaded=rss_loaded,
             rss_peak=memory_of_this_process("VmHWM"),
             gpu_bytes=torch.cuda.max_memory_allocated() if job.device != "cpu" else 0,
@@ -60,31 +61,12 @@ def main() -> None:
     )
 
 
-def answer(backend: "NativeBackend", job: Job, *, with_ids: bool) -> tuple[Round, list[int], int, int]:
-    """One request: its times, its token ids if asked for, and the tokens of prompt and picture."""
-    from vlfit.engine.answer import Chunk
-    from vlfit.engine.conversation import ImagePart, ask
-    from vlfit.engine.sampling import SamplingParams
-
-    arrivals: queue.SimpleQueue[tuple[float, Chunk | Exception]] = queue.SimpleQueue()
+def answer(backend: "NativeBackend", job: Job, *, with_ids: bool) -> Heard:
+    """One request, with its token ids if they are asked for."""
     sampling = SamplingParams(max_tokens=job.tokens, ignore_eos=True, top_logprobs=0 if with_ids else None)
-
-    start = time.perf_counter()
     conversation = ask(job.question, ImagePart(Path(job.picture).read_bytes()))
-    prepared = backend.prepare(conversation, sampling)
-    prepared_at = time.perf_counter()
-    backend.start(prepared, sampling, lambda chunk: arrivals.put((time.perf_counter(), chunk)))
-
-    times: list[float] = []
-    token_ids: list[int] = []
-    while len(times) < job.tokens:
-        arrived, chunk = arrivals.get()
-        if isinstance(chunk, Exception):
-            raise chunk
-        times.append(arrived)
-        token_ids.extend(token.token_id for token in chunk.logprobs)
-    found = Round(prepared_at - start, times[0] - prepared_at, times[-1] - times[0])
-    return found, token_ids, prepared.prompt_tokens, prepared.image_tokens
+    [heard] = ask_at_once(backend, [conversation], sampling)
+    return heard
 
 
 if __name__ == "__main__":

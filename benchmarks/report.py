@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.checkpoints import parameters
 from benchmarks.measure import MIB, Job, Run
+from vlfit.bench.page import markdown as markdown
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -27,10 +28,10 @@ class Column:
 def print_facts(facts: dict[str, Any]) -> None:
     print(
         f"commit {facts['commit']}; {facts['processor']}, {facts['threads']} threads, "
-        f"memory copies at {facts['cpu_copy_gb_per_s']:.1f} GB/s"
+        f"memory read at {facts['cpu_memory_gb_per_s']:.1f} GB/s"
     )
     if "card" in facts:
-        print(f"{facts['card']}, memory copies at {facts['gpu_copy_gb_per_s']:.0f} GB/s")
+        print(f"{facts['card']}, memory read at {facts['gpu_memory_gb_per_s']:.0f} GB/s")
     times = (("python", "python_s"), ("import vlfit", "import_vlfit_s"), ("vlfit --help", "vlfit_help_s"))
     print("; ".join(f"{what} {facts[key] * 1e3:.0f} ms" for what, key in times))
 
@@ -94,8 +95,8 @@ def print_verdicts(
         print(
             f"- memory: native peaks at {mib(peak)} MiB; weights x 1.3 + 600 MiB is {mib(limit)}: {verdict}"
         )
-    copy = facts["cpu_copy_gb_per_s" if job.device == "cpu" else "gpu_copy_gb_per_s"]
-    print(f"- decoding: native reads weights at {gb_per_s / copy:.0%} of the speed at which memory is copied")
+    memory = facts["cpu_memory_gb_per_s" if job.device == "cpu" else "gpu_memory_gb_per_s"]
+    print(f"- decoding: native reads weights at {gb_per_s / memory:.0%} of the speed of memory")
     for column in columns[1:]:
         print(f"- tokens of {columns[0].title} and {column.title}: {agreement(columns[0], column)}")
 
@@ -115,15 +116,3 @@ def mib(size: float) -> str:
 def print_rows(rows: list[list[str]]) -> None:
     """A Markdown table with aligned columns."""
     print("\n".join(markdown(rows)))
-
-
-def markdown(rows: list[list[str]]) -> list[str]:
-    """The lines of a Markdown table with aligned columns; the first of ``rows`` is its head."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(widths[i + 1]) for i, cell in enumerate(row[1:]))]
-        lines.append("| " + " | ".join(cells) + " |")
-    rule = "|".join("-" * (width + 1) + (":" if index else "-") for index, width in enumerate(widths))
-    lines.insert(1, f"|{rule}|")
-    return lines

@@ -27,6 +27,7 @@ FLOORS = {
     "vlfit.plan": 1,
     "vlfit.engine": 2,
     "vlfit.backends": 3,
+    "vlfit.bench": 4,
     "vlfit.tasks": 4,
     "vlfit.client": 4,
     "vlfit.doctor": 4,

@@ -14,6 +14,8 @@ import typer
 
 from vlfit._version import __version__
 from vlfit.cli.ask import ask
+from vlfit.cli.bench import EXAMPLES as _BENCH_EXAMPLES
+from vlfit.cli.bench import bench
 from vlfit.cli.caption import caption
 from vlfit.cli.chat import chat
 from vlfit.cli.convert import convert
@@ -111,6 +113,7 @@ app.command(epilog=_PULL_EXAMPLES)(pull)
 app.command(epilog=_CONVERT_EXAMPLES)(convert)
 app.command(epilog=_MACHINE_EXAMPLES)(machine)
 app.command(epilog=_PLAN_EXAMPLES)(plan)
+app.command(epilog=_BENCH_EXAMPLES)(bench)
 app.command(epilog=_DOCTOR_EXAMPLES)(doctor)
 app.command(epilog=_TOP_EXAMPLES)(top)
 app.add_typer(models_app, name="models", help=_MODELS_HELP)

@@ -19,6 +19,7 @@ import torch
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint, mini_folder, open_checkpoint
+from vlfit.engine.bandwidth import seconds_of
 from vlfit.engine.engine import Engine
 from vlfit.engine.holdings import gpu_uuid
 from vlfit.engine.made_up import MadeUpLoader
@@ -37,7 +38,6 @@ NEEDED = 3 * GIB  # that must be free: weights, KV cache and workspaces of what 
 _LAYERS = 4
 _IMAGE_TOKENS, _CONTEXT, _SEQUENCES, _CHUNK = 1280, 4096, 2, 512
 _SIDE = 4096  # of the matrices whose product is timed: 69 billion multiplications
-_ROUNDS = 12
 # The driver takes more for a process than it lists for it: 9 MiB on an H200 with driver 580.
 _UNLISTED = 32 * MIB
 
@@ -227,19 +227,6 @@ def multiplications(device: torch.device) -> float:
     target = torch.empty_like(left)
     operations = 2.0 * _SIDE**3
     return operations / seconds_of(lambda: torch.mm(left, right, out=target), device)
-
-
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Median time of ``work`` on the device, by its own clock; the first rounds warm it up."""
-    times = []
-    for _ in range(_ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append(start.elapsed_time(end) / 1e3)
-    return float(statistics.median(times[_ROUNDS // 4 :]))
 
 
 def launch_seconds(device: torch.device) -> float:

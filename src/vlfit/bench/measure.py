@@ -1,0 +1,255 @@
+"""Measures one model on this machine: start, first token by phases, decoding, memory, against its own roof.
+
+All in one process, in the order of a person's wait: import, load, a request that warms up, repetitions. The
+speed of memory is measured last, when the model is gone and the device is warm. The phases of a first
+token are those of runs of their own, in which the device is waited for around the vision tower. Knows what is
+measured and its statistics; no words (``page.py``).
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vlfit.backends.native import NativeBackend, import_engine
+from vlfit.bench.asking import Heard, ask_at_once
+from vlfit.bench.wanted import Requests, Wanted, requests_for
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine.account import EngineAccount
+from vlfit.engine.conversation import Conversation
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import DoesNotFit, VlfitError
+from vlfit.machine.gpu import gpu_behind, read_gpus
+from vlfit.machine.model import Gpu, Machine
+from vlfit.machine.survey import survey
+
+if TYPE_CHECKING:
+    from vlfit.engine.timing import StepBytes
+
+Say = Callable[[str], None]
+Progress = Callable[[str, float], None]
+
+# The parts of a first token, in order: on the CPU, then on the device.
+PHASES = ("decode", "resize", "text", "vision", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """What was measured several times: all of it, in the order of time."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation; 0 of a single value."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """``at_once`` requests: seconds of a step in which all of them speak, each time it was measured.
+
+    ``cached`` tokens were in the KV cache at its middle, of all together. ``first_token``: seconds until
+    the request that is at the median has one, all being asked at the same moment. ``whole``: until all have
+    all theirs.
+    """
+
+    at_once: int
+    step: Many
+    first_token: Many
+    whole: Many
+    cached: float
+
+    @property
+    def speed(self) -> Many:
+        """Tokens per second, of all together."""
+        return Many(tuple(self.at_once / seconds for seconds in self.step.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All of it, in seconds, bytes and bytes per second. ``machine`` is as it was before anything was loaded.
+
+    ``start`` has its phases in order. ``held``: bytes of the GPU that this process had, None on a CPU.
+    ``read``: bytes of a decode step; None where layers wait in RAM. ``roof``: the speed of memory; None where
+    it could not be measured, and ``no_roof`` says why.
+    """
+
+    checkpoint: Checkpoint
+    wanted: Wanted
+    machine: Machine
+    requests: Requests
+    start: tuple[tuple[str, float], ...]
+    phases: dict[str, Many]
+    decoding: tuple[Decoding, ...]
+    account: EngineAccount
+    held: int | None
+    read: "StepBytes | None"
+    roof: float | None
+    no_roof: str = ""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU that was measured; None on a CPU, or where the driver's library does not tell."""
+        return _gpu_of(self.account, self.machine.gpus)
+
+    @property
+    def weights_loaded(self) -> int:
+        return sum(self.account.holdings.weights.values())
+
+    def speed_and_share(self, each: Decoding) -> tuple[float | None, float | None]:
+        """Bytes per second that a step reads, and which share of the roof that is; None where not known."""
+        if self.read is None:
+            return None, None
+        speed = self.read.of(each.cached) / each.step.median
+        return speed, speed / self.roof if self.roof else None
+
+
+def measure(checkpoint: Checkpoint, wanted: Wanted, say: Say, progress: Progress | None = None) -> Measured:
+    """Measure ``checkpoint`` as it is ``wanted``. ``say`` is told how far it is, ``progress`` while it loads.
+
+    Raises ``DoesNotFit`` where there is no room for as many requests at once.
+    """
+    requests = requests_for(checkpoint, wanted, max(wanted.batches))
+    if requests.alike:
+        say("fewer pictures than requests at once: those about the same one look at it together")
+    machine = survey()
+    start = Start(progress)
+    start.enter("imports")
+    import_engine()
+    start.enter("device")
+    backend = NativeBackend.load(checkpoint, requests.options(wanted), start)
+    start.end()
+    with backend:
+        sampling = SamplingParams(max_tokens=wanted.tokens, ignore_eos=True)
+        decoding = tuple(
+            _decoding(backend, requests.conversations[:count], sampling, wanted.repeat, say)
+            for count in dict.fromkeys(wanted.batches)
+        )
+        phases = _phases(backend, requests.conversations[0], wanted.repeat)
+        account, read, device = backend.account(), _read(backend), backend.engine.device
+        held = _held(account, machine.gpus)
+    del backend  # its memory is wanted
+    say("speed of memory")
+    roof, why_not = None, ""
+    try:
+        from vlfit.engine.bandwidth import memory_speed
+
+        roof = memory_speed(device)
+    except VlfitError as error:
+        why_not = error.message
+    return Measured(
+        *(checkpoint, wanted, machine, requests, start.phases, phases, decoding),
+        *(account, held, read, roof, why_not),
+    )
+
+
+class Start:
+    """Phases of a start, as whoever loads names them; goes on telling ``progress``."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress = progress
+        self._entered: list[tuple[str, float]] = []
+
+    def enter(self, phase: str) -> None:
+        """``phase`` begins, and the one before ends."""
+        if not self._entered or self._entered[-1][0] != phase:
+            self._entered.append((phase, time.perf_counter()))
+
+    def end(self) -> None:
+        self.enter("")
+
+    def __call__(self, what: str, share: float) -> None:
+        """What is being done, and the share of it that is done: what comes after the weights has no name."""
+        self.enter(what)
+        if what == "loading weights" and share >= 1.0:
+            self.enter("KV cache and graphs")
+        if self._progress is not None:
+            self._progress(what, share)
+
+    @property
+    def phases(self) -> tuple[tuple[str, float], ...]:
+        """Each phase and its seconds."""
+        pairs = zip(self._entered, self._entered[1:], strict=False)
+        return tuple((name, after - began) for (name, began), (_, after) in pairs)
+
+
+def _decoding(
+    backend: NativeBackend,
+    conversations: Sequence[Conversation],
+    sampling: SamplingParams,
+    repeat: int,
+    say: Say,
+) -> Decoding:
+    count = len(conversations)
+    ask_at_once(backend, conversations, sampling)  # warms up
+    steps, firsts, wholes, cached = [], [], [], 0.0
+    for turn in range(repeat):
+        heard = ask_at_once(backend, conversations, sampling)
+        step, cached = step_of(heard)
+        steps.append(step)
+        firsts.append(statistics.median(each.first_token_s for each in heard))
+        wholes.append(max(each.arrived[-1] for each in heard) - heard[0].asked)
+        say(f"{count} at once, {turn + 1} of {repeat}: {count / step:,.1f} tokens/s")
+    return Decoding(count, Many(tuple(steps)), Many(tuple(firsts)), Many(tuple(wholes)), cached)
+
+
+def step_of(heard: Sequence[Heard]) -> tuple[float, float]:
+    """Seconds of a step in which all requests speak, and how many tokens are in the cache then.
+
+    Counted from when the last of them has begun until the first is done: no prompt is read in between.
+    Raises ``DoesNotFit`` where there is no such time.
+    """
+    begin = max(each.arrived[0] for each in heard)
+    end = min(each.arrived[-1] for each in heard)
+    steps = sum(each.spoken(end) - each.spoken(begin) for each in heard) / len(heard)
+    if end <= begin or steps <= 0:
+        raise DoesNotFit(
+            f"of {len(heard)} requests at once the first ended before the last began to speak",
+            "decode more --tokens, or ask fewer at once with --batch",
+        )
+    middle = sum(each.prompt_tokens + (each.spoken(begin) + each.spoken(end)) / 2 for each in heard)
+    return (end - begin) / steps, middle
+
+
+def _phases(backend: NativeBackend, conversation: Conversation, repeat: int) -> dict[str, Many]:
+    """Seconds of each phase of one request's first token, ``repeat`` times."""
+    from vlfit.engine.timing import parts_of_requests
+
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    found: dict[str, list[float]] = {name: [] for name in PHASES}
+    for _ in range(repeat):
+        with parts_of_requests(backend.engine) as parts:
+            [heard] = ask_at_once(backend, [conversation], sampling)
+        seen = heard.round
+        decode, prepare, vision = sum(parts.decode), sum(parts.prepare), sum(parts.look)
+        times = (decode, prepare - decode, seen.preprocess_s - prepare, vision, seen.prefill_s - vision)
+        for name, seconds in zip(PHASES, times, strict=True):
+            found[name].append(seconds)
+    names = PHASES if parts.prepare else ("text", "prefill")
+    return {name: Many(tuple(found[name])) for name in names}
+
+
+def _read(backend: NativeBackend) -> "StepBytes | None":
+    from vlfit.engine.timing import step_bytes
+
+    return step_bytes(backend.engine)
+
+
+def _gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
+    settings = account.settings
+    return None if settings.device == "cpu" else gpu_behind(gpus, settings.gpu_uuid, settings.device)
+
+
+def _held(account: EngineAccount, before: tuple[Gpu, ...]) -> int | None:
+    """What this process holds of its GPU; where no driver tells, what is less free than ``before``."""
+    now, then = _gpu_of(account, read_gpus()[0]), _gpu_of(account, before)
+    if now is None or then is None:
+        return None
+    ours = now.total - now.free - now.desktop
+    return ours if ours > 0 else max(then.free - now.free, 0)

@@ -1,0 +1,171 @@
+"""``vlfit bench`` from its requests to its page: the arithmetic by hand, and once for real with mini."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+
+from tests.scripted_backend import png
+from vlfit.bench.asking import Heard
+from vlfit.bench.facts import facts_of
+from vlfit.bench.measure import PHASES, Many, Measured, Start, measure, step_of
+from vlfit.bench.page import page
+from vlfit.bench.picture import made_up_picture
+from vlfit.bench.wanted import Wanted, requests_for
+from vlfit.checkpoint.source import Checkpoint, open_checkpoint
+from vlfit.engine.conversation import ImagePart
+from vlfit.errors import DoesNotFit, InvalidRequest, UsageError
+
+
+@pytest.fixture(scope="module")
+def mini() -> Checkpoint:
+    return open_checkpoint("mini")
+
+
+@pytest.fixture(scope="module")
+def measured(mini: Checkpoint) -> Measured:
+    wanted = Wanted(size=(96, 64), tokens=6, batches=(1, 2), repeat=2, device="cpu", context=120)
+    said: list[str] = []
+    found = measure(mini, wanted, said.append)
+    assert [words.split(":")[0] for words in said] == [
+        *("1 at once, 1 of 2", "1 at once, 2 of 2", "2 at once, 1 of 2", "2 at once, 2 of 2"),
+        "speed of memory",
+    ]
+    return found
+
+
+def test_a_measurement_holds_together(measured: Measured, mini: Checkpoint) -> None:
+    assert [each.at_once for each in measured.decoding] == [1, 2]
+    one, two = measured.decoding
+    # Six tokens behind a prompt of 114: the step in the middle has read 3.5 of them more.
+    assert one.cached == 114 + 3.5
+    assert 2 * (114 + 1) < two.cached < 2 * (114 + 6)
+    assert all(each.whole.median > each.first_token.median > 0 for each in measured.decoding)
+    assert set(measured.phases) == set(PHASES)
+    assert all(min(many.values) > 0 for many in measured.phases.values())
+    assert [name for name, _ in measured.start] == [
+        *("imports", "device", "loading weights", "KV cache and graphs"),
+    ]
+    layers = sum(
+        info.count for name, info in mini.tensors.items() if name.startswith("model.language_model.")
+    )
+    assert measured.read is not None
+    # Of the norms of queries and keys each head has its own row; everything is in float32 on a CPU.
+    assert layers * 4 <= measured.read.weights < layers * 4 * 1.01
+    assert measured.read.per_cached_token == 6 * 2 * 2 * 64 * 4
+
+
+def test_shares_follow_from_what_was_measured(measured: Measured) -> None:
+    one = replace(measured.decoding[0], step=Many((0.5, 0.25, 1.0)), cached=10)
+    assert measured.read is not None
+    read = measured.read.weights + 10 * measured.read.per_cached_token
+    assert replace(measured, roof=4.0 * read).speed_and_share(one) == (2 * read, 0.5)
+    assert replace(measured, roof=None).speed_and_share(one) == (2 * read, None)
+    assert replace(measured, read=None).speed_and_share(one) == (None, None)
+
+
+def test_the_page_and_the_facts_say_the_same(measured: Measured) -> None:
+    facts = facts_of(measured)
+    assert facts["request"]["prompt_tokens"] == 114
+    assert facts["request"]["image_tokens"] == 70
+    assert [each["at_once"] for each in facts["decoding"]] == [1, 2]
+    assert facts["decoding"][0]["tokens_per_second"]["all"] == [
+        1 / seconds for seconds in facts["decoding"][0]["step"]["all"]
+    ]
+    lines = page(measured)
+    assert f"{facts['decoding'][1]['tokens_per_second']['median']:,.1f}" in "\n".join(lines)
+    assert any(line.startswith("mini: bf16, 12.3 M parameters, 46.9 MiB loaded") for line in lines)
+    assert any("made up, 96x64; prompt of 114 tokens (70 image tokens" in line for line in lines)
+    tables = [line for line in lines if line.startswith("|")]
+    assert len(tables) == 4 + 2 + len(PHASES) + 1
+
+
+def test_nothing_of_the_model_is_left_when_memory_is_measured(
+    mini: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the buffer would not fit beside it."""
+    from vlfit.backends.native import NativeBackend
+    from vlfit.engine import bandwidth
+
+    engines: list[weakref.ref[object]] = []
+    load = NativeBackend.load.__func__  # type: ignore[attr-defined]
+
+    def watched(*given: object) -> NativeBackend:
+        backend: NativeBackend = load(NativeBackend, *given)
+        engines.append(weakref.ref(backend.engine.runner))
+        return backend
+
+    def speed(_: object) -> float:
+        gc.collect()
+        assert [each() for each in engines] == [None]
+        return 1e9
+
+    monkeypatch.setattr(NativeBackend, "load", watched)
+    monkeypatch.setattr(bandwidth, "memory_speed", speed)
+    wanted = Wanted(size=(64, 64), tokens=2, batches=(1,), repeat=1, device="cpu")
+    assert measure(mini, wanted, lambda _: None).roof == 1e9
+
+
+def test_a_step_is_counted_while_all_speak() -> None:
+    early = Heard(0.0, 0.0, (1.0, 2.0, 3.0, 4.0), 10, 0)
+    late = Heard(0.0, 0.0, (2.0, 3.0, 4.0, 5.0), 20, 0)
+    # From 2 to 4 each says two tokens; they have 2 and 1 of them at 2, 4 and 3 at 4.
+    assert step_of([early, late]) == (1.0, 10 + 3 + 20 + 2)
+    with pytest.raises(DoesNotFit, match="ended before the last began"):
+        step_of([early, Heard(0.0, 0.0, (5.0, 6.0), 20, 0)])
+
+
+def test_a_start_is_told_by_its_phases() -> None:
+    told: list[tuple[str, float]] = []
+    start = Start(lambda what, share: told.append((what, share)))
+    start.enter("imports")
+    for share in (0.5, 1.0):
+        start("loading weights", share)
+    start("rehearsing the worst case", 1.0)
+    start.end()
+    assert [name for name, _ in start.phases] == [
+        *("imports", "loading weights", "KV cache and graphs", "rehearsing the worst case"),
+    ]
+    assert len(told) == 3
+
+
+def test_requests_have_pictures_of_their_own(mini: Checkpoint) -> None:
+    wanted = Wanted(size=(96, 64), tokens=5, batches=(3,))
+    requests = requests_for(mini, wanted, 3)
+    assert len({repr(each) for each in requests.conversations}) == 3
+    assert not requests.alike
+    options = requests.options(wanted)
+    assert (options.sequences, options.context) == (3, requests.prompt_tokens + 5)
+    assert options.kv_tokens == 3 * -(-(requests.prompt_tokens + 5) // 16) * 16
+    given = replace(wanted, pictures=(ImagePart(png(), "one"),))
+    assert requests_for(mini, given, 3).alike
+    assert not requests_for(mini, given, 1).alike
+
+
+def test_a_picture_that_was_scaled_is_not_scaled_again(mini: Checkpoint) -> None:
+    requests = requests_for(mini, Wanted(size=(1024, 768)), 1)
+    assert (requests.image_tokens, requests.image_limit) == (130, None)
+    small = requests_for(mini, Wanted(size=(96, 64)), 1)
+    assert (small.image_tokens, small.image_limit) == (70, 70)
+
+
+def test_a_prompt_is_filled_up_to_the_context(mini: Checkpoint) -> None:
+    wanted = Wanted(size=(96, 64), tokens=5, context=300)
+    assert requests_for(mini, wanted, 1).prompt_tokens == 295
+    with pytest.raises(DoesNotFit, match="over --context 30"):
+        requests_for(mini, replace(wanted, context=30), 1)
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    for wrong in ({"tokens": 1}, {"repeat": 0}, {"batches": ()}, {"batches": (0,)}, {"batches": (1, 257)}):
+        with pytest.raises(UsageError):
+            Wanted(**wrong)
+
+
+def test_a_model_without_eyes_reads_text(mini: Checkpoint) -> None:
+    blind = Checkpoint(mini.name, mini.folder, replace(mini.config, vision=None), mini.tensors)
+    requests = requests_for(blind, Wanted(tokens=10), 2)
+    assert (requests.prompt_tokens, requests.image_tokens) == (512, 0)
+    with pytest.raises(InvalidRequest):
+        requests_for(blind, Wanted(pictures=(ImagePart(made_up_picture(32, 32)),)), 1)

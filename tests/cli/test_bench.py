@@ -1,0 +1,65 @@
+"""``vlfit bench`` from the outside: what it prints where, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Vlfit
+from tests.scripted_backend import png
+from vlfit.bench import measure
+from vlfit.bench.wanted import Wanted
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.errors import DoesNotFit
+
+
+def test_json_on_stdout_and_progress_on_stderr(vlfit: Vlfit, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    ended = vlfit(
+        *("bench", "mini", "--device", "cpu", "--picture", tmp_path / "a.png", "--tokens", 3),
+        *("--repeat", 1, "--batch", "1", "--json"),
+    )
+    assert ended.code == 0, ended.err
+    facts = json.loads(ended.out)
+    assert facts["request"]["picture"] == str(tmp_path / "a.png")
+    assert facts["model"]["name"] == "mini"
+    assert "1 at once, 1 of 1" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--batch", "1,x"), "--batch is '1,x'"),
+        (("--batch", "0"), "--batch is '0'"),
+        (("--size", "0x5"), "--size is '0x5'"),
+        (("--size", "big"), "--size is 'big'"),
+        (("--tokens", "1"), "--tokens is 1"),
+        (("--chunk", "0"), "--chunk"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(vlfit: Vlfit, options: tuple[str, str], says: str) -> None:
+    ended = vlfit("bench", "mini", *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert says in ended.err
+
+
+def test_a_picture_that_is_not_there(vlfit: Vlfit) -> None:
+    ended = vlfit("bench", "mini", "--picture", "nowhere.jpg")
+    assert ended.code == 1
+    assert "nowhere.jpg: no such file" in ended.err
+
+
+def test_fewer_at_once_where_nobody_asked_for_more(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, ...]] = []
+
+    def refuse(_: Checkpoint, wanted: Wanted, *__: object) -> None:
+        tried.append(wanted.batches)
+        raise DoesNotFit("too large by 5 MiB")
+
+    monkeypatch.setattr(measure, "measure", refuse)
+    ended = vlfit("bench", "mini", "--device", "cpu")
+    assert (ended.code, tried) == (3, [(1, 4), (1,)])
+    assert "measuring one at a time alone" in ended.err
+    tried.clear()
+    assert vlfit("bench", "mini", "--device", "cpu", "--batch", "1,4").code == 3
+    assert tried == [(1, 4)]
