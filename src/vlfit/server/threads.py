@@ -32,9 +32,6 @@ class Threads:
         return await self._begin(lambda: function(*args, **kwargs))
 
     def _begin(self, function: Callable[[], Result]) -> "asyncio.Future[Result]":
-        """Starts the thread. No variable of a frame that an error comes through may hold the error, itself or
-        in its future: such a circle keeps what the frames hold until the garbage collector comes.
-        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
 
@@ -47,15 +44,25 @@ class Threads:
             else:
                 future.set_result(result)  # type: ignore[arg-type]
 
-        def work() -> None:
-            result, error = None, None
-            try:
-                result = function()
-            except BaseException as raised:
-                error = raised
-            with suppress(RuntimeError):  # the loop is gone: nobody waits any more
-                loop.call_soon_threadsafe(settle, result, error)
-            del result, error
-
-        threading.Thread(target=work, name="vlfit-server-work", daemon=True).start()
+        threading.Thread(
+            target=_work, args=(function, loop, settle), name="vlfit-server-work", daemon=True
+        ).start()
         return future
+
+
+def _work(
+    function: Callable[[], Result],
+    loop: asyncio.AbstractEventLoop,
+    settle: Callable[[Result | None, BaseException | None], None],
+) -> None:
+    """What ``function`` gives or raises, to ``settle`` on ``loop``."""
+    result, error = None, None
+    try:
+        result = function()
+    except BaseException as raised:
+        error = raised
+    with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+        loop.call_soon_threadsafe(settle, result, error)
+    # An error holds the frames that it came through. This one must not hold the error, nor the future that
+    # does: such a circle would keep a request's pictures until the garbage collector comes.
+    del settle, result, error
