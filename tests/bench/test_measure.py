@@ -1,6 +1,5 @@
 """``vlfit bench`` from its requests to its page: the arithmetic by hand, and once for real with mini."""
 
-import gc
 import weakref
 from dataclasses import replace
 
@@ -44,9 +43,9 @@ def test_a_measurement_holds_together(measured: Measured, mini: Checkpoint) -> N
     assert all(each.whole.median > each.first_token.median > 0 for each in measured.decoding)
     assert set(measured.phases) == set(PHASES)
     assert all(min(many.values) > 0 for many in measured.phases.values())
-    assert [name for name, _ in measured.start] == [
-        *("imports", "device", "loading weights", "KV cache and graphs"),
-    ]
+    names = [name for name, _ in measured.start]
+    assert names[0] == "imports"
+    assert names[-2:] == ["loading weights", "KV cache and graphs"]
     layers = sum(
         info.count for name, info in mini.tensors.items() if name.startswith("model.language_model.")
     )
@@ -97,7 +96,6 @@ def test_nothing_of_the_model_is_left_when_memory_is_measured(
         return backend
 
     def speed(_: object) -> float:
-        gc.collect()
         assert [each() for each in engines] == [None]
         return 1e9
 

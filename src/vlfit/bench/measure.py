@@ -6,6 +6,7 @@ token are those of runs of their own, in which the device is waited for around t
 measured and its statistics; no words (``page.py``).
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -134,7 +135,8 @@ def measure(checkpoint: Checkpoint, wanted: Wanted, say: Say, progress: Progress
         phases = _phases(backend, requests.conversations[0], wanted.repeat)
         account, read, device = backend.account(), _read(backend), backend.engine.device
         held = _held(account, machine.gpus)
-    del backend  # its memory is wanted
+    del backend  # its memory is wanted, which its parts hold in circles
+    gc.collect()
     say("speed of memory")
     roof, why_not = None, ""
     try:

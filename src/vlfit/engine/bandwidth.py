@@ -66,11 +66,12 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _on_gpu(work: Callable[[], object], device: torch.device) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    torch.cuda.synchronize(device)
+    with torch.cuda.device(device):  # events belong to the one that is current
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize(device)
     return float(start.elapsed_time(end) / 1e3)
 
 
