@@ -29,7 +29,7 @@ from vlfit.cli.top_source import Source, default_url, read_status
 from vlfit.engine.options import EngineOptions
 from vlfit.errors import RemoteError, ServerUnreachable
 from vlfit.machine.gpu import read_gpus
-from vlfit.server.listen import bind
+from vlfit.server.address import bind
 from vlfit.server.settings import ServerSettings
 from vlfit.server.status import expectation_of
 from vlfit.units import MIB

@@ -11,8 +11,8 @@ import uvicorn
 from openai import OpenAI
 
 from vlfit.backends.base import LocalBackend
+from vlfit.server.address import bind
 from vlfit.server.app import create_app
-from vlfit.server.listen import bind
 from vlfit.server.settings import ServerSettings
 
 

@@ -7,8 +7,9 @@ import sys
 
 from tests.server.scripted import ScriptedBackend
 from vlfit.errors import VlfitError
+from vlfit.server.address import bind
 from vlfit.server.app import create_app
-from vlfit.server.listen import bind, serve_until_stopped
+from vlfit.server.listen import serve_until_stopped
 from vlfit.server.settings import ServerSettings
 
 

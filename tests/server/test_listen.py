@@ -16,7 +16,7 @@ from openai import OpenAI, Stream
 from openai.types.chat import ChatCompletionChunk
 
 from vlfit.errors import CannotListen, UsageError
-from vlfit.server.listen import address_of, bind
+from vlfit.server.address import address_of, bind
 from vlfit.server.settings import ServerSettings, is_loopback
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]

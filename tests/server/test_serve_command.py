@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from vlfit.cli.serve import _warn_if_open
-from vlfit.server.listen import bind
+from vlfit.server.address import bind
 from vlfit.settings import read_settings
 
 VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()", "serve"]

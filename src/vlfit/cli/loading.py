@@ -1,39 +1,48 @@
 """What a person sees while a model loads: a bar on a terminal, one line in a log file. Always on stderr."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from threading import Thread
 
+from vlfit.backends.phases import Phases
 from vlfit.checkpoint.source import locate
 from vlfit.cli.printing import Printer
+from vlfit.engine.head_start import read_ahead
 
 Progress = Callable[[str, float], None]
 
 
-def loading(name: str, printer: Printer) -> AbstractContextManager[Progress]:
-    """Shows that ``name`` is being loaded, within a ``with`` block.
+@contextmanager
+def loading(name: str, printer: Printer, phases: Phases) -> Iterator[Progress]:
+    """Shows that ``name`` is being loaded, within a ``with`` block, and tells ``phases`` what is being done.
 
     Gives a function to call with what is being done and the share of the whole that is done. A model of the
     hub that is not here yet is fetched first, with a line of its own: the two would write over each other.
     A name that is no model's raises at once, before anything is said to be loading.
     """
-    locate(name)
-    return _bar(name) if printer.lively else _line(name, printer)
+    _, folder = locate(name)
+    read_ahead(folder)
+    with _bar(name) if printer.lively else _line(name, printer) as show:
+
+        def progress(what: str, share: float) -> None:
+            phases.begin(what)
+            show(what, share)
+
+        yield progress
 
 
-@contextmanager
-def importing(module: str) -> Iterator[None]:
-    """Imports ``module`` beside what is done within the block, so that nobody waits for it afterwards."""
+def import_beside(*modules: str) -> Thread:
+    """Imports ``modules`` in a thread of its own, for somebody to ``join`` who will need them."""
 
     def run() -> None:
         with suppress(Exception):  # whoever needs it imports it again, and hears why it cannot be
-            import_module(module)
+            for module in modules:
+                import_module(module)
 
-    thread = Thread(target=run, name=f"import {module}", daemon=True)
+    thread = Thread(target=run, name="import", daemon=True)
     thread.start()
-    yield
-    thread.join()
+    return thread
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from vlfit.units import MIB
 
 if TYPE_CHECKING:
     from vlfit.backends.native import NativeBackend
+    from vlfit.backends.phases import Phases
     from vlfit.machine.model import Gpu
     from vlfit.server.settings import ServerSettings
     from vlfit.settings import Settings
@@ -161,7 +162,9 @@ def serve(
     json_line: Annotated[
         bool,
         typer.Option(
-            "--json", help="When ready, print one line of JSON on stdout: url, model, context, device."
+            "--json",
+            help="When ready, print one line of JSON on stdout: url, model, context, device, and the seconds"
+            " that it took.",
         ),
     ] = False,
     quiet: Annotated[
@@ -182,9 +185,10 @@ def serve(
       VLFIT_API_KEY=secret vlfit serve --host 0.0.0.0
       curl http://127.0.0.1:8000/v1/models
     """
-    from vlfit.cli.loading import importing
+    from vlfit.backends.phases import Phases
+    from vlfit.engine import head_start
+    from vlfit.server.address import bind
     from vlfit.server.host_memory import give_large_buffers_back
-    from vlfit.server.listen import address_of, bind, serve_until_stopped
     from vlfit.settings import read_settings
 
     if model_argument and model and model_argument != model:
@@ -209,22 +213,25 @@ def serve(
         allow_private_urls=allow_private_urls,
         allow_origin=allow_origin,
     )
+    phases = Phases()
     printer = Printer(json=json_line, stream=False, quiet=quiet)
     _log_to_stderr(quiet)
     give_large_buffers_back()
     with bind(settings.host, settings.port) as listener:
-        gpus = _gpus(settings.device)  # as they are before anything is loaded: the plan is made for that
-        with importing("vlfit.server.app"):  # which takes half a second of the time that weights take
-            backend = _load(settings, printer)
+        gpus = head_start.make_context(settings.device)  # the plan is made for them as they are before it
+        backend = _load(settings, printer, phases)
         try:
+            from vlfit.server.address import address_of
             from vlfit.server.app import create_app
+            from vlfit.server.listen import serve_until_stopped
 
             server_settings = _server_settings(settings, backend, gpus)
             _tell_ledger(settings, backend, server_settings, printer)
             url = address_of(listener)
 
             def announce() -> None:
-                _announce(url, backend, printer, json_line)
+                phases.end()
+                _announce(url, backend, printer, phases, json_line)
 
             app = create_app(backend, server_settings)
             _warn_if_open(settings)
@@ -235,9 +242,10 @@ def serve(
     _leave()
 
 
-def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
+def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "NativeBackend":
+    """The model, and meanwhile what serves it: while weights are on their way Python has time to import."""
     from vlfit.backends.native import NativeBackend
-    from vlfit.cli.loading import loading
+    from vlfit.cli.loading import import_beside, loading
     from vlfit.client import choose_model
     from vlfit.engine.options import EngineOptions
 
@@ -261,8 +269,21 @@ def _load(settings: "Settings", printer: Printer) -> "NativeBackend":
     )
     if settings.max_tokens is not None:
         options = replace(options, max_tokens=settings.max_tokens)
-    with loading(name, printer) as progress:
-        return NativeBackend.load(name, options, progress)
+    with loading(name, printer, phases) as progress:
+        server: list[threading.Thread] = []
+
+        def tell(what: str, share: float) -> None:
+            progress(what, share)
+            if what == "loading weights" and not server:
+                server.append(
+                    import_beside("vlfit.server.app", "vlfit.server.listen", "vlfit.cli.ledger_page")
+                )
+
+        backend = NativeBackend.load(name, options, tell)
+    phases.begin("server")
+    for thread in server:
+        thread.join()
+    return backend
 
 
 def _gpus(device: str) -> "tuple[Gpu, ...]":
@@ -316,15 +337,19 @@ def _tell_ledger(
             printer.note(words)
 
 
-def _announce(url: str, backend: "NativeBackend", printer: Printer, json_line: bool) -> None:
+def _announce(
+    url: str, backend: "NativeBackend", printer: Printer, phases: "Phases", json_line: bool
+) -> None:
     printer.note(
         f"ready: {backend.model} on {backend.device}, context {backend.context} tokens, at {url}/v1\n"
+        f"after {phases.in_words()}\n"
         f"try:   curl {url}/v1/chat/completions "
         """-d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
     )
     if json_line:
         facts = {"url": url, "model": backend.model, "context": backend.context, "device": backend.device}
-        printer.data(facts)
+        took = {name: round(seconds, 3) for name, seconds in phases.seconds.items()}
+        printer.data({**facts, "ready_s": round(phases.total, 3), "phases_s": took})
 
 
 def _warn_if_open(settings: "Settings") -> None:

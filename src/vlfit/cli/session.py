@@ -46,21 +46,25 @@ class Session:
     @cached_property
     def model(self) -> "VisionModel":
         """The model, opened now. Raises what ``VLM`` and ``Client`` raise."""
+        from vlfit.backends.phases import Phases
         from vlfit.client import VLM, Client, choose_model
+        from vlfit.engine import head_start
 
         settings = self._settings
         name = settings.model
         if settings.server is not None:
             key = settings.api_key.get_secret_value() if settings.api_key else None
             return Client(settings.server, key, model=None if name == "auto" else name)
+        phases = Phases()
         if name == "auto":
             choice = choose_model()
             name = choice.model
             self.printer.note(choice.reason)
         if self._looks:
             _check_eyes(name)
-        with loading(name, self.printer) as progress:
-            return VLM(
+        head_start.make_context(settings.device)
+        with loading(name, self.printer, phases) as progress:
+            model = VLM(
                 name,
                 device=settings.device,
                 dtype=settings.dtype,
@@ -70,6 +74,10 @@ class Session:
                 offload=settings.offload,
                 progress=progress,
             )
+        phases.end()
+        if phases.loaded:
+            self.printer.note(f"loaded after {phases.in_words()}")
+        return model
 
     def __enter__(self) -> Self:
         return self

@@ -70,31 +70,32 @@ class Engine:
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.context = _context(options.context, checkpoint)
         self.processing = ImageProcessing.read(checkpoint.folder) if config.vision else None
+        tell = progress or (lambda what, share: None)
+        tell("planning", 0.0)
         room = self._room()
         self._waiting = room.waiting
         budget = Budget(self.device, room.limit if options.keep_to_plan else None)
         self._budget = budget
-        self.prompts = PromptBuilder(checkpoint.folder, config)
-        self.generation = GenerationDefaults.read(checkpoint.folder)
-
-        def report(read: int, total: int) -> None:
-            if progress:
-                progress("loading weights", read / total)
-
         self._loader_class = loader_class
-        text, vision = self._load_model(report)
-        pool = BlockPool(room.kv_tokens, options.block_size)
-        cache = KVCache(config.text, pool.blocks, pool.block_size, self.dtype, self.device)
-        self.runner = Runner(
-            text,
-            vision,
-            self.processing,
-            cache,
-            ImageCache(options.image_cache_bytes if vision else 0),
-            self.device,
-        )
-        if self.device.type == "cuda" and options.graphs and not self._waiting:
-            self.runner.record_graphs(self.context, options.sequences)
+        tell("loading weights", 0.0)
+        with self._loader(lambda read, total: tell("loading weights", read / total)) as loader:
+            text, vision = self._model(loader)
+            # Until the end of the block weights arrive where they stay: recording asks only for that.
+            self.prompts = PromptBuilder(checkpoint.folder, config)
+            self.generation = GenerationDefaults.read(checkpoint.folder)
+            pool = BlockPool(room.kv_tokens, options.block_size)
+            cache = KVCache(config.text, pool.blocks, pool.block_size, self.dtype, self.device)
+            self.runner = Runner(
+                text,
+                vision,
+                self.processing,
+                cache,
+                ImageCache(options.image_cache_bytes if vision else 0),
+                self.device,
+            )
+            if self.device.type == "cuda" and options.graphs and not self._waiting:
+                tell("recording decode steps", loader.share)
+                self.runner.record_graphs(self.context, options.sequences)
         self.passes = Passes(self.runner, budget, self.prompts.token_text)
         self.pool = pool
         prefixes = PrefixCache() if options.prefix_cache else None
@@ -120,13 +121,13 @@ class Engine:
         self._weights = weight_holdings(text, vision)
         self._gpu_uuid = gpu_uuid(self.device)
 
-    def _load_model(
-        self, report: Callable[[int, int], None] | None, before: TextModel | None = None
-    ) -> tuple[TextModel, VisionTower | None]:
+    def _loader(self, report: Callable[[int, int], None] | None = None) -> Loader:
+        return self._loader_class(self.checkpoint, self.device, self.dtype, report)
+
+    def _model(self, loader: Loader, before: TextModel | None = None) -> tuple[TextModel, VisionTower | None]:
         """Weights as they come to stay: of the text model, then of the vision tower, if there is one."""
         config = self.checkpoint.config
-        loader = self._loader_class(self.checkpoint, self.device, self.dtype, report)
-        with torch.inference_mode(), loader:
+        with torch.inference_mode():
             within = replace(config, text=config.text.within(self.context))
             text = TextModel(within, loader, self._waiting, before)
             vision = config.vision
@@ -135,7 +136,8 @@ class Engine:
             return text, loader.together(lambda: VisionTower(vision, loader))
 
     def _load_again(self) -> None:
-        self.runner.text, self.runner.vision = self._load_model(None, self.runner.text)
+        with self._loader() as loader:
+            self.runner.text, self.runner.vision = self._model(loader, self.runner.text)
 
     def _room(self) -> Room:
         """The ledger of what comes now. Raises ``DoesNotFit``."""
@@ -295,7 +297,7 @@ class Engine:
         if not batch:
             return
         began = time.perf_counter()
-        outcome = self.passes.run(batch)
+        outcome = self.passes.run(batch, alike=not self.scheduler.waiting)
         for sequence, error in outcome.failed:
             self._fail([sequence], error)
         works = [done.work for done in outcome.done]

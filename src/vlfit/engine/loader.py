@@ -58,7 +58,11 @@ Built = TypeVar("Built")
 
 
 class Loader:
-    """Reads tensors of one checkpoint. A context manager: leaving it unmaps the files.
+    """Reads tensors of one checkpoint. A context manager: leaving it waits for what is on its way, and unmaps
+    the files.
+
+    On a GPU tensors are where they stay before they are what they will be: whoever needs no more than their
+    place need not wait.
 
     ``dtype`` is what floating-point tensors become. On a GPU FP8, int8 and int4 weights stay as they are; a
     CPU has no unit for them and memory to spare, so there they are widened while loading.
@@ -100,7 +104,18 @@ class Loader:
     def _settle(self) -> None:
         """Wait for what ``_copy`` was allowed to bring later."""
         if self._reader is not None:
-            self._reader.settle()
+            self._reader.settle(self._count)
+
+    def _count(self, size: int) -> None:
+        """``size`` more bytes are there."""
+        self._read += size
+        if self._progress:
+            self._progress(self._read, self._total)
+
+    @property
+    def share(self) -> float:
+        """Of the bytes that are there."""
+        return self._read / self._total
 
     @contextmanager
     def into_ram(self) -> Iterator[None]:
@@ -372,12 +387,11 @@ class Loader:
             return
         if later and self._reader is not None and self._is_as_in_file(info, target):
             self._reader.read(info.file, info.start, target)
-        elif info.bytes:
+            return
+        if info.bytes:
             with self._files.numbers(info) as numbers:
                 self._put(info, numbers, target)
-        self._read += info.bytes
-        if self._progress:
-            self._progress(self._read, self._total)
+        self._count(info.bytes)
 
     def _is_as_in_file(self, info: TensorInfo, target: Tensor) -> bool:
         """Whether ``target`` is large, on the GPU, and gets the bytes of ``info`` as they are."""

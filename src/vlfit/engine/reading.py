@@ -3,11 +3,15 @@
 One thread that reads and copies in turn brings about a gigabyte a second; the page cache has ten to give. A
 mapped file is read page by page as it is touched, so files are read by ``pread`` here. Knows bytes, files and
 threads. Does not know dtypes or what a tensor is for: ``loader.py`` converts what is not as in the file.
+
+Whoever asks goes on with other work meanwhile, and waits once, at the end.
 """
 
 import os
+import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +25,9 @@ from vlfit.units import MIB
 
 PIECE_BYTES = 16 * MIB  # RAM that each thread has
 _THREADS = 4
-_AHEAD = 2 * _THREADS  # pieces that are asked for before somebody waits, so that progress is what was done
+# Seconds for which a thread of Python keeps the others waiting. With Python's own 5 ms each piece would wait
+# for whoever computes meanwhile, four times.
+_TURN = 0.0005
 
 
 class Reader:
@@ -30,34 +36,38 @@ class Reader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = ThreadPoolExecutor(_THREADS, "vlfit-read")
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[tuple[Future[None], int]] = deque()  # and how many bytes
         self._own = threading.local()
         self._files: dict[Path, int] = {}
+        self._turn = sys.getswitchinterval()
+        sys.setswitchinterval(min(_TURN, self._turn))
 
     def read(self, path: Path, start: int, target: Tensor) -> None:
-        """The bytes of ``path`` from ``start`` on into ``target`` (contiguous), as many as it has.
-
-        Raises what earlier pieces have failed with: ``CheckpointError`` where a file ends too early.
-        """
+        """The bytes of ``path`` from ``start`` on into ``target`` (contiguous), as many as it has."""
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
         if self._device.type == "cuda":  # what used this memory before has ended
-            side_stream(self._device).wait_stream(torch.cuda.current_stream(self._device))
+            self._stream().wait_stream(torch.cuda.current_stream(self._device))
         whole = target.view(-1).view(torch.uint8)
         for begin in range(0, len(whole), PIECE_BYTES):
             piece = whole[begin : begin + PIECE_BYTES]
-            self._pending.append(self._pool.submit(self._piece, path, start + begin, piece))
-            if len(self._pending) > _AHEAD:
-                self._pending.popleft().result()
+            self._pending.append((self._pool.submit(self._piece, path, start + begin, piece), len(piece)))
 
-    def settle(self) -> None:
-        """Wait until all is there. Raises as ``read``."""
+    def settle(self, arrived: Callable[[int], None] | None = None) -> None:
+        """Wait until all is there; ``arrived`` is told of each piece how many bytes it has.
+
+        Raises ``CheckpointError`` where a file ends too early.
+        """
         while self._pending:
-            self._pending.popleft().result()
+            piece, size = self._pending.popleft()
+            piece.result()
+            if arrived is not None:
+                arrived(size)
 
     def close(self) -> None:
         """Stop: what was not begun is not read any more."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        sys.setswitchinterval(self._turn)
         self._pending.clear()
         for file in self._files.values():
             os.close(file)
@@ -80,12 +90,16 @@ class Reader:
             if self._device.type != "cuda":
                 target.copy_(stage[:count])
                 return
-            stream = side_stream(self._device)
+            stream = self._stream()
             arrived = torch.cuda.Event()
             with torch.cuda.stream(stream):
                 target.copy_(stage[:count], non_blocking=True)
                 arrived.record(stream)
             arrived.synchronize()
+
+    def _stream(self) -> torch.cuda.Stream:
+        """Not the one of recordings, which go on while weights arrive."""
+        return side_stream(self._device, "reading")
 
     def _stage(self) -> Tensor:
         """The calling thread's own."""

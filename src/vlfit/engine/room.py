@@ -16,6 +16,7 @@ from vlfit.checkpoint.config import TextConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
+from vlfit.engine import head_start
 from vlfit.engine.holdings import gpu_uuid
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.gpu import gpu_behind, read_gpus
@@ -82,19 +83,37 @@ class Wanted:
     offload: Wish | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine is to be: ``gpu`` as the driver's library told of it once; None on a CPU, or untold."""
+
+    device: torch.device
+    dtype: torch.dtype
+    gpu: Gpu | None
+
+
 def find_room(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, wanted: Wanted) -> Room:
     """What an engine takes as it is ``wanted``. Raises ``DoesNotFit`` with the sizes and what is missing."""
+    place = Place(device, dtype, _gpu(device))
     if wanted.offload is not None:
-        return _with_offload(checkpoint, device, dtype, wanted)
-    room = _largest_pictures(checkpoint, device, dtype, wanted)
+        return _with_offload(checkpoint, place, wanted)
+    room = _largest_pictures(checkpoint, place, wanted)
     if room.spare < 0:
-        raise _too_little(checkpoint, device, dtype, room, wanted)
+        raise _too_little(checkpoint, place, room, wanted)
     return room
 
 
-def _largest_pictures(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, wanted: Wanted, waiting: int = 0
-) -> Room:
+def _gpu(device: torch.device) -> Gpu | None:
+    """The GPU as it is now; as it was before the context, where this start has just made that itself."""
+    if device.type == "cpu":
+        return None
+    before = head_start.gpus_before()
+    fresh = before and not torch.cuda.memory_reserved(device)
+    gpus = before if before and fresh else read_gpus()[0]
+    return gpu_behind(gpus, gpu_uuid(device), str(device))
+
+
+def _largest_pictures(checkpoint: Checkpoint, place: Place, wanted: Wanted, waiting: int = 0) -> Room:
     """With the largest pictures that there is room for; without room for any, with the smallest."""
     most = wanted.most_image_tokens
     steps = (most, *(step for step in IMAGE_TOKENS if step < most))
@@ -109,15 +128,15 @@ def _largest_pictures(
             wanted.chunk,
             offload=waiting,
         )
-        room = _with_pool(checkpoint, device, dtype, settings, wanted)
+        room = _with_pool(checkpoint, place, settings, wanted)
         if room.spare >= 0:
             break
     return room
 
 
-def _with_offload(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, wanted: Wanted) -> Room:
+def _with_offload(checkpoint: Checkpoint, place: Place, wanted: Wanted) -> Room:
     """With layers in RAM: as many as were wished for, or the fewest that make it fit."""
-    if device.type == "cpu":
+    if place.device.type == "cpu":
         raise UsageError(
             "--offload lets layers wait in RAM for a GPU; on a CPU all weights are in RAM already",
             "leave it out, or add --device cuda",
@@ -125,29 +144,27 @@ def _with_offload(checkpoint: Checkpoint, device: torch.device, dtype: torch.dty
         )
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     if wanted.offload != AUTO and wanted.offload is not None:
-        room = _largest_pictures(checkpoint, device, dtype, wanted, count_for(model, wanted.offload))
+        room = _largest_pictures(checkpoint, place, wanted, count_for(model, wanted.offload))
     else:
-        room = _largest_pictures(checkpoint, device, dtype, wanted)
+        room = _largest_pictures(checkpoint, place, wanted)
         if room.spare < 0:
-            room = _fewest_waiting(checkpoint, device, dtype, wanted, model)
+            room = _fewest_waiting(checkpoint, place, wanted, model)
     if room.spare < 0:
-        raise _too_little(checkpoint, device, dtype, room, wanted)
+        raise _too_little(checkpoint, place, room, wanted)
     check_ram(offload_of(model, len(room.waiting)), read_host())
     return room
 
 
-def _fewest_waiting(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, wanted: Wanted, model: Model
-) -> Room:
+def _fewest_waiting(checkpoint: Checkpoint, place: Place, wanted: Wanted, model: Model) -> Room:
     """The fewest layers that make room for ample pictures or, where not even all do, for small ones."""
     if wanted.image_tokens is None:
         ample = replace(wanted, image_tokens=AMPLE_IMAGE_TOKENS)
-        room = _fewest_waiting(checkpoint, device, dtype, ample, model)
+        room = _fewest_waiting(checkpoint, place, ample, model)
         if room.spare >= 0:
             return room
 
     def room_with(count: int) -> Room:
-        return _largest_pictures(checkpoint, device, dtype, wanted, count)
+        return _largest_pictures(checkpoint, place, wanted, count)
 
     steps = counts(model)
     if not steps:
@@ -156,15 +173,13 @@ def _fewest_waiting(
     return room_with(steps[min(fewest, len(steps) - 1)])
 
 
-def _with_pool(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, settings: Settings, wanted: Wanted
-) -> Room:
+def _with_pool(checkpoint: Checkpoint, place: Place, settings: Settings, wanted: Wanted) -> Room:
     least = _one_context(wanted)
-    room = _room(checkpoint, device, dtype, settings, wanted.kv_tokens or least)
+    room = _room(checkpoint, place, settings, wanted.kv_tokens or least)
     if wanted.kv_tokens is None and room.spare > 0:
-        block = kv_bytes_per_token(checkpoint.config.text, dtype) * wanted.block_size
+        block = kv_bytes_per_token(checkpoint.config.text, place.dtype) * wanted.block_size
         most = least + room.spare // block * wanted.block_size
-        room = _room(checkpoint, device, dtype, settings, min(most, wanted.sequences * least))
+        room = _room(checkpoint, place, settings, min(most, wanted.sequences * least))
     return room
 
 
@@ -204,15 +219,13 @@ def free_bytes(device: torch.device) -> int:
     return free
 
 
-def _room(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, settings: Settings, kv_tokens: int
-) -> Room:
+def _room(checkpoint: Checkpoint, place: Place, settings: Settings, kv_tokens: int) -> Room:
+    device, dtype, gpu = place.device, place.dtype, place.gpu
     if device.type == "cpu":
         lines = expect_in_ram(checkpoint, kv_tokens, dtype.itemsize).lines
         return Room(lines, 0, free_bytes(device), kv_tokens, settings.image_tokens)
     reserved = torch.cuda.memory_reserved(device)
     pool_spare = reserved - torch.cuda.memory_allocated(device)
-    gpu = gpu_behind(read_gpus()[0], gpu_uuid(device), str(device))
     waiting: tuple[int, ...] = ()
     planned: tuple[Line, ...] = ()
     if gpu is not None:
@@ -264,10 +277,9 @@ def _context_there(gpu: Gpu, reserved: int, context: int) -> int:
     return context if reserved else 0
 
 
-def _too_little(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, room: Room, wanted: Wanted
-) -> DoesNotFit:
-    half = " or --dtype bfloat16" if dtype == torch.float32 else ""
+def _too_little(checkpoint: Checkpoint, place: Place, room: Room, wanted: Wanted) -> DoesNotFit:
+    device = place.device
+    half = " or --dtype bfloat16" if place.dtype == torch.float32 else ""
     fewer = f"a smaller --context or --image-tokens{half}, a smaller checkpoint, FP8 or int4 weights"
     if wanted.kv_tokens is not None and wanted.kv_tokens > _one_context(wanted):
         fewer = f"fewer --sequences (a smaller --kv where that is given), {fewer}"

@@ -11,8 +11,10 @@ _NOT_WITH_OTHERS = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the stream 
 
 
 @cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same one for all who ask, which is kept: recordings, and copies beside computation.
+def side_stream(device: torch.device, purpose: str = "") -> torch.cuda.Stream:
+    """The same one for all who ask for one ``purpose``, which is kept: copies beside computation, recordings.
+
+    What is recorded needs one that nobody copies by meanwhile: that would be recorded too.
 
     By the driver's own call, as torch makes 32 streams of a kind when the first is asked for, which took 70
     MiB of an H200 (docs/log.md). Raises ``DeviceError``.

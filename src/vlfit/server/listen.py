@@ -7,11 +7,9 @@ is then cut with an error. The second ends the process on the spot.
 """
 
 import asyncio
-import errno
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,41 +18,10 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from vlfit.errors import CannotListen
+from vlfit.server.address import cannot_listen
 from vlfit.server.closing import Closing
 
 BACKLOG = 2048
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket on ``host`` and ``port`` (0: any free one), not yet listening. Raises ``CannotListen``.
-
-    Bound before the model is loaded, so that a taken port is known at once and not after a minute.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise CannotListen(f"cannot listen on {host}: {error.strerror}", "use --host 127.0.0.1") from error
-    if sys.platform != "win32":
-        # A port that was in use a moment ago may be taken over; on Windows this would steal one that still
-        # is.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from error
-    return listener
-
-
-def address_of(listener: socket.socket) -> str:
-    """The URL by which programs on this computer reach ``listener``."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # "any address" is none to connect to
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve_until_stopped(
@@ -66,7 +33,7 @@ def serve_until_stopped(
         # Linux lets two programs bind one port and refuses the second only here.
         listener.listen(BACKLOG)
     except OSError as error:
-        raise _cannot_listen(host, port, error) from error
+        raise cannot_listen(host, port, error) from error
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -115,10 +82,3 @@ class _Server(uvicorn.Server):
         self.should_exit = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._closing.begin)
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
-    hint = "stop the program that uses it, or choose another with --port (0 takes any free one)"
-    if error.errno == errno.EADDRNOTAVAIL:
-        hint = "check --host: it must be an address of this computer, or 0.0.0.0 for all that it has"
-    return CannotListen(f"cannot listen on {host} port {port}: {error.strerror or error}", hint)
