@@ -38,8 +38,6 @@ def write_hollow(
     ``group_size`` is of int4.
     """
     entry = next(entry for entry in catalog.family(size) if entry.weights == catalog.BF16)
-    if not isinstance(entry.config, ModelConfig):
-        raise TypeError(f"{size} has no eyes")
     plain = Checkpoint(entry.name, folder, entry.config, entry.tensors)
     config = _config(entry.config)
     if weights == catalog.BF16:

@@ -4,8 +4,6 @@ import pytest
 
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.cache import count_parameters, weights_format
-from vlfit.checkpoint.config import ModelConfig
-from vlfit.checkpoint.quantization import Quantization
 from vlfit.checkpoint.tensors import check_tensors
 from vlfit.units import GIB
 
@@ -14,10 +12,6 @@ def file_bytes(name: str) -> int:
     entry = catalog.find(name)
     assert entry is not None, name
     return sum(info.bytes for info in entry.tensors.values())
-
-
-def quantization(entry: catalog.CatalogEntry) -> Quantization | None:
-    return entry.config.quantization if isinstance(entry.config, ModelConfig) else None
 
 
 # Counted on the published configs with the reference's own classes, on the meta device.
@@ -32,7 +26,7 @@ def test_sizes_are_those_of_the_published_checkpoints(
         name = f"Qwen/Qwen3-VL-{size}-{edition}"
         entry = catalog.find(name)
         assert entry is not None
-        assert count_parameters(entry.tensors, quantization(entry)) / 1e9 == pytest.approx(
+        assert count_parameters(entry.tensors, entry.config.quantization) / 1e9 == pytest.approx(
             billions, abs=0.0005
         )
         assert file_bytes(name) / GIB == pytest.approx(bf16, abs=0.005)
@@ -76,9 +70,8 @@ def test_int4_is_what_vlfit_convert_writes() -> None:
 
 @pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
 def test_entries_are_sound_checkpoints_in_the_format_they_claim(entry: catalog.CatalogEntry) -> None:
-    assert weights_format(entry.tensors, quantization(entry)) == entry.weights
-    if isinstance(entry.config, ModelConfig):
-        check_tensors(entry.config, entry.tensors)
+    assert weights_format(entry.tensors, entry.config.quantization) == entry.weights
+    check_tensors(entry.config, entry.tensors)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +85,9 @@ def test_entries_are_sound_checkpoints_in_the_format_they_claim(entry: catalog.C
 def test_text_only_models_have_their_published_parameters(name: str, billions: float) -> None:
     entry = catalog.find(name)
     assert entry is not None
-    assert count_parameters(entry.tensors, quantization(entry)) / 1e9 == pytest.approx(billions, abs=0.0005)
+    assert count_parameters(entry.tensors, entry.config.quantization) / 1e9 == pytest.approx(
+        billions, abs=0.0005
+    )
 
 
 def test_names() -> None:

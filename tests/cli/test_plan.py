@@ -305,11 +305,7 @@ def test_a_hub_model_is_planned_from_its_headers_alone(
 SECONDS = 1.0
 
 
-# Since the plan also tries parts in 8 bits, everything takes 0.9 to 1.1 s on the development machine: to be
-# mended, and until then `make slow` says so.
-@pytest.mark.parametrize(
-    "model", [("4B",), pytest.param((), marks=pytest.mark.slow)], ids=["one model", "everything"]
-)
+@pytest.mark.parametrize("model", [("4B",), ()], ids=["one model", "everything"])
 def test_a_cold_start_takes_less_than_a_second_and_no_torch(model: tuple[str, ...]) -> None:
     program = (
         "import sys\nfrom vlfit.cli.main import app\n"

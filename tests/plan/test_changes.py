@@ -10,7 +10,7 @@ from vlfit.plan import calibration
 from vlfit.plan.changes import enough_together
 from vlfit.plan.ledger import ledger
 from vlfit.plan.search import Plan, Wishes, plan
-from vlfit.plan.subjects import instead_of, subjects
+from vlfit.plan.subjects import instead_of, named, subjects
 from vlfit.plan.what_if import variants
 from vlfit.units import MIB
 
@@ -20,8 +20,8 @@ EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 
 def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
     asked = Wishes(**wishes)  # type: ignore[arg-type]
-    models = subjects(name, asked.weights, coarser=True)
-    return plan(models, machine, asked, lambda: instead_of(models, name))
+    found = named(name, asked.weights)
+    return plan(found.exact, machine, asked, lambda: instead_of(found.exact, name), found.makers)
 
 
 def with_free(free: int) -> Machine:
@@ -128,10 +128,11 @@ def test_the_mildest_rounding_that_is_enough_is_offered() -> None:
     (offered,) = [change for change in made.changes if "fp8 -> int4" in change.what]
     assert offered.enough
     settings = replace(made.settings, weights="int4")
+    offers = named("Qwen3-VL-8B-Instruct", "int4")
     enough = {
         model.name: sum(line.bytes for line in ledger(model, made.gpu, made.backend, settings))
         <= made.gpu.total
-        for model in subjects("Qwen3-VL-8B-Instruct", "int4", coarser=True)  # the mildest first
+        for model in (*offers.exact, *offers.coarser())  # the mildest first
     }
     assert offered.what.endswith(f"--out {next(name for name in enough if enough[name])})")
     assert not all(enough.values())

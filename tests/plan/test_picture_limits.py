@@ -12,7 +12,7 @@ from vlfit.engine.options import EngineOptions
 from vlfit.machine.cards import card
 from vlfit.plan.preference import is_ample
 from vlfit.plan.search import Wishes, plan
-from vlfit.plan.subjects import subjects
+from vlfit.plan.subjects import named, subjects
 
 MINIS_OWN = 144  # 384 x 384 pixels
 
@@ -32,7 +32,8 @@ def test_what_was_wished_for_stays() -> None:
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_a_conversion_takes_what_its_original_takes(weights: str) -> None:
-    assert {model.most_image_tokens for model in subjects("mini", weights, coarser=True)} == {MINIS_OWN}
+    found = named("mini", weights)
+    assert {model.most_image_tokens for model in (*found.exact, *found.coarser())} == {MINIS_OWN}
 
 
 def test_official_checkpoints_allow_more_than_is_tried_and_nobody_asks_them() -> None:

@@ -13,7 +13,7 @@ from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
 from vlfit.plan.ledger import ledger, pool_tokens
 from vlfit.plan.preference import CHUNKS, air
 from vlfit.plan.search import Plan, Wishes, plan
-from vlfit.plan.subjects import everything, subjects
+from vlfit.plan.subjects import everything, named, subjects
 from vlfit.units import GIB, MIB
 
 LINES = [
@@ -34,7 +34,8 @@ EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 
 def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
     asked = Wishes(**wishes)  # type: ignore[arg-type]
-    return plan(subjects(name, asked.weights, coarser=True), machine, asked, everything)
+    found = named(name, asked.weights)
+    return plan(found.exact, machine, asked, everything, found.makers)
 
 
 def with_free(free: int) -> Machine:

@@ -11,7 +11,7 @@ from vlfit.plan.calibration import MEASURED, MODELLED
 from vlfit.plan.ledger import Line, ledger
 from vlfit.plan.preference import air, candidates
 from vlfit.plan.search import Plan, Wishes, plan
-from vlfit.plan.subjects import instead_of, subjects
+from vlfit.plan.subjects import instead_of, named, subjects
 from vlfit.units import MIB
 
 # The card of the documents: 8151 MiB, of which a desktop under Windows holds 951.
@@ -20,8 +20,8 @@ EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 
 def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
     asked = Wishes(**wishes)  # type: ignore[arg-type]
-    models = subjects(name, asked.weights, coarser=True)
-    return plan(models, machine, asked, lambda: instead_of(models, name))
+    found = named(name, asked.weights)
+    return plan(found.exact, machine, asked, lambda: instead_of(found.exact, name), found.makers)
 
 
 def with_free(free: int) -> Machine:

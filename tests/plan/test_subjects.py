@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ from vlfit.errors import (
     UnknownArchitecture,
     UsageError,
 )
-from vlfit.plan.model import Model
-from vlfit.plan.subjects import everything, instead_of, subjects
+from vlfit.plan.model import Model, model_of
+from vlfit.plan.subjects import everything, instead_of, named, of_entry, subjects
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def test_the_catalog_needs_no_network() -> None:
     assert [model.name for model in subjects("Qwen/Qwen3-VL-4B-Thinking", "int4")] == [
         "Qwen3-VL-4B-Thinking-INT4"
     ]
-    assert len(everything()) == 12
+    assert len(everything()) == 18
     assert all("Thinking" not in model.name for model in everything())
     assert "Qwen/Qwen3-VL-4B-Thinking" in [model.name for model in everything(edition="Thinking")]
 
@@ -73,6 +74,11 @@ def test_a_conversion_is_planned_to_the_byte_before_it_is_made(tmp_path: Path, w
     same_sizes(planned, made)
 
 
+def all_of(name: str, weights: str | None = None) -> list[Model]:
+    found = named(name, weights)
+    return [*found.exact, *found.coarser()]
+
+
 def same_sizes(planned: Model, made: Model) -> None:
     for part in ("text_bytes", "vision_bytes", "embedding_bytes", "parameters", "layer", "head"):
         assert getattr(planned, part) == getattr(made, part), part
@@ -92,7 +98,7 @@ def test_each_rounding_is_planned_to_the_byte_before_it_is_made(
     tmp_path: Path, tiny: Callable[[str], Path], name: str, weights: str
 ) -> None:
     """The command of the plan is what is run, so that its options cannot say another thing than its sizes."""
-    models = subjects(str(tiny(name)), weights, coarser=True)
+    models = all_of(str(tiny(name)), weights)
     assert len(models) > 2
     sizes = [model.weight_bytes for model in models]
     assert sizes == sorted(sizes, reverse=True)
@@ -109,7 +115,7 @@ def test_each_rounding_is_planned_to_the_byte_before_it_is_made(
 
 def test_8b_has_what_convert_can_make_of_it_the_mildest_first() -> None:
     def endings(name: str, weights: str) -> list[str]:
-        found = [each for each in subjects(name, coarser=True) if each.weights == weights]
+        found = [each for each in all_of(name) if each.weights == weights]
         return [each.name.rpartition(weights.upper())[2] for each in found if each.convert_options]
 
     assert endings("8B", "int4") == ["-E8", "-E8-V8", "-E8-V8-G64", "-E8-V8-G128", "-E8-V8-G128-H4"]
@@ -126,8 +132,8 @@ def test_8b_has_what_convert_can_make_of_it_the_mildest_first() -> None:
         "vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4 --embedding int8 --head int4 --vision int8 "
         "--group-size 128 --out Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4"
     )
-    assert "--embedding int8 --out " in subjects("2B-INT4", coarser=True)[1].made_by
-    assert subjects("8B-FP8", coarser=True)[1].made_by.startswith(
+    assert "--embedding int8 --out " in all_of("2B-INT4")[1].made_by
+    assert all_of("8B-FP8")[1].made_by.startswith(
         "vlfit convert Qwen/Qwen3-VL-8B-Instruct-FP8 --weights fp8 --embedding int8 --head int8 --out "
     )
 
@@ -158,7 +164,7 @@ def test_names_as_people_write_them(typed: str, name: str) -> None:
         ("Qwen3-VL-4B-Instuct", "Did you mean Qwen/Qwen3-VL-4B-Instruct or "),
         ("qwen3-vl", "Did you mean Qwen/Qwen3-VL-8B-Instruct or Qwen/Qwen3-VL-4B-Instruct or "),
         ("qwen3-8b", "Did you mean Qwen/Qwen3-VL-8B-Instruct or "),  # another model than Qwen3-VL-8B
-        ("llama-7b", "Did you mean meta-llama/Llama-2-7b-hf? "),
+        ("llama-7b", "Did you mean meta-llama/Llama-2-7b-hf or "),
         ("gpt2", "Give a folder"),
         ("[4B", "Give a folder"),
         ("http://[::1", "Give a folder"),
@@ -208,9 +214,27 @@ def subjects_folder() -> Path:
 def test_formats_that_cannot_be_had(tiny: Callable[[str], Path]) -> None:
     with pytest.raises(UsageError, match="cannot be made bf16"):
         subjects(str(tiny("fp8")), "bf16")
-    with pytest.raises(UsageError, match="in bf16 only") as caught:
-        subjects("Qwen/Qwen2.5-3B-Instruct", "int4")
-    assert "`vlfit convert FOLDER --weights int4`" in caught.value.hint
+    assert [model.name for model in subjects("Qwen3-VL-8B-Instruct-INT4-E8", "fp8")] == [
+        "Qwen/Qwen3-VL-8B-Instruct-FP8"
+    ]
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
+def test_kinds_make_the_same_model_as_all_tensors_one_by_one(entry: catalog.CatalogEntry) -> None:
+    """The catalog counts a layer once; headers of the same files are counted tensor by tensor."""
+    counted, read = of_entry(entry), model_of(entry.name, entry.config, entry.tensors, "")
+    for part in fields(Model):
+        if part.name not in ("known_by", "family", "converted_from", "place", "convert_options"):
+            assert getattr(counted, part.name) == getattr(read, part.name), part.name
+    assert counted.weights == entry.weights
+
+
+def test_text_only_models_are_in_every_format_too() -> None:
+    assert [model.weights for model in subjects("Phi-3-mini")] == ["bf16", "fp8", "int4"]
+    (fp8,) = subjects("Phi-3-mini", "fp8")
+    assert fp8.made_by == "vlfit convert microsoft/Phi-3-mini-4k-instruct --weights fp8"
+    assert all_of("Llama-2-7B", "int4")[-1].name == "Llama-2-7b-hf-INT4-E8-G128-H4"
+    assert all_of("Qwen2.5-3B", "fp8")[-1].name == "Qwen2.5-3B-Instruct-FP8-E8"  # it has no tower
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, tiny: Callable[[str], Path]) -> None:

@@ -5,6 +5,7 @@ Does not know: the network.
 """
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.quantization import FP8, INT4, INT8, CompressedFormat, Quantization
 from vlfit.checkpoint.renamed import renamed
-from vlfit.checkpoint.tensors import PACKED_SUFFIX, codes_per_word, is_no_weight, narrow_form
+from vlfit.checkpoint.tensors import PACKED_SUFFIX, Alike, alike, codes_per_word, is_no_weight
 from vlfit.errors import NotDownloaded, VlfitError
 
 
@@ -76,12 +77,18 @@ def weights_format(tensors: dict[str, TensorInfo], quantization: Quantization | 
 
     That is ``bf16``, ``fp16`` or ``fp32``; or ``int8``, if the embedding is most of the checkpoint.
     """
+    return format_of(alike(tensors, quantization))
+
+
+def format_of(kinds: Iterable[Alike]) -> str:
+    """``weights_format`` of a model that has these kinds of tensors."""
     sizes: dict[str, int] = {}
     in_layers: set[str] = set()
     names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-    for info in tensors.values():
-        form = narrow_form(info, quantization) or names.get(info.dtype, info.dtype.lower())
-        sizes[form] = sizes.get(form, 0) + info.bytes
+    for kind in kinds:
+        info = kind.one
+        form = kind.form or names.get(info.dtype, info.dtype.lower())
+        sizes[form] = sizes.get(form, 0) + len(kind.names) * info.bytes
         if ".layers." in info.name:
             in_layers.add(form)
     narrow = next((form for form in (INT4, FP8, INT8) if form in in_layers), None)
@@ -90,7 +97,12 @@ def weights_format(tensors: dict[str, TensorInfo], quantization: Quantization | 
 
 def count_parameters(tensors: dict[str, TensorInfo], quantization: Quantization | None) -> int:
     """Number of weights; scales and zero points of quantized layers are not weights."""
-    return sum(count_weights(info, quantization) for info in tensors.values())
+    return parameters_of(alike(tensors, quantization), quantization)
+
+
+def parameters_of(kinds: Iterable[Alike], quantization: Quantization | None) -> int:
+    """``count_parameters`` of a model that has these kinds of tensors."""
+    return sum(len(kind.names) * count_weights(kind.one, quantization) for kind in kinds)
 
 
 def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:

@@ -1,22 +1,30 @@
 """Checkpoints that vlfit knows without a network: the official Qwen3-VL, and three text-only models.
 
 Knows: their configs (the numbers of the official ``config.json`` files), from which every tensor's name,
-shape and type follows as in the published files: no size is written down here. int4 entries are what ``vlfit
-convert`` makes of the bf16 ones, ``variants`` what it makes with options that round more. Does not know:
-whether the files are on this disk, or anything about memory.
+shape and type follows as in the published files: no size is written down here. int4 entries, and FP8 ones of
+text-only models, are what ``vlfit convert`` makes of the bf16 ones, ``variants`` what it makes with options
+that round more. Does not know: whether the files are on this disk, or anything about memory.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 from pathlib import Path
 
-from vlfit.checkpoint.config import ModelConfig, TextConfig, VisionConfig
+from vlfit.checkpoint.config import NO_TOKEN, ModelConfig, TextConfig, VisionConfig
 from vlfit.checkpoint.conversions import in_format, roundings
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8, INT4
-from vlfit.checkpoint.tensors import COMPRESSED_SCALE, PACKED_SUFFIX, SCALE_SUFFIX, expected_tensors
+from vlfit.checkpoint.tensors import (
+    COMPRESSED_SCALE,
+    PACKED_SUFFIX,
+    SCALE_SUFFIX,
+    Alike,
+    expected_tensors,
+    narrow_form,
+)
 
 BF16 = "bf16"
 FORMATS = (BF16, FP8, INT4)  # from the most to the least exact
@@ -25,28 +33,8 @@ _BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
 
 
 @dataclass(frozen=True, slots=True)
-class TextOnlyConfig:
-    """A decoder without eyes: Llama's layout. ``attention_bias``: q, k and v have one (Qwen2.5).
-
-    ``window``: a token sees so many back, as in ``decoder.TextConfig``; None: all.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    attention_bias: bool
-    window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A checkpoint by its config. ``name`` is its name on the hub; for int4 the folder that convert writes.
+    """A checkpoint by its config. ``name`` is its name on the hub, or the folder that convert writes.
 
     ``family`` is shared by the same model in other formats: ``Qwen3-VL-4B``. ``edition``: Instruct, Thinking
     or "". ``converted_from``: the hub name of the checkpoint that ``vlfit convert`` makes this one of;
@@ -57,26 +45,50 @@ class CatalogEntry:
     family: str
     edition: str
     weights: str
-    config: ModelConfig | TextOnlyConfig
+    config: ModelConfig
     converted_from: str = ""
     convert_options: str = ""
 
     @property
+    def kinds(self) -> list[Alike]:
+        """Every tensor of its files, by kinds."""
+        return kinds_of(self.config)
+
+    @property
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor of its files: name, type, shape and bytes; where in a file is not known."""
-        if isinstance(self.config, TextOnlyConfig):
-            return {name: _info(name, "BF16", shape) for name, shape in _text_only_tensors(self.config)}
         return tensors_of(self.config)
 
 
 def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
     """The tensors of a checkpoint with ``config``, as the official files and ``vlfit convert`` have them."""
-    shapes = expected_tensors(config)
-    tensors = {name: _info(name, _stored_type(name, shapes), shape) for name, shape in shapes.items()}
-    for name in [name for name in tensors if name.endswith(PACKED_SUFFIX)]:
-        shape_name = name.removesuffix(PACKED_SUFFIX) + ".weight_shape"
-        tensors[shape_name] = _info(shape_name, "I64", (2,))
+    tensors: dict[str, TensorInfo] = {}
+    for _, kinds in groupby(kinds_of(config), lambda kind: kind.one.name.partition(".0.")[0]):
+        alike = list(kinds)
+        for names in zip(*(kind.names for kind in alike), strict=True):  # layer by layer
+            tensors |= {name: replace(kind.one, name=name) for name, kind in zip(names, alike, strict=True)}
     return tensors
+
+
+def kinds_of(config: ModelConfig) -> list[Alike]:
+    """The kinds of ``tensors_of``: there all layers are stored alike, and so are all blocks of the tower."""
+    text, vision = replace(config.text, num_hidden_layers=1), config.vision
+    counts = {f"{text.prefix}.layers": config.text.num_hidden_layers}
+    if vision is not None:
+        counts["model.visual.blocks"] = vision.depth
+        vision = replace(vision, depth=1)
+    shapes = expected_tensors(replace(config, text=text, vision=vision))
+    packed = [name.removesuffix(PACKED_SUFFIX) for name in shapes if name.endswith(PACKED_SUFFIX)]
+    shapes |= {f"{module}.weight_shape": (2,) for module in packed}
+    kinds = []
+    for name, shape in shapes.items():
+        info = _info(name, _stored_type(name, shapes), shape)
+        layers, _, rest = name.partition(".0.")
+        names = (
+            [f"{layers}.{index}.{rest}" for index in range(counts[layers])] if layers in counts else [name]
+        )
+        kinds.append(Alike(info, narrow_form(info, config.quantization), names))
+    return kinds
 
 
 @lru_cache(maxsize=1)
@@ -93,8 +105,6 @@ def variants() -> tuple[CatalogEntry, ...]:
 
 def _variants() -> Iterator[CatalogEntry]:
     for entry in entries():
-        if not isinstance(entry.config, ModelConfig):
-            continue
         for rounding in roundings(entry.config, entry.weights):
             name = f"{entry.name.removeprefix('Qwen/')}{rounding.ending}"
             yield replace(
@@ -136,23 +146,35 @@ def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 def _stored_type(name: str, shapes: dict[str, tuple[int, ...]]) -> str:
     if name + SCALE_SUFFIX in shapes or name.removesuffix(".weight") + COMPRESSED_SCALE in shapes:
         return "F8_E4M3"
+    if name.endswith(".weight_shape"):
+        return "I64"
     return "I32" if name.endswith((PACKED_SUFFIX, ".weight_zero_point")) else "BF16"
 
 
 def _entries() -> Iterator[CatalogEntry]:
     for size in ("8B", "4B", "2B"):
         for edition in ("Instruct", "Thinking"):
-            for weights in FORMATS:
-                plain = f"Qwen/Qwen3-VL-{size}-{edition}"
-                name = plain + ("" if weights == BF16 else f"-{weights.upper()}")
-                config = in_format(_QWEN3_VL[size], weights)
-                if weights == INT4:
-                    local = name.removeprefix("Qwen/")
-                    yield CatalogEntry(local, f"Qwen3-VL-{size}", edition, weights, config, plain)
-                else:
-                    yield CatalogEntry(name, f"Qwen3-VL-{size}", edition, weights, config)
-    for name, text_only in _TEXT_ONLY.items():
-        yield CatalogEntry(name, name.rpartition("/")[2], "", BF16, text_only)
+            name = f"Qwen/Qwen3-VL-{size}-{edition}"
+            yield from _in_each_format(name, f"Qwen3-VL-{size}", edition, _QWEN3_VL[size], (BF16, FP8))
+    for name, config in _TEXT_ONLY.items():
+        yield from _in_each_format(name, name.rpartition("/")[2], "", config, (BF16,))
+
+
+def _in_each_format(
+    name: str, family: str, edition: str, config: ModelConfig, published: tuple[str, ...]
+) -> Iterator[CatalogEntry]:
+    """The model ``name`` of the hub, which has the formats ``published``; vlfit convert makes the others."""
+    for weights in FORMATS:
+        called = name if weights == BF16 else f"{name}-{weights.upper()}"
+        made = weights not in published
+        yield CatalogEntry(
+            called.rpartition("/")[2] if made else called,
+            family,
+            edition,
+            weights,
+            in_format(config, weights),
+            name if made else "",
+        )
 
 
 def _qwen3_vl(
@@ -224,35 +246,75 @@ _QWEN3_VL = {
         vision=_vision(depth=27, hidden=1152, intermediate=4304, deepstack=(8, 16, 24), out=4096),
     ),
 }
-# Vocabulary, hidden, intermediate, layers, heads, key/value heads, head_dim, positions, tied, bias,
-# window: the numbers of their config.json.
-# Phi-3's attention slides over 2,047 of its 4,096 positions, so that is the longest context it runs with.
+
+
+def _text_only(text: TextConfig, *, tied: bool) -> ModelConfig:
+    return ModelConfig(text, None, NO_TOKEN, NO_TOKEN, NO_TOKEN, NO_TOKEN, tied, None)
+
+
+# The numbers of their config.json.
 _TEXT_ONLY = {
-    "meta-llama/Llama-2-7b-hf": TextOnlyConfig(32000, 4096, 11008, 32, 32, 32, 128, 4096, False, False),
-    "microsoft/Phi-3-mini-4k-instruct": TextOnlyConfig(
-        32064, 3072, 8192, 32, 32, 32, 96, 2047, False, False, 2047
+    "meta-llama/Llama-2-7b-hf": _text_only(
+        TextConfig(
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            head_dim=128,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            rope_theta=1e4,
+            mrope_section=(),
+            attention_bias=False,
+            hidden_act="silu",
+            prefix="model",
+            query_key_norm=False,
+        ),
+        tied=False,
     ),
-    "Qwen/Qwen2.5-3B-Instruct": TextOnlyConfig(151936, 2048, 11008, 36, 16, 2, 128, 32768, True, True),
+    "microsoft/Phi-3-mini-4k-instruct": _text_only(
+        TextConfig(
+            vocab_size=32064,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            head_dim=96,
+            # Its attention slides over 2,047 of its 4,096 positions: the longest context it runs with.
+            max_position_embeddings=2047,
+            rms_norm_eps=1e-5,
+            rope_theta=1e4,
+            mrope_section=(),
+            attention_bias=False,
+            hidden_act="silu",
+            prefix="model",
+            query_key_norm=False,
+            joined=True,
+            window=2047,
+        ),
+        tied=False,
+    ),
+    "Qwen/Qwen2.5-3B-Instruct": _text_only(
+        TextConfig(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=11008,
+            num_hidden_layers=36,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            head_dim=128,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+            mrope_section=(),
+            attention_bias=True,
+            hidden_act="silu",
+            prefix="model",
+            query_key_norm=False,
+        ),
+        tied=True,
+    ),
 }
-
-
-def _text_only_tensors(config: TextOnlyConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Llama's names. Phi-3 joins q, k and v, and gate and up, into one tensor each: the same bytes."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
-    for index in range(config.num_hidden_layers):
-        layer = f"model.layers.{index}"
-        for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            yield f"{layer}.self_attn.{name}.weight", (rows, hidden)
-            if config.attention_bias:
-                yield f"{layer}.self_attn.{name}.bias", (rows,)
-        yield f"{layer}.self_attn.o_proj.weight", (hidden, queries)
-        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
-        yield f"{layer}.input_layernorm.weight", (hidden,)
-        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)

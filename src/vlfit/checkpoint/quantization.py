@@ -8,8 +8,7 @@ AWQ and GPTQ have modules of their own. Does not know: tensors or how they are c
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any
 
 from vlfit.checkpoint.auto_round import AUTO_ROUND_METHODS, read_auto_round
@@ -113,11 +112,15 @@ class WeightScheme:
 class CompressedFormat:
     """Weights as compressed-tensors stores them, activations in 16 bits: a scheme for each group of modules.
 
-    ``ignored`` are names of modules, or patterns after ``re:``, that keep 16-bit weights.
+    ``ignored`` are names of modules, or patterns after ``re:``, that keep 16-bit weights. ``_known``: what
+    ``scheme_of`` found; a model has some hundred modules, and each is asked about a few times.
     """
 
     schemes: tuple[WeightScheme, ...]
     ignored: tuple[str, ...]
+    _known: dict[str, WeightScheme | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False, hash=False
+    )
 
     def converts(self, module: str) -> bool:
         """Whether the weight of ``module`` is in fewer bits, by the rule of compressed-tensors."""
@@ -129,13 +132,14 @@ class CompressedFormat:
 
         The first group that targets it by its name, else by a pattern, else as the kind of module that it is.
         """
-        return _scheme_of(self.schemes, module)
+        if module not in self._known:
+            self._known[module] = _scheme_of(self.schemes, module)
+        return self._known[module]
 
 
 _NO_TARGET = 3
 
 
-@lru_cache(maxsize=8192)  # a model has some hundred modules, and each is asked about a few times
 def _scheme_of(schemes: tuple[WeightScheme, ...], module: str) -> WeightScheme | None:
     ranked = (
         (min(_rank(target, module) for target in scheme.targets), place)

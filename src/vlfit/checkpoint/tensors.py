@@ -4,7 +4,10 @@ Knows: tensor names, shapes, and what stands for a weight in FP8, int8 and int4.
 Does not know: files (``headers.py`` does) or values.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.headers import TensorInfo
@@ -34,6 +37,7 @@ _ACTIVATION_SCALE = ".input_scale"
 # Beside each 4-bit weight; says what config.json and the other shapes say.
 _PACKED_SHAPE = ".weight_shape"
 _NO_WEIGHTS = (SCALE_SUFFIX, *COMPRESSED_SUFFIXES[1:], _PACKED_SHAPE)
+_NUMBER = re.compile(r"\.\d+\.")
 _NARROW_FORMS = {"F8_E4M3": FP8, "I8": INT8}
 
 
@@ -89,6 +93,32 @@ def narrow_form(info: TensorInfo, quantization: Quantization | None) -> str | No
     if info.name.endswith(PACKED_SUFFIX):
         return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
     return _NARROW_FORMS.get(info.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Tensors of one type and shape, whose ``names`` differ in the number of their layer; ``one`` of them.
+
+    ``form``: ``fp8``, ``int8`` or ``int4`` if they hold weights in fewer than 16 bits.
+    """
+
+    one: TensorInfo
+    form: str | None
+    names: list[str]
+
+
+def alike(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> list[Alike]:
+    """``tensors`` by their kinds: a model has a thousand of some forty, in the order of their first."""
+    kinds: dict[tuple[str, str, tuple[int, ...], str | None], list[str]] = {}
+    for name, info in tensors.items():
+        key = _without_number(name), info.dtype, info.shape, narrow_form(info, quantization)
+        kinds.setdefault(key, []).append(name)
+    return [Alike(tensors[names[0]], key[3], names) for key, names in kinds.items()]
+
+
+@cache  # the models of the catalog have their names in common
+def _without_number(name: str) -> str:
+    return _NUMBER.sub(".*.", name, count=1)
 
 
 def is_text_layer(name: str) -> bool:

@@ -154,12 +154,16 @@ def _one(
     svg: Path | None,
 ) -> bool:
     from vlfit.plan.search import emptiest, plan
-    from vlfit.plan.subjects import instead_of, subjects
+    from vlfit.plan.subjects import instead_of, named
 
     emptiest(machine)  # without a GPU there is nothing to ask a hub for
-    models = subjects(name, wishes.weights, coarser=True)
-    made = plan(models, machine, wishes, lambda: instead_of(models, name))
-    rows = _what_if(machine, lambda other: plan(models, other, wishes)) if what_if else []
+    found = named(name, wishes.weights)
+    made = plan(found.exact, machine, wishes, lambda: instead_of(found.exact, name), found.makers)
+    rows = (
+        _what_if(machine, lambda other: plan(found.exact, other, wishes, makers=found.makers))
+        if what_if
+        else []
+    )
     if svg is not None:
         _write(svg, made)
         printer.note(f"drawn into {svg}")
@@ -195,19 +199,13 @@ def _everything(machine: "Machine", wishes: "Wishes", printer: Printer, what_if:
 
 def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
     """A plan for each model of the catalog that can have the wishes at all, best first."""
-    from vlfit.plan.ledger import NATIVE
     from vlfit.plan.search import plan
-    from vlfit.plan.subjects import everything, of_entry, variants
+    from vlfit.plan.subjects import everything, makers_of
 
     plans = []
     for model in everything(wishes.weights):
         try:
-            made = plan([model], machine, wishes)
-            coarser = [] if made.fits or made.backend != NATIVE else variants(model)
-            # The last is the smallest: if it does not fit, the milder ones need not be counted.
-            if coarser and plan([of_entry(coarser[-1])], machine, wishes).fits:
-                made = plan([of_entry(entry) for entry in coarser], machine, wishes)
-            plans.append(made)
+            plans.append(plan([model], machine, wishes, makers=makers_of([model])))
         except UsageError:
             continue  # a wish that only this model cannot have, such as pictures for a text-only one
     return sorted(plans, key=lambda each: each.rank)

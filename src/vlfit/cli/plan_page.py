@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LEGEND = (
     "Negative: too much, even at the smallest settings that are tried. Instruct and Thinking have one size. "
-    "A model's ledger: vlfit plan MODEL. int4 copies are made by vlfit convert."
+    "A model's ledger: vlfit plan MODEL. Copies that are not on the hub are made by vlfit convert."
 )
 _BFLOAT16_FROM = (8, 0)  # compute capability
 _BAR = 72

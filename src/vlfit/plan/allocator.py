@@ -30,6 +30,8 @@ _PARTS_OF_A_LAYER = (
 )
 # The engine makes one matrix of those that share their input.
 _JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+_TOWER = "model.visual."
+_BLOCK = re.compile(r"\.blocks\.(\d+)\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -78,9 +80,9 @@ def beside(size: int) -> int:
 def joined(loaded: Mapping[str, int]) -> dict[str, int]:
     """Tensors as the engine allocates them, by name and size, from those of the files; the tower last."""
     sizes: dict[str, int] = {}
-    for name, size in sorted(loaded.items(), key=lambda item: _turn(item[0], vision=3)):
+    for name in sorted(loaded, key=_turn_joined):
         whole = _whole(name)
-        sizes[whole] = sizes.get(whole, 0) + size
+        sizes[whole] = sizes.get(whole, 0) + loaded[name]
     return sizes
 
 
@@ -97,7 +99,7 @@ def shelved(sizes: Mapping[str, int]) -> list[int]:
     """
     found: dict[str, int] = {}
     for name, size in sizes.items():
-        shelf = "tower" if name.startswith("model.visual.") else "layers" if _LAYER.search(name) else ""
+        shelf = "tower" if name.startswith(_TOWER) else "layers" if _LAYER.search(name) else ""
         if not shelf or size < SHELVED:
             found[name] = size
         else:
@@ -107,14 +109,25 @@ def shelved(sizes: Mapping[str, int]) -> list[int]:
 
 def apart(loaded: Mapping[str, int]) -> dict[str, int]:
     """Tensors as transformers moves them to the GPU: each by itself, the vision tower first."""
-    return dict(sorted(loaded.items(), key=lambda item: _turn(item[0], vision=-1)))
+    return {name: loaded[name] for name in sorted(loaded, key=_turn_apart)}
 
 
 @cache
+def _turn_joined(name: str) -> tuple[int, int, int, int]:
+    return _turn(name, vision=3)
+
+
+@cache
+def _turn_apart(name: str) -> tuple[int, int, int, int]:
+    return _turn(name, vision=-1)
+
+
 def _turn(name: str, vision: int) -> tuple[int, int, int, int]:
     """When the tensor ``name`` is loaded; the tower, as a whole, at ``vision``, of -1 to 3."""
-    if name.startswith("model.visual."):
-        return vision, 0, 0, 0
+    if name.startswith(_TOWER):
+        block = _BLOCK.search(name)
+        # What is before the blocks in the files, then they, then the mergers.
+        return vision, int(block[1]) if block else 2**31 if "merger" in name else -1, 0, 0
     layer = _LAYER.search(name)
     if layer is None:
         return 1, 0, 0, 0

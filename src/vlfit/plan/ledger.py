@@ -91,7 +91,7 @@ def held_by_others(gpu: Gpu) -> int:
 
 def _weights(model: Model, waiting: int = 0) -> tuple[Line, ...]:
     """``waiting`` layers are in RAM: their line is of the two slots that they take turns in."""
-    head = "table of tokens" if model.text.tie_word_embeddings else "table of tokens and output head"
+    head = "table of tokens and output head" if model.own_head else "table of tokens"
     apart = offload.offload_of(model, waiting)
     here = f"text layers in {model.weights}, {model.known_by}"
     if waiting:

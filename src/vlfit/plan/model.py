@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from vlfit.checkpoint.cache import count_parameters, weights_format
-from vlfit.checkpoint.catalog import BF16, TextOnlyConfig
-from vlfit.checkpoint.config import ModelConfig, VisionConfig
+from vlfit.checkpoint.cache import format_of, parameters_of
+from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import Quantization
 from vlfit.checkpoint.tensors import (
@@ -18,6 +18,8 @@ from vlfit.checkpoint.tensors import (
     ORDER_SUFFIX,
     PACKED_SUFFIX,
     SCALE_SUFFIX,
+    Alike,
+    alike,
     codes_per_word,
     is_embedding,
     narrow_form,
@@ -58,23 +60,24 @@ class Matrix:
 class Model:
     """What a plan has to know of a checkpoint. All sizes in bytes, as loaded on a GPU.
 
-    ``embedding_bytes`` are the table of tokens and, if it has weights of its own, the output head.
-    ``layer`` has the matrices of one text layer by name, each as large as in the largest layer.
+    ``embedding_bytes`` are the table of tokens and, if it has weights of its own (``own_head``), the output
+    head. ``layer`` has the matrices of one text layer by name, each as large as in the largest layer.
     ``rounding`` is what torch's allocator adds by rounding large tensors up; ``pool`` is all that it takes
     more than the weights are once they are loaded, ``pool_apart`` that without joining what shares its input,
-    as in transformers. ``converted_from`` names the checkpoint that ``vlfit convert`` has to make this one
-    of, "" if it exists, and ``convert_options`` what it is told for that, beside the format, at the cost of
-    exactness. ``place`` is what a command names to load it: a folder's path or a name on the hub.
-    ``tower_is_narrow``: products of the vision tower have weights in fewer than 16 bits. ``known_by`` says in
-    words where the sizes were read. ``sizes`` are those of tensors as the engine allocates them, in order.
-    ``most_image_tokens``: of a picture, by the checkpoint's own settings; None where they are not known.
+    as in transformers, which is planned with bf16 alone: else 0. ``converted_from`` names the checkpoint that
+    ``vlfit convert`` has to make this one of, "" if it exists, and ``convert_options`` what it is told for
+    that, beside the format, at the cost of exactness. ``place`` is what a command names to load it: a
+    folder's path or a name on the hub. ``tower_is_narrow``: products of the vision tower have weights in
+    fewer than 16 bits. ``known_by`` says in words where the sizes were read. ``sizes`` are those of tensors
+    as the engine allocates them, in order. ``most_image_tokens``: of a picture, by the checkpoint's own
+    settings; None where they are not known.
     """
 
     name: str
     family: str
     weights: str
     parameters: int
-    text: TextOnlyConfig
+    text: TextConfig
     vision: VisionConfig | None
     text_bytes: int
     vision_bytes: int
@@ -89,6 +92,7 @@ class Model:
     place: str = ""
     convert_options: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
+    own_head: bool = True
     tower_is_narrow: bool = False
     most_image_tokens: int | None = None
 
@@ -124,73 +128,59 @@ class Model:
 
 def model_of(
     name: str,
-    config: ModelConfig | TextOnlyConfig,
-    tensors: Mapping[str, TensorInfo],
+    config: ModelConfig,
+    tensors: Mapping[str, TensorInfo] | list[Alike],
     known_by: str,
     *,
     family: str = "",
     converted_from: str = "",
     place: str = "",
     convert_options: str = "",
+    most_image_tokens: int | None = None,
 ) -> Model:
-    """The model that ``tensors`` (a checkpoint's headers, or the catalog's) and ``config`` describe."""
-    text, vision = (config, None) if isinstance(config, TextOnlyConfig) else (_text(config), config.vision)
-    left_out = (f"{HEAD}.",) if text.tie_word_embeddings else ()  # then it is the embedding
-    loaded = {
-        tensor: _loaded(info, text)
-        for tensor, info in tensors.items()
-        if not tensor.endswith(_NOT_LOADED) and not tensor.startswith(left_out)
-    }
-    quantization = None if isinstance(config, TextOnlyConfig) else config.quantization
+    """The model that ``tensors`` (a checkpoint's headers, or their kinds) and ``config`` describe."""
+    kinds = tensors if isinstance(tensors, list) else alike(tensors, config.quantization)
+    text = config.text
+    left_out = (f"{HEAD}.",) if config.tie_word_embeddings else ()  # then it is the embedding
+    loaded: dict[str, int] = {}
     parts = {"text": 0, "vision": 0, "embedding": 0}
-    for tensor, size in loaded.items():
-        parts[ledger_part(tensor)] += size
-    sizes = joined(loaded)
+    rounding = 0
+    for kind in kinds:
+        if kind.one.name.endswith(_NOT_LOADED) or kind.one.name.startswith(left_out):
+            continue
+        size, count = _loaded(kind.one, text), len(kind.names)
+        loaded |= dict.fromkeys(kind.names, size)
+        parts[ledger_part(kind.one.name)] += count * size
+        rounding += count * (-size % _ROUNDED_TO) if size >= _ROUNDED_FROM else 0
+    total, sizes = sum(parts.values()), joined(loaded)
+    weights = format_of(kinds)
     return Model(
         name=name,
         family=family or name.rpartition("/")[2],
-        weights=weights_format(dict(tensors), quantization),
-        parameters=count_parameters(dict(tensors), quantization),
+        weights=weights,
+        parameters=parameters_of(kinds, config.quantization),
         text=text,
-        vision=vision,
+        vision=config.vision,
         text_bytes=parts["text"],
         vision_bytes=parts["vision"],
         embedding_bytes=parts["embedding"],
-        rounding=sum(-size % _ROUNDED_TO for size in loaded.values() if size >= _ROUNDED_FROM),
-        pool=held_for(shelved(sizes)) - sum(loaded.values()),
-        pool_apart=held_for(apart(loaded).values()) - sum(loaded.values()),
-        layer=_layer(text, tensors, quantization),
-        head=_head(text, tensors, quantization),
+        rounding=rounding,
+        pool=held_for(shelved(sizes)) - total,
+        pool_apart=held_for(apart(loaded).values()) - total if weights == BF16 else 0,
+        layer=_layer(text, kinds, config.quantization),
+        head=_head(config, kinds),
         known_by=known_by,
         converted_from=converted_from,
         place=place or name,
         convert_options=convert_options,
         sizes=sizes,
-        tower_is_narrow=any(
-            ledger_part(tensor) == "vision" and narrow_form(info, quantization) is not None
-            for tensor, info in tensors.items()
-        ),
+        most_image_tokens=most_image_tokens,
+        own_head=not config.tie_word_embeddings,
+        tower_is_narrow=any(kind.form and ledger_part(kind.one.name) == "vision" for kind in kinds),
     )
 
 
-def _text(config: ModelConfig) -> TextOnlyConfig:
-    text = config.text
-    return TextOnlyConfig(
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_hidden_layers=text.num_hidden_layers,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=text.num_key_value_heads,
-        head_dim=text.head_dim,
-        max_position_embeddings=text.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention_bias=text.attention_bias,
-        window=text.window,
-    )
-
-
-def _loaded(info: TensorInfo, text: TextOnlyConfig) -> int:
+def _loaded(info: TensorInfo, text: TextConfig) -> int:
     """Bytes that the engine allocates for one tensor of the files (``engine/loader.py``)."""
     if info.name.endswith(".q_norm.weight"):  # a row for each head (``engine/decoder/text.py``)
         return text.num_attention_heads * info.count * HALF
@@ -212,16 +202,14 @@ def ledger_part(tensor: str) -> str:
     return "embedding" if is_embedding(tensor) or tensor.startswith(f"{HEAD}.") else "text"
 
 
-def _layer(
-    text: TextOnlyConfig, tensors: Mapping[str, TensorInfo], quantization: Quantization | None
-) -> dict[str, Matrix]:
+def _layer(text: TextConfig, kinds: list[Alike], quantization: Quantization | None) -> dict[str, Matrix]:
     """The matrices of a layer by ``LAYER_PARTS``; the files may have some of them as one (Phi-3)."""
     keys = text.num_key_value_heads * text.head_dim
     rows = {"q_proj": text.num_attention_heads * text.head_dim, "k_proj": keys, "v_proj": keys}
     rows |= {"gate_proj": text.intermediate_size, "up_proj": text.intermediate_size}
-    parts: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in tensors.items():
-        parts.setdefault(name.rpartition(".")[0].rpartition(".")[2], {})[name] = info
+    parts: dict[str, list[TensorInfo]] = {}
+    for kind in kinds:
+        parts.setdefault(kind.one.name.rpartition(".")[0].rpartition(".")[2], []).append(kind.one)
     is_joined = JOINED_PARTS["q_proj"] in parts
     found = {}
     for part in LAYER_PARTS:
@@ -231,24 +219,23 @@ def _layer(
     return found
 
 
-def _largest(part: str, tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> Matrix:
+def _largest(part: str, tensors: list[TensorInfo], quantization: Quantization | None) -> Matrix:
     endings = (f".{part}.weight", f".{part}{PACKED_SUFFIX}")
-    found = [_matrix(info, quantization) for name, info in tensors.items() if name.endswith(endings)]
+    found = [_matrix(info, quantization) for info in tensors if info.name.endswith(endings)]
     # Layers may be stored in several forms (a converter skips what it cannot divide): the dearest counts.
     dearest = max(found, key=lambda matrix: (matrix.form != BF16, matrix.weights))
-    ordered = any(name.endswith(f".{part}{ORDER_SUFFIX}") for name in tensors)
+    ordered = any(info.name.endswith(f".{part}{ORDER_SUFFIX}") for info in tensors)
     return replace(dearest, ordered=ordered)
 
 
-def _head(
-    text: TextOnlyConfig, tensors: Mapping[str, TensorInfo], quantization: Quantization | None
-) -> Matrix:
+def _head(config: ModelConfig, kinds: list[Alike]) -> Matrix:
     """The output head: the table of tokens itself where they are tied."""
-    for name, info in tensors.items():
-        ours = is_embedding(name) if text.tie_word_embeddings else name.startswith(f"{HEAD}.")
+    for info in (kind.one for kind in kinds):
+        name = info.name
+        ours = is_embedding(name) if config.tie_word_embeddings else name.startswith(f"{HEAD}.")
         if ours and name.endswith((".weight", PACKED_SUFFIX)):
-            return _matrix(info, quantization)
-    return Matrix(text.vocab_size, text.hidden_size, BF16)
+            return _matrix(info, config.quantization)
+    return Matrix(config.text.vocab_size, config.text.hidden_size, BF16)
 
 
 def _matrix(info: TensorInfo, quantization: Quantization | None) -> Matrix:

@@ -5,7 +5,7 @@ Does not know the order (``preference.py``) or what a line costs (``ledger.py``)
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from vlfit.machine.model import Gpu
 from vlfit.plan.ledger import NATIVE, Line, Settings, ledger
 from vlfit.plan.model import Model
 from vlfit.plan.offload import AUTO, count_for, counts, offload_of
-from vlfit.plan.preference import air, candidates, keeps_floors, tiers
+from vlfit.plan.preference import air, candidates, keeps_floors, least, tiers
 
 if TYPE_CHECKING:
     from vlfit.plan.search import Wishes
@@ -44,24 +44,33 @@ def best(models: list[tuple[Model, str]], wishes: "Wishes", gpu: Gpu) -> Choice:
 
     Where nothing leaves air, what leaves the most is taken: so more memory never makes a plan smaller.
     """
-    every = candidates(models, wishes)
-    if wishes.offload is not None and wishes.offload != AUTO:
-        waiting = {model.name: count_for(model, wishes.offload) for model, _ in models}
-        every = [
-            (replace(settings, offload=waiting[model.name]), model, backend)
-            for settings, model, backend in every
-        ]
-    # The last settings of a model are the least of each step: if those do not fit, none do.
-    last = {model.name: (settings, model, backend) for settings, model, backend in every}
-    smallest = max((_choice(gpu, *each) for each in last.values()), key=_headroom)
+    smallest = _roomiest(models, wishes, gpu)
     if smallest.headroom < 0:
         return smallest
+    every = _offloaded(candidates(models, wishes), wishes)
     for tier in tiers(every, wishes):
         search = _Search(gpu)
         found = search.first_with_air(tier) or search.roomiest
         if found is not None and found.headroom >= 0:
             return found
     return smallest
+
+
+def _roomiest(models: list[tuple[Model, str]], wishes: "Wishes", gpu: Gpu) -> Choice:
+    """The one that takes the least of all."""
+    last = _offloaded(least(models, wishes), wishes)
+    return max((_choice(gpu, *each) for each in last), key=_headroom)
+
+
+def _offloaded(every: list[Candidate], wishes: "Wishes") -> list[Candidate]:
+    """``every`` with as many layers in RAM as were wished for."""
+    if wishes.offload is None or wishes.offload == AUTO:
+        return every
+    models = {model.name: model for _, model, _ in every}
+    waiting = {name: count_for(model, wishes.offload) for name, model in models.items()}
+    return [
+        (replace(settings, offload=waiting[model.name]), model, backend) for settings, model, backend in every
+    ]
 
 
 class _Search:
@@ -90,8 +99,8 @@ class _Search:
     def _may_have_one(self, every: list[Candidate]) -> bool:
         if len(every) == 1:
             return True
-        least = {model.name: (settings, model, backend) for settings, model, backend in every}
-        choices = [_choice(self._gpu, *each) for each in least.values()]
+        last = {model.name: (settings, model, backend) for settings, model, backend in every}
+        choices = [_choice(self._gpu, *each) for each in last.values()]
         return any(
             _spare(choice) >= 0 or self.roomiest is None or choice.headroom > self.roomiest.headroom
             for choice in choices
@@ -126,13 +135,13 @@ def fewest_waiting(models: list[tuple[Model, str]], wishes: "Wishes", gpu: Gpu) 
     if not native:
         return None
     for tier in tiers(candidates(native, wishes), wishes):
-        least: dict[str, tuple[Settings, Model, str]] = {}
+        smallest: dict[str, Candidate] = {}
         for settings, model, backend in tier:
-            kept = least.get(model.name)
+            kept = smallest.get(model.name)
             # The first of these has the most tokens of a pass: each pass copies all layers that wait.
             if kept is None or kept[0] != replace(settings, chunk=kept[0].chunk):
-                least[model.name] = settings, model, backend
-        found = [choice for each in least.values() if (choice := _with_waiting(gpu, *each)).headroom >= 0]
+                smallest[model.name] = settings, model, backend
+        found = [choice for each in smallest.values() if (choice := _with_waiting(gpu, *each)).headroom >= 0]
         if found:
             return min(found, key=lambda choice: offload_of(choice.model, choice.settings.offload).ram)
     return None
@@ -151,10 +160,16 @@ def _with_waiting(gpu: Gpu, settings: Settings, model: Model, backend: str) -> C
     return choice(steps[min(fewest, len(steps) - 1)])
 
 
-def coarser(models: list[tuple[Model, str]], wishes: "Wishes", gpu: Gpu) -> Choice:
-    """Of models that are rounded more, the mildest that fits with air and above the floors; else any."""
-    for model in models:
-        choice = best([model], wishes, gpu)
+def coarser(makers: Sequence[Callable[[], Model]], wishes: "Wishes", gpu: Gpu) -> Choice | None:
+    """Of models that are rounded more and more, the mildest that fits with air and above the floors; else
+    any that fits. None where not even the last does, which is the smallest: the others are not made then.
+    """
+    if _roomiest([(makers[-1](), NATIVE)], wishes, gpu).headroom < 0:
+        return None
+    models = []
+    for make in makers:
+        models.append((make(), NATIVE))
+        choice = best(models[-1:], wishes, gpu)
         if choice.headroom >= air(choice.lines) and keeps_floors(choice.settings, choice.model, wishes):
             return choice
     return best(models, wishes, gpu)

@@ -6,8 +6,8 @@ pool that the requests share, and last the tokens of a pass, which cost only tim
 steps. Does not know what settings take (``ledger.py``).
 """
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vlfit.errors import UsageError
 from vlfit.plan import costs
@@ -48,7 +48,13 @@ def is_ample(settings: Settings, model: Model) -> bool:
 
 def _ample_image_tokens(model: Model) -> int:
     """The floor of pictures; a model without eyes needs none, and none is above a checkpoint's own limit."""
-    return 0 if model.vision is None else min(AMPLE_IMAGE_TOKENS, *_limits([model]))
+    if model.vision is None:
+        return 0
+    return (
+        AMPLE_IMAGE_TOKENS
+        if model.most_image_tokens is None
+        else min(AMPLE_IMAGE_TOKENS, model.most_image_tokens)
+    )
 
 
 def _limits(models: Iterable[Model]) -> tuple[int, ...]:
@@ -68,6 +74,21 @@ def candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> list[tuple[
     return found
 
 
+def least(models: list[tuple[Model, str]], wishes: "Wishes") -> list[tuple[Settings, Model, str]]:
+    """Of each model the last of ``candidates``, which is the least of each step: if it does not fit, none do.
+
+    Raises ``UsageError`` as ``candidates`` does.
+    """
+    found: dict[str, tuple[Settings, Model, str]] = {}
+    for candidate in _candidates(models, wishes, reversed):
+        found.setdefault(candidate[1].name, candidate)
+        if len(found) == len(models):
+            return list(found.values())
+    if not found:
+        raise _nothing_left(models, wishes)
+    return list(found.values())
+
+
 def tiers(
     every: list[tuple[Settings, Model, str]], wishes: "Wishes"
 ) -> Iterator[list[tuple[Settings, Model, str]]]:
@@ -83,23 +104,30 @@ def keeps_floors(settings: Settings, model: Model, wishes: "Wishes") -> bool:
     return context and pictures
 
 
-def _candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> Iterator[tuple[Settings, Model, str]]:
-    """Settings in the order of preference, each with every format before the next step down."""
+def _candidates(
+    models: list[tuple[Model, str]],
+    wishes: "Wishes",
+    turn: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+) -> Iterator[tuple[Settings, Model, str]]:
+    """Settings in the order of preference, each with every format before the next step down.
+
+    ``turn``: ``reversed`` for the other way round.
+    """
     sees = [model.vision is not None for model, _ in models]
     if not all(sees) and wishes.image_tokens is not None:
         raise UsageError(
             f"{models[sees.index(False)][0].name} is a text-only model and takes no pictures",
             "leave out --image-tokens",
         )
-    for context in _steps(wishes.context, _contexts(models)):
-        for image_tokens in _steps(wishes.image_tokens, _pictures(models) if all(sees) else (0,)):
-            for sequences in _steps(wishes.sequences, SEQUENCES):
+    for context in turn(_steps(wishes.context, _contexts(models))):
+        for image_tokens in turn(_steps(wishes.image_tokens, _pictures(models) if all(sees) else (0,))):
+            for sequences in turn(_steps(wishes.sequences, SEQUENCES)):
                 for model, backend in models:
                     if not _possible(model, context, image_tokens, wishes):
                         continue
                     passes = tuple(_passes(backend, context))
-                    for tight in _pools(backend, context, sequences):
-                        for chunk, graphs in passes:
+                    for tight in turn(_pools(backend, context, sequences)):
+                        for chunk, graphs in turn(passes):
                             # Spelled out: replace() takes five times as long, and these are thousands.
                             settings = Settings(
                                 model.weights,

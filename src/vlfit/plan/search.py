@@ -4,7 +4,7 @@ Knows: what may be wished for, which models may be tried, and what is said of th
 is made (``pick.py``), what a line costs (``ledger.py``) or how to get memory back (``changes.py``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,27 +137,31 @@ class Plan:
 
 
 def plan(
-    models: list[Model], machine: Machine, wishes: Wishes, others: Callable[[], list[Model]] = list
+    models: list[Model],
+    machine: Machine,
+    wishes: Wishes,
+    others: Callable[[], list[Model]] = list,
+    makers: Sequence[Callable[[], Model]] = (),
 ) -> Plan:
     """The best plan for one of ``models`` (one model in several formats); it may not fit, and then says why.
 
-    What is converted at the cost of exactness is taken only where nothing else fits. ``others`` gives models
-    that may be proposed instead; it is asked if the plan does not fit. Raises ``DeviceError`` where there is
-    no GPU, and ``UsageError`` for wishes that this model cannot have.
+    ``makers`` make what is converted at the cost of exactness, the mildest first; they are asked only where
+    nothing else fits. ``others`` gives models that may be proposed instead; it is asked if the plan does not
+    fit. Raises ``DeviceError`` where there is no GPU, and ``UsageError`` for wishes that this model cannot
+    have.
     """
     gpu = emptiest(machine)
     _check_age(gpu, wishes)
     version = chosen_version(wishes.vllm_version) if wishes.backend == VLLM else None
     runnable = _runnable(models, wishes, gpu, version)
-    exact = [each for each in runnable if not each[0].convert_options]
-    rounded = [each for each in runnable if each[0].convert_options]
-    found = best(exact, wishes, gpu) if exact else coarser(rounded, wishes, gpu)
-    # Not every vLLM reads an output head in int4.
-    if found.headroom < 0 and exact and rounded and wishes.backend != VLLM:
-        further = coarser(rounded, wishes, gpu)
-        found = further if further.headroom >= 0 else found  # a refusal is of what keeps its exactness
+    found = best(runnable, wishes, gpu)
+    # transformers is planned with bf16 alone, and not every vLLM reads an output head in int4.
+    rounded = makers if wishes.backend in (None, NATIVE) else ()
+    if found.headroom < 0 and rounded:
+        found = coarser(rounded, wishes, gpu) or found  # a refusal is of what keeps its exactness
     if found.headroom < 0 and wishes.offload == AUTO:
-        found = fewest_waiting(exact, wishes, gpu) or fewest_waiting(rounded, wishes, gpu) or found
+        further = [(make(), NATIVE) for make in rounded]
+        found = fewest_waiting(runnable, wishes, gpu) or fewest_waiting(further, wishes, gpu) or found
     model, backend, settings = found.model, found.backend, found.settings
     if found.headroom >= 0 and settings.offload:
         check_ram(offload_of(model, settings.offload), machine.host)

@@ -6,8 +6,9 @@ disk.
 """
 
 import shlex
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from vlfit.checkpoint import catalog, names
@@ -22,20 +23,33 @@ from vlfit.plan.model import Model, model_of
 _HINT = "Give a folder, a name on the hub (org/name), mini, or one of the catalog: vlfit plan lists it."
 
 
-def subjects(name: str, weights: str | None = None, *, coarser: bool = False) -> list[Model]:
-    """The models that ``name`` may mean, the most exact weights first; one, unless it leaves the format open.
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What a name means: models, the most exact weights first; one, unless it leaves the format open.
 
-    ``weights`` asks for a format. A checkpoint in bf16 is then planned as ``vlfit convert`` would write it.
-    ``coarser``: also what its options for fewer bytes make, last (``Model.convert_options``).
+    ``makers`` make what is converted with options for fewer bytes, the mildest first, each at once.
+    """
+
+    exact: list[Model]
+    makers: Sequence[Callable[[], Model]] = ()
+
+    def coarser(self) -> Iterator[Model]:
+        """What ``makers`` make, each counted when it is its turn (``Model.convert_options``)."""
+        return (make() for make in self.makers)
+
+
+def subjects(name: str, weights: str | None = None) -> list[Model]:
+    """The models that ``name`` may mean, but for those that are rounded further: ``named`` says more."""
+    return named(name, weights).exact
+
+
+def named(name: str, weights: str | None = None) -> Named:
+    """What ``name`` means. ``weights`` asks for a format; a checkpoint in bf16 is then planned as ``vlfit
+    convert`` would write it.
+
     Raises ``CheckpointError`` and ``HubError`` for what cannot be read, ``UsageError`` for a format that this
     checkpoint cannot be brought into.
     """
-    found = _found(name, weights)
-    return [model for model in found if coarser or len(found) == 1 or not model.convert_options]
-
-
-def _found(name: str, weights: str | None) -> list[Model]:
-    """All of them, the coarser ones too."""
     if name == MINI:
         return _in_wanted_format(read_checkpoint(MINI, mini_folder()), weights)
     folder = _path(name)
@@ -58,8 +72,11 @@ def _found(name: str, weights: str | None) -> list[Model]:
 def instead_of(models: list[Model], name: str) -> list[Model]:
     """What could be taken where ``models``, which ``name`` means, do not fit: other formats, other models."""
     edition = "Thinking" if "-thinking" in models[0].name.lower() else "Instruct"
-    known = everything(edition=edition)
-    found = [*known, *(of_entry(entry) for entry in catalog.variants() if entry.edition == edition)]
+    family = models[0].family
+    found = everything(edition=edition)
+    found += [
+        of_entry(each) for each in catalog.variants() if (each.family, each.edition) == (family, edition)
+    ]
     folder = mini_folder() if name == MINI else _path(name)
     if not folder.is_dir():
         return found
@@ -68,25 +85,23 @@ def instead_of(models: list[Model], name: str) -> list[Model]:
     if stored is not None and not isinstance(stored, Fp8Format):
         return found
     place = "" if name == MINI else str(folder)
-    return found + [made for form in FORMATS[1:] for made in _conversions(checkpoint, form, place)]
+    return found + [make() for form in FORMATS[1:] for make in _conversions(checkpoint, form, place)]
 
 
-def _members(members: list[CatalogEntry], weights: str | None) -> list[Model]:
+def _members(members: list[CatalogEntry], weights: str | None) -> Named:
     """One model in the formats of ``members``, or in the one that was asked for."""
     chosen = [member for member in members if weights in (None, member.weights)]
-    if not chosen:
-        return [of_entry(_sibling(members[0], weights))]
-    exact = [of_entry(entry) for entry in chosen]
-    return [*exact, *(of_entry(entry) for model in exact for entry in variants(model))]
+    exact = [of_entry(entry) for entry in chosen or [_sibling(members[0], weights)]]
+    return Named(exact, makers_of(exact) if chosen else ())
 
 
-def variants(model: Model) -> list[CatalogEntry]:
-    """What more options of ``vlfit convert`` make of a model of the catalog, the mildest first."""
-    local = model.name.rpartition("/")[2]
+def makers_of(models: list[Model]) -> list[Callable[[], Model]]:
+    """What more options of ``vlfit convert`` make of models of the catalog, for each the mildest first."""
     return [
-        entry
+        partial(of_entry, entry)
+        for model in models
         for entry in catalog.variants()
-        if entry.weights == model.weights and entry.name.startswith(f"{local}-")
+        if entry.weights == model.weights and entry.name.startswith(f"{model.name.rpartition('/')[2]}-")
     ]
 
 
@@ -99,13 +114,13 @@ def everything(weights: str | None = None, *, edition: str = "Instruct") -> list
     ]
 
 
-@lru_cache(maxsize=64)
+@cache
 def of_entry(entry: CatalogEntry) -> Model:
     """The model of a catalog entry."""
     return model_of(
         entry.name,
         entry.config,
-        entry.tensors,
+        entry.kinds,
         "counted from the shapes of its config (built-in catalog)",
         family=entry.family,
         converted_from=entry.converted_from,
@@ -114,22 +129,39 @@ def of_entry(entry: CatalogEntry) -> Model:
 
 
 def _sibling(entry: CatalogEntry, weights: str | None) -> CatalogEntry:
+    """``entry`` in ``weights``; the catalog has every model in all formats."""
     if weights in (None, entry.weights):
         return entry
-    for other in catalog.entries():
-        if (other.family, other.edition, other.weights) == (entry.family, entry.edition, weights):
-            return other
-    raise UsageError(
-        f"the catalog has {entry.name} in {entry.weights} only, not in {weights}",
-        f"leave out --weights, or name a folder with its files: that can be planned in {weights}, and "
-        f"`vlfit convert FOLDER --weights {weights}` makes it",
-    )
+    wanted = entry.family, entry.edition, weights
+    return next(each for each in catalog.entries() if (each.family, each.edition, each.weights) == wanted)
 
 
-def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = "") -> list[Model]:
+def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = "") -> Named:
     """``place``: the folder that was named, "" for a name. A conversion of it will lie beside it."""
-    most = _most_image_tokens(checkpoint)
-    return [replace(model, most_image_tokens=most) for model in _as_wanted(checkpoint, weights, place)]
+    stored = checkpoint.weights_format
+    if weights is None or weights == stored or (weights == BF16 and stored in ("fp16", "fp32")):
+        exact = model_of(
+            checkpoint.name,
+            checkpoint.config,
+            checkpoint.tensors,
+            "read from its headers",
+            place=place,
+            most_image_tokens=_most_image_tokens(checkpoint),
+        )
+        return Named([exact], _conversions(checkpoint, stored, place) if _is_official_fp8(checkpoint) else ())
+    if weights == BF16 or not (checkpoint.config.quantization is None or _is_official_fp8(checkpoint)):
+        raise UsageError(
+            f"{checkpoint.name} is in {stored}; it cannot be made {weights} from that",
+            "Name the original checkpoint in bf16, or leave out --weights.",
+        )
+    makers = _conversions(checkpoint, weights, place)
+    if not makers:
+        raise UsageError(
+            f"layers of {checkpoint.name} have inputs in no whole groups of {GROUP_SIZE}: "
+            f"no plan for {weights}",
+            "Plan for fp8, or convert it (vlfit convert) and plan for the new folder.",
+        )
+    return Named([makers[0]()], makers[1:])
 
 
 def _most_image_tokens(checkpoint: Checkpoint) -> int | None:
@@ -142,33 +174,12 @@ def _most_image_tokens(checkpoint: Checkpoint) -> int | None:
         return None  # of a model on the hub only what sizes need is fetched
 
 
-def _as_wanted(checkpoint: Checkpoint, weights: str | None, place: str) -> list[Model]:
-    stored = checkpoint.weights_format
-    if weights is None or weights == stored or (weights == BF16 and stored in ("fp16", "fp32")):
-        known_by = "read from its headers"
-        asis = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, known_by, place=place)
-        return [asis, *(_conversions(checkpoint, stored, place) if _is_official_fp8(checkpoint) else [])]
-    if weights == BF16 or not (checkpoint.config.quantization is None or _is_official_fp8(checkpoint)):
-        raise UsageError(
-            f"{checkpoint.name} is in {stored}; it cannot be made {weights} from that",
-            "Name the original checkpoint in bf16, or leave out --weights.",
-        )
-    found = _conversions(checkpoint, weights, place)
-    if not found:
-        raise UsageError(
-            f"layers of {checkpoint.name} have inputs in no whole groups of {GROUP_SIZE}: "
-            f"no plan for {weights}",
-            "Plan for fp8, or convert it (vlfit convert) and plan for the new folder.",
-        )
-    return found
-
-
 def _is_official_fp8(checkpoint: Checkpoint) -> bool:
     """Whether it is in the form of the official FP8 checkpoints, of which less can be made."""
     return isinstance(checkpoint.config.quantization, Fp8Format)
 
 
-def _conversions(checkpoint: Checkpoint, weights: str, place: str) -> list[Model]:
+def _conversions(checkpoint: Checkpoint, weights: str, place: str) -> list[Callable[[], Model]]:
     """What ``vlfit convert`` would write: plain, then by options that save bytes at the cost of exactness.
 
     None where layers would stay in 16 bits, as int4 has no partial groups.
@@ -178,7 +189,8 @@ def _conversions(checkpoint: Checkpoint, weights: str, place: str) -> list[Model
         return []
     # What is in FP8 already is no conversion, unless other parts are rounded too.
     first = [] if weights == FP8 and _is_official_fp8(checkpoint) else [PLAIN]
-    return [_converted(checkpoint, weights, each, place) for each in (*first, *roundings(config, weights))]
+    every = (*first, *roundings(config, weights))
+    return [cache(partial(_converted, checkpoint, weights, each, place)) for each in every]
 
 
 def _converted(checkpoint: Checkpoint, weights: str, rounding: Rounding, place: str) -> Model:
@@ -190,12 +202,13 @@ def _converted(checkpoint: Checkpoint, weights: str, rounding: Rounding, place: 
     return model_of(
         name,
         config,
-        catalog.tensors_of(config),
+        catalog.kinds_of(config),
         "counted for what vlfit convert would write",
         family=checkpoint.name,
         converted_from=place or checkpoint.name,
         place=out,
         convert_options=f"{options} --out {shlex.quote(out)}" if options else "",
+        most_image_tokens=_most_image_tokens(checkpoint),
     )
 
 
