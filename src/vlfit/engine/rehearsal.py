@@ -1,10 +1,12 @@
 """The most that a plan admits, asked of a running engine: what memory it takes then, it never needs more of.
 
 Pictures of the largest size until the cache of pictures is full; then a prompt that fills the context and
-ends in such pictures, in whole chunks, while all other sequences decode; and, on a CPU, all sequences
-decoding at once at the greatest length that the pool holds: on a GPU length takes no memory, as kernels read
-the cache where it lies. All is sampled, which takes more than greedy. Knows the scheduler's rules. Does not
-know how memory is measured, nor tokenizers: prompts are made of token ids that stand for nothing.
+ends in such pictures, in whole chunks, while all other sequences decode; and all sequences decoding at once
+at the greatest length that the pool holds. On a GPU length takes next to no memory (8 bytes a token), as
+kernels read the cache where it lies: there the prompt is no longer than it takes for such chunks to have a
+past, and decoding alone is left out. All is sampled, which takes more than greedy. Knows the scheduler's
+rules. Does not know how memory is measured, nor tokenizers: prompts are made of token ids that stand for
+nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -115,16 +117,19 @@ def pictures_to_fill_the_cache(engine: Engine, image_tokens: int) -> int:
 
 
 def full_context(engine: Engine, image_tokens: int) -> Iterator[tuple[Prompt, int]]:
-    """All requests but one are short and decode all along; the last fills the context."""
+    """All requests but one are short and decode all along; the last fills the context, as far as counts."""
     others = engine.options.sequences - 1
     size = engine.pool.block_size
     room = max(engine.options.chunk - others, 1)
-    passes = -(-engine.context // room) + _ANSWER + 1
+    longest = engine.context
+    if kernels.used_on(engine.device):
+        longest = min(longest, -(-(image_tokens + 3) // room) * room + 2 * room + _ANSWER)
+    passes = -(-longest // room) + _ANSWER + 1
     short = min(passes, engine.context - size)
     for _ in range(others):
         yield text(size), short
     held = others * engine.pool.blocks_for(size + short)
-    most = min(engine.context, (engine.pool.blocks - held) * size) - _ANSWER
+    most = min(longest, (engine.pool.blocks - held) * size) - _ANSWER
     # A whole chunk at the end of a context that is nearly full, or part of a chunk at its very end.
     whole = most // room * room or most
     length = max((most, whole), key=lambda tokens: ((tokens - 1) % room + 1) * tokens)
