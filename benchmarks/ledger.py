@@ -39,25 +39,31 @@ from vlfit.plan.model import model_of
 from vlfit.plan.search import emptiest
 
 WORKERS = {NATIVE: "benchmarks.ledger_native", TRANSFORMERS: "benchmarks.ledger_transformers"}
-# Size, weights, context, image tokens, sequences, tokens of a pass; all else in 8 bits, groups of 128.
-NATIVE_CASES = (
-    ("2B", "bf16", 8192, 2560, 4, 1024),
-    ("2B", "bf16", 8192, 6400, 1, 1024),  # the tower needs more than the text model
-    ("2B", "fp8", 4096, 1024, 2, 512),
-    ("2B", "fp8", 8192, 2560, 4, 1024),
-    ("2B", "int4", 8192, 2560, 4, 1024),
-    ("4B", "bf16", 4096, 1024, 1, 256),
-    ("4B", "bf16", 8192, 2560, 4, 1024),
-    ("4B", "fp8", 4096, 1024, 2, 256),  # the worked example of docs/plan.md
-    ("4B", "fp8", 8192, 2560, 4, 1024),
-    ("4B", "int4", 8192, 2560, 4, 512),
-    ("8B", "bf16", 4096, 1024, 2, 512),
-    ("8B", "fp8", 2048, 256, 1, 128),
-    ("8B", "fp8", 8192, 2560, 4, 1024),
-    ("8B", "int4", 4096, 1280, 2, 256),
+ROUNDED_TOO, TIGHT = "rounded", "tight"
+# Size, weights, context, image tokens, sequences, tokens of a pass; then rounded (groups of 128, and all in
+# 8 bits that is no text layer), tight (the smaller KV pool), or neither.
+NATIVE_CASES: tuple[tuple[str, str, int, int, int, int, str], ...] = (
+    ("2B", "bf16", 8192, 2560, 4, 1024, ""),
+    ("2B", "bf16", 8192, 6400, 1, 1024, ""),  # the tower needs more than the text model
+    ("2B", "fp8", 4096, 1024, 2, 512, ""),
+    ("2B", "fp8", 8192, 2560, 4, 1024, ""),
+    ("2B", "int4", 8192, 2560, 4, 1024, ""),
+    ("4B", "bf16", 4096, 1024, 1, 256, ""),
+    ("4B", "bf16", 8192, 2560, 4, 1024, ""),
+    ("4B", "fp8", 4096, 1024, 2, 256, ""),  # the worked example of docs/plan.md
+    ("4B", "fp8", 8192, 2560, 4, 1024, ""),
+    ("4B", "fp8", 8192, 1280, 8, 1024, ROUNDED_TOO),
+    ("4B", "fp8", 6144, 1280, 8, 512, TIGHT),
+    ("4B", "int4", 8192, 2560, 4, 512, ""),
+    ("8B", "bf16", 4096, 1024, 2, 512, ""),
+    ("8B", "fp8", 2048, 256, 1, 128, ""),
+    ("8B", "fp8", 8192, 2560, 4, 1024, ""),
+    ("8B", "int4", 4096, 1280, 2, 256, ""),
     # What `vlfit serve` is to hold on a card with 7,200 MiB free (``memory.py``).
-    ("4B", "int4", 16384, 2560, 8, 1024),
-    ("8B", "int4", 4096, 1280, 2, 1024, True),
+    ("2B", "fp8", 16384, 2560, 8, 1024, ""),
+    ("4B", "fp8", 6144, 1280, 4, 1024, ""),
+    ("4B", "int4", 16384, 2560, 8, 1024, ""),
+    ("8B", "int4", 4096, 1280, 2, 1024, ROUNDED_TOO),
 )
 TRANSFORMERS_CASES = (("2B", 936, 768, 1), ("4B", 2048, 1024, 2), ("8B", 2048, 1024, 1))
 NO_LINE = "-"
@@ -153,7 +159,10 @@ def read_options() -> argparse.Namespace:
 
 
 def all_jobs(read_files: bool) -> list[LedgerJob]:
-    native = [LedgerJob("", *case[:6], NATIVE, read_files, rounded=len(case) > 6) for case in NATIVE_CASES]
+    native = [
+        LedgerJob("", *case[:6], NATIVE, read_files, rounded=case[6] == ROUNDED_TOO, tight=case[6] == TIGHT)
+        for case in NATIVE_CASES
+    ]
     return native + [
         LedgerJob("", size, "bf16", context, image_tokens, sequences, context, TRANSFORMERS)
         for size, context, image_tokens, sequences in TRANSFORMERS_CASES
@@ -242,7 +251,7 @@ def predicted_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
     """The ledger but for the desktop."""
     checkpoint = read_checkpoint(job.name, Path(job.folder))
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
-    settings = Settings(job.weights, job.context, job.image_tokens, job.sequences, job.chunk)
+    settings = Settings(job.weights, job.context, job.image_tokens, job.sequences, job.chunk, tight=job.tight)
     return [line for line in ledger(model, gpu, job.backend, settings) if line.line != "desktop"]
 
 
@@ -265,7 +274,7 @@ def by_line(lines: list[Line], held: Held) -> dict[str, dict[str, int]]:
 
 
 def print_results(results: list[dict[str, Any]]) -> None:
-    columns = ("context", "weights.text", "weights.vision", "weights.embedding", "kv_cache", "workspaces")
+    columns = ("context", "workspaces", "graphs", "kv_cache", "weights.text", "weights.vision")
     rows = [["MiB, predicted / measured", "total", "ratio", *columns, "slack"]]
     for result in results:
         if result["verdict"] == "failed":

@@ -17,7 +17,8 @@ ROUNDED = "-rounded"
 class LedgerJob:
     """A checkpoint ``folder`` and its settings. ``read_files``: read weights, make none on the device.
 
-    ``rounded``: the parts that are no text layers are in 8 bits, and int4 has groups of 128.
+    ``rounded``: the parts that are no text layers are in 8 bits, and int4 has groups of 128. ``tight``: the
+    requests share the smaller of the two KV pools that plans have.
     ``device`` is other than ``cuda`` only in tests of the programs themselves.
     """
 
@@ -32,11 +33,13 @@ class LedgerJob:
     read_files: bool = False
     device: str = "cuda"
     rounded: bool = False
+    tight: bool = False
 
     @property
     def name(self) -> str:
         """``2B-fp8-c4096-i1024-s2-p512``, for the table and for ``--only``."""
-        chunk = f"-p{self.chunk}" if self.backend == NATIVE else "-transformers"
+        pool = "-tight" if self.tight else ""
+        chunk = f"-p{self.chunk}{pool}" if self.backend == NATIVE else "-transformers"
         weights = self.weights + (ROUNDED if self.rounded else "")
         return f"{self.size}-{weights}-c{self.context}-i{self.image_tokens}-s{self.sequences}{chunk}"
 
@@ -48,7 +51,8 @@ class Held:
     ``process``: by NVML, the card's used memory less what was used before this process came. ``own``: what
     NVML tells of this process alone, None where it does not. ``reserved`` and ``reserved_loaded``: torch's
     pool at the end and after loading; ``peak`` and ``loaded``: live tensors, at most and after loading.
-    ``bare_context``: the process right after CUDA has started. ``lines``: bytes of tensors by ledger line.
+    ``bare_context``: the process right after CUDA has started. ``workspace``: of that pool, for torch's own
+    matrix products, 0 where none was computed. ``lines``: bytes of tensors by ledger line.
     ``reached``: what the worst case came to.
     """
 

@@ -15,16 +15,15 @@ def main() -> None:
     # All that is slow and needs no GPU comes first: the process before may still be measuring.
     import torch
 
-    from vlfit.engine.calibrate import workspace_bytes
+    from vlfit.engine.device import choose_device
     from vlfit.engine.rehearsal import rehearse
 
     job = begin()
     started = time.perf_counter()
     meter = Meter()
-    torch.empty(1, device=job.device)
+    choose_device(job.device)  # starts CUDA, with the engine's own limits
     torch.cuda.synchronize()
     bare = meter.process() - torch.cuda.memory_reserved()
-    workspace = workspace_bytes(torch.device(job.device))
     ready = time.perf_counter()
     engine = load(job)
     torch.cuda.synchronize()
@@ -34,16 +33,17 @@ def main() -> None:
     reached = rehearse(engine, job.image_tokens)
     torch.cuda.synchronize()
     ended = time.perf_counter()
+    process, own, reserved = meter.process(), meter.own(), torch.cuda.memory_reserved()
     end(
         Held(
-            process=meter.process(),
-            own=meter.own(),
-            reserved=torch.cuda.memory_reserved(),
+            process=process,
+            own=own,
+            reserved=reserved,
             reserved_loaded=reserved_loaded,
             peak=torch.cuda.max_memory_allocated(),
             loaded=loaded,
             bare_context=bare,
-            workspace=workspace,
+            workspace=products_workspace(),
             lines=held_lines(engine),
             reached=asdict(reached),
             seconds={"start": ready - started, "load": at_load - ready, "run": ended - at_load},
@@ -57,6 +57,7 @@ def load(job: LedgerJob) -> "Engine":
     from vlfit.engine.loader import Loader
     from vlfit.engine.made_up import MadeUpLoader
     from vlfit.engine.options import EngineOptions
+    from vlfit.plan.costs import TIGHT_REQUEST, kv_tokens
 
     options = EngineOptions(
         device=job.device,
@@ -64,15 +65,27 @@ def load(job: LedgerJob) -> "Engine":
         sequences=job.sequences,
         chunk=job.chunk,
         image_tokens=job.image_tokens,
+        kv_tokens=kv_tokens(job.context, job.sequences, TIGHT_REQUEST) if job.tight else None,
     )
     loader = Loader if job.read_files else MadeUpLoader
     return Engine(open_checkpoint(Path(job.folder)), options, None, loader)
 
 
 def held_lines(engine: "Engine") -> dict[str, int]:
-    """Bytes of the tensors that the engine's parts hold, by the ledger's lines."""
+    """Bytes that the engine's parts hold, by the ledger's lines."""
     holdings = engine.account().holdings
-    return {**holdings.weights, "kv_cache": holdings.kv_cache}
+    return {**holdings.weights, "kv_cache": holdings.kv_cache, "graphs": holdings.graphs}
+
+
+def products_workspace() -> int:
+    """What the process took of torch's pool for torch's own matrix products; it is given back here."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 """The most that a server's plan admits, asked of it over HTTP: large pictures, a whole context, all at once.
 
-Knows the limits that the server was started with. Does not know memory.
+    ... -m benchmarks.memory_load http://127.0.0.1:8000 --context 6144 --image-tokens 1280 --sequences 4
+
+``benchmarks.memory`` does it to servers of its own. Knows the limits that the server was started with. Does
+not know memory.
 """
 
+import argparse
+import sys
 import threading
 from dataclasses import dataclass, field
 from math import isqrt
@@ -105,3 +110,20 @@ def at_once(url: str, contents: list[tuple[str, bytes]], load: Load) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Asks a running server for all that its plan admits.")
+    parser.add_argument("url", metavar="URL", help="of `vlfit serve`")
+    for name in ("context", "image-tokens", "sequences"):
+        parser.add_argument(
+            f"--{name}", type=int, required=True, metavar="N", help=f"what it was started with as --{name}"
+        )
+    options = parser.parse_args()
+    load = ask_everything(options.url, options.context, options.image_tokens, options.sequences)
+    print(load.facts()["words"])
+    sys.exit("\n".join(load.failures) or 0)
+
+
+if __name__ == "__main__":
+    main()
