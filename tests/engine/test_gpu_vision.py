@@ -16,7 +16,7 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine.images import patch_pieces
+from vlfit.engine.images import patches_by_time, patchify
 from vlfit.engine.loader import Loader
 from vlfit.engine.made_up import MadeUpLoader
 from vlfit.engine.qwen3_vl import vision
@@ -30,18 +30,18 @@ pytestmark = [
 
 HALF = (0.5, 0.5, 0.5)
 PROCESSING = ImageProcessing(1, 1 << 30, 16, 2, 2, HALF, HALF, 1 / 255)
-# Means and deviations of a norm's rows, the log-sum-exp of attention's, and a seed: at most so much lives
-# beside what the plan counts, for a slice of 2,048 patches of 16 heads.
-BESIDE = 256 * 1024
+# Means and deviations of a norm's rows, the log-sum-exp of attention's, and a seed: so much lives beside what
+# the plan counts, at most 4 bytes for each of 16 heads, and what each byte becomes.
+BESIDE_A_PATCH, BESIDE = 4 * 16, 8 * 1024
 
 
 def look(tower: VisionTower, frames: int, rows: int, columns: int) -> VisionFeatures:
     """Features of made-up pixels: ``rows`` and ``columns`` are patches."""
     shape = (frames, rows * 16, columns * 16, 3)
     pixels = np.random.default_rng(rows * columns).integers(0, 256, shape, dtype=np.uint8)
-    pieces = patch_pieces(pixels, PROCESSING, tower.device, vision.SLICE_ROWS)
+    patches = patches_by_time(pixels, PROCESSING, tower.device, tower.dtype)
     with torch.inference_mode():
-        return tower(pieces, (-(-frames // 2), rows, columns))
+        return tower(patches, (-(-frames // 2), rows, columns))
 
 
 @pytest.fixture(params=["2B", "4B", "8B"])
@@ -70,14 +70,16 @@ def test_peak_is_what_the_plan_says(true_shapes: tuple[VisionConfig, VisionTower
     for rows, columns in [(32, 32), (46, 90), (64, 80), (2, 5120), (80, 128)]:
         taken, features = peak_of_looking(tower, 1, rows, columns)
         planned = costs.vision_peak(config, rows * columns // 4)
-        assert 0.98 * planned <= taken <= planned + BESIDE, f"{rows}x{columns}: {taken:,} of {planned:,}"
+        most = planned + BESIDE + rows * columns * BESIDE_A_PATCH
+        assert 0.98 * planned <= taken <= most, f"{rows}x{columns}: {taken:,} of {planned:,}"
         assert all(level.isfinite().all() for level in (features.rows, *features.deepstack))
 
 
 def test_a_clip_takes_its_features_and_one_frame(true_shapes: tuple[VisionConfig, VisionTower]) -> None:
     config, tower = true_shapes
     taken, features = peak_of_looking(tower, 12, 64, 80)
-    assert taken - features.nbytes <= costs.vision_peak(config, 64 * 80 // 4) + BESIDE
+    most = costs.vision_peak(config, 64 * 80 // 4) + BESIDE + 64 * 80 * BESIDE_A_PATCH
+    assert taken - features.nbytes <= most
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(16, 64), (16, 72)])
@@ -92,11 +94,21 @@ def test_attention_reads_where_things_lie_and_leaves_its_output_only(heads: int,
         before = requested()
         mixed = F.scaled_dot_product_attention(query, key, value)
         taken = most_requested() - before
-    assert mixed.nbytes <= taken <= mixed.nbytes + BESIDE
+    assert mixed.nbytes <= taken <= mixed.nbytes + rows * BESIDE_A_PATCH + BESIDE
     some = slice(0, 64)
     exact = F.softmax(query[:, :, some].double() @ key.double().transpose(2, 3) / head_dim**0.5, -1)
     exact = exact @ value.double()
     assert (mixed[:, :, some].double() - exact).norm() < 2.0**-7 * exact.norm()
+
+
+@pytest.mark.parametrize(("frames", "rows", "columns"), [(1, 48, 64), (1, 2, 200), (6, 4, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_patches_are_those_of_the_cpu_bit_for_bit(
+    frames: int, rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    shown = torch.randint(256, (frames, rows * 16, columns * 16, 3), dtype=torch.uint8)
+    there = patchify(shown.cuda(), PROCESSING, dtype)
+    assert torch.equal(there.cpu(), patchify(shown, PROCESSING, dtype))
 
 
 def test_where_no_fused_kernel_can_torch_says_so() -> None:
@@ -111,18 +123,18 @@ def test_where_no_fused_kernel_can_torch_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["tied", "vision_head_72"])
-@pytest.mark.parametrize("slice_rows", [2048, 28])
+@pytest.mark.parametrize("whole_rows", [2048, 28])
 @pytest.mark.parametrize(("frames", "rows", "columns"), [(1, 10, 22), (6, 6, 4)])
 def test_features_are_those_of_the_cpu(
     tiny: Callable[[str], Path],
     name: str,
-    slice_rows: int,
+    whole_rows: int,
     frames: int,
     rows: int,
     columns: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vision, "SLICE_ROWS", slice_rows)
+    monkeypatch.setattr(vision, "WHOLE_ROWS", whole_rows)
     checkpoint = open_checkpoint(tiny(name))
     seen = {}
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):

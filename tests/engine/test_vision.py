@@ -1,4 +1,4 @@
-"""The vision tower slice by slice: the same features as all at once, and the same turning bit for bit.
+"""The vision tower in halves: the same features as all at once, and the same turning bit for bit.
 
 That they are the reference's is tested in ``test_parity.py``; what they take in ``tests/plan/test_costs.py``.
 """
@@ -19,7 +19,7 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.conversation import ImagePart, VideoPart, ask
 from vlfit.engine.decoder.rope import rotate, rotation_tables
 from vlfit.engine.engine import Engine
-from vlfit.engine.images import PreparedImage, patch_pieces, patchify, prepare_image
+from vlfit.engine.images import PreparedImage, patches_by_time, patchify, prepare_image
 from vlfit.engine.loader import Loader
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.qwen3_vl import vision
@@ -28,7 +28,7 @@ from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.engine.sampling import SamplingParams
 
 CPU = torch.device("cpu")
-WHOLE = 1 << 20  # a slice of more patches than any picture here has
+WHOLE = 1 << 20  # more patches than any picture here has
 TOLERANCE = 2e-5  # relative, in float32: products of other heights add in another order
 TURN = torch.Generator().manual_seed(0)
 
@@ -51,42 +51,42 @@ def tower(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> Vision
 @pytest.mark.parametrize(
     ("frames", "height", "width"), [(1, 32, 32), (1, 160, 96), (1, 32, 640), (6, 64, 96)]
 )
-@pytest.mark.parametrize("most", [1, 4, 12, 20, 64, WHOLE])
-def test_pieces_are_the_patches_in_their_order(frames: int, height: int, width: int, most: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_patches_come_by_time(frames: int, height: int, width: int, dtype: torch.dtype) -> None:
     shown = pixels(frames, height, width)
-    pieces = list(patch_pieces(shown, PROCESSING, CPU, most))
-    assert torch.equal(torch.cat(pieces), patchify(torch.from_numpy(shown), PROCESSING))
-    assert max(len(piece) for piece in pieces) <= max(most, 4)
-    of_frame = height * width // 256
-    ends = np.cumsum([len(piece) for piece in pieces])
-    assert set(range(of_frame, ends[-1] + 1, of_frame)) <= set(ends.tolist()), "a piece of two frames"
+    steps = list(patches_by_time(shown, PROCESSING, CPU, dtype))
+    assert [len(step) for step in steps] == [height * width // 256] * -(-frames // 2)
+    assert torch.equal(torch.cat(steps), patchify(torch.from_numpy(shown), PROCESSING).to(dtype))
 
 
 @pytest.mark.parametrize(("frames", "height", "width"), [(1, 160, 96), (1, 96, 352), (10, 64, 96)])
-def test_features_do_not_depend_on_the_slices(
+def test_features_do_not_depend_on_the_parts(
     tower: VisionTower, frames: int, height: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = pixels(frames, height, width)
     grid = (-(-frames // 2), height // 16, width // 16)
     features: list[VisionFeatures] = []
-    for rows in (WHOLE, 8, 28, 64):
-        monkeypatch.setattr(vision, "SLICE_ROWS", rows)
+    for whole, placed in ((WHOLE, WHOLE), (8, 7), (28, 64)):
+        monkeypatch.setattr(vision, "WHOLE_ROWS", whole)
+        monkeypatch.setattr(vision, "PLACED_ROWS", placed)
         with torch.inference_mode():
-            features.append(tower(patch_pieces(shown, PROCESSING, CPU, rows), grid))
-    whole, *others = features
+            features.append(tower(patches_by_time(shown, PROCESSING, CPU, torch.float32), grid))
+    first, *others = features
     tokens = grid[0] * grid[1] * grid[2] // 4
-    assert whole.rows.shape == (tokens, tower.config.out_hidden_size)
-    for sliced in others:
-        assert relative(sliced.rows, whole.rows) < TOLERANCE
-        for level, expected in zip(sliced.deepstack, whole.deepstack, strict=True):
+    assert first.rows.shape == (tokens, tower.config.out_hidden_size)
+    for other in others:
+        assert relative(other.rows, first.rows) < TOLERANCE
+        for level, expected in zip(other.deepstack, first.deepstack, strict=True):
             assert relative(level, expected) < TOLERANCE
 
 
 def test_frames_of_a_clip_do_not_look_at_one_another(tower: VisionTower) -> None:
     first, second = pixels(2, 64, 96, seed=1), pixels(2, 64, 96, seed=2)
     with torch.inference_mode():
-        clip = tower(patch_pieces(np.concatenate((first, second)), PROCESSING, CPU, 2048), (2, 4, 6))
-        alone = [tower(patch_pieces(frames, PROCESSING, CPU, 2048), (1, 4, 6)) for frames in (first, second)]
+        clip, *alone = (
+            tower(patches_by_time(frames, PROCESSING, CPU, torch.float32), (len(frames) // 2, 4, 6))
+            for frames in (np.concatenate((first, second)), first, second)
+        )
     assert relative(clip.rows, torch.cat([each.rows for each in alone])) < TOLERANCE
     assert relative(clip.rows[:6], alone[1].rows) > 0.1, "the two frames are alike: a weak test"
 
@@ -127,29 +127,30 @@ def test_a_picture_is_one_step() -> None:
     assert list(image.steps()) == [image]
 
 
-def test_slices_are_equal_and_whole_squares() -> None:
+def test_halves_are_equal_and_whole_squares() -> None:
     for count in (4, 8, 2048, 2052, 5120, 10240, 40000):
-        parts = vision.slices(count, 4)
+        parts = vision.halves(count, 4)
         heights = [part.stop - part.start for part in parts]
         assert [part.start for part in parts] == [0, *np.cumsum(heights)[:-1].tolist()]
         assert sum(heights) == count
-        assert max(heights) <= vision.SLICE_ROWS
+        assert max(heights) - min(heights) <= 4
         assert all(height % 4 == 0 for height in heights)
-        assert len(parts) == -(-count // vision.SLICE_ROWS)
+        assert len(parts) == (1 if count <= vision.WHOLE_ROWS else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 72])
-def test_turning_by_slices_is_turning_all_in_float32_bit_for_bit(head_dim: int, dtype: torch.dtype) -> None:
-    rows, heads = 60, 4
-    fresh = torch.randn(rows, 3, heads, head_dim, generator=TURN).to(dtype)
-    tables = torch.randn(2, rows, 1, 1, head_dim, generator=TURN)
-    expected = rotate(fresh[:, :2].float(), tables[0], tables[1]).to(dtype)
-    target = torch.full_like(fresh, 77.0)
-    for part in (slice(0, 24), slice(24, 48), slice(48, 60)):
-        vision.turn(fresh[part], tables[0, part], tables[1, part], target[part])
-    assert torch.equal(target[:, :2], expected)
-    assert torch.equal(target[:, 2], fresh[:, 2])
+@pytest.mark.parametrize("hidden_size", [128, 144])
+def test_turning_in_parts_is_turning_all_in_float32_bit_for_bit(
+    hidden_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, rows, columns = config_with(hidden_size=hidden_size), 6, 10
+    joined = torch.randn(rows * columns, 3, 2, hidden_size // 2, generator=TURN).to(dtype)
+    expected = rotate(joined[:, :2].float(), *vision_tables(config, rows, columns)).to(dtype)
+    turned = joined.clone()
+    monkeypatch.setattr(vision, "PLACED_ROWS", 24)
+    vision.Turn(config, rows, columns, CPU)(turned)
+    assert torch.equal(turned[:, :2], expected)
+    assert torch.equal(turned[:, 2], joined[:, 2])
 
 
 def config_with(**changed: int) -> VisionConfig:
@@ -176,15 +177,14 @@ def test_tables_of_turning_are_those_of_each_patchs_own_angles(rows: int, column
     frequencies = 1.0 / 10000.0 ** (torch.arange(0, 36, 2, dtype=torch.float32) / 36)
     angles = torch.cat((row[:, None].float() * frequencies, column[:, None].float() * frequencies), -1)
     expected = rotation_tables(angles[:, None, None])
-    for ours, theirs in zip(vision_tables(config, rows, columns, CPU), expected, strict=True):
+    for ours, theirs in zip(vision_tables(config, rows, columns), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 10), (6, 6), (62, 46)])
 def test_learned_positions_are_stretched_as_pictures_are(rows: int, columns: int) -> None:
-    config = config_with(num_position_embeddings=36)
     table = torch.randn(36, 5, generator=TURN, dtype=torch.float64)
-    index, shares = vision.learned_positions(config, rows, columns, CPU)
+    index, shares = vision.learned_positions(36, rows, columns, 2)
     assert torch.allclose(shares.sum(0), torch.ones(rows * columns, 1))
     ours = (table[index] * shares).sum(0)
     image = table.T.reshape(1, 5, 6, 6)

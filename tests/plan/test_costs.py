@@ -17,7 +17,7 @@ from vlfit.checkpoint.quantization import CompressedFormat, WeightScheme
 from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.engine import engine
 from vlfit.engine.decoder.text import TextModel, VisualRows
-from vlfit.engine.images import patch_pieces
+from vlfit.engine.images import patches_by_time
 from vlfit.engine.kernels import attention as attention_kernels
 from vlfit.engine.kernels import linear as linear_kernels
 from vlfit.engine.kernels.attention import BlockPlan
@@ -119,8 +119,8 @@ def look(tower: VisionTower, frames: int, rows: int, columns: int) -> VisionFeat
     """The features of a picture, or of a clip of ``frames``, of so many rows and columns of patches."""
     pixels = np.zeros((frames, rows * 16, columns * 16, 3), dtype=np.uint8)
     processing = ImageProcessing(1, 1, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255)
-    pieces = patch_pieces(pixels, processing, META, vision.SLICE_ROWS)
-    return tower(pieces, ((frames + 1) // 2, rows, columns))
+    patches = patches_by_time(pixels, processing, META, tower.dtype)
+    return tower(patches, ((frames + 1) // 2, rows, columns))
 
 
 def peaks_of_looking(size: str, grids: list[tuple[int, int, int]]) -> Iterator[tuple[int, VisionFeatures]]:
@@ -161,12 +161,12 @@ def test_a_clip_takes_no_more_than_one_of_its_frames_and_its_features(size: str)
 
 
 @pytest.mark.parametrize("patches", [4, 1024, 2048, 2052, 3072, 5120, 10240, 10244])
-def test_the_tower_goes_slice_by_slice_as_the_plan_says(patches: int) -> None:
-    assert vision.SLICE_ROWS == costs.VISION_SLICE
-    parts = vision.slices(patches, 4)
+def test_the_tower_goes_in_halves_as_the_plan_says(patches: int) -> None:
+    assert vision.WHOLE_ROWS == costs.VISION_WHOLE
+    parts = vision.halves(patches, 4)
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(patches))
-    assert max(part.stop - part.start for part in parts) == costs.vision_slice(patches, 4)
-    assert costs.vision_slice(patches, 4) <= costs.VISION_SLICE
+    assert max(part.stop - part.start for part in parts) == costs.vision_half(patches, 4)
+    assert len(parts) == (1 if patches <= costs.VISION_WHOLE else 2)
 
 
 def run_text(entry: CatalogEntry, chunk: int, past: int, decoding: int, longest: int, visual: int) -> int:

@@ -163,7 +163,7 @@ def test_a_product_of_the_tower_takes_one_buffer_more(size: str) -> None:
     entry = entry_of(size, "int4")
     vision = config_of(entry).eyes
     block = VisionTower(vision, loader(entry)).blocks[0]
-    x = torch.empty(costs.VISION_SLICE, vision.hidden_size, dtype=torch.bfloat16, device=META)
+    x = torch.empty(costs.VISION_WHOLE, vision.hidden_size, dtype=torch.bfloat16, device=META)
     gc.collect()
     with torch.no_grad(), Live() as counter:
         assert isinstance(block.fc1, Int8Linear)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_FRAMES = 768  # the reference samples no more from any clip
+STRIP_BYTES = 2**18  # of pixels that are taken over from Pillow at once
 LOW_DETAIL = 256  # tokens: 512x512 pixels, which is what OpenAI's low detail means
 
 
@@ -165,53 +167,79 @@ def smart_resize_video(
     )
 
 
-def patchify(pixels: "torch.Tensor", processing: ImageProcessing) -> "torch.Tensor":
+def patchify(
+    pixels: "torch.Tensor", processing: ImageProcessing, dtype: "torch.dtype | None" = None
+) -> "torch.Tensor":
     """Normalised patches of one picture or clip, on the device where ``pixels`` are.
 
-    uint8 [frames, height, width, 3] to float32 [time*height*width patches, 3*temporal*patch*patch]. Patches
-    come in merge order: time, then rows and columns of ``merge x merge`` squares, then inside a square.
-    Values of a patch are ordered channel, time, row, column. A picture's one frame fills the whole temporal
-    patch.
+    uint8 [frames, height, width, 3] to ``dtype`` (None: float32) [time*height*width patches,
+    3*temporal*patch*patch]. Patches come in merge order: time, then rows and columns of ``merge x merge``
+    squares, then inside a square. Values of a patch are ordered channel, time, row, column. A picture's one
+    frame fills the whole temporal patch.
     """
     import torch
 
+    from vlfit.engine import kernels
+
+    dtype = dtype or torch.float32
     frames, height, width, channels = pixels.shape
-    patch, merge = processing.patch_size, processing.merge_size
-    depth = min(frames, processing.temporal_patch_size)
+    patch, merge, temporal = processing.patch_size, processing.merge_size, processing.temporal_patch_size
+    if kernels.used_on(pixels.device):
+        from vlfit.engine.kernels.vision import patches_of
+
+        numbers = torch.from_numpy(numbers_of_bytes(processing)).to(pixels.device, non_blocking=True)
+        return patches_of(pixels, numbers, dtype, patch, merge, temporal)
+    depth = min(frames, temporal)
     rows, columns = height // (patch * merge), width // (patch * merge)
     squares = pixels.view(frames // depth, depth, rows, merge, patch, columns, merge, patch, channels)
     # Reordered while a value is one byte: the permutation moves a quarter of what it would in float32.
     ordered = squares.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels, depth, patch, patch)
-    values = ordered.to(torch.float32).div_(1.0 / processing.rescale_factor)
-    mean, std = (
-        torch.tensor(numbers, dtype=torch.float32, device=pixels.device).view(1, channels, 1, 1, 1)
-        for numbers in (processing.mean, processing.std)
-    )
-    values.sub_(mean).div_(std)
-    repeated = values.expand(-1, -1, processing.temporal_patch_size, -1, -1) if frames == 1 else values
-    return repeated.reshape(values.shape[0], -1)
+    values = _normalised(ordered.to(torch.float32), processing, 1)
+    repeated = values.expand(-1, -1, temporal, -1, -1) if frames == 1 else values
+    return repeated.reshape(values.shape[0], -1).to(dtype)
 
 
-def patch_pieces(
-    pixels: NDArray[np.uint8], processing: ImageProcessing, device: "torch.device", most: int
+def patches_by_time(
+    pixels: NDArray[np.uint8], processing: ImageProcessing, device: "torch.device", dtype: "torch.dtype"
 ) -> "Iterator[torch.Tensor]":
-    """The rows of ``patchify`` in their order, in pieces of at most ``most`` patches (one square at least).
+    """``patchify`` of each temporal patch by itself: all patches of a picture, or of two frames of a clip.
 
-    ``pixels`` [frames, height, width, 3] stay in host memory; of them ``device`` holds a piece at a time. No
-    piece has patches of two temporal patches.
+    ``pixels`` [frames, height, width, 3] are in host memory; ``device`` gets those of one temporal patch at a
+    time.
     """
     import torch
 
-    frames, height, width, _ = pixels.shape
-    side = processing.patch_size * processing.merge_size
-    depth = min(frames, processing.temporal_patch_size)
-    squares, across = max(most // processing.merge_size**2, 1), width // side
-    rows, columns = max(squares // across, 1) * side, min(squares, across) * side
-    for first in range(0, frames, depth):
-        for top in range(0, height, rows):
-            for left in range(0, width, columns):
-                part = pixels[first : first + depth, top : top + rows, left : left + columns]
-                yield patchify(torch.from_numpy(np.ascontiguousarray(part)).to(device), processing)
+    depth = min(len(pixels), processing.temporal_patch_size)
+    for first in range(0, len(pixels), depth):
+        part = torch.from_numpy(pixels[first : first + depth])
+        # From memory that is not pinned CUDA returns when all is read: nobody waits for what the device does.
+        yield patchify(part.to(device, non_blocking=True), processing, dtype)
+
+
+@lru_cache(maxsize=4)  # of a checkpoint
+def numbers_of_bytes(processing: ImageProcessing) -> NDArray[np.float32]:
+    """What each byte becomes in each channel [256, 3]."""
+    import torch
+
+    ramp = torch.arange(256, dtype=torch.float32)[:, None].repeat(1, len(processing.mean))
+    numbers: NDArray[np.float32] = _normalised(ramp, processing, 1).numpy()
+    return numbers
+
+
+def _normalised(values: "torch.Tensor", processing: ImageProcessing, channel: int) -> "torch.Tensor":
+    """Bytes as float32, in place to what the tower takes, as the reference computes it on a CPU.
+
+    ``channel`` is the dimension that channels lie along.
+    """
+    import torch
+
+    shape = [1] * values.dim()
+    shape[channel] = -1
+    mean, std = (
+        torch.tensor(numbers, dtype=torch.float32).view(shape)
+        for numbers in (processing.mean, processing.std)
+    )
+    return values.div_(1.0 / processing.rescale_factor).sub_(mean).div_(std)
 
 
 def _into_limits(
@@ -283,8 +311,14 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
     resized = (
         image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
     )
-    # A copy, because torch takes only arrays that it may write to.
-    return np.array(resized, dtype=np.uint8)
+    # A strip at a time, into an array of our own, which torch may write to: Pillow makes several copies of
+    # what it hands out, and in a cache they take a tenth of the time.
+    pixels = np.empty((height, width, 3), dtype=np.uint8)
+    rows = max(STRIP_BYTES // (3 * width), 1)
+    for top in range(0, height, rows):
+        below = min(top + rows, height)
+        pixels[top:below] = np.asarray(resized.crop((0, top, width, below)))
+    return pixels
 
 
 def _prepared(

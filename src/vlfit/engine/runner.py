@@ -14,11 +14,11 @@ from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.engine.decoder.text import TextModel, VisualRows
 from vlfit.engine.graphs import DecodeGraphs
 from vlfit.engine.image_cache import ImageCache
-from vlfit.engine.images import PreparedImage, patch_pieces
+from vlfit.engine.images import PreparedImage, patches_by_time
 from vlfit.engine.kernels.attention import BlockPlan
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layout import Layout
-from vlfit.engine.qwen3_vl.vision import SLICE_ROWS, VisionFeatures, VisionTower
+from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.engine.scheduler import Work
 from vlfit.engine.scores import Scores, scores_of
 from vlfit.engine.sequence import IntMatrix, IntVector, Sequence
@@ -113,8 +113,8 @@ class Runner:
             raise RuntimeError("a picture came to a model without eyes")
         features = self._looked_at.get(image.key) or self.image_cache.get(image.key, self.device)
         if features is None:
-            pieces = patch_pieces(image.pixels, self.processing, self.device, SLICE_ROWS)
-            features = self.vision(pieces, image.grid)
+            patches = patches_by_time(image.pixels, self.processing, self.device, self.cache.keys.dtype)
+            features = self.vision(patches, image.grid)
         self._looked_at[image.key] = features
         return features
 

@@ -11,7 +11,7 @@ from vlfit.checkpoint.quantization import INT4
 from vlfit.plan.model import HALF, SINGLE, Matrix, Model
 
 BLOCK_SIZE = 16  # tokens of a KV block (``engine/options.py``)
-VISION_SLICE = 2048  # patches that the tower computes at once (``engine/qwen3_vl/vision.py``)
+VISION_WHOLE = 2048  # patches; of more the feed-forward goes in two halves (``engine/qwen3_vl/vision.py``)
 TYPICAL_REQUEST = 2048  # tokens of pool for each sequence (``engine/engine.py``)
 # Where those do not fit: a picture of 1024 tokens, and half as much for a question and its answer.
 TIGHT_REQUEST = 1536
@@ -49,43 +49,31 @@ def pictures_reached(chunk: int, image_tokens: int) -> int:
 def vision_peak(vision: VisionConfig, image_tokens: int, *, narrow: bool = False) -> int:
     """Peak of the vision tower on one picture of ``image_tokens`` (``engine/qwen3_vl/vision.py``).
 
-    For each patch live all along: the residual in bfloat16, the tables that q and k are turned by, and the
-    four corners of its position; in the blocks also q, k and v. Deepstack outputs of earlier blocks stay. All
-    else lives for a slice of the patches: on their way in, in a block, in a merger. Products with ``narrow``
-    weights have the buffer that slices of them are widened into.
+    For each patch live all along the residual in bfloat16, and the angles that rows and columns stand for; in
+    a block q, k and v beside a norm's output or what the patches find, then the feed-forward of half of them.
+    Deepstack outputs of earlier blocks stay. Products with ``narrow`` weights have the buffer that slices of
+    them are widened into.
     """
     hidden, merge = vision.hidden_size, vision.spatial_merge_size**2
     patches = image_tokens * merge
-    always = patches * (HALF * hidden + 2 * SINGLE * vision.head_dim + 4 * (INDEX + SINGLE))
-    entering = min(patches, VISION_SLICE) * _of_a_patch_coming_in(vision)
-    rows = vision_slice(patches, merge)
-    in_blocks = patches * 3 * HALF * hidden + rows * max(
-        4 * HALF * hidden,  # a norm's output, and q, k and v before they are turned
-        HALF * (hidden + vision.intermediate_size),  # the MLP's, beside its input or its output
+    places = patches // vision.spatial_merge_size  # of the longest picture: two rows
+    always = patches * HALF * hidden + places * 2 * SINGLE * (vision.head_dim // 4)
+    pixels = vision.in_channels * vision.patch_size**2 * vision.temporal_patch_size
+    entering = patches * (pixels + HALF * pixels)  # bytes, and the numbers that they become
+    in_blocks = max(
+        patches * 4 * HALF * hidden,
+        vision_half(patches, merge) * HALF * (hidden + vision.intermediate_size),  # its input or its output
     )
     width = vision.out_hidden_size
-    merging = image_tokens * width * HALF + rows * HALF * (hidden + max(hidden, width // merge))
+    merging = image_tokens * width * HALF + patches * HALF * (hidden + max(hidden, width // merge))
     kept = len(vision.deepstack_visual_indexes) * image_tokens * width * HALF
     widened = SCRATCH_BYTES if narrow else 0
     return always + max(entering, kept + widened + max(in_blocks, merging))
 
 
-def vision_slice(patches: int, merge: int) -> int:
-    """How many of ``patches`` the tower computes at once: the largest of its ``slices``."""
-    parts = -(-patches // VISION_SLICE)
-    return -(-patches // (parts * merge)) * merge
-
-
-def _of_a_patch_coming_in(vision: VisionConfig) -> int:
-    """The most that a patch takes between pixels and the residual (``images.patchify``, ``_embed``)."""
-    pixels = vision.in_channels * vision.patch_size**2
-    values = pixels * vision.temporal_patch_size
-    row = HALF * vision.hidden_size
-    return max(
-        2 * pixels + SINGLE * pixels + SINGLE * values,  # bytes twice, as numbers, and twice over
-        (SINGLE + HALF) * values + row,  # rounded, and its product
-        SINGLE * values + 4 * row,  # the product, and its position in float32 with one corner
-    )
+def vision_half(patches: int, merge: int) -> int:
+    """How many of ``patches`` the tower's feed-forward computes at once: the larger of its ``halves``."""
+    return patches if patches <= VISION_WHOLE else -(-patches // (2 * merge)) * merge
 
 
 def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native: bool = True) -> int:

@@ -3,34 +3,40 @@
 import triton
 import triton.language as tl
 
+from vlfit.engine.kernels.patches import place_of
 
-@triton.jit(do_not_specialize=["cells"])
-def turn_into(
-    fresh,
-    cosines,
-    sines,
-    target,
-    cells,
+
+@triton.jit(do_not_specialize=["columns", "places"])
+def turn_by_place(
+    joined,
+    angles,
+    columns,
+    places,
+    merge: tl.constexpr,
     width: tl.constexpr,
     head_dim: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """``tile`` elements of ``target`` [rows, 3, width] from ``fresh``, where ``width`` is heads x head_dim.
+    """A program for each row of ``joined`` [patches, 3, width], where ``width`` is heads x head_dim.
 
-    Element i of the first half of a head pairs with i of the second, as in ``decoder/rope.py``; v, the last
-    third of a row, is copied. ``cosines`` and ``sines`` [rows, head_dim] are float32; cells are all elements.
+    q and k are turned in place, v stays. Element i of the first half of a head pairs with i of the second;
+    pairs of a head's first quarter turn by the row of their patch, the others by its column. ``angles``
+    [2, places, head_dim / 4] has cosines, then sines, in float32. ``tile`` is at least ``width``, which is as
+    many as there are pairs.
     """
     half: tl.constexpr = head_dim // 2
-    cell = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    inside = cell < cells
-    row = cell // (3 * width)
-    column = cell % (3 * width)
-    dim = column % head_dim
-    turned = inside & (column < 2 * width)
-    value = tl.load(fresh + cell, mask=inside, other=0.0)
-    partner = tl.load(fresh + tl.where(dim < half, cell + half, cell - half), mask=turned, other=0.0)
-    angle = row * head_dim + dim
-    cosine = tl.load(cosines + angle, mask=turned, other=1.0)
-    sine = tl.load(sines + angle, mask=turned, other=0.0)
-    wide = value.to(tl.float32) * cosine + partner.to(tl.float32) * sine
-    tl.store(target + cell, wide.to(value.dtype), mask=inside)
+    quarter: tl.constexpr = head_dim // 4
+    patch = tl.program_id(0)
+    row, column = place_of(patch, columns, merge)
+    pair = tl.arange(0, tile)
+    inside = pair < width
+    dim = pair % half
+    first = joined + patch.to(tl.int64) * (3 * width) + pair // half * head_dim + dim
+    angle = angles + tl.where(dim < quarter, row, column) * quarter + dim % quarter
+    cosine = tl.load(angle, mask=inside, other=1.0)
+    sine = tl.load(angle + places * quarter, mask=inside, other=0.0)
+    one = tl.load(first, mask=inside, other=0.0)
+    other = tl.load(first + half, mask=inside, other=0.0)
+    wide, partner = one.to(tl.float32), other.to(tl.float32)
+    tl.store(first, (wide * cosine - partner * sine).to(one.dtype), mask=inside)
+    tl.store(first + half, (partner * cosine + wide * sine).to(one.dtype), mask=inside)

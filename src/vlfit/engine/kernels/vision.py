@@ -1,34 +1,93 @@
-"""What the vision tower does to rows between products, in one kernel where plain PyTorch takes five.
+"""What the vision tower does before and between products, in one kernel where plain PyTorch takes up to ten.
 
-Knows: how many programs it gets. Allocates nothing. The reference is ``turn`` in
-``engine/qwen3_vl/vision.py``.
+Knows: what each step allocates, and how many programs it gets: one for each patch. The references are
+``patchify`` in ``engine/images.py`` and, in ``engine/qwen3_vl/vision.py``, ``learned_positions`` and ``Turn``
+on a CPU.
 """
 
+import torch
 from torch import Tensor
 
-_TILE = 1024  # elements that one program writes
 
+def patches_of(
+    pixels: Tensor, numbers: Tensor, dtype: torch.dtype, patch: int, merge: int, temporal: int
+) -> Tensor:
+    """The patches of ``pixels``, uint8 [frames, height, width, channels], as ``images.patchify`` gives them.
 
-def turn_into(fresh: Tensor, cosines: Tensor, sines: Tensor, target: Tensor) -> None:
-    """q and k of ``fresh`` turned by their position in float32, and v as it is, into ``target``.
-
-    ``fresh`` and ``target`` [rows, 3, heads, head_dim], ``cosines`` and ``sines`` [rows, 1, 1, head_dim] in
-    float32 (``rope.vision_tables``), all contiguous.
+    ``numbers`` [256, channels] float32 is what each byte becomes. ``frames`` is 1, which fills the whole
+    temporal patch, or a multiple of ``temporal``. Allocates what it gives.
     """
-    rows, _, heads, head_dim = fresh.shape
-    if fresh.device.type == "meta" or not rows:
-        return
-    from vlfit.engine.kernels.turn import turn_into as kernel
+    frames, height, width, channels = pixels.shape
+    rows, columns = height // patch, width // patch
+    depth = min(frames, temporal)
+    patches = frames // depth * rows * columns
+    values = channels * temporal * patch**2
+    output = torch.empty((patches, values), dtype=dtype, device=pixels.device)
+    if patches and pixels.device.type != "meta":
+        from vlfit.engine.kernels.patches import patches_into
 
-    cells = fresh.numel()
-    kernel[(-(-cells // _TILE),)](
-        fresh,
-        cosines,
-        sines,
-        target,
-        cells,
-        width=heads * head_dim,
-        head_dim=head_dim,
-        tile=_TILE,
-        num_warps=4,
-    )
+        patches_into[(patches,)](
+            pixels.contiguous(),
+            numbers,
+            output,
+            rows,
+            columns,
+            frames=depth,
+            channels=channels,
+            patch=patch,
+            merge=merge,
+            temporal=temporal,
+            tile=_power_of_two(values),
+            num_warps=4,
+        )
+    return output
+
+
+def add_positions(hidden: Tensor, table: Tensor, rows: int, columns: int, merge: int) -> None:
+    """Adds to ``hidden`` [rows * columns, width], patches of one frame in merge order, what is learned of
+    their places: ``table`` [side * side, width], stretched to rows x columns. Allocates nothing.
+    """
+    patches, width = hidden.shape
+    if patches and hidden.device.type != "meta":
+        from vlfit.engine.kernels.patches import add_positions as kernel
+
+        side = int(len(table) ** 0.5)
+        kernel[(patches,)](
+            hidden,
+            table,
+            rows,
+            columns,
+            side=side,
+            merge=merge,
+            width=width,
+            tile=_power_of_two(width),
+            num_warps=4,
+        )
+
+
+def turn_by_place(joined: Tensor, angles: Tensor, columns: int, merge: int) -> None:
+    """q and k of ``joined`` [patches, 3, heads, head_dim] turned by their place in float32, where they are.
+
+    The patches are those of one frame in merge order, ``columns`` wide. ``angles`` [2, places, head_dim / 4]
+    (``rope.vision_angles``) are float32. Allocates nothing.
+    """
+    patches, _, heads, head_dim = joined.shape
+    if patches and joined.device.type != "meta":
+        from vlfit.engine.kernels.turn import turn_by_place as kernel
+
+        kernel[(patches,)](
+            joined,
+            angles,
+            columns,
+            angles.shape[1],
+            merge=merge,
+            width=heads * head_dim,
+            head_dim=head_dim,
+            tile=_power_of_two(heads * head_dim),
+            num_warps=4,
+        )
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest that is not below ``size``."""
+    return 1 << (size - 1).bit_length()

@@ -45,24 +45,28 @@ def mrope_positions(
     return positions, count + len(is_visual) - at
 
 
-def vision_tables(
-    config: VisionConfig, rows: int, columns: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=4)
+def vision_angles(head_dim: int, places: int) -> Tensor:
+    """Cosines and sines of the angle that each row or column stands for: float32 [2, places, head_dim / 4].
+
+    In host memory. Not to be changed.
+    """
+    quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
+    inverse_frequencies = 1.0 / VISION_THETA**quarter
+    angles = torch.arange(places, dtype=torch.float32)[:, None] * inverse_frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def vision_tables(config: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Tables for ``rotate`` [rows * columns, 1, 1, head_dim], for one frame's patches in merge order.
 
-    Each row and each column of the picture has its angles taken once; patches pick theirs on the device.
+    The first half of a patch's angles are its row's, the other its column's.
     """
-    quarter = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
-    inverse_frequencies = 1.0 / VISION_THETA**quarter
-    angles = torch.arange(max(rows, columns), dtype=torch.float32)[:, None] * inverse_frequencies
-    order = merge_order(rows, columns, config.spatial_merge_size)
-    row, column = (torch.from_numpy(each).to(device) for each in order)
-
-    def of_patches(of_place: Tensor) -> Tensor:
-        of_place = of_place.to(device)
-        return torch.cat((of_place[row], of_place[column]), dim=-1)[:, None, None]
-
-    cosines, sines = of_patches(angles.cos()), of_patches(angles.sin())
+    row, column = map(torch.from_numpy, merge_order(rows, columns, config.spatial_merge_size))
+    cosines, sines = (
+        torch.cat((of_place[row], of_place[column]), dim=-1)[:, None, None]
+        for of_place in vision_angles(config.head_dim, max(rows, columns))
+    )
     return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
 
 

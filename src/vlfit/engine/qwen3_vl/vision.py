@@ -5,14 +5,15 @@ inside each frame, a merger that makes one row of each 2 x 2 patches, and deepst
 blocks, which the text model adds to its first layers.
 
 The workspace is small and known (``vision_peak`` in ``plan/costs.py``): one picture at a time, and one frame
-of a clip, for no frame looks at another. What lives for all patches is the residual, q, k and v, and the
-tables that these are turned by; anything else lives for a slice of them.
+of a clip, for no frame looks at another. What lives for all patches is the residual and, until they have
+looked at each other, q, k and v, and a norm's output or what is found. The feed-forward of large pictures
+goes in two halves, whose inner rows fit where q, k and v were. On a GPU positions are computed where they are
+added: there are no tables of them to make, to copy or to keep.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -24,12 +25,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.engine import kernels
 from vlfit.engine.decoder.rope import rotate
-from vlfit.engine.kernels.vision import turn_into
+from vlfit.engine.kernels.vision import add_positions, turn_by_place
+from vlfit.engine.layers.linear import DenseLinear
 from vlfit.engine.loader import Loader
-from vlfit.engine.qwen3_vl.rope import merge_order, vision_tables
+from vlfit.engine.qwen3_vl.rope import merge_order, vision_angles, vision_tables
 
 LAYER_NORM_EPS = 1e-6
-SLICE_ROWS = 2048  # patches: those of 1024x512 pixels. Matrix products of so many rows keep a large card busy
+WHOLE_ROWS = 2048  # patches (those of 1024x512 pixels); of more the feed-forward goes in two halves
+PLACED_ROWS = 2048  # patches that a CPU adds positions to, or turns, at once: in float32
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -51,8 +54,9 @@ class VisionTower:
         self.config = config
         self.device = loader.device
         # The patch convolution has stride = kernel, so it is a plain matrix product over flat patches.
-        self.patch_weight = loader.tensor("model.visual.patch_embed.proj.weight").flatten(1)
-        self.patch_bias = loader.tensor("model.visual.patch_embed.proj.bias")
+        weight = loader.tensor("model.visual.patch_embed.proj.weight").flatten(1)
+        self.patches = DenseLinear(weight, loader.tensor("model.visual.patch_embed.proj.bias"))
+        self.dtype = weight.dtype
         self.position_table = loader.tensor("model.visual.pos_embed.weight")
         self.blocks = [
             VisionBlock(config, loader, f"model.visual.blocks.{index}") for index in range(config.depth)
@@ -65,23 +69,21 @@ class VisionTower:
             for level, block in enumerate(config.deepstack_visual_indexes)
         }
 
-    def __call__(self, pieces: Iterable[Tensor], grid: tuple[int, int, int]) -> VisionFeatures:
-        """``pieces`` [patches, channels * temporal * patch * patch] are all patches in merge order.
+    def __call__(self, patches: Iterable[Tensor], grid: tuple[int, int, int]) -> VisionFeatures:
+        """``patches`` in merge order, those of each time step [rows * columns, channels * temporal * patch *
+        patch] by themselves, in the dtype of the tower (``images.patches_by_time``).
 
-        ``grid`` is (time, rows, columns) in patches; no piece has patches of two time steps. Gives features
-        of time * rows * columns / merge^2 rows.
+        ``grid`` is (time, rows, columns) in patches. Gives features of time * rows * columns / merge^2 rows.
         """
         time, rows, columns = grid
-        patches = rows * columns
-        tokens = patches // self.config.spatial_merge_size**2  # of a frame
-        pieces = iter(pieces)
-        corners = learned_positions(self.config, rows, columns, self.device)
-        tables = vision_tables(self.config, rows, columns, self.device)
+        tokens = rows * columns // self.config.spatial_merge_size**2  # of a frame
+        patches = iter(patches)
+        turn = Turn(self.config, rows, columns, self.device)
         outputs: list[Tensor] = []
         with fused_attention(self.device):
             for first in range(0, time * tokens, tokens):
-                hidden = self._embed(pieces, patches, corners)
-                for level, merger in enumerate(self._through_blocks(hidden, tables)):
+                hidden = self._embed(next(patches), rows, columns)
+                for level, merger in enumerate(self._through_blocks(hidden, turn)):
                     if level == len(outputs):
                         outputs.append(hidden.new_empty(time * tokens, self.config.out_hidden_size))
                     merger(hidden, outputs[level][first : first + tokens])
@@ -89,58 +91,43 @@ class VisionTower:
         *deepstack, merged = outputs
         return VisionFeatures(merged, tuple(deepstack))
 
-    def _through_blocks(self, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Iterator["PatchMerger"]:
+    def _through_blocks(self, hidden: Tensor, turn: "Turn") -> Iterator["PatchMerger"]:
         """Sends ``hidden`` through the blocks; wherever a merger is to look at it, gives that merger."""
-        joined = hidden.new_empty(len(hidden), 3, self.config.num_heads, self.config.head_dim)
         for index, block in enumerate(self.blocks):
-            block(hidden, joined, *tables)
+            block(hidden, turn)
             if index in self.deepstack_mergers:
                 yield self.deepstack_mergers[index]
-        del joined
         yield self.merger
 
-    def _embed(self, pieces: Iterator[Tensor], patches: int, corners: tuple[Tensor, Tensor]) -> Tensor:
+    def _embed(self, patches: Tensor, rows: int, columns: int) -> Tensor:
         """The patches of a frame, each with its position [patches, hidden]."""
-        index, shares = corners
-        hidden = self.patch_weight.new_empty(patches, self.config.hidden_size)
-        done = 0
-        while done < patches:
-            done += self._embed_piece(next(pieces), hidden[done:], index[:, done:], shares[:, done:])
+        hidden = self.patches(patches)
+        merge = self.config.spatial_merge_size
+        if kernels.used_on(self.device):
+            add_positions(hidden, self.position_table, rows, columns, merge)
+            return hidden
+        index, shares = learned_positions(len(self.position_table), rows, columns, merge)
+        for some in parts_of(len(hidden), PLACED_ROWS):
+            positions = self.position_table[index[0, some]] * shares[0, some]
+            for corner in range(1, 4):
+                positions.addcmul_(self.position_table[index[corner, some]], shares[corner, some])
+            hidden[some] += positions.to(hidden.dtype)
         return hidden
 
-    def _embed_piece(self, piece: Tensor, target: Tensor, index: Tensor, shares: Tensor) -> int:
-        """One piece of patches, into the first rows of ``target``. Gives how many they are."""
-        rows = len(piece)
-        embedded = F.linear(piece.to(target.dtype), self.patch_weight, self.patch_bias)
-        positions = self.position_table[index[0, :rows]] * shares[0, :rows]
-        for corner in range(1, len(index)):
-            positions.addcmul_(self.position_table[index[corner, :rows]], shares[corner, :rows])
-        torch.add(embedded, positions.to(target.dtype), out=target[:rows])
-        return rows
 
-
-def learned_positions(
-    config: VisionConfig, rows: int, columns: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The square table of learned positions, stretched bilinearly (corners fixed) to rows x columns.
+def learned_positions(count: int, rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
+    """A square table of ``count`` learned positions, stretched bilinearly (corners fixed) to rows x columns.
 
     For each patch of a frame, in merge order, the four rows of the table around its place [4, patches], and
     the share of each [4, patches, 1] in float32.
     """
-    side = int(config.num_position_embeddings**0.5)
-    index, shares = _corners(side, rows, columns, config.spatial_merge_size)
-    return torch.from_numpy(index).to(device), torch.from_numpy(shares).to(device)
-
-
-@lru_cache(maxsize=8)  # pictures of one camera, frames of a clip
-def _corners(side: int, rows: int, columns: int, merge: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """``learned_positions`` in host memory. Not to be changed."""
+    side = int(count**0.5)
     (top, lower), (left, right) = _stretched(side, rows), _stretched(side, columns)
     row, column = merge_order(rows, columns, merge)
     below, beside = np.minimum(top + 1, side - 1), np.minimum(left + 1, side - 1)
     index = [line[row] * side + place[column] for line in (top, below) for place in (left, beside)]
     shares = [up[row] * along[column] for up in (1 - lower, lower) for along in (1 - right, right)]
-    return np.stack(index), np.stack(shares)[..., None]
+    return torch.from_numpy(np.stack(index)), torch.from_numpy(np.stack(shares)[..., None])
 
 
 def _stretched(side: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -164,16 +151,25 @@ def fused_attention(device: torch.device) -> AbstractContextManager[None]:
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
 
 
-def slices(count: int, unit: int) -> list[slice]:
-    """``count`` rows in equal parts of at most ``SLICE_ROWS``, each but the last a multiple of ``unit``."""
-    parts = -(-count // SLICE_ROWS)
-    size = -(-count // (parts * unit)) * unit
-    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+def halves(count: int, unit: int) -> list[slice]:
+    """``count`` rows whole or, if they are more than ``WHOLE_ROWS``, as two parts, the first a multiple of
+    ``unit`` and at most so much larger.
+    """
+    if count <= WHOLE_ROWS:
+        return [slice(0, count)]
+    middle = -(-count // (2 * unit)) * unit
+    return [slice(0, middle), slice(middle, count)]
+
+
+def parts_of(count: int, most: int) -> Iterator[slice]:
+    """``count`` rows, ``most`` at a time."""
+    return (slice(first, min(first + most, count)) for first in range(0, count, most))
 
 
 class VisionBlock:
     def __init__(self, config: VisionConfig, loader: Loader, name: str) -> None:
         self.merge = config.spatial_merge_size**2
+        self.heads = config.num_heads
         self.norm1 = LayerNorm(loader, f"{name}.norm1")
         self.norm2 = LayerNorm(loader, f"{name}.norm2")
         self.qkv = loader.linear(f"{name}.attn.qkv", bias=True)
@@ -181,37 +177,42 @@ class VisionBlock:
         self.fc1 = loader.linear(f"{name}.mlp.linear_fc1", bias=True)
         self.fc2 = loader.linear(f"{name}.mlp.linear_fc2", bias=True)
 
-    def __call__(self, hidden: Tensor, joined: Tensor, cosines: Tensor, sines: Tensor) -> None:
-        """One block, added to ``hidden`` [patches, hidden] in place: every patch looks at all patches.
-
-        ``joined`` [patches, 3, heads, head_dim] is overwritten: q, k and v. Slice by slice, and all keys and
-        values first, so that a slice that is done changes no other.
-        """
-        parts = slices(len(hidden), self.merge)
-        for part in parts:
-            turn(self._query_key_value(hidden[part], joined), cosines[part], sines[part], joined[part])
-        key, value = by_head(joined[:, 1]), by_head(joined[:, 2])
-        for part in parts:
+    def __call__(self, hidden: Tensor, turn: "Turn") -> None:
+        """One block, added to ``hidden`` [patches, hidden] in place: every patch looks at all patches."""
+        hidden.add_(self.projection(self._seen(hidden, turn)))
+        for part in halves(len(hidden), self.merge):
             rows = hidden[part]
-            mixed = F.scaled_dot_product_attention(by_head(joined[part, 0]), key, value)
-            rows.add_(self.projection(mixed.transpose(1, 2).reshape(len(rows), -1)))
-            del mixed
             rows.add_(self.fc2(gelu_(self.fc1(self.norm2(rows)), "tanh")))
 
-    def _query_key_value(self, rows: Tensor, like: Tensor) -> Tensor:
-        return self.qkv(self.norm1(rows)).view(len(rows), *like.shape[1:])
+    def _seen(self, hidden: Tensor, turn: "Turn") -> Tensor:
+        """What each patch finds in all [patches, hidden]; q, k and v are gone."""
+        joined = self.qkv(self.norm1(hidden)).view(len(hidden), 3, self.heads, -1)
+        turn(joined)
+        query, key, value = (by_head(joined[:, part]) for part in range(3))
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(hidden), -1)
 
 
-def turn(fresh: Tensor, cosines: Tensor, sines: Tensor, target: Tensor) -> None:
-    """q and k of ``fresh`` [rows, 3, heads, head_dim] turned by their position in float32, into ``target``.
+class Turn:
+    """Turns q and k of all patches of a frame, of ``rows`` x ``columns``, by their place in float32."""
 
-    v goes with them as it is.
-    """
-    if kernels.used_on(fresh.device):
-        turn_into(fresh, cosines, sines, target)
-        return
-    target[:, :2] = rotate(fresh[:, :2].float(), cosines, sines)
-    target[:, 2] = fresh[:, 2]
+    def __init__(self, config: VisionConfig, rows: int, columns: int, device: torch.device) -> None:
+        self.columns = columns
+        self.merge = config.spatial_merge_size
+        self._tables: tuple[Tensor, Tensor] | None = None
+        if kernels.used_on(device):
+            angles = vision_angles(config.head_dim, max(rows, columns))
+            self._angles = angles.to(device, non_blocking=True)
+        else:
+            self._tables = vision_tables(config, rows, columns)
+
+    def __call__(self, joined: Tensor) -> None:
+        """``joined`` [patches, 3, heads, head_dim], q, k and v, in place; v stays as it is."""
+        if self._tables is None:
+            turn_by_place(joined, self._angles, self.columns, self.merge)
+            return
+        cosines, sines = self._tables
+        for part in parts_of(len(joined), PLACED_ROWS):
+            joined[part, :2] = rotate(joined[part, :2].float(), cosines[part], sines[part])
 
 
 def by_head(x: Tensor) -> Tensor:
@@ -238,15 +239,13 @@ class PatchMerger:
 
     def __call__(self, hidden: Tensor, target: Tensor) -> None:
         """``hidden`` [patches, hidden] to ``target`` [patches / merge^2, the text model's width]."""
-        for part in slices(len(hidden), self.merge):
-            target[part.start // self.merge : part.stop // self.merge] = self._rows(hidden[part])
-
-    def _rows(self, hidden: Tensor) -> Tensor:
         if self.norm_after_merge:
             merged = self.norm(hidden.view(-1, self.merged))
         else:
             merged = self.norm(hidden).view(-1, self.merged)
-        return self.fc2(gelu_(self.fc1(merged)))
+        inner = self.fc1(merged)
+        del merged
+        target[:] = self.fc2(gelu_(inner))
 
 
 class LayerNorm:
