@@ -1,5 +1,6 @@
 """Tensors side by side in one allocation: the same numbers, one storage, read once."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def folder(request: pytest.FixtureRequest, tiny: Tiny, tmp_path: Path) -> Path:
 def test_the_same_numbers_in_one_allocation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(folder)
     read: dict[int, list[int]] = {}
+    # Some operations without bytes import torch's compiler, which takes longer than reading a model.
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
 
     def model(least: int) -> tuple[TextModel, VisionTower]:
         monkeypatch.setattr(loaders, "SHELVED", least)

@@ -85,6 +85,7 @@ class Loader:
         self._files = MappedFiles()
         self._reader = Reader(device) if device.type == "cuda" else None
         self._orders: dict[str, Tensor] = {}
+        self._to_sign: list[Tensor] = []  # packed codes of 8 bits that are on their way
         self._shelf: Measure | Shelf | None = None
 
     def __enter__(self) -> Self:
@@ -102,9 +103,12 @@ class Loader:
                 self._reader.close()
 
     def _settle(self) -> None:
-        """Wait for what ``_copy`` was allowed to bring later."""
+        """Wait for what ``_copy`` was allowed to bring later, and do what waited for it."""
         if self._reader is not None:
             self._reader.settle(self._count)
+        with torch.inference_mode():
+            while self._to_sign:
+                signed_codes(self._to_sign.pop())
 
     def _count(self, size: int) -> None:
         """``size`` more bytes are there."""
@@ -222,8 +226,11 @@ class Loader:
         """Codes and scales of ``names`` on top of one another."""
         if self._is_packed(names[0]):
             packed = self._stacked([f"{name}{PACKED_SUFFIX}" for name in names], torch.int32)
-            self._settle()
-            codes = signed_codes(packed)
+            codes = packed.view(torch.int8)
+            if packed.device.type == "cuda":
+                self._to_sign.append(packed)
+            elif not packed.is_meta:  # where the operation would import torch's compiler, for seconds
+                signed_codes(packed)
         else:
             codes = self._stacked([f"{name}.weight" for name in names], torch.int8)
         scales = [f"{name}{COMPRESSED_SCALE}" for name in names]
