@@ -28,6 +28,7 @@ from benchmarks.hollow import write_hollow
 from benchmarks.ledger_job import NATIVE, ROUNDED, TRANSFORMERS, Held, LedgerJob
 from benchmarks.measure import MIB, ROOT, environment, versions_of
 from benchmarks.report import print_rows
+from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.errors import DeviceError
 from vlfit.machine.model import Gpu
@@ -173,7 +174,9 @@ def place(job: LedgerJob, folder: Path) -> LedgerJob:
     """``job`` with a checkpoint of its own size and weights in ``folder``, written unless it is there."""
     checkpoint = folder / f"{job.size}-{job.weights}{ROUNDED if job.rounded else ''}"
     if not checkpoint.exists() and job.rounded:
-        write_hollow(checkpoint, job.size, job.weights, ("head", "embedding", "vision"), 128)
+        tied = catalog.family(job.size)[0].config.tie_word_embeddings
+        parts = ("embedding", "vision") if tied else ("head", "embedding", "vision")
+        write_hollow(checkpoint, job.size, job.weights, parts, 128)
     elif not checkpoint.exists():
         write_hollow(checkpoint, job.size, job.weights)
     return replace(job, folder=str(checkpoint))
