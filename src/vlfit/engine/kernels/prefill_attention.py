@@ -7,7 +7,10 @@ batch are one launch. Reference: ``attention.plain_attention``.
 import triton
 import triton.language as tl
 
+from vlfit.engine.kernels.quick import quick
 
+
+@quick
 @triton.jit(do_not_specialize=["table", "spans", "table_stride"])
 def prefill(
     query,

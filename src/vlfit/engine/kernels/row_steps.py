@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.overlap import wait
+from vlfit.engine.kernels.quick import quick
 
 
+@quick
 @triton.jit
 def add_norm(
     hidden,
@@ -45,6 +47,7 @@ def normalized(value, weight, width: tl.constexpr, eps):
     return (rounded.to(tl.float32) * weight.to(tl.float32)).to(value.dtype)
 
 
+@quick
 @triton.jit
 def rotate_and_store(
     joined,
@@ -131,6 +134,7 @@ def turned(
     return (straight + partner.to(tl.float32) * sine).to(value.dtype)
 
 
+@quick
 @triton.jit(do_not_specialize=["cells"])
 def silu_and_multiply(gate_up, cells, width: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr):
     """silu(gate) * up of ``gate_up`` [rows, 2 * width], where gate was; cells are rows x width."""

@@ -4,8 +4,10 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.patches import place_of
+from vlfit.engine.kernels.quick import quick
 
 
+@quick
 @triton.jit(do_not_specialize=["columns", "places"])
 def turn_by_place(
     joined,
