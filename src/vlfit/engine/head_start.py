@@ -1,12 +1,15 @@
-"""What a start can do while Python still imports torch: CUDA's context, and files of weights into RAM.
+"""What a start can do while Python still imports torch: CUDA's context, torch's libraries, what Triton knows
+its kernels by, and files of weights into RAM.
 
-Both take half a second to several, and none of them needs Python. Knows the driver's own calls and the page
-cache. Imports no torch. It is a favour: what does not work here is left to whoever needs it, who says why.
+Each takes a third of a second to several, and hardly any Python. Knows the driver's own calls, the loader of
+libraries, and the page cache. Imports no torch. It is a favour: what does not work here is left to whoever
+needs it, who says why.
 """
 
 import ctypes
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,13 +35,17 @@ def make_context(device: str) -> tuple[Gpu, ...]:
     """
     if device == "cpu":
         return ()
+    library = _torch_cuda()
+    if library is not None:
+        Thread(target=_load, args=(library,), name="vlfit-libraries").start()
     gpus = read_gpus()[0]
     _, _, number = device.partition(":")
     index = int(number) if number.isdecimal() else 0
-    if index < len(gpus) and _torch_has_cuda():
+    if index < len(gpus) and library is not None:
         _before[:] = [gpus]
-        # No daemon: a process that ends while CUDA starts may crash.
+        # No daemons: a process that ends while CUDA starts may crash.
         Thread(target=_make_context, args=(index,), name="vlfit-cuda").start()
+        Thread(target=_import_triton, name="vlfit-triton").start()
     return gpus
 
 
@@ -68,12 +75,31 @@ def _make_context(index: int) -> None:
             cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def _torch_has_cuda() -> bool:
-    """Whether this torch will want a context."""
-    spec = importlib.util.find_spec("torch")
+def _torch_cuda() -> Path | None:
+    """The library of this torch that wants a GPU; None if it has none, or is here already."""
+    spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return False
-    return (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists()
+        return None
+    library = Path(spec.origin).parent / "lib" / "libtorch_cuda.so"
+    return library if library.exists() else None
+
+
+def _load(library: Path) -> None:
+    """``library`` and all that it needs into this process: other than Python's import, a call of C lets other
+    threads go on.
+    """
+    with suppress(OSError, AttributeError):
+        dlopen = ctypes.CDLL(None).dlopen
+        dlopen.restype = ctypes.c_void_p
+        dlopen(bytes(library), os.RTLD_NOW)
+
+
+def _import_triton() -> None:
+    """Triton, and the fingerprint of all its files, which is part of the name of every kernel it has kept."""
+    with suppress(Exception):
+        from triton.runtime.cache import triton_key  # remembers what it has found
+
+        triton_key()
 
 
 def _read_ahead(files: Sequence[Path]) -> None:
