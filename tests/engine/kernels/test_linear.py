@@ -123,6 +123,38 @@ def test_codes_are_read_alike_with_and_without_the_cards_own_conversion(
         check(fp8(70, 200, (128, 128)), rows, torch.float16, device, hardware)
 
 
+@pytest.mark.parametrize("group", [32, 64, 128, 512])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_one_row_of_int4_in_half_precision(symmetric: bool, group: int, device: torch.device) -> None:
+    """Codes are multiplied before their zero points are taken off: sums far larger than what is left of them.
+
+    One input is far larger than the others, as in real models.
+    """
+    torch.manual_seed(group)
+    weights = int4(70, 1024, group, symmetric=symmetric)
+    x = torch.randn(1, 1024)
+    x[0, 300] = 500.0
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    out = linear(x.to(device, dtype), on(weights, device), None, tiles_for(1, weights, dtype))
+    exact = x.to(dtype).double() @ widened(weights).T
+    assert relative_error(out.cpu(), exact) < TOLERANCES[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_an_instruction_by_hand_means_the_same(
+    rows: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    there = on(int4(64, 512, 32), device)
+    x = torch.randn(rows, 512, device=device, dtype=dtype)
+    by_hand = linear(x, there, None)
+    monkeypatch.setattr(kernels, "by_hand", lambda _: False)
+    assert torch.equal(linear(x, there, None), by_hand)
+
+
 def test_inputs_shared_out_among_programs(device: torch.device) -> None:
     """Few rows over many inputs are split; the sums are added up in one order, so the result never varies."""
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ from vlfit.engine.kernels.launch import arrivals, overlapping
 WIDEN_ROWS = 256
 # Of the buffer: a slice of so many bytes stays in the L2 cache of newer cards (24 MB and more) until it is
 # multiplied, and has tiles enough for torch's product to fill a card with 8 or 16 GB.
-SCRATCH_BYTES = 16 * 1024**2
+SCRATCH_BYTES = 24 * 1024**2
 SPLIT_ROWS = 64  # up to so many rows the inputs of a product may be shared out
 BUSY = 256  # programs that keep a card's multiprocessors reading; fewer tiles than that are split
 LONGEST_SPAN = 128  # inputs that are summed before their scale is applied, at most
@@ -145,6 +145,11 @@ def converts_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def by_hand(device: torch.device) -> bool:
+    """Whether kernels may name an instruction of NVIDIA's cards (Triton's interpreter knows none)."""
+    return device.type == "cuda"
+
+
 def _by_slices(
     x: Tensor, weights: NarrowWeights, bias: Tensor | None, output: Tensor, hardware: bool
 ) -> None:
@@ -212,22 +217,28 @@ def _launch_matmul(
     rows, outputs = output.shape
     steps = -(-weights.inputs // (splits * tiles.inputs))
     programs = -(-outputs // tiles.outputs) * -(-rows // tiles.rows)
+    codes, scale, zero_point = _stored(weights)
     matmul[(programs, splits)](
         x,
-        *_stored(weights),
+        codes,
+        scale,
+        zero_point,
         x if bias is None else bias,
         partial,
         arrivals(x.device),
         output,
         rows,
         outputs,
-        weights.inputs,
+        codes.shape[1],
         x.stride(0),
         weights.scale.shape[1],
         steps,
         **_form(weights, hardware),
+        by_hand=by_hand(x.device),
         has_bias=bias is not None,
         span=min(weights.span, tiles.inputs),
+        apart=rows == 1 and weights.form == INT4 and tiles.inputs <= tiles.rows * weights.span,
+        whole=outputs % tiles.outputs == 0 and weights.inputs % tiles.inputs == 0,
         tile_rows=tiles.rows,
         tile_outputs=tiles.outputs,
         tile_inputs=tiles.inputs,

@@ -13,7 +13,17 @@ import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
 from vlfit.engine.kernels.overlap import wait
-from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, int8_tile, scales, shuffle, shuffle_words, spread
+from vlfit.engine.kernels.unpack import (
+    fp8_tile,
+    int4_tile,
+    int8_tile,
+    marked_codes,
+    scales,
+    shuffle,
+    shuffle_words,
+    spread,
+    zero_points,
+)
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -28,17 +38,20 @@ def matmul(
     output,
     rows,
     outputs,
-    inputs,
+    code_columns,
     x_stride,
     scale_columns,
     steps,
     form: tl.constexpr,
     hardware: tl.constexpr,
+    by_hand: tl.constexpr,
     has_zero_point: tl.constexpr,
     has_bias: tl.constexpr,
     scale_rows: tl.constexpr,
     scale_width: tl.constexpr,
     span: tl.constexpr,
+    apart: tl.constexpr,
+    whole: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
@@ -48,11 +61,14 @@ def matmul(
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ weights.T + ``bias``, summed in float32.
 
     With ``splits`` > 1 each program sums over ``steps`` tiles of inputs, and ``finish`` says what ``partial``
-    and ``arrivals`` are.
+    and ``arrivals`` are. ``code_columns``: bytes (FP8) or words of codes in a row. ``whole``: tiles fill
+    outputs and inputs exactly.
     Where a tile of inputs shares its scale, codes are multiplied as they are and the scale is applied to the
-    sum; else a weight is its code times its scale, rounded once to the dtype of ``x``.
+    sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``apart``: one row of
+    int4 (``apart_sums``).
     """
     wait(overlap)
+    inputs = code_columns * (8 if form == "int4" else 4 if form == "int8" else 1)
     tile_spans: tl.constexpr = tile_inputs // span
     row_tiles = tl.cdiv(rows, tile_rows)
     # Neighbours share weights, which are then read from memory once, whatever the number of rows.
@@ -63,51 +79,73 @@ def matmul(
     end = tl.minimum(begin + steps * tile_inputs, inputs)
     total = tl.zeros((tile_outputs, tile_rows), tl.float32)
     for start in range(begin, end, tile_inputs):
-        column = start + tl.arange(0, tile_inputs)
-        group = (start + tl.arange(0, tile_spans) * span) // scale_width
-        x_inside = (row[:, None] < rows) & (column[None, :] < inputs)
-        x_place = row[:, None].to(tl.int64) * x_stride + column[None, :]
-        x_tile = tl.load(x + x_place, mask=x_inside, other=0.0)
-        if form == "int4":
-            x_tile = shuffle(x_tile, tile_rows, tile_inputs)
-            value = int4_tile(
+        if apart:
+            total += apart_sums(
+                x,
                 codes,
+                scale,
                 zero_point,
                 output_index,
                 start,
-                group,
                 outputs,
                 inputs,
                 scale_columns,
-                x_tile.dtype,
+                by_hand,
                 has_zero_point,
-                True,
+                scale_width,
+                whole,
+                tile_rows,
                 tile_outputs,
                 tile_inputs,
-                tile_spans,
-            )
-        elif form == "int8":
-            x_tile = shuffle_words(x_tile, tile_rows, tile_inputs)
-            value = int8_tile(
-                codes, output_index, start, outputs, inputs, x_tile.dtype, True, tile_outputs, tile_inputs
             )
         else:
-            value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
-        if tile_spans == 1:
-            place = (output_index // scale_rows) * scale_columns + start // scale_width
-            factor = tl.load(scale + place, mask=output_index < outputs, other=0.0).to(tl.float32)
-            weight = value.to(x_tile.dtype)
-            total += tl.dot(weight, tl.trans(x_tile), input_precision="ieee") * factor[:, None]
-        else:
-            factor = scales(scale, output_index, group, outputs, scale_columns, scale_rows)
-            if factor.dtype != value.dtype:
-                # Where both are of one half precision, their product is rounded once as it is.
-                factor = factor.to(tl.float32)
-                value = value.to(tl.float32)
-            weight = value * spread(factor, form == "int4", tile_outputs, tile_inputs, tile_spans)
-            total = tl.dot(weight.to(x_tile.dtype), tl.trans(x_tile), total, input_precision="ieee")
+            x_tile = inputs_tile(x, row, rows, start, inputs, x_stride, whole, tile_inputs)
+            column = start + tl.arange(0, tile_inputs)
+            group = (start + tl.arange(0, tile_spans) * span) // scale_width
+            if form == "int4":
+                x_tile = shuffle(x_tile, tile_rows, tile_inputs)
+                value = int4_tile(
+                    codes,
+                    zero_point,
+                    output_index,
+                    start,
+                    group,
+                    outputs,
+                    inputs,
+                    scale_columns,
+                    x_tile.dtype,
+                    has_zero_point,
+                    True,
+                    tile_outputs,
+                    tile_inputs,
+                    tile_spans,
+                    by_hand,
+                )
+            elif form == "int8":
+                x_tile = shuffle_words(x_tile, tile_rows, tile_inputs)
+                value = int8_tile(
+                    codes, output_index, start, outputs, inputs, x_tile.dtype, True, tile_outputs, tile_inputs
+                )
+            else:
+                value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
+            if tile_spans == 1:
+                place = (output_index // scale_rows) * scale_columns + start // scale_width
+                factor = tl.load(scale + place, mask=output_index < outputs, other=0.0).to(tl.float32)
+                weight = value.to(x_tile.dtype)
+                total += tl.dot(weight, tl.trans(x_tile), input_precision="ieee") * factor[:, None]
+            else:
+                factor = scales(scale, output_index, group, outputs, scale_columns, scale_rows, whole)
+                if factor.dtype != value.dtype:
+                    # Where both are of one half precision, their product is rounded once as it is.
+                    factor = factor.to(tl.float32)
+                    value = value.to(tl.float32)
+                weight = value * spread(factor, form == "int4", tile_outputs, tile_inputs, tile_spans)
+                total = tl.dot(weight.to(x_tile.dtype), tl.trans(x_tile), total, input_precision="ieee")
     if form == "fp8" and not hardware:
         total *= 256.0
+    if apart:
+        total = tl.sum(total, 1)[:, None]
+        row = tl.arange(0, 1)
     finish(
         total,
         bias,
@@ -122,3 +160,64 @@ def matmul(
         has_bias,
         splits,
     )
+
+
+@triton.jit
+def inputs_tile(x, row, rows, start, inputs, x_stride, whole: tl.constexpr, tile_inputs: tl.constexpr):
+    """The inputs from ``start`` on of the rows ``row``: [rows of the tile, tile_inputs], 0 outside."""
+    column = start + tl.arange(0, tile_inputs)
+    inside = row[:, None] < rows
+    if not whole:
+        inside = inside & (column[None, :] < inputs)
+    return tl.load(x + row[:, None].to(tl.int64) * x_stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def apart_sums(
+    x,
+    codes,
+    scale,
+    zero_point,
+    output_index,
+    start,
+    outputs,
+    inputs,
+    groups,
+    by_hand: tl.constexpr,
+    has_zero_point: tl.constexpr,
+    scale_width: tl.constexpr,
+    whole: tl.constexpr,
+    parts: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+):
+    """What a tile of inputs of one row adds to each output, in ``parts``: [tile_outputs, parts] float32.
+
+    Matrix units want ``parts`` rows. As there is one, each of them has a part of its inputs and zeros: so
+    they sum up inputs that share a scale, which is applied to sums. Codes are multiplied as they come, in the
+    last bits of a number; what that and their zero point are too much is taken from the sum. That sum is
+    some 200 times what is left of it at most, which float32 has the digits for beside half precision.
+    """
+    part_width: tl.constexpr = tile_inputs // parts
+    part = tl.arange(0, parts)
+    column = tl.arange(0, tile_inputs)
+    mine = (column // part_width)[None, :] == part[:, None]
+    known = column + start < inputs
+    x_place = (start + column)[None, :] + tl.zeros((parts, 1), tl.int32)
+    x_tile = tl.load(x + x_place, mask=mine if whole else mine & known[None, :], other=0.0)
+    x_sum = tl.load(x + start + column, mask=known, other=0.0).to(tl.float32)
+    x_sum = tl.sum(tl.reshape(x_sum, (parts, part_width)), 1)
+    dtype: tl.constexpr = x_tile.dtype
+    code = marked_codes(
+        codes, output_index, start, outputs, inputs, dtype, True, tile_outputs, tile_inputs, by_hand, whole
+    )
+    if dtype == tl.float32:  # no digits to spare
+        code -= 8388608.0
+    too_much: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
+    sums = tl.dot(code, tl.trans(shuffle(x_tile, parts, tile_inputs)), input_precision="ieee")
+    group = (start + part * part_width) // scale_width
+    if has_zero_point:
+        sums -= (too_much + zero_points(zero_point, output_index, group, outputs, groups)) * x_sum[None, :]
+    else:
+        sums -= (too_much + 8.0) * x_sum[None, :]
+    return sums * scales(scale, output_index, group, outputs, groups, 1, whole).to(tl.float32)

@@ -47,28 +47,67 @@ def int4_tile(
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
     tile_spans: tl.constexpr,
+    by_hand: tl.constexpr = False,
 ):
-    """Codes of ``words`` [outputs, inputs / 8] from input ``start`` on, less their zero points, as ``dtype``.
+    """Codes of ``words`` [outputs, inputs / 8] from input ``start`` on less zero points, as ``dtype``."""
+    number = marked_codes(
+        words,
+        output_index,
+        start,
+        outputs,
+        inputs,
+        dtype,
+        shuffled,
+        tile_outputs,
+        tile_inputs,
+        by_hand,
+        False,
+    )
+    mark: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 8388608.0
+    if has_zero_point:
+        zero = zero_points(zero_point, output_index, group, outputs, groups) + mark
+        return number - spread(zero.to(dtype), shuffled, tile_outputs, tile_inputs, tile_spans)
+    return number - (mark + 8)
+
+
+@triton.jit
+def zero_points(zero_point, output_index, group, outputs, groups):
+    """The codes that stand for 0 in ``group`` [some], of ``zero_point`` [outputs / 8, groups]: float32."""
+    known = (output_index[:, None] < outputs) & (group[None, :] < groups)
+    zeros = tl.load(zero_point + (output_index[:, None] // 8) * groups + group[None, :], mask=known, other=0)
+    return ((zeros >> ((output_index[:, None] % 8) * 4)) & 15).to(tl.float32)
+
+
+@triton.jit
+def marked_codes(
+    words,
+    output_index,
+    start,
+    outputs,
+    inputs,
+    dtype: tl.constexpr,
+    shuffled: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+    by_hand: tl.constexpr,
+    whole: tl.constexpr,
+):
+    """Codes of ``words`` [outputs, inputs / 8] from input ``start`` on, plus a number, as ``dtype``.
 
     A code becomes a number without conversion: in the last bits of 128 (bfloat16), 1024 (float16) or 2^23
-    (float32) it counts units, and one exact subtraction takes the rest away. Two codes of a word that are 16
-    bits apart are treated as one register, so two weights cost three instructions.
+    (float32), which stays in it, it counts units. Two codes of a word that are 16 bits apart are treated as
+    one register, so two weights cost one instruction and a share of a shift. ``by_hand``: see ``last_bits``.
+    ``whole``: the tile lies within the matrix.
     """
     word = start // 8 + tl.arange(0, tile_inputs // 8)
-    inside = (output_index[:, None] < outputs) & (word[None, :] < inputs // 8)
     place = output_index[:, None].to(tl.int64) * (inputs // 8) + word[None, :]
-    eight = tl.load(words + place, mask=inside, other=0)
-    if dtype == tl.bfloat16:
-        pattern: tl.constexpr = 0x43004300
-        base: tl.constexpr = 128.0
-    elif dtype == tl.float16:
-        pattern: tl.constexpr = 0x64006400
-        base: tl.constexpr = 1024.0
+    if whole:
+        eight = tl.load(words + place, eviction_policy="evict_first")
     else:
-        pattern: tl.constexpr = 0
-        base: tl.constexpr = 8388608.0
-    first = tl.join((eight & 0x000F000F) | pattern, ((eight >> 4) & 0x000F000F) | pattern)
-    second = tl.join(((eight >> 8) & 0x000F000F) | pattern, ((eight >> 12) & 0x000F000F) | pattern)
+        inside = (output_index[:, None] < outputs) & (word[None, :] < inputs // 8)
+        eight = tl.load(words + place, mask=inside, other=0, eviction_policy="evict_first")
+    first = tl.join(last_bits(eight, dtype, by_hand), last_bits(eight >> 4, dtype, by_hand))
+    second = tl.join(last_bits(eight >> 8, dtype, by_hand), last_bits(eight >> 12, dtype, by_hand))
     pair = tl.join(first, second)
     low, high = pair & 0xFFFF, (pair >> 16) & 0xFFFF
     if dtype == tl.float32:
@@ -84,15 +123,27 @@ def int4_tile(
         number = tl.permute(number, (0, 1, 4, 2, 3, 5))
     else:
         number = tl.permute(number, (0, 1, 4, 3, 2))
-    number = tl.reshape(number, (tile_outputs, tile_inputs))
-    if has_zero_point:
-        known = (output_index[:, None] < outputs) & (group[None, :] < groups)
-        zeros = tl.load(
-            zero_point + (output_index[:, None] // 8) * groups + group[None, :], mask=known, other=0
+    return tl.reshape(number, (tile_outputs, tile_inputs))
+
+
+@triton.jit
+def last_bits(word, dtype: tl.constexpr, by_hand: tl.constexpr):
+    """The codes at bits 0 and 16 of ``word`` in the last bits of two numbers of 16 bits; float32: alone.
+
+    ``by_hand``: as the one instruction that NVIDIA's cards have for it, of which their assembler makes two,
+    because both constants are too long to stand beside each other.
+    """
+    if by_hand and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;", "=r,r", [word], tl.int32, is_pure=True, pack=1
         )
-        zero = ((zeros >> ((output_index[:, None] % 8) * 4)) & 15).to(tl.float32) + base
-        return number - spread(zero.to(dtype), shuffled, tile_outputs, tile_inputs, tile_spans)
-    return number - (base + 8)
+    if by_hand and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [word], tl.int32, is_pure=True, pack=1
+        )
+    if dtype == tl.float32:
+        return word & 0x000F000F
+    return (word & 0x000F000F) | (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
 
 
 @triton.jit
@@ -187,8 +238,11 @@ def scales(
     outputs,
     groups,
     scale_rows: tl.constexpr,
+    whole: tl.constexpr = False,
 ):
-    """Scales [tile_outputs, tile_spans] of the groups ``group``, 0 outside."""
-    inside = (output_index[:, None] < outputs) & (group[None, :] < groups)
+    """Scales [tile_outputs, tile_spans] of the groups ``group``, 0 outside; ``whole``: none is outside."""
     place = (output_index[:, None] // scale_rows) * groups + group[None, :]
+    if whole:
+        return tl.load(scale + place)
+    inside = (output_index[:, None] < outputs) & (group[None, :] < groups)
     return tl.load(scale + place, mask=inside, other=0.0)
