@@ -1,4 +1,4 @@
-"""Memory of large buffers goes back to the system: measured in a process of its own, as it is for good."""
+"""Memory goes back to the system, and heaps are few: seen in processes of their own, as it is for good."""
 
 import ctypes
 import platform
@@ -28,7 +28,7 @@ def buffer(size):
     return place
 
 if "give back" in sys.argv:
-    assert host_memory.give_large_buffers_back()
+    assert host_memory.give_memory_back()
 libc.free(buffer(24 << 20))  # glibc learns from this that such sizes come and go
 before = resident()
 large = [buffer(20 << 20) for _ in range(4)]
@@ -36,6 +36,29 @@ above = libc.malloc(100_000)  # what lies above them in a heap keeps it from shr
 for place in large:
     libc.free(place)
 print(resident() - before)
+"""
+
+THREADS = """
+import ctypes, threading
+from vlfit.server import host_memory
+
+assert host_memory.give_memory_back()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+together = threading.Barrier(24)
+
+def work():
+    together.wait()
+    libc.malloc(1000)
+    together.wait()
+
+threads = [threading.Thread(target=work) for _ in range(24)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
 """
 
 
@@ -52,6 +75,12 @@ def test_what_is_freed_goes_back() -> None:
     assert left_behind("give back") < 2 * MIB
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have other heaps")
+def test_many_threads_share_few_heaps() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True)
+    assert 1 < done.stdout.count("<heap nr=") <= host_memory.MOST_HEAPS
+
+
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
-    assert host_memory.give_large_buffers_back() is False
+    assert host_memory.give_memory_back() is False

@@ -188,7 +188,7 @@ def serve(
     from vlfit.backends.phases import Phases
     from vlfit.engine import head_start
     from vlfit.server.address import bind
-    from vlfit.server.host_memory import give_large_buffers_back
+    from vlfit.server.host_memory import give_memory_back
     from vlfit.settings import read_settings
 
     if model_argument and model and model_argument != model:
@@ -216,7 +216,7 @@ def serve(
     phases = Phases()
     printer = Printer(json=json_line, stream=False, quiet=quiet)
     _log_to_stderr(quiet)
-    give_large_buffers_back()
+    give_memory_back()
     with bind(settings.host, settings.port) as listener:
         gpus = head_start.make_context(settings.device)  # the plan is made for them as they are before it
         backend = _load(settings, printer, phases)
