@@ -68,3 +68,18 @@ def test_a_refusal_is_in_our_words_alone(name: str, value: str, words: str) -> N
     with pytest.raises(UsageError) as caught:
         read_settings(**{name: value})
     assert caught.value.message == f"{name} is {value!r}: {words}"
+
+
+@pytest.mark.parametrize("origin", ["https://example.org", "http://localhost:3000", "*"])
+def test_a_web_page_that_may_call(origin: str) -> None:
+    assert read_settings(allow_origin=origin).allow_origin == origin
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["foo", "example.org", "https://example.org/", "https://", "ftp://x", "http://[::1", "http://x:y"],
+)
+def test_what_no_browser_calls_an_origin_is_refused(origin: str) -> None:
+    with pytest.raises(UsageError, match=r"https://example\.org") as caught:
+        read_settings(allow_origin=origin)
+    assert "--allow-origin" in caught.value.hint

@@ -8,6 +8,7 @@ Import it inside functions: pydantic-settings costs a fifth of a second, which `
 """
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -41,6 +42,20 @@ def _seconds(value: object) -> object:
         return parse_seconds(value)
     except UsageError as error:
         raise ValueError(f"{error.message}; {error.hint}") from None
+
+
+def _origin(value: object) -> object:
+    """What a browser calls the origin of a page: a scheme, a host and perhaps a port; ``*`` for all."""
+    if value is None or value == "*":
+        return value
+    try:
+        parts = urlsplit(str(value))
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound or value != f"{parts.scheme}://{parts.netloc}":
+        raise ValueError("must be the origin of a web page, like https://example.org, or *")
+    return value
 
 
 class Settings(BaseSettings):
@@ -79,7 +94,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address that the server listens on")
     port: int = Field(8000, ge=0, le=65535, description="port that the server listens on; 0 takes a free one")
     allow_private_urls: bool = Field(False, description="let requests name pictures in the private network")
-    allow_origin: str | None = Field(None, description="web origin that may call the server from a browser")
+    allow_origin: Annotated[str | None, BeforeValidator(_origin)] = Field(
+        None, description="web origin that may call the server from a browser"
+    )
 
     debug: bool = Field(False, description="show tracebacks")
 

@@ -121,6 +121,19 @@ def test_a_pool_of_one_context_is_not_told_to_have_fewer_sequences(
         assert caught.value.hint.startswith("try a smaller --context")
 
 
+def test_what_is_not_had_as_it_was_asked_for_is_said(
+    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = EngineOptions("cpu", context=256, kv_tokens=10, image_tokens=1_000_000)
+    engine = Engine(open_checkpoint(tiny("tied")), options)
+    assert engine.pool.blocks * engine.pool.block_size == 256
+    assert "the KV cache has 256 tokens, not 10" in caplog.text
+    assert f"at most {engine.image_tokens} tokens, not 1000000" in caplog.text
+    caplog.clear()
+    Engine(open_checkpoint(tiny("tied")), EngineOptions("cpu", context=256, kv_tokens=256, image_tokens=64))
+    assert not caplog.text
+
+
 # --- on a GPU, with the driver made up ---------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """A server as a process: Ctrl-C, a second Ctrl-C, a port that is taken."""
 
+import errno
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from openai import OpenAI, Stream
 from openai.types.chat import ChatCompletionChunk
 
 from vlfit.errors import CannotListen, UsageError
-from vlfit.server.address import address_of, bind
+from vlfit.server.address import address_of, bind, cannot_listen
 from vlfit.server.settings import ServerSettings, is_loopback
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -176,6 +177,12 @@ def test_an_address_of_another_computer_is_not_taken_for_a_port_in_use() -> None
         bind("198.51.100.1", 0)
     assert "check --host" in caught.value.hint
     assert "stop the program" not in caught.value.hint
+
+
+def test_a_port_of_the_system_is_not_taken_for_one_in_use() -> None:
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    assert "from 1024 on" in cannot_listen("127.0.0.1", 80, refused).hint
+    assert "stop the program" in cannot_listen("::1", 80, OSError(errno.EADDRINUSE, "in use")).hint
 
 
 def test_the_address_that_is_told() -> None:

@@ -145,6 +145,8 @@ class Engine:
         tokens = options.kv_tokens or options.sequences * min(self.context, TYPICAL_REQUEST)
         whole = None if tokens == "auto" else -(-max(tokens, self.context) // options.block_size)
         most_image_tokens = min(self.processing.most_tokens if self.processing else 0, self.context - 1)
+        for words in options.changed(self.context, most_image_tokens):
+            logger.warning("warning: %s", words)
         wanted = Wanted(
             self.context,
             options.sequences,

@@ -68,3 +68,20 @@ class EngineOptions:
             raise UsageError(f"offload is {self.offload} bytes", "leave it out: all stays on the GPU then")
         if self.image_cache_bytes < 0:
             raise UsageError("image_cache_bytes is negative", "use 0 to turn the cache off")
+
+    def changed(self, context: int, most_image_tokens: int) -> list[str]:
+        """What was asked for and is not had so, in words. ``context``: most tokens of a sequence;
+        ``most_image_tokens``: of a picture, by the checkpoint and that context.
+        """
+        words = []
+        if isinstance(self.kv_tokens, int) and self.kv_tokens < context:
+            words.append(
+                f"the KV cache has {context} tokens, not {self.kv_tokens}: it holds at least one request of "
+                "the whole context"
+            )
+        if self.image_tokens is not None and self.image_tokens > most_image_tokens:
+            words.append(
+                f"pictures have at most {most_image_tokens} tokens, not {self.image_tokens}: the checkpoint "
+                "or the context takes no larger ones"
+            )
+        return words

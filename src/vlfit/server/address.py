@@ -46,4 +46,6 @@ def cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
     hint = "stop the program that uses it, or choose another with --port (0 takes any free one)"
     if error.errno == errno.EADDRNOTAVAIL:
         hint = "check --host: it must be an address of this computer, or 0.0.0.0 for all that it has"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        hint = "choose a --port from 1024 on (0 takes any free one): those below are the system's to give"
     return CannotListen(f"cannot listen on {host} port {port}: {error.strerror or error}", hint)
