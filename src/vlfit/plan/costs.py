@@ -24,7 +24,7 @@ _SAMPLER_BYTES = 64
 # among programs; for those of many rows slices of weights are widened into a buffer.
 SPLIT_ROWS, _FEW_ROWS = 64, 8
 _BUSY, _MOST_SPLITS, _TILE_OUTPUTS, _TILE_INPUTS, _LONG_TILE_INPUTS = 256, 16, 64, 128, 256
-WIDEN_ROWS, SCRATCH_BYTES = 256, 16 * 1024**2
+WIDEN_ROWS, SCRATCH_BYTES = 256, 24 * 1024**2
 
 
 def kv_tokens(context: int, sequences: int, each: int = TYPICAL_REQUEST) -> int:
