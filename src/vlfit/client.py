@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack
 from vlfit.backends.base import Backend, Stream
 from vlfit.engine.answer import Answer, ImageSeen
 from vlfit.engine.conversation import Conversation, ImagePart, VideoPart
-from vlfit.engine.options import EngineOptions
+from vlfit.engine.options import EngineOptions, Park
 from vlfit.engine.sampling import SamplingParams
 from vlfit.tasks.ask import stream_ask
 from vlfit.tasks.caption import CaptionDetail, stream_caption
@@ -226,11 +226,12 @@ class VLM(VisionModel):
         self._native = NativeBackend.load(model, options, progress)
         super().__init__(self._native)
 
-    def sleep(self) -> None:
-        """Give the GPU back: weights wait in RAM, or in their files. What runs goes first; the next request,
-        or ``wake``, takes the memory again.
+    def sleep(self, park: Park = "auto") -> None:
+        """Give the GPU back: weights wait in RAM (``ram``), in their files (``files``, to be read again), or
+        in RAM if there is enough (``auto``). What runs goes first; the next request, or ``wake``, takes the
+        memory again. Raises ``DoesNotFit`` and ``UsageError`` where ``park`` cannot be had.
         """
-        self._native.sleep().result()
+        self._native.sleep(park).result()
 
     def wake(self) -> None:
         """Take the memory again before a request does. Raises ``CannotWake`` if others have it."""
@@ -255,9 +256,11 @@ class Client(VisionModel):
         self._remote = RemoteBackend(url, api_key=api_key, model=model)
         super().__init__(self._remote)
 
-    def sleep(self) -> None:
-        """Let a vlfit server give its GPU back, once what runs there is over. The next request wakes it."""
-        self._remote.sleep()
+    def sleep(self, park: Park = "auto") -> None:
+        """Let a vlfit server give its GPU back, once what runs there is over. The next request wakes it.
+        ``park``: where weights wait, as for ``VLM.sleep``.
+        """
+        self._remote.sleep(park)
 
     def wake(self) -> None:
         """Let a vlfit server that sleeps take its memory again. Raises ``CannotWake`` if others have it."""

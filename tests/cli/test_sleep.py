@@ -13,7 +13,7 @@ from tests.server.scripted import ScriptedBackend
 from vlfit import client
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.options import EngineOptions
-from vlfit.errors import CannotWake
+from vlfit.errors import CannotWake, InvalidRequest, UsageError
 from vlfit.plan.alarms import Limits
 from vlfit.server.settings import ServerSettings
 
@@ -51,6 +51,8 @@ def test_what_top_shows(vlfit: Vlfit, server: Running, monkeypatch: pytest.Monke
     assert ", asleep" in shown.splitlines()[0]
     assert "given back, the weights are in their files; a request wakes it" in shown
     assert "warning" not in shown
+    weights = next(row.split() for row in shown.splitlines() if row.startswith("weights.text"))
+    assert len(weights) == 3, "a sleeper differs from the plan, as it should: that is not told"
     facts = json.loads(vlfit("top", "--once", "--json", "--interval", "0.3", "--url", server.url).out)
     assert facts["server"]["state"] == "asleep"
     vlfit("wake", "--url", server.url)
@@ -114,10 +116,22 @@ def test_from_python(server: Running, backend: NativeBackend, monkeypatch: pytes
             model.wake()
 
 
+def test_from_python_it_is_said_where_weights_wait(server: Running, backend: NativeBackend) -> None:
+    with client.Client(server.url) as model:
+        model.sleep("files")
+        assert backend.asleep
+        model.wake()
+        with pytest.raises(InvalidRequest, match="on a CPU"):
+            model.sleep("ram")
+        assert not backend.asleep
+
+
 def test_in_python(tiny: Callable[[str], Path]) -> None:
     with client.VLM(tiny("tied"), device="cpu", context=512) as model:
         words = model.ask("hello", max_tokens=8).text
-        model.sleep()
+        with pytest.raises(UsageError, match="on a CPU"):
+            model.sleep("ram")
+        model.sleep("files")
         model.sleep()
         assert model.ask("hello", max_tokens=8).text == words
         model.sleep()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vlfit.backends import openai_wire
 from vlfit.engine.answer import Answer, Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
 from vlfit.engine.conversation import Conversation
+from vlfit.engine.options import Park
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import RemoteError, ServerUnreachable, UsageError
 
@@ -88,20 +89,20 @@ class RemoteBackend:
         as_tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         return replace(SamplingParams(), **{**known, **as_tuples})
 
-    def sleep(self) -> None:
+    def sleep(self, park: Park = "auto") -> None:
         """Let a vlfit server give its GPU back. Returns when it sleeps: what runs there goes first."""
-        self._rest("sleep")
+        self._rest("sleep", {"park": park})
 
     def wake(self) -> None:
         """Let a vlfit server that sleeps take its memory again. Raises ``CannotWake`` if others have it."""
-        self._rest("wake")
+        self._rest("wake", {})
 
-    def _rest(self, what: str) -> None:
+    def _rest(self, what: str, body: dict[str, str]) -> None:
         import httpx
 
         with failures_in_words(self._url):
             response = self._client.post(
-                f"{self._url}/vlfit/{what}", timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
+                f"{self._url}/vlfit/{what}", json=body, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
             )
         if response.status_code != 200:
             raise openai_wire.error_from(response.status_code, response.text)

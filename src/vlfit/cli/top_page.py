@@ -133,7 +133,9 @@ def _memory(server: Server, lively: bool) -> Iterator[RenderableType]:
         signed = Text("█ " if lively else "", style=COLOURS.get(row.line, ""))
         signed.append(plain(row.line, terminal=True), style="default")
         style = "red" if row.line in over else ""
-        cells = (_count(row.planned), _count(row.actual), _difference(row, server.rows))
+        # Asleep it holds next to nothing, as it should: the plan is of when it is awake.
+        difference = "" if server.sleep else _difference(row, server.rows)
+        cells = (_count(row.planned), _count(row.actual), difference)
         table.add_row(signed, *cells, plain(row.remark, terminal=True), style=style)
     planned, held = server.total
     free = f"{_mib(server.card.free)} free of {_mib(server.card.total)}" if server.card else ""
