@@ -25,18 +25,11 @@ from typing import Any
 from benchmarks.facts import card, commit, processor
 from benchmarks.hold import Hold
 from benchmarks.ledger_job import Meter
-from benchmarks.measure import MIB, ROOT, versions_of
+from benchmarks.measure import MIB, ROOT, environment, versions_of
 from benchmarks.memory_load import ask_everything
 from benchmarks.random_weights import room_in_memory, write_random
 from benchmarks.report import print_rows
-from benchmarks.served import (
-    DidNotStart,
-    Served,
-    environment,
-    held_beside,
-    ledger_table,
-    planned_for_process,
-)
+from benchmarks.served import DidNotStart, Served, held_beside, ledger_table, planned_for_process
 from vlfit.checkpoint.source import locate, read_checkpoint
 from vlfit.engine.convert.convert import DEFAULT_GROUP_SIZE
 

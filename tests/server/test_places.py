@@ -17,6 +17,7 @@ from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
 from vlfit.backends.native import NativeBackend
+from vlfit.backends.phases import Phases
 from vlfit.backends.remote import RemoteBackend
 from vlfit.cli.printing import Printer
 from vlfit.cli.serve import _load, _server_settings
@@ -263,7 +264,7 @@ def test_what_is_typed_arrives(tiny: Callable[[str], Path]) -> None:
         ({"queue": 0, "prefix_cache": False}, 2, False),
     ):
         settings = read_settings(**{**typed, **wishes})
-        with _load(settings, printer) as backend:
+        with _load(settings, printer, Phases()) as backend:
             assert _server_settings(settings, backend, ()).places == places
             assert (backend._loop.engine.scheduler.prefixes is not None) is remembers
     with pytest.raises(UsageError, match="queue"):
