@@ -4,19 +4,28 @@ GPU; on a CPU what would be recorded is run.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from tests.engine.kernels.conftest import ON_GPU
+from tests.engine.kernels.conftest import ON_GPU, device
+from tests.engine.shapes import TEXT
 from tests.engine.test_parity import CONVERSATIONS, run
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine import graphs, kernels
 from vlfit.engine.engine import Engine
-from vlfit.engine.graphs import sizes_for
+from vlfit.engine.graphs import DecodeGraphs, sizes_for
+from vlfit.engine.kernels.attention import BlockPlan
+from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scores import Scores
+from vlfit.engine.sequence import PricedPrompt, Sequence
 
+__all__ = ["device"]  # a fixture
 SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"], CONVERSATIONS["text"]]
 TOKENS = 3
 
@@ -30,14 +39,107 @@ def test_graphs_are_few_and_one_holds_all(sequences: int, sizes: tuple[int, ...]
 
 
 class Rerun:
-    """In place of a graph: runs anew what it would replay."""
+    """In place of a graph: runs anew what it would replay, and counts how often."""
+
+    replays = 0
 
     def __init__(self, step: Callable[[], Scores], pool: object, device: object) -> None:
         self.scores = step()
         self._step = step
 
     def replay(self) -> None:
+        Rerun.replays += 1
         self.scores = self._step()
+
+
+VOCABULARY = 97
+CACHE = KVCache(TEXT, blocks=12, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def told(token: int, position: int, slot: int) -> int:
+    """The next token of a model that looks at nothing else."""
+    return (31 * token + 7 * position + slot) % VOCABULARY
+
+
+def step(token_ids: Tensor, positions: Tensor, plan: BlockPlan) -> Tensor:
+    rows = zip(token_ids.tolist(), positions[0].tolist(), plan.write_slots.tolist(), strict=True)
+    return torch.eye(VOCABULARY)[[told(*row) for row in rows]]
+
+
+def decoding(blocks: list[int], tokens: int) -> Sequence:
+    """A sequence of which ``tokens`` are in the cache, and one is new."""
+    prompt = PricedPrompt(np.arange(tokens), np.arange(0), np.zeros((3, tokens), np.int64), tokens + 5, ())
+    completion: Any = None
+    sampling = SamplingParams()
+    return Sequence(
+        *(prompt, sampling, 99, completion, lambda _: None, 0.0),
+        cached=tokens,
+        generated=[tokens],
+        blocks=blocks,
+    )
+
+
+def expected(sequence: Sequence) -> int:
+    at = sequence.cached
+    slot = sequence.blocks[at // 4] * 4 + at % 4
+    return told(sequence.generated[-1], sequence.prompt.next_position + len(sequence.generated) - 1, slot)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> DecodeGraphs:
+    monkeypatch.setattr(kernels, "used_on", lambda device: True)
+    monkeypatch.setattr(graphs, "Graph", Rerun)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Rerun, "replays", 0)
+    return DecodeGraphs(step, CACHE, 16, 4)
+
+
+def say(steps: DecodeGraphs, sequences: list[Sequence]) -> int:
+    """One token for each, as in ``passes.py``, and the next step ahead. Gives how often it was replayed."""
+    before = Rerun.replays
+    wanted = [expected(sequence) for sequence in sequences]
+    scores = steps.run(sequences)
+    steps.run_ahead(sequences)
+    assert scores.read() == (wanted, [True] * len(sequences))
+    for sequence, token in zip(sequences, wanted, strict=True):
+        sequence.cached += 1
+        sequence.generated.append(token)
+    return Rerun.replays - before
+
+
+@pytest.mark.skipif(ON_GPU, reason="test_gpu.py compares the words of whole engines")
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+class TestAhead:
+    def test_each_step_is_computed_once(self, steps: DecodeGraphs) -> None:
+        both = [decoding([3, 7, 1], 2), decoding([5, 0], 3)]
+        assert [say(steps, both) for _ in range(4)] == [2, 1, 1, 1]
+        # The last slot of two blocks: the next one is not known, so nothing is launched ahead.
+        assert say(steps, both) == 0
+
+    def test_a_new_block_or_another_token_is_computed_anew(self, steps: DecodeGraphs) -> None:
+        one = decoding([3, 7, 1], 2)
+        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        one.blocks = [3, 7, 1, 2]
+        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        one.generated[-1] += 1  # somebody decided otherwise
+        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+
+    def test_whoever_ends_or_comes_changes_nothing_for_the_others(self, steps: DecodeGraphs) -> None:
+        first, second, third = (decoding([block, block + 1, block + 2], 2) for block in (0, 3, 6))
+        assert [say(steps, [first, second]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [second]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [second, third]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [third, second]) for _ in range(2)] == [2, 1]
+
+    def test_what_moves_is_recorded_and_computed_anew(
+        self, steps: DecodeGraphs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = decoding([3, 7, 1], 2)
+        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        steps.release()
+        assert say(steps, [one]) == 2
+        monkeypatch.setattr(CACHE, "keys", CACHE.keys.clone())
+        assert say(steps, [one]) == 2
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 A step of one token is hundreds of small kernels, and launching them one by one takes longer than they take.
 So the step is recorded once for each of a few numbers of sequences, over tensors that stay where they are,
-and replayed from then on; rows of a graph that no sequence needs leave nothing behind. Knows: what a step
-reads, and where it is recorded. Does not know who runs (``scheduler.py``) or what a step is (``runner.py``).
+and replayed from then on; rows of a graph that no sequence needs leave nothing behind. A step ends with the
+inputs of the next, so that it may be launched before the host has read a token. Knows: what a step reads, and
+where it is recorded. Does not know who runs (``scheduler.py``) or what a step is (``runner.py``).
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vlfit.engine.kernels.attention import BlockPlan
+from vlfit.engine.kernels.ends import next_inputs
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.scores import Scores, scores_of
 from vlfit.engine.sequence import Sequence
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 _ALIGNED = 4  # int32: 16 bytes, as kernels are compiled for
 _NOBODY = -1  # the past of a row without a sequence, and its slot
 
-# Token ids [n], positions [3, n], and where keys and values are: logits [n, vocabulary] in float32.
+# Token ids [n], positions [3, n], and where keys and values are: logits [n, vocabulary].
 Step = Callable[[Tensor, Tensor, BlockPlan], Tensor]
 
 
@@ -35,6 +38,28 @@ def sizes_for(sequences: int) -> tuple[int, ...]:
     """For how many sequences there are graphs: powers of two, and the most that run at once."""
     powers = [1 << power for power in range(sequences.bit_length()) if 1 << power < sequences]
     return (*powers, sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was launched before the tokens it begins with were read: its ``scores``, and the ``tokens``
+    [n] that it took for the newest. Its sequences held ``blocks`` then, a list of each sequence's own, and
+    had ``cached`` tokens before those. None of them is kept alive.
+    """
+
+    scores: Scores
+    tokens: Tensor
+    blocks: tuple[list[int], ...]
+    cached: tuple[int, ...]
+
+    def fits(self, sequences: Many[Sequence]) -> bool:
+        """Whether it is what ``sequences`` want now: the same ones, a token further, and where they were."""
+        return (
+            len(sequences) == len(self.blocks)
+            and all(each.blocks is blocks for each, blocks in zip(sequences, self.blocks, strict=True))
+            and tuple(each.cached for each in sequences) == self.cached
+            and [each.generated[-1] for each in sequences] == self.tokens.tolist()
+        )
 
 
 class DecodeGraphs:
@@ -49,6 +74,8 @@ class DecodeGraphs:
         self._cache = cache
         self._recorded: dict[int, Graph] = {}
         self._recorded_at = (0, 0)
+        self._ahead: Ahead | None = None
+        self._told = Told(sequences, cache.keys.device)
         self.nbytes = 0  # what torch took for what is recorded
         self._pool: _POOL_HANDLE | None = None
 
@@ -61,19 +88,51 @@ class DecodeGraphs:
         """Forget what was recorded, because tensors move or their memory is wanted; it is recorded anew when
         it is needed.
         """
+        if self._ahead is not None:
+            self._ahead.scores.read()  # it runs, or has
+            self._ahead = None
         self._recorded.clear()
         self._pool = None
         self.nbytes = 0
 
     def run(self, sequences: Many[Sequence]) -> Scores:
-        """The next token of each of ``sequences``, which all decode; valid until the next call."""
-        inputs = next(inputs for inputs in self._inputs if inputs.size >= len(sequences))
+        """The next token of each of ``sequences``, which all decode; valid until the next call.
+
+        What ``run_ahead`` has launched for them is not computed again. For others it was in vain: what it
+        wrote into the cache lies behind all that is known there, and is written anew before it is read.
+        """
         if self._place() != self._recorded_at:
             self.release()  # the cache was made anew
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.fits(sequences):
+            return ahead.scores
+        inputs = self._inputs_for(sequences)
         graph = self._graph(inputs)
         inputs.fill(sequences)
         graph.replay()
-        return graph.scores.first(len(sequences))
+        return self._told.by(graph, len(sequences))
+
+    def run_ahead(self, sequences: Many[Sequence]) -> None:
+        """Launch the step after the one that ``run`` has just launched for ``sequences``, each of which goes
+        on with its likeliest token: the device knows it already.
+
+        Nothing is launched where somebody's next token has no block yet.
+        """
+        inputs = self._inputs_for(sequences)
+        if not inputs.reach(sequences, 1):
+            return
+        tokens = self._told.latest[0, : len(sequences)]
+        graph = self._recorded[inputs.size]
+        graph.replay()
+        self._ahead = Ahead(
+            self._told.by(graph, len(sequences)),
+            tokens,
+            tuple(sequence.blocks for sequence in sequences),
+            tuple(sequence.cached + 1 for sequence in sequences),
+        )
+
+    def _inputs_for(self, sequences: Many[Sequence]) -> "StepInputs":
+        return next(inputs for inputs in self._inputs if inputs.size >= len(sequences))
 
     def _graph(self, inputs: "StepInputs") -> "Graph":
         graph = self._recorded.get(inputs.size)
@@ -91,7 +150,35 @@ class DecodeGraphs:
         return self._cache.keys.data_ptr(), self._cache.values.data_ptr()
 
     def _run(self, inputs: "StepInputs") -> Scores:
-        return scores_of(self._step(inputs.token_ids, inputs.positions, inputs.plan))
+        scores = scores_of(self._step(inputs.token_ids, inputs.positions, inputs.plan))
+        inputs.move_on(scores.summary[0])
+        return scores
+
+
+class Told:
+    """Where the host reads what steps of up to ``sequences`` have found, while the next one may run.
+
+    Two places in turn: of a step that runs, and of one that is being read. ``latest`` is where the last one's
+    summary arrives.
+    """
+
+    def __init__(self, sequences: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._places = [torch.zeros(2 * sequences, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
+        self._ready = [torch.cuda.Event() if on_gpu else None for _ in range(2)]
+        self._turn = 0
+        self.latest = self._places[0].view(2, -1)
+
+    def by(self, graph: "Graph", count: int) -> Scores:
+        """The first ``count`` rows of what ``graph``, which was just launched, finds."""
+        self._turn = 1 - self._turn
+        place, ready = self._places[self._turn], self._ready[self._turn]
+        summary = graph.scores.summary
+        self.latest = place[: summary.numel()].view(summary.shape)
+        self.latest.copy_(summary, non_blocking=True)
+        if ready is not None:
+            ready.record()
+        return Scores(graph.scores.logits[:count], self.latest[:, :count], ready)
 
 
 def _bytes_of(pool: "_POOL_HANDLE") -> int:
@@ -140,8 +227,8 @@ class StepInputs:
         self._spans, self._table = spans.reshape(size, 3), table.reshape(size, blocks)
         self._tabled: list[list[int] | None] = [None] * size
         self._spans[:] = [(row, 1, _NOBODY) for row in range(size)]
-        self.token_ids, on_axis, write_slots, on_spans, on_table = views(self._on_device)
-        self.positions = on_axis.expand(3, size)
+        self.token_ids, self._on_axis, write_slots, on_spans, on_table = views(self._on_device)
+        self.positions = self._on_axis.expand(3, size)
         self.plan = BlockPlan(
             write_slots, on_table.view(size, blocks), on_spans.view(size, 3), block_size, size, 0
         )
@@ -162,3 +249,18 @@ class StepInputs:
         self._slots[count:] = _NOBODY
         self._spans[count:, 2] = _NOBODY
         self._on_device.copy_(self._on_host, non_blocking=True)
+
+    def move_on(self, best: Tensor) -> None:
+        """What the next step reads, if every sequence goes on with its ``best`` token, [size] int64."""
+        plan = self.plan
+        next_inputs(
+            *(best, self.token_ids, self._on_axis, plan.write_slots, plan.spans, plan.table),
+            self._block_size,
+        )
+
+    def reach(self, sequences: Many[Sequence], further: int) -> bool:
+        """Whether the block tables here know where each of ``sequences`` goes on ``further`` tokens on."""
+        return all(
+            sequence.blocks is tabled and sequence.cached + further < len(tabled) * self._block_size
+            for sequence, tabled in zip(sequences, self._tabled, strict=False)
+        )

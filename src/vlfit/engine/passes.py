@@ -21,7 +21,7 @@ import torch
 from vlfit.engine.budget import Budget, asked_bytes, is_shortage
 from vlfit.engine.kv_cache import slots_of
 from vlfit.engine.runner import Runner
-from vlfit.engine.sampler import Draw, Sampled, TokenText, sample
+from vlfit.engine.sampler import Draw, Sampled, TokenText, is_plain_greedy, sample
 from vlfit.engine.scheduler import Work
 from vlfit.engine.sequence import Sequence
 from vlfit.errors import ModelFailed, OutOfMemory
@@ -58,13 +58,17 @@ class Passes:
         self._token_text = token_text
         self._said = float("-inf")
 
-    def run(self, batch: Many[Work]) -> Outcome:
-        """Do all of ``batch``, which has its decoding sequences first. What fails is told, not raised."""
+    def run(self, batch: Many[Work], *, alike: bool = False) -> Outcome:
+        """Do all of ``batch``, which has its decoding sequences first. What fails is told, not raised.
+
+        ``alike``: as far as is known the next batch is of the same sequences. Then its pass is launched
+        before the tokens of this one are read, if all go on with the likeliest ones.
+        """
         outcome = Outcome()
         ready = [work for work in batch if self._prepared(work, outcome)]
         if not ready:
             return outcome
-        found = self._attempt(partial(self._pass, ready), ready)
+        found = self._attempt(partial(self._pass, ready, alike), ready)
         if not isinstance(found, Exception):
             outcome.done = found
         elif len(ready) == 1 and not isinstance(found, OutOfMemory):
@@ -97,16 +101,18 @@ class Passes:
     def _one_by_one(self, batch: Many[Work], outcome: Outcome) -> None:
         self._make_room()
         for work in batch:
-            found = self._attempt(partial(self._pass, [work]), [work])
+            found = self._attempt(partial(self._pass, [work], alike=False), [work])
             if isinstance(found, Exception):
                 outcome.failed.append((work.sequence, found))
             else:
                 outcome.done += found
 
-    def _pass(self, batch: Many[Work]) -> list[Done]:
+    def _pass(self, batch: Many[Work], alike: bool) -> list[Done]:
         """One forward pass, and a token for whoever has reached the end of its tokens."""
         speaking = [work.sequence for work in batch if work.finishes_prompt]
         scores = self.runner.run(batch)
+        if alike and all(_goes_on_by_itself(sequence) for sequence in speaking):
+            self.runner.run_ahead(batch)
         best, finite = scores.read()
         draws = [_draw(sequence) for sequence in speaking]
         sampled = iter(sample(scores.logits, best, draws, self._token_text))
@@ -193,6 +199,11 @@ def _overflow(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
         f"the model computed no usable numbers (NaN or infinity) for token {at} of its answer, in {dtype}",
         "try --dtype bfloat16 or float32 if this is float16; else the checkpoint is damaged: fetch it again",
     )
+
+
+def _goes_on_by_itself(sequence: Sequence) -> bool:
+    """Whether its next token is the likeliest one, and not its last for being as many as were asked for."""
+    return is_plain_greedy(sequence.sampling) and len(sequence.generated) + 1 < sequence.max_tokens
 
 
 def _draw(sequence: Sequence) -> Draw:

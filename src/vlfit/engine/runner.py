@@ -56,6 +56,13 @@ class Runner:
             return self.graphs.run([work.sequence for work in batch])
         return scores_of(self._forward(batch))
 
+    def run_ahead(self, batch: Many[Work]) -> None:
+        """Launch the pass after ``run(batch)`` if that was by graphs: all of ``batch`` go on with their
+        likeliest token. ``run`` takes it over if that is asked for next; else it was in vain.
+        """
+        if self.graphs is not None and all(work.sequence.decoding for work in batch):
+            self.graphs.run_ahead([work.sequence for work in batch])
+
     def record_graphs(self, context: int, sequences: int) -> None:
         """Decode by graphs from now on: up to ``sequences`` at once, of up to ``context`` tokens."""
 

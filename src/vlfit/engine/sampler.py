@@ -42,16 +42,16 @@ class Sampled:
 def sample(
     logits: Tensor, best: Sequence[int], draws: Sequence[Draw], token_text: TokenText
 ) -> list[Sampled]:
-    """One token for each row of ``logits`` [n, vocabulary] float32, of which ``best`` are the likeliest."""
+    """One token for each row of ``logits`` [n, vocabulary], of which ``best`` are the likeliest."""
     likely = _likely(logits, draws)
     sampled = []
     for number, (row, draw) in enumerate(zip(logits, draws, strict=True)):
-        if _is_plain_greedy(draw.sampling):
+        if is_plain_greedy(draw.sampling):
             sampled.append(Sampled(best[number]))
         elif number in likely:
             sampled.append(Sampled(likely[number].draw(draw)))
         else:
-            sampled.append(_sample_row(row, draw, token_text))
+            sampled.append(_sample_row(row.float(), draw, token_text))
     return sampled
 
 
@@ -98,7 +98,7 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.cat([each.values for each in found], dim=-1)
     ids = torch.cat([each.indices + number * _PART for number, each in enumerate(found)], dim=-1)
     largest = values.topk(min(_LOOKED_AT, values.shape[-1]), dim=-1)
-    return largest.values, ids.gather(-1, largest.indices)
+    return largest.values.float(), ids.gather(-1, largest.indices)
 
 
 def _is_cut(sampling: SamplingParams) -> bool:
@@ -110,7 +110,8 @@ def _is_cut(sampling: SamplingParams) -> bool:
     )
 
 
-def _is_plain_greedy(sampling: SamplingParams) -> bool:
+def is_plain_greedy(sampling: SamplingParams) -> bool:
+    """Whether each token is the likeliest one, and nothing else is asked of its row."""
     return sampling.greedy and sampling.top_logprobs is None and not _has_penalties(sampling)
 
 

@@ -17,9 +17,9 @@ TYPICAL_REQUEST = 2048  # tokens of pool for each sequence (``engine/engine.py``
 TIGHT_REQUEST = 1536
 INDEX = 8  # bytes of an int64
 NARROW_INDEX = 4  # bytes of an int32, of which block tables are
-# Sampling one row that is not plain greedy: scores, order, sorted copies, probabilities
+# Sampling one row that is not plain greedy: in float32, scores, order, sorted copies, probabilities
 # (``engine/sampler.py``).
-_SAMPLER_BYTES = 64
+_SAMPLER_BYTES = 68
 # Products with narrow weights (``engine/kernels/linear.py``): those of few rows are shared out by their tiles
 # among programs; for those of many rows slices of weights are widened into a buffer.
 SPLIT_ROWS, _FEW_ROWS = 64, 8
@@ -49,26 +49,23 @@ def pictures_reached(chunk: int, image_tokens: int) -> int:
 def vision_peak(vision: VisionConfig, image_tokens: int, *, narrow: bool = False) -> int:
     """Peak of the vision tower on one picture of ``image_tokens`` (``engine/qwen3_vl/vision.py``).
 
-    For each patch live all along the residual in bfloat16, and the angles that rows and columns stand for; in
-    a block q, k and v beside a norm's output or what the patches find, then the feed-forward of half of them.
-    Deepstack outputs of earlier blocks stay. Products with ``narrow`` weights have the buffer that slices of
-    them are widened into.
+    All along live the features, which are made last, and for each patch the residual in bfloat16 and the
+    angles that rows and columns stand for; in a block q, k and v beside a norm's output or what the patches
+    find, then a norm's output and the feed-forward of half of them. Products with ``narrow`` weights have the
+    buffer that slices of them are widened into.
     """
     hidden, merge = vision.hidden_size, vision.spatial_merge_size**2
     patches = image_tokens * merge
     places = patches // vision.spatial_merge_size  # of the longest picture: two rows
-    always = patches * HALF * hidden + places * 2 * SINGLE * (vision.head_dim // 4)
+    always = feature_bytes(vision, image_tokens)
+    always += patches * HALF * hidden + places * 2 * SINGLE * (vision.head_dim // 4)
     pixels = vision.in_channels * vision.patch_size**2 * vision.temporal_patch_size
     entering = patches * (pixels + HALF * pixels)  # bytes, and the numbers that they become
-    in_blocks = max(
-        patches * 4 * HALF * hidden,
-        vision_half(patches, merge) * HALF * (hidden + vision.intermediate_size),  # its input or its output
-    )
-    width = vision.out_hidden_size
-    merging = image_tokens * width * HALF + patches * HALF * (hidden + max(hidden, width // merge))
-    kept = len(vision.deepstack_visual_indexes) * image_tokens * width * HALF
+    inner = vision_half(patches, merge) * HALF * (vision.intermediate_size + hidden)
+    in_blocks = max(patches * 4 * HALF * hidden, patches * HALF * hidden + inner)
+    merging = patches * HALF * (hidden + max(hidden, vision.out_hidden_size // merge))
     widened = SCRATCH_BYTES if narrow else 0
-    return always + max(entering, kept + widened + max(in_blocks, merging))
+    return always + max(entering, widened + max(in_blocks, merging))
 
 
 def vision_half(patches: int, merge: int) -> int:
@@ -165,7 +162,7 @@ def _product(parts: list[Matrix], rows: int) -> int:
 
 def decode_splits(sequences: int) -> int:
     """Among how many programs a sequence's context is shared out (``engine/kernels/attention.py``)."""
-    return 16 if sequences <= 4 else 8 if sequences <= 16 else 4
+    return 16 if sequences <= 4 else 8 if sequences <= 16 else 4 if sequences <= 256 else 1
 
 
 def _attention(model: Model, rows: int, sequences: int) -> int:
@@ -181,6 +178,6 @@ def _attention(model: Model, rows: int, sequences: int) -> int:
 
 
 def _head_phase(model: Model, sequences: int) -> int:
-    """Logits of each sequence in bfloat16 and float32, and one row being sampled."""
+    """Logits of each sequence in bfloat16, and one row being sampled."""
     vocabulary = model.text.vocab_size
-    return sequences * vocabulary * (HALF + SINGLE) + vocabulary * _SAMPLER_BYTES
+    return sequences * vocabulary * HALF + vocabulary * _SAMPLER_BYTES

@@ -5,15 +5,15 @@ recording is less than can be told: five of 36 layers each were within 4 MiB on 
 """
 
 from vlfit.plan import allocator
-from vlfit.plan.model import HALF, SINGLE, Model
+from vlfit.plan.model import HALF, Model
 
 _SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
 
 
 def pool_bytes(model: Model, sequences: int) -> int:
-    """What torch takes for recordings of up to ``sequences``: logits in bfloat16 and float32, and the rest.
+    """What torch takes for recordings of up to ``sequences``: logits in bfloat16, and the rest.
 
     They share one pool, and the largest is recorded first.
     """
     logits = sequences * model.text.vocab_size
-    return allocator.held_for((logits * HALF, logits * SINGLE)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
+    return allocator.held_for((logits * HALF,)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT

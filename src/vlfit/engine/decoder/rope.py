@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.decoder import LinearStretch, Llama3Stretch, LongStretch, TextConfig
+from vlfit.engine import kernels
+from vlfit.engine.kernels import ends
 
 
 class TextRope:
@@ -38,6 +40,8 @@ class TextRope:
 
         Where there is one axis only, it is the first: all three are alike.
         """
+        if kernels.used_on(positions.device):
+            return ends.rotation_tables(positions, self.inverse_frequencies, self.axis, self.scale, dtype)
         if self.axis is None:
             angles = positions[0, :, None].float() * self.inverse_frequencies
         else:

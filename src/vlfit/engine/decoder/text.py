@@ -80,7 +80,7 @@ class TextModel:
         plan: AttentionPlan,
         wanted: Tensor | None,
     ) -> Tensor:
-        """Logits [n, vocabulary] in float32 of the rows ``wanted`` [n]; None: of all.
+        """Logits [n, vocabulary] of the rows ``wanted`` [n]; None: of all.
 
         The rows are ``token_ids`` [rows] at ``positions`` [3, rows]; their keys and values go into ``cache``
         as ``plan`` says.
@@ -101,7 +101,7 @@ class TextModel:
                 hidden.add_(delta)
                 delta = None
                 hidden[visual.index] += visual.deepstack[index]
-        return self.head(add_norm(hidden, delta, self.norm, self.eps)).float()
+        return self.head(add_norm(hidden, delta, self.norm, self.eps))
 
 
 class DecoderLayer:

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.overlap import wait
+from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.row_steps import turned
 
 LEAST = tl.constexpr(-1e30)  # below any score
 
 
+@quick
 @triton.jit(do_not_specialize=["table", "spans", "table_stride"])
 def decode(
     joined,
@@ -58,14 +60,23 @@ def decode(
     sequence = tl.program_id(0)
     key_head = tl.program_id(1)
     split = tl.program_id(2)
-    # What the kernel before has not written may be read before it has ended.
-    past = tl.load(spans + sequence * 3 + 2)
-    slot = tl.load(slots + sequence).to(tl.int64)
-    wait(overlap)
     heads: tl.constexpr = key_heads * shared
     head = tl.arange(0, tile_heads)[:, None]
     dim = tl.arange(0, tile_dim)[None, :]
+    # The kernel before writes ``joined`` and nothing else that is read here: the first keys and values are on
+    # their way while it runs.
+    past = tl.load(spans + sequence * 3 + 2)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    share = tl.cdiv(tl.cdiv(past, splits), tile_tokens) * tile_tokens
+    begin = split * share
+    end = tl.minimum(begin + share, past)
+    blocks = table + sequence * table_stride
+    token = begin + tl.arange(0, tile_tokens)
+    place = places(blocks, token, end, key_head, key_heads, block_size, head_dim) + dim
     there = dim < head_dim
+    key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0.0)
+    value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0.0)
+    wait(overlap)
     inside = (head < shared) & there
     own = joined + sequence.to(tl.int64) * (heads + 2 * key_heads) * head_dim + dim
     weight = norm_weight + dim
@@ -83,7 +94,7 @@ def decode(
         rotated,
         has_norm,
     )
-    largest = tl.full((tile_heads,), float("-inf"), tl.float32)
+    largest = tl.full((tile_heads,), LEAST, tl.float32)
     weight_sum = tl.zeros((tile_heads,), tl.float32)
     mixed = tl.zeros((tile_heads, tile_dim), tl.float32)
     # The newest token is the last program's, whose share of the past is the smallest.
@@ -107,25 +118,13 @@ def decode(
         largest = tl.sum(asked.to(tl.float32) * new_key.to(tl.float32), 1) * factor
         weight_sum = tl.full((tile_heads,), 1.0, tl.float32)
         mixed += new_value.to(tl.float32)
-    share = tl.cdiv(tl.cdiv(past, splits), tile_tokens) * tile_tokens
-    begin = split * share
-    end = tl.minimum(begin + share, past)
-    for first in range(begin, end, tile_tokens):
+    largest, weight_sum, mixed = seen(asked, key, value, token < end, largest, weight_sum, mixed, factor)
+    for first in range(begin + tile_tokens, end, tile_tokens):
         token = first + tl.arange(0, tile_tokens)
-        block = tl.load(table + sequence * table_stride + token // block_size, mask=token < end, other=0)
-        place = (block * block_size + token % block_size).to(tl.int64)
-        place = (place[:, None] * key_heads + key_head) * head_dim + dim
-        seen = (token[:, None] < end) & there
-        key = tl.load(keys + place, mask=seen, other=0.0)
-        score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
-        score = tl.where(token[None, :] < end, score, float("-inf"))
-        larger = tl.maximum(largest, tl.max(score, 1))
-        power = tl.exp2(score - larger[:, None])
-        shrink = tl.exp2(largest - larger)
-        weight_sum = weight_sum * shrink + tl.sum(power, 1)
-        value = tl.load(values + place, mask=seen, other=0.0)
-        mixed = tl.dot(power.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
-        largest = larger
+        place = places(blocks, token, end, key_head, key_heads, block_size, head_dim) + dim
+        key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0.0)
+        value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0.0)
+        largest, weight_sum, mixed = seen(asked, key, value, token < end, largest, weight_sum, mixed, factor)
     cell = (sequence * heads + first_head + tl.arange(0, tile_heads)) * splits
     if splits > 1:
         real = tl.arange(0, tile_heads) < shared
@@ -145,6 +144,35 @@ def decode(
 
 
 @triton.jit
+def places(
+    blocks,
+    token,
+    end,
+    key_head,
+    key_heads: tl.constexpr,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+):
+    """Where the keys, and the values, of each ``token`` [tokens] begin, [tokens, 1]."""
+    block = tl.load(blocks + token // block_size, mask=token < end, other=0)
+    slot = (block * block_size + token % block_size).to(tl.int64)
+    return ((slot * key_heads + key_head) * head_dim)[:, None]
+
+
+@triton.jit
+def seen(asked, key, value, known, largest, weight_sum, mixed, factor: tl.constexpr):
+    """Largest scores, sums of weights and weighted values, with a tile of tokens more: those ``known``."""
+    score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
+    score = tl.where(known[None, :], score, float("-inf"))
+    larger = tl.maximum(largest, tl.max(score, 1))
+    power = tl.exp2(score - larger[:, None])
+    shrink = tl.exp2(largest - larger)
+    weight_sum = weight_sum * shrink + tl.sum(power, 1)
+    mixed = tl.dot(power.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+    return larger, weight_sum, mixed
+
+
+@triton.jit
 def merged(
     partial,
     extremes,
@@ -159,7 +187,7 @@ def merged(
 ):
     """Largest score, sum of weights and weighted values of all programs of a key head.
 
-    A split that had no tokens left minus infinity as its largest score, so that it weighs nothing.
+    A split that had no tokens left ``LEAST`` as its largest score, so that it weighs nothing.
     """
     largest = tl.full((tile_heads,), LEAST, tl.float32)
     weight_sum = tl.zeros((tile_heads,), tl.float32)
@@ -167,7 +195,7 @@ def merged(
     for split in tl.static_range(splits):
         # Past the first cache, which does not see what other multiprocessors write.
         place = (cell + split) * 2
-        other = tl.load(extremes + place, mask=real, other=float("-inf"), cache_modifier=".cg")
+        other = tl.load(extremes + place, mask=real, other=LEAST, cache_modifier=".cg")
         other_sum = tl.load(extremes + place + 1, mask=real, other=0.0, cache_modifier=".cg")
         place = (cell + split)[:, None] * head_dim + dim
         other_mixed = tl.load(partial + place, mask=inside, other=0.0, cache_modifier=".cg")

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlfit.engine import kernels
+from vlfit.engine.kernels.ends import look_up
 from vlfit.engine.layers.linear import DenseLinear, Int8Linear, Linear, dequantize_int8
 
 
@@ -41,8 +43,8 @@ class DenseEmbedding:
 class Int8Embedding:
     """``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups]: ``dequantize_int8`` takes them.
 
-    Rows come out in ``dtype``. Looking n of them up takes 5 bytes more for each value: the codes and a
-    product in float32.
+    Rows come out in ``dtype``. On a CPU looking n of them up takes 5 bytes more for each value: the codes and
+    a product in float32.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
@@ -51,6 +53,8 @@ class Int8Embedding:
         self.dtype = dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:
+        if kernels.used_on(self.codes.device):
+            return look_up(token_ids, self.codes, self.scale, self.dtype)
         return dequantize_int8(self.codes[token_ids], self.scale[token_ids], self.dtype)
 
     def head(self) -> Linear:
