@@ -20,7 +20,7 @@ CODE_FOLDERS = ("src", "tests", "examples", "benchmarks", "training", "scripts")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LONGEST_MODULE = 400
 # Parts of a declared package that go by a name of their own.
-COMES_WITH = {"starlette": "fastapi", "triton": "torch"}
+COMES_WITH = {"triton": "torch"}
 
 
 def python_files(*folders: str) -> Iterator[Path]:

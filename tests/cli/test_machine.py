@@ -182,7 +182,7 @@ def test_nothing_slow_is_loaded() -> None:
         "sys.argv = ['vlfit', 'machine', '--json']\n"
         "try:\n    main()\n"
         "finally:\n"
-        "    slow = ('torch', 'transformers', 'huggingface_hub', 'fastapi', 'PIL', 'numpy')\n"
+        "    slow = ('torch', 'transformers', 'huggingface_hub', 'starlette', 'PIL', 'numpy')\n"
         "    print([name for name in slow if name in sys.modules], file=sys.stderr)\n"
     )
     done = subprocess.run(

@@ -442,7 +442,7 @@ def test_nothing_slow_is_loaded() -> None:
         "sys.argv = ['vlfit', 'top', '--once', '--json']\n"
         "try:\n    main()\n"
         "finally:\n"
-        "    slow = ('torch', 'transformers', 'huggingface_hub', 'fastapi', 'PIL', 'numpy', 'httpx')\n"
+        "    slow = ('torch', 'transformers', 'huggingface_hub', 'starlette', 'PIL', 'numpy', 'httpx')\n"
         "    print([name for name in slow if name in sys.modules], file=sys.stderr)\n"
     )
     environment = {**os.environ, "VLFIT_PORT": "9", "VLFIT_SERVER": ""}

@@ -1,7 +1,8 @@
 """Streams a checkpoint's tensors from its files to the device, each byte read once.
 
 Knows: dtypes, narrow weights, stacking of projections with one input, where tensors lie on the device.
-Does not know: the model. ``qwen3_vl/`` asks for tensors by name, in the order of the ledger.
+Does not know: how bytes come there (``arrivals.py``), or the model. ``qwen3_vl/`` asks for tensors by name,
+in the order of the ledger.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.headers import Layout, TensorInfo
+from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4, INT8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import (
@@ -26,6 +27,7 @@ from vlfit.checkpoint.tensors import (
     narrow_form,
 )
 from vlfit.engine import kernels
+from vlfit.engine.arrivals import Arrivals, Progress
 from vlfit.engine.layers.embedding import DenseEmbedding, Embedding, Int8Embedding
 from vlfit.engine.layers.linear import (
     DenseLinear,
@@ -42,18 +44,14 @@ from vlfit.engine.layers.linear import (
     join_zero_points,
     signed_codes,
 )
-from vlfit.engine.mapped_files import MappedFiles, torch_dtype
-from vlfit.engine.reading import Reader
-from vlfit.engine.repack import column_order, repack, shape_in_file
+from vlfit.engine.mapped_files import torch_dtype
+from vlfit.engine.repack import column_order
 from vlfit.engine.shelf import Measure, Shelf, concatenated
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 from vlfit.plan.allocator import SHELVED
-from vlfit.units import MIB
 
-_LARGE = MIB  # bytes; smaller tensors are read when they are asked for
 _WIDENED_ROWS = 4096  # of 8 bits, at a time: a whole table of tokens in float32 would be a second model
 
-Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 Built = TypeVar("Built")
 
 
@@ -79,11 +77,7 @@ class Loader:
         self.device = device
         self.dtype = dtype
         self._keeps_narrow = kernels.used_on(device)
-        self._progress = progress
-        self._read = 0
-        self._total = checkpoint.weight_bytes
-        self._files = MappedFiles()
-        self._reader = Reader(device) if device.type == "cuda" else None
+        self._arrivals = Arrivals(device, checkpoint.weight_bytes, progress)
         self._orders: dict[str, Tensor] = {}
         self._to_sign: list[Tensor] = []  # packed codes of 8 bits that are on their way
         self._shelf: Measure | Shelf | None = None
@@ -98,28 +92,19 @@ class Loader:
             if error is None:
                 self._settle()
         finally:
-            self._files.close()
-            if self._reader is not None:
-                self._reader.close()
+            self._arrivals.close()
 
     def _settle(self) -> None:
         """Wait for what ``_copy`` was allowed to bring later, and do what waited for it."""
-        if self._reader is not None:
-            self._reader.settle(self._count)
+        self._arrivals.settle()
         with torch.inference_mode():
             while self._to_sign:
                 signed_codes(self._to_sign.pop())
 
-    def _count(self, size: int) -> None:
-        """``size`` more bytes are there."""
-        self._read += size
-        if self._progress:
-            self._progress(self._read, self._total)
-
     @property
     def share(self) -> float:
         """Of the bytes that are there."""
-        return self._read / self._total
+        return self._arrivals.share
 
     @contextmanager
     def into_ram(self) -> Iterator[None]:
@@ -392,29 +377,7 @@ class Loader:
         """
         if target.is_meta:
             return
-        if later and self._reader is not None and self._is_as_in_file(info, target):
-            self._reader.read(info.file, info.start, target)
-            return
-        if info.bytes:
-            with self._files.numbers(info) as numbers:
-                self._put(info, numbers, target)
-        self._count(info.bytes)
-
-    def _is_as_in_file(self, info: TensorInfo, target: Tensor) -> bool:
-        """Whether ``target`` is large, on the GPU, and gets the bytes of ``info`` as they are."""
-        if target.device.type != "cuda" or info.bytes < _LARGE or target.dtype != torch_dtype(info):
-            return False
-        module, packed, _ = info.name.rpartition(PACKED_SUFFIX)
-        ordered = bool(packed) and self._order(module) is not None
-        return info.layout is Layout.AS_NAMED and not ordered and target.is_contiguous()
-
-    def _put(self, info: TensorInfo, raw: Tensor, target: Tensor) -> None:
-        """The numbers ``raw`` of ``info`` into ``target``, in the order that its name and shape call for."""
         module, packed, _ = info.name.rpartition(PACKED_SUFFIX)
         order = self._order(module) if packed else None
-        if info.layout is Layout.AS_NAMED and order is None:
-            target.copy_(raw.view(info.shape))
-            return
-        in_file = raw.view(shape_in_file(info.shape, info.layout))
         bits = 32 // codes_per_word(info.name, self.checkpoint.config.quantization) if packed else 4
-        repack(in_file, info.layout, target, order, bits)
+        self._arrivals.bring(info, target, order, bits, later=later)

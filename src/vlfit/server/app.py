@@ -7,10 +7,11 @@ line).
 import time
 from dataclasses import asdict
 
-from fastapi import FastAPI
-from fastapi.responses import Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from vlfit._version import __version__
@@ -24,49 +25,43 @@ from vlfit.server.sleep import SleepEndpoints
 from vlfit.server.status import Status
 
 
-def create_app(backend: LocalBackend, settings: ServerSettings | None = None) -> FastAPI:
-    """The HTTP API over ``backend``. ``app.state.closing`` ends it: see ``Closing``.
-
-    The generated API pages are left out: they load scripts from another site, and the API is OpenAI's.
-    """
+def create_app(backend: LocalBackend, settings: ServerSettings | None = None) -> Starlette:
+    """The HTTP API over ``backend``. ``app.state.closing`` ends it: see ``Closing``."""
     settings = settings or ServerSettings()
     closing = Closing(settings.drain_seconds)
-    app = FastAPI(
-        title="vlfit",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
-    app.state.closing = closing
     card = _model_card(backend, settings)
 
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         if closing.draining:
             return JSONReply({"status": "stopping", "model": backend.model}, 503)
         rest = {"asleep": backend.asleep} if isinstance(backend, Sleeper) else {}
         return JSONReply({"status": "ok", "model": backend.model, **rest})
 
-    async def models() -> Response:
+    async def models(_: Request) -> Response:
         return JSONReply({"object": "list", "data": [card]})
 
-    async def model(name: str) -> Response:
-        check_model(name, backend, settings)
+    async def model(request: Request) -> Response:
+        check_model(request.path_params["name"], backend, settings)
         return JSONReply(card)
 
-    app.add_api_route("/health", health, methods=["GET", "HEAD"])
-    app.add_api_route("/v1/models", models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
     chat = ChatEndpoint(backend, settings, closing)
-    app.router.routes.append(Route("/v1/chat/completions", chat, methods=["POST"]))
     status = Status(backend, settings.expectation, closing, chat.places)
-    app.add_api_route("/v1/vlfit/status", status.status, methods=["GET"])
-    app.add_api_route("/v1/vlfit/ledger", status.ledger, methods=["GET"])
     sleep = SleepEndpoints(backend, closing)
-    app.add_api_route("/v1/vlfit/sleep", sleep.sleep, methods=["POST"])
-    app.add_api_route("/v1/vlfit/wake", sleep.wake, methods=["POST"])
-    app.add_exception_handler(HTTPException, routing_reply)
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/vlfit/status", status.status),
+            Route("/v1/vlfit/ledger", status.ledger),
+            Route("/v1/vlfit/sleep", sleep.sleep, methods=["POST"]),
+            Route("/v1/vlfit/wake", sleep.wake, methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: routing_reply},
+    )
+    app.router.redirect_slashes = False
+    app.state.closing = closing
     app.add_middleware(Door, api_key=settings.api_key)
     if settings.allow_origins:
         # Outside the door: a browser's preflight request carries no key.

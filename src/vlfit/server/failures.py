@@ -6,9 +6,9 @@ Knows: what a client may read of an error. Does not know: how errors come about.
 import json
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from vlfit.errors import CannotWake, QueueFull, VlfitError
 

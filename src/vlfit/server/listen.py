@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from vlfit.server.address import cannot_listen
 from vlfit.server.closing import Closing
@@ -25,7 +25,7 @@ BACKLOG = 2048
 
 
 def serve_until_stopped(
-    app: FastAPI, listener: socket.socket, drain_seconds: float, on_ready: Callable[[], None]
+    app: Starlette, listener: socket.socket, drain_seconds: float, on_ready: Callable[[], None]
 ) -> None:
     """Serve ``app`` until a signal has stopped it; ``on_ready`` is called once connections are taken."""
     host, port = listener.getsockname()[:2]

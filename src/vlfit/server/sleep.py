@@ -10,8 +10,8 @@ import time
 from concurrent.futures import Future
 from typing import Any, get_args
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from vlfit.backends.base import LocalBackend, Sleeper
 from vlfit.engine.account import Asleep, Rest

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from vlfit._version import __version__
 from vlfit.backends.base import Accountable, LocalBackend
@@ -50,11 +51,11 @@ class Status:
         self._told: dict[str, Any] = {}
         self._told_at = float("-inf")
 
-    async def status(self) -> Response:
+    async def status(self, _: Request) -> Response:
         """All of it."""
         return JSONReply(await self._facts())
 
-    async def ledger(self) -> Response:
+    async def ledger(self, _: Request) -> Response:
         """What is planned and held, line by line."""
         facts = await self._facts()
         names = ("version", "model", "backend", "device", "settings", "ledger", "total", "over_plan", "note")
