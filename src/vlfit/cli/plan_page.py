@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlfit.cli.printing import plain
+from vlfit.machine.remarks import BFLOAT16_FROM
 from vlfit.plan.svg import COLOURS
 from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
 
@@ -26,7 +27,6 @@ _LEGEND = (
     "Negative: too much, even at the smallest settings that are tried. Instruct and Thinking have one size. "
     "A model's ledger: vlfit plan MODEL. Copies that are not on the hub are made by vlfit convert."
 )
-_BFLOAT16_FROM = (8, 0)  # compute capability
 _BAR = 72
 _WIDTH = 110
 _PLACES = ("first", "second", "third")
@@ -210,8 +210,11 @@ def _speed(plan: "Plan") -> list[str]:
             f"  {format_bytes(speed.offloaded)} of weights in RAM, read over PCIe for each token, would "
             f"allow {speed.offload:.1f} tokens/s at most{_how(plan)}."
         )
-    if plan.gpu.compute_capability < _BFLOAT16_FROM:
-        lines.append("  This card has no units for bfloat16, in which everything is computed: expect less.")
+    if plan.gpu.compute_capability < BFLOAT16_FROM:
+        untried = "; nobody has tried vlfit on such a card" if plan.backend == "native" else ""
+        lines.append(
+            f"  This card has no units for bfloat16: all is computed in float16{untried}. Expect less."
+        )
     return lines
 
 

@@ -1,6 +1,7 @@
 """Which device and which dtype an engine runs on. GPU or error: what was asked for is never swapped."""
 
 import ctypes
+import logging
 
 import torch
 
@@ -8,6 +9,9 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.kernels.toolchain import check_toolchain
 from vlfit.engine.mapped_files import torch_dtype
 from vlfit.errors import DeviceError, UsageError
+from vlfit.machine.remarks import BFLOAT16_FROM
+
+logger = logging.getLogger(__name__)
 
 # Bytes of stack for each thread that a GPU can hold, 1,024 if nobody says otherwise: on an H200 (132
 # multiprocessors with 2,048 threads) 264 MiB of the context. The driver adds what a kernel is known to need,
@@ -58,9 +62,13 @@ def _device(wish: str) -> torch.device:
 
 
 def choose_dtype(wish: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU, on a GPU the dtype of the embedding (of the last norm, if in 8 bits)."""
+    """``auto`` is float32 on a CPU, on a GPU the dtype of the embedding (of the last norm, if in 8 bits);
+    float16 for a bfloat16 that the GPU lacks, which is said. Raises ``UsageError`` where that was asked for.
+    """
     if wish != "auto":
         dtype: torch.dtype = getattr(torch, wish)  # one of `options.DTYPES`, checked when they were built
+        if dtype == torch.bfloat16 and (lack := _lack_of_bfloat16(device)):
+            raise UsageError(f"--dtype bfloat16 was asked for; {lack}", "leave --dtype out, or use float16")
         return dtype
     if device.type == "cpu":
         return torch.float32
@@ -68,4 +76,18 @@ def choose_dtype(wish: str, checkpoint: Checkpoint, device: torch.device) -> tor
     told_by = tensors.get(f"{prefix}.embed_tokens.weight")
     if told_by is None or told_by.dtype == "I8":
         told_by = tensors[f"{prefix}.norm.weight"]
-    return torch_dtype(told_by)
+    dtype = torch_dtype(told_by)
+    if dtype == torch.bfloat16 and (lack := _lack_of_bfloat16(device)):
+        logger.warning("warning: %s: computing in float16, whose numbers are exact but not as large", lack)
+        return torch.float16
+    return dtype
+
+
+def _lack_of_bfloat16(device: torch.device) -> str:
+    """Says that ``device`` has no bfloat16, "" if it has: torch has no attention in it for such cards."""
+    if device.type != "cuda":
+        return ""
+    have = torch.cuda.get_device_capability(device)
+    if have >= BFLOAT16_FROM:
+        return ""
+    return f"{torch.cuda.get_device_name(device)} (compute capability {have[0]}.{have[1]}) has no bfloat16"

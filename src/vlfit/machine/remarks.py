@@ -10,6 +10,8 @@ from vlfit.units import format_bytes
 
 # Turing. Older GPUs lack what the engine and current builds of torch need.
 OLDEST = (7, 5)
+# Ampere. What is older computes in float16 instead.
+BFLOAT16_FROM = (8, 0)
 
 
 def remarks(gpus: Sequence[Gpu], host: Host) -> tuple[str, ...]:
@@ -53,6 +55,11 @@ def _about_gpu(gpu: Gpu) -> list[str]:
         have, want = (".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST))
         notes.append(
             f"GPU {gpu.index} has compute capability {have}; current builds of torch want {want} or newer."
+        )
+    elif gpu.compute_capability < BFLOAT16_FROM:
+        notes.append(
+            f"GPU {gpu.index} has no units for bfloat16: vlfit computes in float16 there, which nobody has "
+            "tried on such a card."
         )
     if gpu.bandwidth is None:
         notes.append(

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from vlfit.checkpoint.source import MINI, mini_folder
 from vlfit.machine.model import Gpu
+from vlfit.machine.remarks import BFLOAT16_FROM
 from vlfit.plan.model import Model
 from vlfit.plan.vllm import constants, costs
 from vlfit.plan.vllm.versions import (
     ASSUMED,
-    BFLOAT16_FROM,
     INSTALLED,
     NEWEST,
     PINNED,

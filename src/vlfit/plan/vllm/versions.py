@@ -22,7 +22,6 @@ PINNED = "VLLM_WSL2_ENABLE_PIN_MEMORY"
 # Compute capabilities from which it has kernels. FP8 on Turing came with 0.14 (0.12 wants 8.0).
 _LEAST_CAPABILITY = {"bf16": (7, 0), "fp8": (7, 5), "int4": (7, 5)}
 _FP8_ON_TURING_FROM = (0, 14, 0)
-BFLOAT16_FROM = (8, 0)  # compute capability
 
 NAMED, INSTALLED, ASSUMED = "named", "installed", "assumed"
 _VERSION = re.compile(

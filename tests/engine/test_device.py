@@ -1,0 +1,45 @@
+"""In which numbers an engine computes, by the device that it is on."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.device import choose_dtype
+from vlfit.errors import UsageError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    def is_a_card_of(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+
+    return is_a_card_of
+
+
+def test_a_card_without_bfloat16_computes_in_float16_and_says_so(
+    card: Callable[[int, int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = open_checkpoint("mini")
+    card(8, 0)
+    assert choose_dtype("auto", checkpoint, CUDA) is torch.bfloat16
+    assert choose_dtype("bfloat16", checkpoint, CUDA) is torch.bfloat16
+    assert not caplog.text
+    card(7, 5)
+    assert choose_dtype("auto", checkpoint, CUDA) is torch.float16
+    assert "a card (compute capability 7.5) has no bfloat16" in caplog.text
+    assert choose_dtype("float32", checkpoint, CUDA) is torch.float32
+    with pytest.raises(UsageError, match="bfloat16 was asked for") as caught:
+        choose_dtype("bfloat16", checkpoint, CUDA)
+    assert "float16" in caught.value.hint
+
+
+def test_a_cpu_computes_in_float32_unless_told(tiny: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(tiny("tied"))
+    assert choose_dtype("auto", checkpoint, CPU) is torch.float32
+    assert choose_dtype("bfloat16", checkpoint, CPU) is torch.bfloat16
