@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from vlfit.engine.kernels import linear as kernels
-from vlfit.engine.kernels.linear import NarrowWeights, linear, splits_for, tiles_for, widen_rows
+from vlfit.engine.kernels.linear import NarrowWeights, Tiles, linear, splits_for, tiles_for, widen_rows
 from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
@@ -82,13 +82,19 @@ def on(weights: NarrowWeights, device: torch.device) -> NarrowWeights:
 
 
 def check(
-    weights: NarrowWeights, rows: int, dtype: torch.dtype, device: torch.device, hardware: bool | None = None
+    weights: NarrowWeights,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    hardware: bool | None = None,
+    tiles: Tiles | None = None,
 ) -> None:
     """Rows that lie apart in memory, as those of gate and up do; odd numbers of them with a bias.
 
     The interpreter's time goes by programs, so there float32 has the larger tiles of half precision.
     """
-    tiles = tiles_for(rows, weights, torch.float16) if device.type == "cpu" and rows <= 256 else None
+    if tiles is None and device.type == "cpu" and rows <= 256:
+        tiles = tiles_for(rows, weights, torch.float16)
     there = on(weights, device)
     apart = torch.randn(rows, 2 * weights.inputs).to(device, dtype)
     x = apart[:, : weights.inputs]
@@ -121,6 +127,13 @@ def test_codes_are_read_alike_with_and_without_the_cards_own_conversion(
     torch.manual_seed(0)
     for hardware in (True, False):
         check(fp8(70, 200, (128, 128)), rows, torch.float16, device, hardware)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("name", ODD)
+def test_warps_that_share_out_the_inputs_of_a_tile(name: str, rows: int, device: torch.device) -> None:
+    torch.manual_seed(rows)
+    check(ODD[name](), rows, torch.float16, device, tiles=Tiles(8, 32, 256, 4, 2, parts=4))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 512])

@@ -73,13 +73,17 @@ _FORMS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.int32: INT4}
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What one program computes: rows x outputs over steps of inputs, by so many warps and load stages."""
+    """What one program computes: rows x outputs over steps of inputs, by so many warps and load stages.
+
+    With several ``parts``, as many as warps, each warp sums over one part of every step.
+    """
 
     rows: int
     outputs: int
     inputs: int
     warps: int
     stages: int
+    parts: int = 1
 
 
 def tiles_for(rows: int, weights: NarrowWeights, dtype: torch.dtype) -> Tiles:
@@ -237,11 +241,12 @@ def _launch_matmul(
         by_hand=by_hand(x.device),
         has_bias=bias is not None,
         span=min(weights.span, tiles.inputs),
-        apart=rows == 1 and weights.form == INT4 and tiles.inputs <= tiles.rows * weights.span,
+        apart=rows == 1 and weights.form == INT4 and tiles.inputs // tiles.parts <= tiles.rows * weights.span,
         whole=outputs % tiles.outputs == 0 and weights.inputs % tiles.inputs == 0,
         tile_rows=tiles.rows,
         tile_outputs=tiles.outputs,
         tile_inputs=tiles.inputs,
+        parts=tiles.parts,
         splits=splits,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -3,8 +3,9 @@
 ``matmul`` computes a tile of the transposed output, so that unpacked weights are the product's first operand:
 that one may stay in registers. One row is computed as eight: matrix units wait for memory all the same, while
 a kernel without them took twice as long on an H200 (converting and adding up weights one by one). With few
-rows there are too few tiles to keep a card busy, so the inputs are shared out among ``splits`` programs, and
-the last of them to finish adds up their sums, always in the same order (``finish.py``).
+rows there are too few tiles to keep a card busy, so the inputs of a tile are shared out: among the warps of a
+program, each of which sums over a part of every step of inputs, and where that is not enough among ``splits``
+programs, the last of which to finish adds up their sums, always in the same order (``finish.py``).
 Reference: ``engine/layers/linear.py`` widens and calls ``F.linear``.
 """
 
@@ -55,6 +56,7 @@ def matmul(
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
+    parts: tl.constexpr,
     splits: tl.constexpr,
     overlap: tl.constexpr,
 ):
@@ -62,14 +64,13 @@ def matmul(
 
     With ``splits`` > 1 each program sums over ``steps`` tiles of inputs, and ``finish`` says what ``partial``
     and ``arrivals`` are. ``code_columns``: bytes (FP8) or words of codes in a row. ``whole``: tiles fill
-    outputs and inputs exactly.
-    Where a tile of inputs shares its scale, codes are multiplied as they are and the scale is applied to the
+    outputs and inputs exactly. ``parts``: into how many a tile of inputs is cut, one for each warp, if not 1.
+    Where a part of a tile shares its scale, codes are multiplied as they are and the scale is applied to the
     sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``apart``: one row of
     int4 (``apart_sums``).
     """
     wait(overlap)
     inputs = code_columns * (8 if form == "int4" else 4 if form == "int8" else 1)
-    tile_spans: tl.constexpr = tile_inputs // span
     row_tiles = tl.cdiv(rows, tile_rows)
     # Neighbours share weights, which are then read from memory once, whatever the number of rows.
     output_index = (tl.program_id(0) // row_tiles) * tile_outputs + tl.arange(0, tile_outputs)
@@ -77,7 +78,10 @@ def matmul(
     split = tl.program_id(1)
     begin = split * steps * tile_inputs
     end = tl.minimum(begin + steps * tile_inputs, inputs)
-    total = tl.zeros((tile_outputs, tile_rows), tl.float32)
+    if parts > 1:
+        total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
+    else:
+        total = tl.zeros((tile_outputs, tile_rows), tl.float32)
     for start in range(begin, end, tile_inputs):
         if apart:
             total += apart_sums(
@@ -97,52 +101,39 @@ def matmul(
                 tile_rows,
                 tile_outputs,
                 tile_inputs,
+                parts,
             )
         else:
-            x_tile = inputs_tile(x, row, rows, start, inputs, x_stride, whole, tile_inputs)
-            column = start + tl.arange(0, tile_inputs)
-            group = (start + tl.arange(0, tile_spans) * span) // scale_width
-            if form == "int4":
-                x_tile = shuffle(x_tile, tile_rows, tile_inputs)
-                value = int4_tile(
-                    codes,
-                    zero_point,
-                    output_index,
-                    start,
-                    group,
-                    outputs,
-                    inputs,
-                    scale_columns,
-                    x_tile.dtype,
-                    has_zero_point,
-                    True,
-                    tile_outputs,
-                    tile_inputs,
-                    tile_spans,
-                    by_hand,
-                )
-            elif form == "int8":
-                x_tile = shuffle_words(x_tile, tile_rows, tile_inputs)
-                value = int8_tile(
-                    codes, output_index, start, outputs, inputs, x_tile.dtype, True, tile_outputs, tile_inputs
-                )
-            else:
-                value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
-            if tile_spans == 1:
-                place = (output_index // scale_rows) * scale_columns + start // scale_width
-                factor = tl.load(scale + place, mask=output_index < outputs, other=0.0).to(tl.float32)
-                weight = value.to(x_tile.dtype)
-                total += tl.dot(weight, tl.trans(x_tile), input_precision="ieee") * factor[:, None]
-            else:
-                factor = scales(scale, output_index, group, outputs, scale_columns, scale_rows, whole)
-                if factor.dtype != value.dtype:
-                    # Where both are of one half precision, their product is rounded once as it is.
-                    factor = factor.to(tl.float32)
-                    value = value.to(tl.float32)
-                weight = value * spread(factor, form == "int4", tile_outputs, tile_inputs, tile_spans)
-                total = tl.dot(weight.to(x_tile.dtype), tl.trans(x_tile), total, input_precision="ieee")
+            total += sums(
+                x,
+                codes,
+                scale,
+                zero_point,
+                output_index,
+                row,
+                start,
+                rows,
+                outputs,
+                inputs,
+                x_stride,
+                scale_columns,
+                form,
+                hardware,
+                by_hand,
+                has_zero_point,
+                scale_rows,
+                scale_width,
+                span,
+                whole,
+                tile_rows,
+                tile_outputs,
+                tile_inputs,
+                parts,
+            )
     if form == "fp8" and not hardware:
         total *= 256.0
+    if parts > 1:
+        total = tl.sum(total, 0)
     if apart:
         total = tl.sum(total, 1)[:, None]
         row = tl.arange(0, 1)
@@ -160,6 +151,108 @@ def matmul(
         has_bias,
         splits,
     )
+
+
+@triton.jit
+def sums(
+    x,
+    codes,
+    scale,
+    zero_point,
+    output_index,
+    row,
+    start,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    groups,
+    form: tl.constexpr,
+    hardware: tl.constexpr,
+    by_hand: tl.constexpr,
+    has_zero_point: tl.constexpr,
+    scale_rows: tl.constexpr,
+    scale_width: tl.constexpr,
+    span: tl.constexpr,
+    whole: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+    parts: tl.constexpr,
+):
+    """What the tile of inputs from ``start`` on adds: ``product``, with scales."""
+    part_width: tl.constexpr = tile_inputs // parts
+    spans: tl.constexpr = tile_inputs // span
+    x_tile = inputs_tile(x, row, rows, start, inputs, x_stride, whole, tile_inputs)
+    group = (start + tl.arange(0, spans) * span) // scale_width
+    if form == "int4":
+        x_tile = shuffle(x_tile, tile_rows, tile_inputs)
+        value = int4_tile(
+            codes,
+            zero_point,
+            output_index,
+            start,
+            group,
+            outputs,
+            inputs,
+            groups,
+            x_tile.dtype,
+            has_zero_point,
+            True,
+            tile_outputs,
+            tile_inputs,
+            spans,
+            by_hand,
+            whole,
+        )
+    elif form == "int8":
+        x_tile = shuffle_words(x_tile, tile_rows, tile_inputs)
+        value = int8_tile(
+            codes, output_index, start, outputs, inputs, x_tile.dtype, True, tile_outputs, tile_inputs
+        )
+    else:
+        column = start + tl.arange(0, tile_inputs)
+        value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
+    if span >= part_width:
+        found = product(value.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
+        part = (start + tl.arange(0, parts) * part_width) // scale_width
+        factor = scales(scale, output_index, part, outputs, groups, scale_rows, whole).to(tl.float32)
+        if parts > 1:
+            found *= tl.trans(factor)[:, :, None]
+        else:
+            found *= factor
+    else:
+        factor = scales(scale, output_index, group, outputs, groups, scale_rows, whole)
+        if factor.dtype != value.dtype:
+            # Where both are of one half precision, their product is rounded once as it is.
+            factor = factor.to(tl.float32)
+            value = value.to(tl.float32)
+        weight = value * spread(factor, form == "int4", tile_outputs, tile_inputs, spans)
+        found = product(weight.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
+    return found
+
+
+@triton.jit
+def product(
+    weight,
+    x_tile,
+    tile_rows: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+    parts: tl.constexpr,
+):
+    """``weight`` [tile_outputs, tile_inputs] times ``x_tile`` [tile_rows, tile_inputs].T.
+
+    [tile_outputs, tile_rows], or that for each of several ``parts`` of the inputs, in float32.
+    """
+    if parts == 1:
+        found = tl.dot(weight, tl.trans(x_tile), input_precision="ieee")
+    else:
+        width: tl.constexpr = tile_inputs // parts
+        left = tl.permute(tl.reshape(weight, (tile_outputs, parts, width)), (1, 0, 2))
+        right = tl.permute(tl.reshape(x_tile, (tile_rows, parts, width)), (1, 2, 0))
+        found = tl.dot(left, right, input_precision="ieee")
+    return found
 
 
 @triton.jit
@@ -187,26 +280,26 @@ def apart_sums(
     has_zero_point: tl.constexpr,
     scale_width: tl.constexpr,
     whole: tl.constexpr,
-    parts: tl.constexpr,
+    columns: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
+    parts: tl.constexpr,
 ):
-    """What a tile of inputs of one row adds to each output, in ``parts``: [tile_outputs, parts] float32.
+    """What a tile of inputs of one row adds to each output, in ``columns``: [tile_outputs, columns] float32.
 
-    Matrix units want ``parts`` rows. As there is one, each of them has a part of its inputs and zeros: so
+    Matrix units want ``columns`` rows. As there is one, each of them has a share of its inputs and zeros: so
     they sum up inputs that share a scale, which is applied to sums. Codes are multiplied as they come, in the
     last bits of a number; what that and their zero point are too much is taken from the sum. That sum is
     some 200 times what is left of it at most, which float32 has the digits for beside half precision.
+    With several ``parts`` (``product``) each is cut into as many shares: [parts, tile_outputs, columns].
     """
-    part_width: tl.constexpr = tile_inputs // parts
-    part = tl.arange(0, parts)
+    width: tl.constexpr = tile_inputs // parts // columns
     column = tl.arange(0, tile_inputs)
-    mine = (column // part_width)[None, :] == part[:, None]
-    known = column + start < inputs
-    x_place = (start + column)[None, :] + tl.zeros((parts, 1), tl.int32)
+    lane = tl.arange(0, columns)
+    mine = ((column // width) & (columns - 1))[None, :] == lane[:, None]
+    known = start + column < inputs
+    x_place = (start + column)[None, :] + tl.zeros((columns, 1), tl.int32)
     x_tile = tl.load(x + x_place, mask=mine if whole else mine & known[None, :], other=0.0)
-    x_sum = tl.load(x + start + column, mask=known, other=0.0).to(tl.float32)
-    x_sum = tl.sum(tl.reshape(x_sum, (parts, part_width)), 1)
     dtype: tl.constexpr = x_tile.dtype
     code = marked_codes(
         codes, output_index, start, outputs, inputs, dtype, True, tile_outputs, tile_inputs, by_hand, whole
@@ -214,10 +307,24 @@ def apart_sums(
     if dtype == tl.float32:  # no digits to spare
         code -= 8388608.0
     too_much: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
-    sums = tl.dot(code, tl.trans(shuffle(x_tile, parts, tile_inputs)), input_precision="ieee")
-    group = (start + part * part_width) // scale_width
+    x_tile = shuffle(x_tile, columns, tile_inputs)
+    found = product(code, x_tile, columns, tile_outputs, tile_inputs, parts)
+    # [shares], of which ``columns`` belong to each part
+    share = tl.load(x + start + column, mask=known, other=0.0).to(tl.float32)
+    share = tl.sum(tl.reshape(share, (parts * columns, width)), 1)
+    group = (start + tl.arange(0, parts * columns) * width) // scale_width
+    factor = scales(scale, output_index, group, outputs, groups, 1, whole).to(tl.float32)
     if has_zero_point:
-        sums -= (too_much + zero_points(zero_point, output_index, group, outputs, groups)) * x_sum[None, :]
+        less = (too_much + zero_points(zero_point, output_index, group, outputs, groups)) * share[None, :]
     else:
-        sums -= (too_much + 8.0) * x_sum[None, :]
-    return sums * scales(scale, output_index, group, outputs, groups, 1, whole).to(tl.float32)
+        less = (too_much + 8.0) * share[None, :]
+    if parts > 1:
+        less = by_part(less, columns, parts)
+        factor = by_part(factor, columns, parts)
+    return (found - less) * factor
+
+
+@triton.jit
+def by_part(value, columns: tl.constexpr, parts: tl.constexpr):
+    """``value`` [outputs, parts * columns] as [parts, outputs, columns]."""
+    return tl.permute(tl.reshape(value, (value.shape[0], parts, columns)), (1, 0, 2))

@@ -48,6 +48,7 @@ def int4_tile(
     tile_inputs: tl.constexpr,
     tile_spans: tl.constexpr,
     by_hand: tl.constexpr = False,
+    whole: tl.constexpr = False,
 ):
     """Codes of ``words`` [outputs, inputs / 8] from input ``start`` on less zero points, as ``dtype``."""
     number = marked_codes(
