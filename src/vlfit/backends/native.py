@@ -80,7 +80,7 @@ class NativeBackend:
         if progress is not None and "torch" not in sys.modules:
             progress("importing torch", 0.0)
         import_engine()
-        from vlfit.engine import rehearsal
+        from vlfit.engine import every_kind, rehearsal
         from vlfit.engine.engine import Engine
         from vlfit.engine.loop import EngineLoop
 
@@ -89,6 +89,7 @@ class NativeBackend:
             if engine.options.keep_to_plan and engine.device.type == "cuda":
                 report("rehearsing the worst case", 1.0)
                 rehearsal.at_start(engine)
+                every_kind.at_start(engine)
             return engine
 
         return cls(checkpoint, EngineLoop(build, progress))

@@ -11,7 +11,9 @@ nothing.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from math import isqrt
+from typing import Any
 
 import numpy as np
 
@@ -180,8 +182,16 @@ def ending_in_pictures(engine: Engine, image_tokens: int, chunk: int, tokens: in
     return Prompt((_FILLER,) * (tokens - len(ids)) + ids, images, count * image_tokens)
 
 
-def answer_all(engine: Engine, requests: list[tuple[Prompt, int]]) -> None:
-    """Run ``requests`` (each a prompt and how many tokens to answer) to their end, all at once."""
+def answer_all(
+    engine: Engine,
+    requests: Sequence[tuple[Prompt, int]],
+    late: Sequence[tuple[Prompt, int]] = (),
+    wishes: Sequence[dict[str, Any]] = ({},),
+) -> None:
+    """Run ``requests`` (each a prompt and how many tokens to answer) to their end, all at once.
+
+    Those that are ``late`` come when the others speak. ``wishes`` of the sampling are dealt out in turn.
+    """
     failures: list[Exception] = []
 
     def listen(arrival: object) -> None:
@@ -189,11 +199,21 @@ def answer_all(engine: Engine, requests: list[tuple[Prompt, int]]) -> None:
         if isinstance(arrival, Exception):
             failures.append(arrival)
 
-    for prompt, tokens in requests:
-        sampling = SamplingParams(max_tokens=tokens, temperature=1.0, top_p=0.9, seed=1, ignore_eos=True)
+    turns = cycle(wishes)
+
+    def add(prompt: Prompt, tokens: int) -> None:
+        usual = {"temperature": 1.0, "top_p": 0.9, "seed": 1, "ignore_eos": True}
+        sampling = SamplingParams(max_tokens=tokens, **(usual | next(turns)))
         # No block of another: what is computed already takes no memory to compute.
         priced = replace(engine.price(prompt), keys=None)
         engine.add(engine.sequence(priced, sampling, listen))
+
+    for each in requests:
+        add(*each)
+    if late:
+        engine.step()
+        for each in late:
+            add(*each)
     while engine.busy:
         engine.step()
     if failures:

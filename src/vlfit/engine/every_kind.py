@@ -1,0 +1,56 @@
+"""A pass of every kind before the first request, so that no request waits for a kernel.
+
+A kernel is compiled when it is first launched, which takes a second and some MiB of RAM for good; and it is
+loaded then, which takes up to 2 MiB of the card that nobody planned. Which ones a pass launches depends on
+how many rows it has, how many speak, or decode beside a prompt, how large a picture is, and what is asked of
+the sampler. Knows what these are. Does not know kernels: what their tables tell apart lies at powers of two,
+and that of ``attention.decode_splits`` at ``TOGETHER`` (``tests/engine/test_every_kind.py``).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from vlfit.engine.account import Counters
+from vlfit.engine.engine import Engine
+from vlfit.engine.rehearsal import about_a_picture, answer_all, text
+
+_ANSWER = 2  # tokens: the first comes from the prompt's pass, the second is decoded
+_SHORT = 16  # tokens of a prompt
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of a prompt's pass; the largest is the rehearsal's
+TOGETHER = (1, 5, 9, 17, 33, 65, 257)  # sequences that speak at once, and then decode beside a prompt
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"top_k": 20},
+    {"top_k": 500},
+    {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "top_logprobs": 5},
+)
+
+
+def at_start(engine: Engine) -> None:
+    """Leaves nothing behind but kernels. To be called when the worst case has been rehearsed."""
+    sizes = picture_sizes(engine)
+    for rows in ROWS:
+        if rows <= min(engine.options.chunk, engine.context - _ANSWER):
+            answer_all(engine, [(text(rows), 1)])
+    short = (text(min(_SHORT, engine.context - _ANSWER)), _ANSWER)
+    for count in TOGETHER:
+        if count <= engine.options.sequences:
+            late = [short] if count < engine.options.sequences else []
+            answer_all(engine, [(text(1), _ANSWER)] * count, late)
+    answer_all(engine, [(about_a_picture(engine, size, number), 1) for number, size in enumerate(sizes)])
+    answer_all(engine, [short] * len(SAMPLINGS), wishes=SAMPLINGS)
+    engine.runner.image_cache.clear()
+    engine.counters = Counters()
+
+
+def picture_sizes(engine: Engine) -> Iterator[int]:
+    """Tokens of pictures, each twice the one before, from the smallest there is up to the plan's cap."""
+    processing = engine.processing
+    if processing is None or engine.image_tokens == 0:
+        return
+    tokens = max(processing.min_pixels // (processing.patch_size * processing.merge_size) ** 2, 1)
+    most = min(engine.image_tokens, engine.context - 3 - _ANSWER)
+    while tokens < most:
+        yield tokens
+        tokens *= 2

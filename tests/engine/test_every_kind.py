@@ -1,0 +1,149 @@
+"""What was launched before the first request is all that is ever launched: no kernel is compiled later.
+
+On a GPU Triton itself is asked; without one, kernels are not run but looked at: what Triton would compile a
+kernel anew for is written down for each launch.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.kernels.conftest import ON_GPU
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine import every_kind, kernels, rehearsal
+from vlfit.engine.account import Counters
+from vlfit.engine.engine import Engine
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.rehearsal import about_a_picture, answer_all, text
+from vlfit.engine.runner import Runner
+from vlfit.engine.scheduler import Work
+from vlfit.engine.scores import Scores
+
+OPTIONS = EngineOptions(context=800, chunk=600, sequences=20, image_tokens=200, kv_tokens=20_000)
+ROUNDS = 6
+WISHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"top_k": 7},
+    {"top_k": 300, "min_p": 0.1},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 1.0, "top_logprobs": 3},
+)
+
+
+def started(folder: Path, **options: Any) -> Engine:
+    built = Engine(open_checkpoint(folder), EngineOptions(**(vars_of(OPTIONS) | options)))
+    rehearsal.at_start(built)
+    every_kind.at_start(built)
+    return built
+
+
+def vars_of(options: EngineOptions) -> dict[str, Any]:
+    names = ("context", "chunk", "sequences", "image_tokens", "kv_tokens")
+    return {name: getattr(options, name) for name in names}
+
+
+def serve(built: Engine, chance: random.Random) -> None:
+    """Prompts of any length, pictures of any size, some who come while others speak."""
+
+    def one() -> tuple[Any, int]:
+        tokens = chance.choice((chance.randint(1, 40), chance.randint(1, 700)))
+        if chance.random() < 0.4 and built.processing is not None:
+            # The factory's smallest picture has as many tokens as the sizes begin with.
+            least = next(every_kind.picture_sizes(built))
+            return about_a_picture(built, chance.randint(least, 200), chance.randint(0, 255), tokens), 3
+        return text(tokens), chance.randint(1, 5)
+
+    for _ in range(ROUNDS):
+        first = [one() for _ in range(chance.randint(1, 19))]
+        late = [one() for _ in range(chance.randint(0, 4))]
+        answer_all(built, first, late, chance.sample(WISHES, len(WISHES)))
+
+
+class Launches:
+    """What kernels were launched with, as far as Triton compiles another for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        self.seen: set[tuple[Any, ...]] = set()
+        self._counting = True
+
+        def look(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+            if self._counting:
+                apart = kernel.kwargs.get("do_not_specialize") or ()
+                given = dict(zip(kernel.arg_names, arguments, strict=False))
+                kinds = tuple((name, kind_of(value, name not in apart)) for name, value in given.items())
+                self.seen.add((kernel.fn.__name__, kinds, tuple(sorted(named.items(), key=str))))
+
+        run = Runner.run
+
+        def watched(runner: Runner, batch: list[Work], *more: Any) -> Any:
+            # On a GPU these are graphs, recorded before all else.
+            self._counting = not all(work.sequence.decoding for work in batch)
+            try:
+                scores = run(runner, batch, *more)
+            finally:
+                self._counting = True
+            scores.logits.zero_()  # which nobody has computed
+            return scores
+
+        monkeypatch.setattr(InterpretedFunction, "run", look)
+        monkeypatch.setattr(Runner, "run", watched)
+        monkeypatch.setattr(
+            Scores, "read", lambda scores: ([0] * len(scores.logits), [True] * len(scores.logits))
+        )
+        monkeypatch.setattr(kernels, "used_on", lambda _: True)
+
+
+def kind_of(argument: Any, specialized: bool) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, specialized and argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return specialized and (argument % 16 == 0, argument == 1)
+    return type(argument)
+
+
+@pytest.mark.skipif(ON_GPU, reason="there Triton itself is asked")
+@pytest.mark.parametrize("name", ["tied", "fp8"])
+def test_no_request_launches_what_the_start_did_not(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    launches = Launches(monkeypatch)
+    built = started(tiny(name), device="cpu")
+    assert built.counters == Counters()
+    assert built.pool.free == built.pool.blocks
+    before = set(launches.seen)
+    serve(built, random.Random(4))
+    assert built.counters.failed == 0
+    assert launches.seen - before == set()
+    assert len(before) > 15
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["tied", "fp8"])
+def test_nothing_is_compiled_for_a_request(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[str] = []
+    compile_it = JITFunction._do_compile
+
+    def watched(kernel: Any, *arguments: Any, **named: Any) -> Any:
+        compiled.append(kernel.fn.__name__)
+        return compile_it(kernel, *arguments, **named)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", watched)
+    built = started(tiny(name), device="cuda", dtype="bfloat16")
+    assert built.counters == Counters()
+    compiled.clear()  # other tests may have had all of them compiled before
+    serve(built, random.Random(4))
+    torch.cuda.synchronize()
+    assert compiled == []
