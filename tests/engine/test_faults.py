@@ -198,6 +198,27 @@ def test_a_shortage_that_passes_costs_nobody_anything(
     assert caplog.text.count("done again request by request") == 1
 
 
+@pytest.mark.parametrize("what", ["look", "run"])
+def test_the_log_says_that_a_request_alone_was_done_again(
+    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    built = engine(tiny)
+    works, calls = getattr(built.runner, what), iter(range(10**6))
+
+    def once(work: Any) -> Any:
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError(NO_MEMORY)
+        return works(work)
+
+    monkeypatch.setattr(built.runner, what, once)
+    asked = ask_for(built, 0, SamplingParams(max_tokens=3, ignore_eos=True))
+    while built.busy:
+        built.step()
+    assert len(tokens([asked])[0]) == 3
+    (line,) = caplog.messages
+    assert line.endswith("; done again with the memory of what only saves time")
+
+
 def test_a_mistake_of_ours_ends_its_own_request_too(
     tiny: Callable[[str], Path], undisturbed: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -266,6 +266,8 @@ def test_wrong_routes(server: Running, method: str, path: str, status: int, code
     answer = httpx.request(method, server.url + path)
     assert answer.status_code == status
     assert error_of(answer)["code"] == code
+    if status == 405:
+        assert answer.headers["allow"] in error_of(answer)["message"]
 
 
 def test_what_does_not_fit(client: OpenAI, backend: ScriptedBackend) -> None:

@@ -68,7 +68,7 @@ class Passes:
         ready = [work for work in batch if self._prepared(work, outcome)]
         if not ready:
             return outcome
-        found = self._attempt(partial(self._pass, ready, alike), ready)
+        found = self._attempt(partial(self._pass, ready, alike), ready, again=True)
         if not isinstance(found, Exception):
             outcome.done = found
         elif len(ready) == 1 and not isinstance(found, OutOfMemory):
@@ -82,7 +82,7 @@ class Passes:
 
     def _prepared(self, work: Work, outcome: Outcome) -> bool:
         """Slots on the device, and pictures encoded. Where there is no memory for it, once more with less."""
-        found = self._attempt(partial(self._prepare, work), [work])
+        found = self._attempt(partial(self._prepare, work), [work], again=True)
         if isinstance(found, OutOfMemory):
             self._make_room()
             outcome.again += 1
@@ -127,15 +127,20 @@ class Passes:
             done.append(Done(work, token))
         return done
 
-    def _attempt(self, do: Callable[[], Found], batch: Many[Work]) -> Found | Exception:
-        """What ``do`` gives or raises; after a failure nothing of it lives on, nor has it been."""
+    def _attempt(
+        self, do: Callable[[], Found], batch: Many[Work], *, again: bool = False
+    ) -> Found | Exception:
+        """What ``do`` gives or raises; after a failure nothing of it lives on, nor has it been.
+
+        ``again``: where memory was short it is done once more, with what was kept only to save time.
+        """
         generators = [work.sequence.generator for work in batch]
         states = [None if generator is None else generator.get_state() for generator in generators]
         try:
             with torch.inference_mode():
                 return do()
         except Exception as error:
-            failure = self._told(error, batch)
+            failure = self._told(error, batch, again)
             # A traceback holds its frames, and they hold the tensors of a pass, for as long as somebody
             # keeps the error.
             drop_tracebacks(error)
@@ -144,7 +149,7 @@ class Passes:
                 generator.set_state(state)
         return failure
 
-    def _told(self, error: Exception, batch: Many[Work]) -> Exception:
+    def _told(self, error: Exception, batch: Many[Work], again: bool) -> Exception:
         """What a request is told of ``error``, with numbers where memory was short; and the log."""
         who = _in_words(batch)
         if not is_shortage(error):
@@ -154,14 +159,14 @@ class Passes:
         wanted = f"{format_bytes(asked)} were asked for" if asked is not None else str(error).splitlines()[0]
         place = "RAM" if self.budget.device.type == "cpu" else "the GPU"
         message = f"{place} is out of memory: {wanted}, {self.budget.shortage()}, for {who}"
-        self._log(message, batch)
+        self._log(message, batch, again)
         return OutOfMemory(
             message,
             "send fewer or smaller pictures or less text, or try again; or start with a smaller --context, "
             "--image-tokens or --chunk",
         )
 
-    def _log(self, message: str, batch: Many[Work]) -> None:
+    def _log(self, message: str, batch: Many[Work], again: bool) -> None:
         """A batch that is done again, request by request, may be so at every step: said once in a while."""
         now = time.perf_counter()
         if len(batch) > 1:
@@ -169,6 +174,8 @@ class Passes:
                 return
             self._said = now
             message += "; done again request by request"
+        elif again:
+            message += "; done again with the memory of what only saves time"
         logger.warning("%s", message)
 
     def _make_room(self) -> None:

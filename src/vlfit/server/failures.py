@@ -68,10 +68,11 @@ async def routing_reply(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     place = f"{request.method} {request.url.path[:200]}"
+    allowed = {name.lower(): value for name, value in (error.headers or {}).items()}.get("allow")
     messages = {
         404: (f"there is nothing at {place}. This server has {ROUTES}", "not_found"),
         405: (
-            f"{place} is not allowed. Use {(error.headers or {}).get('allow', 'another method')}",
+            f"{place} is not allowed. Use {allowed or 'another method'}",
             "method_not_allowed",
         ),
     }
