@@ -45,16 +45,21 @@ def mrope_positions(
     return positions, count + len(is_visual) - at
 
 
-@lru_cache(maxsize=4)
 def vision_angles(head_dim: int, places: int) -> Tensor:
     """Cosines and sines of the angle that each row or column stands for: float32 [2, places, head_dim / 4].
 
     In host memory. Not to be changed.
     """
+    return torch.from_numpy(_vision_angles(head_dim, places))
+
+
+@lru_cache(maxsize=4)
+def _vision_angles(head_dim: int, places: int) -> npt.NDArray[np.float32]:
+    """Computed by torch, as the reference does, and kept as numbers of the host."""
     quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     inverse_frequencies = 1.0 / VISION_THETA**quarter
     angles = torch.arange(places, dtype=torch.float32)[:, None] * inverse_frequencies
-    return torch.stack((angles.cos(), angles.sin()))
+    return np.array(torch.stack((angles.cos(), angles.sin())))
 
 
 def vision_tables(config: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tensor]:
