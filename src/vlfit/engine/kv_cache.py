@@ -158,10 +158,16 @@ class KVCache:
             of, to = (block * self.block_size for block in (source, target))
             values[:, to : to + tokens].copy_(values[:, of : of + tokens])
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``slots`` (any shape), each [*slots.shape, kv_heads, head_dim]."""
-        flat = slots.reshape(-1)
+    def read(self, layer: int, slots: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``slots`` (any shape), each [*slots.shape, kv_heads, head_dim].
+
+        Where the slots follow each other and ``first`` is the first, nothing is copied.
+        """
         shape = (*slots.shape, *self.keys.shape[2:])
+        if first is not None:
+            run = slice(first, first + slots.numel())
+            return self.keys[layer, run].view(shape), self.values[layer, run].view(shape)
+        flat = slots.reshape(-1)
         return (
             self.keys[layer].index_select(0, flat).view(shape),
             self.values[layer].index_select(0, flat).view(shape),

@@ -57,7 +57,7 @@ class Layout:
         for work in batch[len(decoding) :]:
             past = work.sequence.cached
             mask = self._causal_mask(past, work.length) if past else None
-            chunks.append(PrefillChunk(start, work.length, _slots(work), mask))
+            chunks.append(PrefillChunk(start, work.length, _slots(work), mask, self._first(work)))
             start += work.length
         write_slots = torch.cat([_slots(work)[work.sequence.cached :] for work in batch])
         return SlotPlan(write_slots, self._decode_group(decoding) if decoding else None, tuple(chunks))
@@ -66,12 +66,21 @@ class Layout:
         slots = [_slots(work) for work in batch]
         lengths = [len(each) for each in slots]
         longest = max(lengths)
+        if len(batch) == 1:
+            return DecodeGroup(slots[0][None], None, self._first(batch[0]))
         if min(lengths) == longest:
             return DecodeGroup(torch.stack(slots), None)
         counter = torch.arange(longest, device=self.device)
         rows = [each[counter.clamp(max=length - 1)] for each, length in zip(slots, lengths, strict=True)]
         mask = counter < torch.tensor(lengths, device=self.device)[:, None]
         return DecodeGroup(torch.stack(rows), mask)
+
+    def _first(self, work: Work) -> int | None:
+        """The first slot of a sequence whose blocks follow each other, as those of one alone mostly do."""
+        blocks = work.sequence.blocks
+        if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+            return None
+        return blocks[0] * self.block_size
 
     def _causal_mask(self, past: int, length: int) -> Tensor:
         """[length, past + length]: token i of the chunk sees the past and the chunk up to itself."""

@@ -1,12 +1,19 @@
 """Paged attention against plain attention over each sequence's own tokens."""
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.shapes import TEXT
+from vlfit.engine.completion import Completion
 from vlfit.engine.kv_cache import KVCache, slots_of
 from vlfit.engine.layers.attention import DecodeGroup, PrefillChunk, SlotPlan, slot_attention
+from vlfit.engine.layout import Layout
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.scheduler import Work
+from vlfit.engine.sequence import PricedPrompt, Sequence
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = TEXT.num_attention_heads, TEXT.num_key_value_heads, TEXT.head_dim
@@ -48,3 +55,28 @@ def test_a_mixed_batch_is_each_sequence_alone() -> None:
     mixed = slot_attention(torch.cat(list(queries.values())), 1, cache, plan)
     expected = torch.cat([dense(queries[name], keys[name], values[name]) for name in tables])
     torch.testing.assert_close(mixed, expected)
+
+
+@pytest.mark.parametrize("table", [[4, 5, 6], [4, 6, 5]], ids=["one run", "scattered"])
+def test_one_request_is_read_where_it_lies_if_its_blocks_follow_each_other(table: list[int]) -> None:
+    torch.manual_seed(0)
+    cache = KVCache(TEXT, blocks=8, block_size=4, dtype=torch.float32, device=CPU)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    slots = slots_of(table, 4)[:10]
+    keys, values = (torch.randn(10, KV_HEADS, HEAD_DIM) for _ in range(2))
+    cache.write(1, slots, keys, values)
+    prompt = PricedPrompt(np.zeros(9, np.int64), np.zeros(0, np.int64), np.zeros((3, 9), np.int64), 9, ())
+    completion = Completion(None, SamplingParams(), frozenset(), 8)  # type: ignore[arg-type]
+    sequence = Sequence(prompt, SamplingParams(), 8, completion, lambda _: None, 0.0)
+    sequence.blocks, sequence.slots = table, slots_of(table, 4)
+    for cached, new in ((9, 1), (5, 4), (0, 9)):
+        sequence.cached, sequence.generated = cached, [0] if cached == 9 else []
+        plan = Layout(4, CPU).plan([Work(sequence, new)])
+        assert isinstance(plan, SlotPlan)
+        parts = [plan.decode] if plan.decode else list(plan.chunks)
+        assert [part.first for part in parts] == [16 if table == [4, 5, 6] else None]
+        query = torch.randn(new, HEADS, HEAD_DIM)
+        seen = cached + new
+        expected = dense(query, keys[:seen], values[:seen])
+        torch.testing.assert_close(slot_attention(query, 1, cache, plan), expected)

@@ -2,7 +2,7 @@
 
 Grouped-query attention throughout: ``heads / kv_heads`` queries share each key and value head. A GPU reads
 the cache where it lies (``engine/kernels/attention.py``); here is what a CPU does, in plain PyTorch, on
-copies of the keys and values that are looked at.
+copies of the keys and values that are looked at unless they lie together.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,16 @@ from vlfit.engine.layers.norm import rms_norm
 class PrefillChunk:
     """Rows ``start`` to ``start + length`` of the batch: the newest tokens of one sequence.
 
-    ``slots`` [past + length] are the sequence's slots up to and including these tokens. ``mask``
-    [length, past + length] is true where a token may look; None when there is no past (plain causal).
+    ``slots`` [past + length] are the sequence's slots up to and including these tokens; ``first`` is the
+    first of them if they follow each other. ``mask`` [length, past + length] is true where a token may look;
+    None when there is no past (plain causal).
     """
 
     start: int
     length: int
     slots: Tensor
     mask: Tensor | None
+    first: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,13 @@ class DecodeGroup:
     """Rows 0 to n of the batch: one new token of each of n sequences.
 
     ``slots`` [n, longest] are padded with a slot of the same sequence; ``mask`` [n, longest] is true where
-    there is a token, or None when all are equally long.
+    there is a token, or None when all are equally long. ``first``: of a single sequence, the first of its
+    slots if they follow each other.
     """
 
     slots: Tensor
     mask: Tensor | None
+    first: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +96,20 @@ def slot_attention(query: Tensor, layer: int, cache: KVCache, plan: SlotPlan) ->
 
 def _decode(query: Tensor, layer: int, cache: KVCache, group: DecodeGroup) -> Tensor:
     """One query for each sequence: the queries that share a key head become the rows of one product."""
-    keys, values = cache.read(layer, group.slots)  # [n, longest, kv_heads, head_dim]
+    keys, values = cache.read(layer, group.slots, group.first)  # [n, longest, kv_heads, head_dim]
     sequences, heads, head_dim = query.shape
     kv_heads = keys.shape[2]
-    grouped = query.view(sequences, kv_heads, heads // kv_heads, head_dim) * head_dim**-0.5
-    scores = grouped @ keys.permute(0, 2, 3, 1)
-    if group.mask is not None:
-        scores = scores.masked_fill(~group.mask[:, None, None], float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return (weights @ values.transpose(1, 2)).view(sequences, heads, head_dim)
+    mixed = F.scaled_dot_product_attention(
+        query.view(sequences, kv_heads, heads // kv_heads, head_dim),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=None if group.mask is None else group.mask[:, None, None],
+    )
+    return mixed.reshape(sequences, heads, head_dim)
 
 
 def _prefill(query: Tensor, layer: int, cache: KVCache, chunk: PrefillChunk) -> Tensor:
-    keys, values = cache.read(layer, chunk.slots)  # [context, kv_heads, head_dim]
+    keys, values = cache.read(layer, chunk.slots, chunk.first)  # [context, kv_heads, head_dim]
     mixed = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],

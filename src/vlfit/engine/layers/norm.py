@@ -1,5 +1,8 @@
 """Root-mean-square normalization, as Qwen3 applies it. Layer norm is torch's own."""
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 
@@ -9,8 +12,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     ``weight`` is broadcast over the dimensions before it. The reference rounds to the model's dtype before it
     multiplies by ``weight``; in half precision that changes the last bit, so it is followed here.
     """
-    wide = x.float()
-    # Not torch's mean or its rms_norm: on a CPU they start twice as many small operations, and one row of a
-    # decode step is all overhead.
-    mean_square = (wide * wide).sum(-1, keepdim=True).mul_(1 / x.shape[-1])
-    return (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype).mul_(weight)
+    # Not torch's mean or its rms_norm, no scaling and adding apart, nothing asked to become what it is: on a
+    # CPU each is a small operation more, and one row of a decode step is all overhead.
+    wide = x if x.dtype == torch.float32 else x.float()
+    squares = (wide * wide).sum(-1, keepdim=True)
+    normalized = wide * torch.add(_scalar(eps), squares, alpha=1 / x.shape[-1]).rsqrt_()
+    return (normalized if wide is x else normalized.to(x.dtype)).mul_(weight)
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    """``value`` as a tensor, which torch would make of a number at each call."""
+    return torch.tensor(value, dtype=torch.float32)
