@@ -59,7 +59,8 @@ def _vision_angles(head_dim: int, places: int) -> npt.NDArray[np.float32]:
     quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     inverse_frequencies = 1.0 / VISION_THETA**quarter
     angles = torch.arange(places, dtype=torch.float32)[:, None] * inverse_frequencies
-    return np.array(torch.stack((angles.cos(), angles.sin())))
+    kept: npt.NDArray[np.float32] = torch.stack((angles.cos(), angles.sin())).numpy().copy()
+    return kept
 
 
 def vision_tables(config: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tensor]:
