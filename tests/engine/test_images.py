@@ -103,7 +103,8 @@ def test_the_plans_cap_lowers_the_size_and_says_so() -> None:
     part = ImagePart(picture(640, 480))
     free = prepare_image(part, SMALL, None)
     capped = prepare_image(part, SMALL, 16)
-    assert (free.tokens, free.seen.notes) == (54, ())
+    own = "scaled down from 640x480 to 288x192: the checkpoint takes at most 64 tokens per picture"
+    assert (free.tokens, free.seen.notes) == (54, (own,))
     assert capped.tokens <= 16
     assert capped.seen.notes == ("scaled down from 640x480 to 128x96: the plan allows 16 tokens per picture",)
     smaller = ImageProcessing(1024, 16 * 1024, 16, 2, 2, SMALL.mean, SMALL.std, SMALL.rescale_factor)
@@ -137,7 +138,9 @@ def test_a_picture_below_a_checkpoints_least_is_not_called_scaled_down() -> None
 
 
 def test_a_cap_that_changes_nothing_says_nothing() -> None:
-    assert prepare_image(ImagePart(picture(640, 480)), SMALL, 64).seen.notes == ()
+    free = prepare_image(ImagePart(picture(640, 480)), SMALL, None)
+    assert prepare_image(ImagePart(picture(640, 480)), SMALL, 64).seen.notes == free.seen.notes
+    assert prepare_image(ImagePart(picture(240, 270)), SMALL, 64).seen.notes == ()
 
 
 def test_low_detail_means_few_tokens_and_says_so() -> None:

@@ -295,11 +295,15 @@ def _size_notes(
     cause: str,
     frames: int | None,
 ) -> list[str]:
-    """What a cap changed, and its ``cause``; the checkpoint's own limits are nobody's doing: no note."""
+    """What a cap changed, and its ``cause``; of a picture also what the checkpoint's own most did. That a
+    picture was enlarged to its least, or rounded to patches, is nobody's concern.
+    """
     uncapped = _capped_size(image, processing, None, frames)
-    if size == uncapped:
-        return []
     height, width = size
+    if size == uncapped:
+        if frames is not None or image.height * image.width <= processing.max_pixels:
+            return []
+        cause = f"the checkpoint takes at most {processing.most_tokens} tokens per picture"
     if height * width < image.height * image.width:
         return [f"scaled down from {image.width}x{image.height} to {width}x{height}: {cause}"]
     # Smaller than what the checkpoint enlarges to its least size.
