@@ -22,6 +22,8 @@ $(shell rm -f $(RUN) $(DEV))
 endif
 # Two workers on small machines; each keeps torch to one thread, so that they do not fight over the cores.
 WORKERS ?= 2
+# Compiled modules are kept, also where the environment says not to: the tests start a hundred programs.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS)
 
 demo: $(RUN)
 	$(IN_VENV) -m vlfit caption --model mini examples/pictures/*
@@ -35,10 +37,10 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS) -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 slow: $(DEV)
-	@OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS) -m slow
+	@$(PYTEST) -m slow
 
 venv: $(DEV)
 

@@ -136,7 +136,8 @@ def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> 
     nobody runs.
     """
     monkeypatch.setattr(soak_requests, "POOL", 12)
-    monkeypatch.setattr(soak_requests, "MOST_TOKENS", 60)
+    monkeypatch.setattr(soak_requests, "LARGEST", 1000)
+    monkeypatch.setattr(soak_requests, "MOST_TOKENS", 30)
     work = soak_requests.requests(MINIS_REQUESTS, 768, 100, places=4, seed=58)
     first = of_mini()
     with Live("cpu") as rehearsed:

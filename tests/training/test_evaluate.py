@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from training.mini import evaluate
+from training.mini import asking, evaluate
 from training.mini.asking import Progress, ask_all, ask_dialogue, parts_of
 from training.mini.evaluate import clothes_in, main
 from training.mini.gates import (
@@ -303,15 +303,15 @@ def test_mini_answers_through_the_engine(
     assert len([wrong for wrong in written["wrong"] if wrong["said"]]) >= 3, "words came from the model"
 
 
-def test_several_processes_give_the_same_answers(questions: Path) -> None:
-    # Enough questions that two processes are worth it, all of them short.
-    about = tuple((Exchange("talk", f"Hello {n}", "Hello!"),) for n in range(80))
-    items = [HeldOut(f"talk-{n}", (), False, "", about[n * 2 : n * 2 + 2]) for n in range(40)]
-    items += [HeldOut(f"more-{n}", (), False, "", about[n * 2 : n * 2 + 2]) for n in range(40)] + read(
+def test_several_processes_give_the_same_answers(questions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "WORTH_A_PROCESS", 20)
+    about = tuple((Exchange("talk", f"Hello {n}", "Hello!"),) for n in range(20))
+    items = [HeldOut(f"talk-{n}", (), False, "", about[n * 2 : n * 2 + 2]) for n in range(10)]
+    items += [HeldOut(f"more-{n}", (), False, "", about[n * 2 : n * 2 + 2]) for n in range(10)] + read(
         questions
     )
     told: list[int] = []
-    assert sum(item.questions for item in items) > 150
+    assert sum(item.questions for item in items) > 40
     together = ask_all("mini", items, told.append, processes=2)
     assert told == sorted(told)
     assert told[-1] == len(together) == sum(item.questions for item in items)
