@@ -7,7 +7,8 @@ Pictures of 64 to 4,000 pixels, one to four in a request, 1 to 600 tokens out, a
 with `detail: low`, some too large for the context, some broken, and now and then more at once than may wait.
 What has to come of each is written down before it is sent (``soak_requests.py``). The exit code is 1 if
 anything else came, if the card's memory moved by a MiB after the first ``--settled`` requests, or if the
-server's RAM grew by 50 MiB.
+server's RAM grew by 50 MiB from then to the end. It is looked at when nobody asks: before the first request,
+after ``--settled`` and after the last; and in between, for the curve.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from benchmarks.memory import Row, planned
 from benchmarks.random_weights import room_in_memory, write_random
 from benchmarks.report import print_rows
 from benchmarks.served import DidNotStart, Served
+from benchmarks.soak_memory import Moment, growth, in_mib, look, table
 from benchmarks.soak_requests import BURST, Wanted, requests
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import locate
@@ -41,6 +43,8 @@ CONTEXT = 6144
 MOST_RESIDENT_GROWTH = 50 * MIB
 FLAT = MIB
 SETTLING = 2.0  # seconds after the last answer: who was hung up on ends at the next step
+READY, SETTLED, END = "ready", "settled", "the end"  # moments at which nobody asks
+EVERY = 50  # requests between two looks in between
 PLACES_PER_SEQUENCE = 8  # requests that may wait behind each (``cli/serve.py``)
 
 
@@ -49,17 +53,23 @@ class Soak:
     """What came of the requests. Many threads add to it, one at a time."""
 
     asked: int
-    settled: int
     replies: list[tuple[Wanted, Reply]] = field(default_factory=list)
-    at_settled: dict[str, int] = field(default_factory=dict)
-    settled_s: float = 0.0
+    moments: list[Moment] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, served: Served, wanted: Wanted, replies: list[Reply]) -> None:
         with self.lock:
+            before = len(self.replies)
             self.replies += [(wanted, reply) for reply in replies]
-            if len(self.replies) >= self.settled and not self.at_settled:
-                self.at_settled, self.settled_s = memory_of(served), served.seconds
+            if len(self.replies) // EVERY > before // EVERY:
+                self.look(served)
+
+    def look(self, served: Served, name: str = "") -> None:
+        self.moments.append(look(served, name, len(self.replies)))
+
+    def at(self, name: str) -> Moment | None:
+        """The moment of that name, if it came to that."""
+        return next((each for each in self.moments if each.name == name), None)
 
     @property
     def wrong(self) -> list[tuple[Wanted, Reply]]:
@@ -86,7 +96,7 @@ def main() -> None:
                     facts |= {"card": card(), "ready_s": round(served.ready_s, 2)} if meter else {}
                     found = run(served, options, work)
                     result = {"facts": facts, "command": arguments, **told(served, found, options)}
-                    print_result(result, served)
+                    print_result(result, found, served)
         except DidNotStart as error:
             sys.exit(f"the server did not start: {error}")
     if options.json:
@@ -142,10 +152,33 @@ def held(options: argparse.Namespace) -> Iterator[Meter | None]:
 
 
 def run(served: Served, options: argparse.Namespace, work: list[Wanted]) -> Soak:
-    """Ask all of ``work``, in its order, with so many clients at once; a burst has clients of its own."""
-    found = Soak(options.requests, options.settled)
-    waiting = iter(work)
+    """Ask all of ``work``, and look at the server before it, after those that settle it, and at the end."""
+    found = Soak(options.requests)
     until = time.perf_counter() + options.seconds
+    found.look(served, READY)
+    first = settling(work, options.settled)
+    for part, moment in ((work[:first], SETTLED), (work[first:], END)):
+        if part:
+            ask_all(served, found, part, options.clients, until)
+            time.sleep(SETTLING)
+        if moment == END or len(found.replies) >= options.settled:
+            found.look(served, moment)
+    return found
+
+
+def settling(work: list[Wanted], count: int) -> int:
+    """How many of ``work`` come to ``count`` requests."""
+    asked = 0
+    for number, wanted in enumerate(work):
+        if asked >= count:
+            return number
+        asked += wanted.count
+    return len(work)
+
+
+def ask_all(served: Served, found: Soak, work: list[Wanted], clients: int, until: float) -> None:
+    """In the order of ``work``, with so many clients at once; a burst has clients of its own."""
+    waiting = iter(work)
     turn = threading.Lock()
 
     def one_client() -> None:
@@ -163,13 +196,11 @@ def run(served: Served, options: argparse.Namespace, work: list[Wanted]) -> Soak
                     reply = ask_and_hang_up(client, served.url, wanted.content(), wanted.hang_up_after)
                     found.note(served, wanted, [reply])
 
-    clients = [threading.Thread(target=one_client) for _ in range(options.clients)]
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
-    time.sleep(SETTLING)
-    return found
+    threads = [threading.Thread(target=one_client) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def burst(url: str, wanted: Wanted) -> list[Reply]:
@@ -190,33 +221,24 @@ def burst(url: str, wanted: Wanted) -> list[Reply]:
     return replies
 
 
-def memory_of(served: Served) -> dict[str, int]:
-    """Bytes on the card and in RAM now."""
-    return {
-        "card": served.on_card(),
-        "resident": served.memory("VmRSS"),
-        "anonymous": served.memory("RssAnon"),
-    }
-
-
 def told(served: Served, found: Soak, options: argparse.Namespace) -> dict[str, Any]:
     """All that is to be known of the run, and what of it must not be."""
-    end, at = memory_of(served), found.at_settled
-    least, most = served.watched.since(found.settled_s)
+    settled, end = found.at(SETTLED), found.at(END)
     status = served.ask("/v1/vlfit/status")
-    growth = end["resident"] - at.get("resident", 0)
     verdicts = [words_of(wanted, reply) for wanted, reply in found.wrong]
     if len(found.replies) < found.asked:
         verdicts.append(f"{len(found.replies)} of {found.asked} requests were made in the time there was")
-    if not at:
-        verdicts.append(f"fewer than {found.settled} requests were made: nothing is known of memory")
-    elif options.device != "cpu" and (most - least >= FLAT or abs(end["card"] - at["card"]) >= FLAT):
-        verdicts.append(f"the card's memory moved between {least / MIB:.1f} and {most / MIB:.1f} MiB")
-    if at and growth >= MOST_RESIDENT_GROWTH:
-        verdicts.append(f"the server's RAM grew by {growth / MIB:.0f} MiB")
+    if settled is None or end is None:
+        verdicts.append("too few requests were made: nothing is known of memory")
+    else:
+        least, most = served.watched.since(settled.seconds)
+        if options.device != "cpu" and (most - least >= FLAT or abs(end.card - settled.card) >= FLAT):
+            verdicts.append(f"the card's memory moved between {least / MIB:.1f} and {most / MIB:.1f} MiB")
+        if (grown := end.resident - settled.resident) >= MOST_RESIDENT_GROWTH:
+            verdicts.append(f"the server's RAM grew by {grown / MIB:.0f} MiB")
     verdicts += left_over(status)
     whole = [reply for wanted, reply in found.replies if reply.status == 200 and reply.ended != HUNG_UP]
-    seconds = served.seconds - served.ready_s - SETTLING
+    seconds = served.seconds - served.ready_s - 2 * SETTLING
     return {
         "outcomes": outcomes(found),
         "verdicts": verdicts,
@@ -224,14 +246,15 @@ def told(served: Served, found: Soak, options: argparse.Namespace) -> dict[str, 
         "tokens": sum(reply.tokens for _, reply in found.replies),
         "answer_s": spread([reply.seconds for reply in whole]),
         "memory": {
-            "settled_after": found.settled,
-            "settled": at,
-            "end": end,
-            "card_least": least,
-            "card_most": most,
+            "moments": [asdict(each) | {"files": each.files} for each in found.moments],
+            "card": {
+                each.name: served.watched.since(each.seconds)
+                for each in found.moments
+                if each.name not in ("", END)
+            },
             "card_peak": served.watched.peak,
             "resident_peak": served.watched.peak_resident,
-            "resident_growth": growth,
+            "growth": [growth(before, end) for before in (found.at(READY), settled) if before and end],
         },
         "status": {name: status[name] for name in ("requests", "tokens", "steps", "kv_blocks", "places")},
         "ledger": served.ask("/v1/vlfit/ledger"),
@@ -271,21 +294,19 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": round(statistics.median(values), 3), "of_20_the_slowest": round(parts[-1], 3)}
 
 
-def print_result(result: dict[str, Any], served: Served) -> None:
+def print_result(result: dict[str, Any], found: Soak, served: Served) -> None:
     ends = sorted({end for counts in result["outcomes"].values() for end in counts})
     rows = [["requests", *ends]]
     rows += [
         [kind, *(str(counts.get(end, "")) for end in ends)] for kind, counts in result["outcomes"].items()
     ]
     print_rows(rows)
-    memory = result["memory"]
-    settled = memory["settled"] or dict.fromkeys(("card", "resident", "anonymous"), 0)
-    rows = [["MiB", f"after {memory['settled_after']} requests", "at the end", "least", "most"]]
-    for name in ("card", "resident", "anonymous"):
-        spans = [mib(memory["card_least"]), mib(memory["card_most"])] if name == "card" else ["-", "-"]
-        rows.append([name, mib(settled[name]), mib(memory["end"][name]), *spans])
-    print()
-    print_rows(rows)
+    print("\nMiB")
+    print_rows(table(found.moments))
+    for words in result["memory"]["growth"]:
+        print(words)
+    for name, (least, most) in result["memory"]["card"].items():
+        print(f"card since {name}: {in_mib(least)} to {in_mib(most)} MiB")
     print(
         f"\n{sum(sum(counts.values()) for counts in result['outcomes'].values())} requests, "
         f"{result['tokens']} tokens heard in {result['seconds']:.0f} s; answers {result['answer_s']}"
@@ -294,10 +315,6 @@ def print_result(result: dict[str, Any], served: Served) -> None:
         print(f"WRONG: {words}")
     if result["verdicts"]:
         print(served.words(12), file=sys.stderr)
-
-
-def mib(count: int) -> str:
-    return f"{count / MIB:,.1f}"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import soak
 from benchmarks.asking import BROKE_OFF, HUNG_UP, Reply
 from benchmarks.measure import MIB
+from benchmarks.soak_memory import Moment, growth, table
 from benchmarks.soak_requests import BROKEN, BURST, LARGE, LEFT, LOW, WHOLE, Wanted, requests
 from vlfit.checkpoint.source import mini_folder
 
@@ -34,14 +35,21 @@ def test_a_small_soak_of_a_real_server(
         soak.main()
     result = json.loads(file.read_text())
     assert [words for words in result["verdicts"] if "RAM grew" not in words] == []
+    moments = {each["name"]: each for each in result["memory"]["moments"]}
+    assert moments[soak.READY]["requests"] == 0
+    assert 22 <= moments[soak.SETTLED]["requests"] < moments[soak.END]["requests"] == 44
+    assert (
+        0 < moments[soak.END]["image_cache"] < moments[soak.END]["anonymous"] < moments[soak.END]["resident"]
+    )
     assert ended.value.code == bool(result["verdicts"])
     counted = {kind: sum(counts.values()) for kind, counts in result["outcomes"].items()}
     assert sum(counted.values()) == 44
     assert set(counted) >= {WHOLE, LEFT, LOW, LARGE, BURST}
     assert "429 queue_full" in result["outcomes"][BURST]
     assert result["status"]["requests"]["cancelled"] > 0
-    assert result["memory"]["settled"]["resident"] > 0
-    assert "hung up on" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "hung up on" in out
+    assert "of RAM from ready to the end" in out
 
 
 def test_the_context_is_no_longer_than_the_checkpoint(tmp_path: Path) -> None:
@@ -122,7 +130,7 @@ def a_run(**changes: Any) -> tuple[Any, soak.Soak, Any]:
     """A server as it is seen after two requests, one counted as settled."""
     seen: dict[str, Any] = {
         "card": 5700 * MIB,
-        "VmRSS": 1000 * MIB,
+        "resident": 1000 * MIB,
         "settled_resident": 980 * MIB,
         "most": 5700 * MIB,
         "failed": 0,
@@ -137,19 +145,21 @@ def a_run(**changes: Any) -> tuple[Any, soak.Soak, Any]:
         "steps": {},
     }
     watched = SimpleNamespace(
-        since=lambda _: (5700 * MIB, seen["most"]), peak=seen["most"], peak_resident=seen["VmRSS"]
+        since=lambda _: (5700 * MIB, seen["most"]), peak=seen["most"], peak_resident=seen["resident"]
     )
     served = SimpleNamespace(
-        on_card=lambda: seen["card"],
-        memory=lambda line: seen["VmRSS"],
         watched=watched,
         ask=lambda path: status,
         seconds=10.0,
         ready_s=1.0,
     )
-    found = soak.Soak(2, 1)
+    found = soak.Soak(2)
     found.replies = [(WHOLE_OF_7, reply) for reply in seen["replies"]]
-    found.at_settled = {"card": 5700 * MIB, "resident": seen["settled_resident"], "anonymous": 1}
+    found.moments = [
+        Moment(soak.READY, 0, 1.0, 5700 * MIB, 900 * MIB, 500 * MIB, 0),
+        Moment(soak.SETTLED, 1, 2.0, 5700 * MIB, seen["settled_resident"], 550 * MIB, 10 * MIB),
+        Moment(soak.END, 2, 9.0, seen["card"], seen["resident"], 560 * MIB, 15 * MIB),
+    ]
     return served, found, SimpleNamespace(device="cuda")
 
 
@@ -172,3 +182,22 @@ def test_what_must_not_be(changes: dict[str, Any], words: list[str]) -> None:
     assert len(said) == len(words)
     for expected, words_said in zip(words, said, strict=True):
         assert expected in words_said
+
+
+def test_growth_is_told_by_whose_it_is() -> None:
+    _, found, _ = a_run()
+    ready, settled, end = found.moments
+    assert growth(settled, end) == (
+        "+20.0 MiB of RAM from settled to the end: +5.0 kept features, +5.0 anonymous beside them, "
+        "+10.0 of files"
+    )
+    assert "+100.0 MiB of RAM from ready" in growth(ready, end)
+    assert table(found.moments)[2] == ["1 settled", "2", "5,700.0", "980.0", "550.0", "430.0", "10.0"]
+
+
+def test_a_run_that_was_too_short_says_that_nothing_is_known_of_memory() -> None:
+    served, found, options = a_run()
+    del found.moments[1]
+    assert soak.told(served, found, options)["verdicts"] == [
+        "too few requests were made: nothing is known of memory"
+    ]
