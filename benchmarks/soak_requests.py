@@ -21,6 +21,7 @@ WORDS = "What is in these pictures? Say how they differ, and name what is in fro
 # Of a hundred requests; the rest are whole answers. Of those hung up on, all are asked like the others.
 SHARES = {LEFT: 33, LOW: 10, LARGE: 4, BROKEN: 3}
 EVERY_BURST = 200  # requests between two bursts
+BURST_TOKENS = 8  # of each answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def requests(count: int, context: int, image_tokens: int, places: int, seed: int
     next_burst = min(EVERY_BURST, count) // 2
     while asked < count:
         if asked >= next_burst and asked + at_once <= count:
-            work.append(Wanted(BURST, "Go on.", tokens=8, seed=asked, count=at_once))
+            work.append(Wanted(BURST, "Go on.", tokens=BURST_TOKENS, seed=asked, count=at_once))
             next_burst += EVERY_BURST + at_once
         else:
             work.append(one(chance, pool, context, image_tokens, asked))
