@@ -1,5 +1,7 @@
 """The ledger that ``vlfit serve`` prints when it has started."""
 
+from dataclasses import replace
+
 from vlfit.cli.ledger_page import differences, ledger_page
 from vlfit.plan.actual import Row, totals
 from vlfit.units import MIB
@@ -37,6 +39,10 @@ def test_lines_that_are_off_the_plan_are_named() -> None:
     assert more == ["kv_cache holds 44 MiB more than the 576 MiB planned"]
     assert less == ["context holds 244 MiB less than the 646 MiB planned"]
     assert differences(ROWS[:1]) == ([], [])
+    tower, text = ROWS[4], replace(ROWS[5], actual=400 * MIB)
+    assert differences((tower, text))[0] == [
+        "vision_workspace and text_workspace hold 80 MiB more than the 320 MiB planned"
+    ]
 
 
 def test_a_name_from_outside_cannot_steer_a_terminal() -> None:

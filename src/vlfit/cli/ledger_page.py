@@ -9,7 +9,7 @@ from rich.table import Table
 
 from vlfit.cli.plan_page import LETTERS, new_console, text_of
 from vlfit.cli.printing import plain
-from vlfit.plan.actual import Row, off_plan
+from vlfit.plan.actual import Row, off_plan, planned_for
 from vlfit.units import MIB
 
 
@@ -36,9 +36,10 @@ def differences(found: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Lines that hold over 3 % more than planned, and lines that hold as much less, in words."""
     more: list[str] = []
     less: list[str] = []
-    planned = {row.line: row.planned or 0 for row in found}
+    planned = {row.line: planned_for(row, found) for row in found}
     for line, count in off_plan(found):
-        words = f"{line} holds {_count(abs(count))} MiB {'more' if count > 0 else 'less'} than the "
+        who = f"{line} holds" if line != "text_workspace" else "vision_workspace and text_workspace hold"
+        words = f"{who} {_count(abs(count))} MiB {'more' if count > 0 else 'less'} than the "
         words += f"{_count(planned[line])} MiB planned" if planned[line] else "plan"
         (more if count > 0 else less).append(words)
     return more, less

@@ -18,7 +18,7 @@ from vlfit.cli.printing import plain
 from vlfit.cli.top_source import Look, Server, Sleep
 from vlfit.machine.desktop import untold
 from vlfit.machine.records import encode
-from vlfit.plan.actual import Row, over_plan
+from vlfit.plan.actual import Row, over_plan, planned_for
 from vlfit.plan.alarms import Alarm, Rates, one_run, rates
 from vlfit.plan.svg import COLOURS
 from vlfit.units import MIB, format_bytes, format_seconds
@@ -145,13 +145,10 @@ def _memory(server: Server, lively: bool) -> Iterator[RenderableType]:
 
 
 def _difference(row: Row, rows: Sequence[Row]) -> str:
-    """Held less planned. The workspaces have one number together, so their plans are added."""
+    """Held less planned."""
     if row.planned is None or row.actual is None:
         return ""
-    planned = row.planned
-    if row.line == "text_workspace":
-        planned += sum(each.planned or 0 for each in rows if each.line == "vision_workspace")
-    return f"{round((row.actual - planned) / MIB):+,}"
+    return f"{round((row.actual - planned_for(row, rows)) / MIB):+,}"
 
 
 def _bar(server: Server) -> Text:

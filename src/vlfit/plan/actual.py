@@ -149,12 +149,18 @@ def off_plan(found: Sequence[Row]) -> tuple[tuple[str, int], ...]:
     The two workspaces have one number together, and are compared together.
     """
     off = []
-    shared = sum(row.planned or 0 for row in found if row.line == "vision_workspace" and row.actual is None)
     for row in found:
         if row.line not in OURS or row.planned is None or row.actual is None:
             continue
-        planned = row.planned + (shared if row.line == "text_workspace" else 0)
+        planned = planned_for(row, found)
         more = row.actual - planned
         if abs(more) > max(TOLERANCE * planned, LEAST):
             off.append((row.line, more))
     return tuple(off)
+
+
+def planned_for(row: Row, found: Sequence[Row]) -> int:
+    """Bytes planned for what ``row`` holds: of both workspaces where they have one number together."""
+    shared = row.line == "text_workspace"
+    others = (each for each in found if shared and each.line == "vision_workspace" and each.actual is None)
+    return (row.planned or 0) + sum(each.planned or 0 for each in others)
