@@ -16,6 +16,14 @@ def test_blocks_are_rounded_up_and_never_handed_out_twice() -> None:
     assert sorted(pool.take(2)) == sorted(first)
 
 
+def test_blocks_that_are_taken_together_lie_in_order() -> None:
+    pool = BlockPool(tokens=16 * 8, block_size=16)
+    first, second = pool.take(4), pool.take(4)
+    pool.give_back(second, kept=second)  # what may be wanted again is handed out as late as can be
+    pool.give_back(first, kept=first)
+    assert [pool.take(4), pool.take(4)] == [second, first] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
 def test_slots_follow_the_block_table() -> None:
     assert slots_of([3, 0], 4).tolist() == [12, 13, 14, 15, 0, 1, 2, 3]
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vlfit.engine.threads import WORTH_SHARING, threads_for
+from vlfit.engine import threads as threads_of_torch
+from vlfit.engine.threads import WORTH_SHARING, keep_to_own_cores, threads_for
 
 CPU = torch.device("cpu")
 
@@ -32,3 +33,16 @@ def test_threads_come_back_after_a_failure() -> None:
     with pytest.raises(ValueError, match="mine"), threads_for(CPU, 1):
         raise ValueError("mine")
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("cores", "user", "expected"), [(1, None, 1), (9, None, 2), (1, "2", 2)])
+def test_no_more_threads_than_cores_unless_the_user_said_so(
+    monkeypatch: pytest.MonkeyPatch, cores: int, user: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(threads_of_torch, "own_cores", lambda: cores)
+    if user is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", user)
+    keep_to_own_cores()
+    assert torch.get_num_threads() == expected

@@ -92,6 +92,42 @@ def test_computer_without_proc(tmp_path: Path) -> None:
     assert host.ram_total == host.ram_available == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores"),
+    [
+        ("0::/box/shell\n", {"box/cpu.max": "150000 100000\n", "box/shell/cpu.max": "max 100000\n"}, 2),
+        ("0::/box\n", {"box/cpu.max": "50000 100000\n"}, 1),
+        ("0::/box\n", {"box/cpu.max": "max 100000\n"}, 8),
+        ("0::/box\n", {"box/cpu.max": "9900000 100000\n"}, 8),
+        ("0::/box\n", {"box/cpu.max": "gibberish\n"}, 8),
+        (
+            "2:cpu,cpuacct:/box\n",
+            {"cpu/box/cpu.cfs_quota_us": "300000\n", "cpu/box/cpu.cfs_period_us": "100000\n"},
+            3,
+        ),
+        (
+            "2:cpu,cpuacct:/box\n",
+            {"cpu/box/cpu.cfs_quota_us": "-1\n", "cpu/box/cpu.cfs_period_us": "100000\n"},
+            8,
+        ),
+        ("0::/box\n", {}, 8),
+    ],
+)
+def test_a_share_of_the_cores_counts_as_so_many(
+    proc: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cgroup: str,
+    files: dict[str, str],
+    cores: int,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    write(proc / "self" / "cgroup", cgroup)
+    for name, text in files.items():
+        write(tmp_path / "groups" / name, text)
+    assert read_host(proc, tmp_path / "groups").cores == cores
+
+
 def test_swap_cores_and_system(proc: Path, tmp_path: Path) -> None:
     host = read_host(proc, tmp_path / "none")
     assert host.swap_total == 4 * GIB

@@ -17,6 +17,7 @@ from vlfit.engine.account import EngineAccount, Rest
 from vlfit.engine.engine import Engine, Progress
 from vlfit.engine.options import Park
 from vlfit.engine.sequence import Sequence
+from vlfit.engine.threads import keep_to_own_cores
 from vlfit.errors import EngineStopped, VlfitError
 from vlfit.units import format_bytes, format_seconds
 
@@ -112,6 +113,7 @@ class EngineLoop:
             if progress is not None:
                 progress(what, share)
 
+        keep_to_own_cores()
         try:
             engine = build(report)
         except BaseException as error:

@@ -1,13 +1,28 @@
-"""How many of the CPU's threads a forward pass is worth. Knows nothing of what is computed."""
+"""How many of the CPU's threads there are for torch, and how many a forward pass is worth. Knows nothing of
+what is computed.
+"""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from vlfit.machine.host import own_cores
+
 # Multiplications that one core does in a millisecond or two. A pass with fewer ends sooner alone: waking the
 # other threads for each of its hundreds of operations takes longer than what they would take over.
 WORTH_SHARING = 25_000_000
+
+
+def keep_to_own_cores() -> None:
+    """Let torch compute on no more threads here than this process has cores; what the user set stands.
+
+    torch knows ``taskset``, and not that a container has a share of the cores' time: its threads then wait
+    for one another. To be called by the thread that computes.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), own_cores()))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Knows: Linux' ``/proc`` and control groups. Does not know: GPUs (``gpu.py``), or
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from vlfit.machine.display import read_display
@@ -46,16 +46,33 @@ def read_host(
         wsl2=wsl2,
         container=_is_container(proc, root, environment),
         display="windows" if wsl2 else read_display(proc, environment),
-        cores=_cores(),
+        cores=own_cores(proc, control_groups),
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
     )
 
 
-def _cores() -> int:
-    """Cores that this process may run on; ``taskset`` and a container can leave it fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def own_cores(proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may keep busy: ``taskset`` can leave it fewer than there are, and a container a
+    share of their time, which counts as so many whole ones.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group, is_version_2 in _groups(proc, control_groups, "cpu"):
+        cores = min(cores, _share_of_cores(group, is_version_2) or cores)
+    return cores
+
+
+def _share_of_cores(group: Path, is_version_2: bool) -> int | None:
+    """How many cores a group may use, rounded up; None when it has no limit or is not visible."""
+    if is_version_2:
+        numbers = _read(group / "cpu.max").split()  # "200000 100000", or "max 100000"
+    else:
+        numbers = [
+            _read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+        ]  # quota -1: none
+    if len(numbers) != 2 or not all(each.isdigit() and int(each) for each in numbers):
+        return None
+    quota, period = map(int, numbers)
+    return -(-quota // period)
 
 
 def _is_container(proc: Path, root: Path, environment: Mapping[str, str]) -> bool:
@@ -81,22 +98,27 @@ def _meminfo(proc: Path) -> dict[str, int]:
 def _limits(proc: Path, root: Path) -> list[tuple[int, int]]:
     """Limit and use in bytes of each control group that this process is in, from inner to outermost."""
     limits: list[tuple[int, int]] = []
+    for group, is_version_2 in _groups(proc, root, "memory"):
+        limits += _limit(group, _VERSION_2 if is_version_2 else _VERSION_1)
+    return limits
+
+
+def _groups(proc: Path, root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Folders of the control groups that this process is in, from inner to outermost, and whether they are of
+    version 2.
+    """
     for line in _read(proc / "self" / "cgroup").splitlines():
         # "0::/path" is version 2; "4:memory:/path" is the memory controller of version 1.
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if controllers == "":
-            base, files = root, _VERSION_2
-        elif "memory" in controllers.split(","):
-            base, files = root / "memory", _VERSION_1
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        base = root / controller if controllers else root
         innermost = base / path.strip("/")
         for group in (innermost, *innermost.parents):
-            limits += _limit(group, files)
+            yield group, not controllers
             if group == base:
                 break
-    return limits
 
 
 def _limit(group: Path, files: tuple[str, str, str]) -> list[tuple[int, int]]:
