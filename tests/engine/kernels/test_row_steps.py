@@ -6,6 +6,7 @@ import torch
 from tests.engine.kernels.conftest import DTYPES, TOLERANCES, relative_error
 from vlfit.engine.decoder.rope import rotate
 from vlfit.engine.kernels import few_rows, fused
+from vlfit.engine.kernels.few_rows import Tiles
 from vlfit.engine.kernels.launch import arrivals
 from vlfit.engine.layers.norm import rms_norm
 
@@ -80,12 +81,14 @@ def test_silu(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 300), (3, 70, 512), (16, 33, 128)])
 @pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_few_rows(
     rows: int,
     outputs: int,
     inputs: int,
     splits: int,
+    parts: int,
     has_bias: bool,
     dtype: torch.dtype,
     device: torch.device,
@@ -96,7 +99,7 @@ def test_few_rows(
     bias = torch.randn(outputs).to(device, dtype) if has_bias else None
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     for _ in range(2):
-        out = few_rows.multiply(x, weight, bias, splits=splits)
+        out = few_rows.multiply(x, weight, bias, Tiles(32, 128, 4, 2, parts), splits)
         assert out.dtype == dtype
         assert relative_error(out, exact) < TOLERANCES[dtype]
     assert not arrivals(device).any()

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
 from vlfit.engine.kernels.overlap import wait
+from vlfit.engine.kernels.product import inputs_tile, product
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -28,12 +29,14 @@ def multiply(
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
+    parts: tl.constexpr,
     splits: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ ``weight`` [outputs, inputs].T + ``bias``.
 
-    All rows are one tile. With ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are.
+    All rows are one tile. ``parts``: into how many a tile of inputs is cut, one for each warp, if not 1. With
+    ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are.
     """
     wait(overlap)
     tile = tl.program_id(0)
@@ -42,13 +45,17 @@ def multiply(
     row = tl.arange(0, tile_rows)
     begin = split * steps * tile_inputs
     end = tl.minimum(begin + steps * tile_inputs, inputs)
-    total = tl.zeros((tile_outputs, tile_rows), tl.float32)
+    if parts > 1:
+        total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
+    else:
+        total = tl.zeros((tile_outputs, tile_rows), tl.float32)
     for start in range(begin, end, tile_inputs):
         column = start + tl.arange(0, tile_inputs)
         place = index[:, None].to(tl.int64) * inputs + column[None, :]
         inside = (index[:, None] < outputs) & (column[None, :] < inputs)
         tile_weight = tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
-        x_inside = (row[:, None] < rows) & (column[None, :] < inputs)
-        tile_x = tl.load(x + row[:, None] * x_stride + column[None, :], mask=x_inside, other=0.0)
-        total = tl.dot(tile_weight, tl.trans(tile_x), total, input_precision="ieee")
+        tile_x = inputs_tile(x, row, rows, start, inputs, x_stride, False, tile_inputs)
+        total += product(tile_weight, tile_x, tile_rows, tile_outputs, tile_inputs, parts)
+    if parts > 1:
+        total = tl.sum(total, 0)
     finish(total, bias, partial, arrivals + tile, output, index, row, split, rows, outputs, has_bias, splits)

@@ -17,12 +17,16 @@ BUSY = 256  # programs that keep a card reading; fewer tiles than that are split
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What one program computes: outputs over steps of inputs, by so many warps and load stages."""
+    """What one program computes: outputs over steps of inputs, by so many warps and load stages.
+
+    With several ``parts``, as many as warps, each warp sums over one part of every step.
+    """
 
     outputs: int
     inputs: int
     warps: int
     stages: int
+    parts: int = 1
 
 
 def tiles_for(dtype: torch.dtype) -> Tiles:
@@ -74,6 +78,7 @@ def multiply(
             tile_rows=tile_rows,
             tile_outputs=tiles.outputs,
             tile_inputs=tiles.inputs,
+            parts=tiles.parts,
             splits=splits,
             num_warps=tiles.warps,
             num_stages=tiles.stages,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
 from vlfit.engine.kernels.overlap import wait
+from vlfit.engine.kernels.product import inputs_tile, product
 from vlfit.engine.kernels.unpack import (
     fp8_tile,
     int4_tile,
@@ -208,11 +209,21 @@ def sums(
     elif form == "int8":
         x_tile = shuffle_words(x_tile, tile_rows, tile_inputs)
         value = int8_tile(
-            codes, output_index, start, outputs, inputs, x_tile.dtype, True, tile_outputs, tile_inputs
+            codes,
+            output_index,
+            start,
+            outputs,
+            inputs,
+            x_tile.dtype,
+            True,
+            tile_outputs,
+            tile_inputs,
+            by_hand,
+            whole,
         )
     else:
         column = start + tl.arange(0, tile_inputs)
-        value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
+        value = fp8_tile(codes, output_index, column, outputs, inputs, hardware, whole)
     if span >= part_width:
         found = product(value.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
         part = (start + tl.arange(0, parts) * part_width) // scale_width
@@ -230,39 +241,6 @@ def sums(
         weight = value * spread(factor, form == "int4", tile_outputs, tile_inputs, spans)
         found = product(weight.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
     return found
-
-
-@triton.jit
-def product(
-    weight,
-    x_tile,
-    tile_rows: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    parts: tl.constexpr,
-):
-    """``weight`` [tile_outputs, tile_inputs] times ``x_tile`` [tile_rows, tile_inputs].T.
-
-    [tile_outputs, tile_rows], or that for each of several ``parts`` of the inputs, in float32.
-    """
-    if parts == 1:
-        found = tl.dot(weight, tl.trans(x_tile), input_precision="ieee")
-    else:
-        width: tl.constexpr = tile_inputs // parts
-        left = tl.permute(tl.reshape(weight, (tile_outputs, parts, width)), (1, 0, 2))
-        right = tl.permute(tl.reshape(x_tile, (tile_rows, parts, width)), (1, 2, 0))
-        found = tl.dot(left, right, input_precision="ieee")
-    return found
-
-
-@triton.jit
-def inputs_tile(x, row, rows, start, inputs, x_stride, whole: tl.constexpr, tile_inputs: tl.constexpr):
-    """The inputs from ``start`` on of the rows ``row``: [rows of the tile, tile_inputs], 0 outside."""
-    column = start + tl.arange(0, tile_inputs)
-    inside = row[:, None] < rows
-    if not whole:
-        inside = inside & (column[None, :] < inputs)
-    return tl.load(x + row[:, None].to(tl.int64) * x_stride + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit

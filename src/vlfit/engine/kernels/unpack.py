@@ -15,6 +15,7 @@ def fp8_tile(
     outputs,
     inputs,
     hardware: tl.constexpr,
+    whole: tl.constexpr = False,
 ):
     """Bytes of ``codes`` [outputs, inputs] as float16: each number itself, or a 256th without ``hardware``.
 
@@ -23,12 +24,25 @@ def fp8_tile(
     the code stands for, exactly, subnormal numbers included. NaN, which no sound file holds, reads as 480.
     """
     inside = (output_index[:, None] < outputs) & (column[None, :] < inputs)
-    place = output_index[:, None].to(tl.int64) * inputs + column[None, :]
-    code = tl.load(codes + place, mask=inside, other=0)
+    code = stored(codes, output_index, column, inputs, inside, whole)
     if hardware:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     wide = code.to(tl.uint16)
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def stored(codes, output_index, column, columns, inside, whole: tl.constexpr):
+    """``codes`` [outputs, columns] at ``output_index`` and ``column``, 0 where not ``inside``.
+
+    They are read once, so the cache need not keep them. ``whole``: all are inside.
+    """
+    place = output_index[:, None].to(tl.int64) * columns + column[None, :]
+    if whole:
+        found = tl.load(codes + place, eviction_policy="evict_first")
+    else:
+        found = tl.load(codes + place, mask=inside, other=0, eviction_policy="evict_first")
+    return found
 
 
 @triton.jit
@@ -97,28 +111,15 @@ def marked_codes(
 
     A code becomes a number without conversion: in the last bits of 128 (bfloat16), 1024 (float16) or 2^23
     (float32), which stays in it, it counts units. Two codes of a word that are 16 bits apart are treated as
-    one register, so two weights cost one instruction and a share of a shift. ``by_hand``: see ``last_bits``.
-    ``whole``: the tile lies within the matrix.
+    one register, so two weights cost one instruction and a share of a shift. ``by_hand``: see ``halves``.
+    ``whole``: see ``stored``.
     """
     word = start // 8 + tl.arange(0, tile_inputs // 8)
-    place = output_index[:, None].to(tl.int64) * (inputs // 8) + word[None, :]
-    if whole:
-        eight = tl.load(words + place, eviction_policy="evict_first")
-    else:
-        inside = (output_index[:, None] < outputs) & (word[None, :] < inputs // 8)
-        eight = tl.load(words + place, mask=inside, other=0, eviction_policy="evict_first")
-    first = tl.join(last_bits(eight, dtype, by_hand), last_bits(eight >> 4, dtype, by_hand))
-    second = tl.join(last_bits(eight >> 8, dtype, by_hand), last_bits(eight >> 12, dtype, by_hand))
-    pair = tl.join(first, second)
-    low, high = pair & 0xFFFF, (pair >> 16) & 0xFFFF
-    if dtype == tl.float32:
-        low = (low | 0x4B000000).to(tl.float32, bitcast=True)
-        high = (high | 0x4B000000).to(tl.float32, bitcast=True)
-    else:
-        low = low.to(tl.uint16).to(dtype, bitcast=True)
-        high = high.to(tl.uint16).to(dtype, bitcast=True)
+    inside = (output_index[:, None] < outputs) & (word[None, :] < inputs // 8)
+    eight = stored(words, output_index, word, inputs // 8, inside, whole)
+    shifted = tl.join(eight, eight >> 4)
+    number = halves(tl.join(shifted, shifted >> 8), 0x000F000F, dtype, by_hand)
     # [outputs, words, 2, 2, 2]: the last three count a code's place in its word, lowest bit first.
-    number = tl.join(low, high)
     if shuffled:
         number = tl.reshape(number, (tile_outputs, tile_inputs // 32, 4, 2, 2, 2))
         number = tl.permute(number, (0, 1, 4, 2, 3, 5))
@@ -128,23 +129,31 @@ def marked_codes(
 
 
 @triton.jit
-def last_bits(word, dtype: tl.constexpr, by_hand: tl.constexpr):
-    """The codes at bits 0 and 16 of ``word`` in the last bits of two numbers of 16 bits; float32: alone.
+def halves(word, mask: tl.constexpr, dtype: tl.constexpr, by_hand: tl.constexpr):
+    """The bits ``mask`` of both halves of ``word`` in the last bits of the same large number: [..., 2].
 
-    ``by_hand``: as the one instruction that NVIDIA's cards have for it, of which their assembler makes two,
+    ``by_hand``: with the one instruction that NVIDIA's cards have for it, of which their assembler makes two,
     because both constants are too long to stand beside each other.
     """
-    if by_hand and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;", "=r,r", [word], tl.int32, is_pure=True, pack=1
-        )
-    if by_hand and dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [word], tl.int32, is_pure=True, pack=1
-        )
     if dtype == tl.float32:
-        return word & 0x000F000F
-    return (word & 0x000F000F) | (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
+        low = ((word & mask & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        high = (((word & mask) >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
+    else:
+        mark: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        if by_hand:
+            marked = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, $2, $3, 0xEA;",
+                "=r,r,r,r",
+                [word, mask, mark],
+                tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            marked = (word & mask) | mark
+        low = (marked & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        high = ((marked >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+    return tl.join(low, high)
 
 
 @triton.jit
@@ -158,36 +167,24 @@ def int8_tile(
     shuffled: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
+    by_hand: tl.constexpr = False,
+    whole: tl.constexpr = False,
 ):
     """Bytes of ``words`` [outputs, inputs / 4] from input ``start`` on, signed numbers, as ``dtype``.
 
     Without conversion, as in ``int4_tile``: a signed byte is its lowest seven bits, less 128 if its highest
     is set, and both count units in the last bits of the same large number. Two bytes of a word that are 16
-    bits apart are treated as one register, so two weights cost five instructions and a share of a shift.
+    bits apart are treated as one register, so two weights cost three instructions and a share of a shift.
     """
     word = start // 4 + tl.arange(0, tile_inputs // 4)
     inside = (output_index[:, None] < outputs) & (word[None, :] < inputs // 4)
-    place = output_index[:, None].to(tl.int64) * (inputs // 4) + word[None, :]
-    four = tl.load(words + place, mask=inside, other=0)
+    four = stored(words, output_index, word, inputs // 4, inside, whole)
     pairs = tl.join(four, four >> 8)  # bytes 0 and 2, and bytes 1 and 3
-    number = _halves(pairs & 0x007F007F, dtype) - _halves(pairs & 0x00800080, dtype)
+    number = halves(pairs, 0x007F007F, dtype, by_hand) - halves(pairs, 0x00800080, dtype, by_hand)
     # [outputs, words, 2, 2]: the last two count a byte's place in its word, lowest bit first.
     if not shuffled:
         number = tl.permute(number, (0, 1, 3, 2))
     return tl.reshape(number, (tile_outputs, tile_inputs))
-
-
-@triton.jit
-def _halves(pair, dtype: tl.constexpr):
-    """Two integers of at most 8 bits in one of 32, each in the last bits of the same number: [..., 2]."""
-    if dtype == tl.float32:
-        low = ((pair & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
-        high = ((pair >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
-    else:
-        marked = pair | (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
-        low = (marked & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-        high = ((marked >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-    return tl.join(low, high)
 
 
 @triton.jit
