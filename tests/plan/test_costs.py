@@ -105,16 +105,6 @@ def close(planned: int, counted: int, most: float) -> None:
     assert counted <= planned <= most * counted, f"{planned:,} planned, {counted:,} counted"
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tower's attention as torch runs it on a GPU: in a fused kernel, which makes only its output."""
-
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-
-
 def look(tower: VisionTower, frames: int, rows: int, columns: int) -> VisionFeatures:
     """The features of a picture, or of a clip of ``frames``, of so many rows and columns of patches."""
     pixels = np.zeros((frames, rows * 16, columns * 16, 3), dtype=np.uint8)
@@ -140,7 +130,6 @@ def peaks_of_looking(size: str, grids: list[tuple[int, int, int]]) -> Iterator[t
             del features
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("size", SIZES)
 def test_peak_of_the_vision_tower(size: str) -> None:
     config = config_of(entry_of(size, "fp8")).eyes
@@ -151,7 +140,6 @@ def test_peak_of_the_vision_tower(size: str) -> None:
         assert costs.feature_bytes(config, rows * columns // 4) == features.nbytes
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("size", SIZES)
 def test_a_clip_takes_no_more_than_one_of_its_frames_and_its_features(size: str) -> None:
     config = config_of(entry_of(size, "fp8")).eyes

@@ -49,21 +49,22 @@ def pictures_reached(chunk: int, image_tokens: int) -> int:
 def vision_peak(vision: VisionConfig, image_tokens: int, *, narrow: bool = False) -> int:
     """Peak of the vision tower on one picture of ``image_tokens`` (``engine/qwen3_vl/vision.py``).
 
-    All along live the features, which are made last, and for each patch the residual in bfloat16 and the
-    angles that rows and columns stand for; in a block q, k and v beside a norm's output or what the patches
-    find, then a norm's output and the feed-forward of half of them. Products with ``narrow`` weights have the
-    buffer that slices of them are widened into.
+    All along live the rows of deepstack, and for each patch the residual in bfloat16 and the angles that rows
+    and columns stand for; in a block q, k and v beside a norm's output or what the patches find, then the
+    norm's output and the feed-forward of half of them. Products with ``narrow`` weights have the buffer that
+    slices of them are widened into.
     """
     hidden, merge = vision.hidden_size, vision.spatial_merge_size**2
     patches = image_tokens * merge
     places = patches // vision.spatial_merge_size  # of the longest picture: two rows
-    always = feature_bytes(vision, image_tokens)
+    output = image_tokens * vision.out_hidden_size * HALF
+    always = len(vision.deepstack_visual_indexes) * output
     always += patches * HALF * hidden + places * 2 * SINGLE * (vision.head_dim // 4)
     pixels = vision.in_channels * vision.patch_size**2 * vision.temporal_patch_size
     entering = patches * (pixels + HALF * pixels)  # bytes, and the numbers that they become
     inner = vision_half(patches, merge) * HALF * (vision.intermediate_size + hidden)
     in_blocks = max(patches * 4 * HALF * hidden, patches * HALF * hidden + inner)
-    merging = patches * HALF * (hidden + max(hidden, vision.out_hidden_size // merge))
+    merging = output + patches * HALF * (hidden + max(hidden, vision.out_hidden_size // merge))
     widened = SCRATCH_BYTES if narrow else 0
     return always + max(entering, widened + max(in_blocks, merging))
 

@@ -1,10 +1,41 @@
-"""The kernel that turns q and k of the vision tower by their position. Host code: ``vision.py``."""
+"""The kernels for what the vision tower does to rows between products: residual and norm, and turning q and k
+by their position. Host code: ``vision.py``.
+"""
 
 import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.patches import place_of
 from vlfit.engine.kernels.quick import quick
+
+
+@quick
+@triton.jit
+def add_layer_norm(
+    hidden,
+    found,
+    weight,
+    bias,
+    output,
+    eps,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """A program for each row of ``hidden`` [rows, width]: adds ``found`` to it, and writes its norm."""
+    column = tl.arange(0, tile)
+    place = tl.program_id(0).to(tl.int64) * width + column
+    inside = column < width
+    value = tl.load(hidden + place, mask=inside, other=0.0)
+    value = (value.to(tl.float32) + tl.load(found + place, mask=inside, other=0.0).to(tl.float32)).to(
+        value.dtype
+    )
+    tl.store(hidden + place, value, mask=inside)
+    wide = value.to(tl.float32)
+    apart = tl.where(inside, wide - tl.sum(wide, 0) * (1.0 / width), 0.0)
+    normal = apart * tl.rsqrt(tl.sum(apart * apart, 0) * (1.0 / width) + eps)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + place, (normal * factor + shift).to(value.dtype), mask=inside)
 
 
 @quick

@@ -5,8 +5,13 @@ Knows: what each step allocates, and how many programs it gets: one for each pat
 on a CPU.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+SHORTEST = 16  # elements of a row that matrix units take
 
 
 def patches_of(
@@ -86,6 +91,79 @@ def turn_by_place(joined: Tensor, angles: Tensor, columns: int, merge: int) -> N
             tile=_power_of_two(heads * head_dim),
             num_warps=4,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What a program of attention computes: patches, with so many keys at a time."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def attention_tiles(dtype: torch.dtype) -> Tiles:
+    return Tiles(32, 32, 4, 2) if dtype == torch.float32 else Tiles(128, 64, 8, 3)
+
+
+def attend(joined: Tensor, tiles: Tiles | None = None) -> Tensor:
+    """What each patch finds in all: ``joined`` [patches, 3, heads, head_dim], q, k and v, to [patches, heads
+    * head_dim].
+
+    Allocates what it gives. ``tiles`` are chosen if not given.
+    """
+    patches, _, heads, head_dim = joined.shape
+    output = torch.empty((patches, heads * head_dim), dtype=joined.dtype, device=joined.device)
+    if patches and joined.device.type != "meta":
+        from vlfit.engine.kernels.whole_attention import whole_attention
+
+        tiles = tiles or attention_tiles(joined.dtype)
+        low, rest = parts_of_head(head_dim)
+        whole_attention[(-(-patches // tiles.rows), heads)](
+            joined,
+            output,
+            patches,
+            heads=heads,
+            head_dim=head_dim,
+            low=low,
+            rest=rest,
+            factor=LOG2_E / head_dim**0.5,
+            tile_rows=tiles.rows,
+            tile_keys=tiles.keys,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+    return output
+
+
+def parts_of_head(head_dim: int) -> tuple[int, int]:
+    """A head as two powers of two that matrix units take, the second of which may be 0: 72 as 64 and 16."""
+    low = max(_power_of_two(head_dim + 1) // 2, SHORTEST)
+    left = head_dim - low
+    return low, max(_power_of_two(left), SHORTEST) if left > 0 else 0
+
+
+def add_layer_norm(hidden: Tensor, found: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Adds ``found`` to ``hidden`` [rows, width] in place; gives the layer norm of the sum."""
+    output = torch.empty_like(hidden)
+    rows, width = hidden.shape
+    if rows and hidden.device.type != "meta":
+        from vlfit.engine.kernels.turn import add_layer_norm as kernel
+
+        tile = _power_of_two(width)
+        kernel[(rows,)](
+            hidden,
+            found,
+            weight,
+            bias,
+            output,
+            eps,
+            width=width,
+            tile=tile,
+            num_warps=8 if tile >= 2048 else 4,
+        )
+    return output
 
 
 def _power_of_two(size: int) -> int:

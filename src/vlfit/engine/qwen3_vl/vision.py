@@ -7,12 +7,12 @@ blocks, which the text model adds to its first layers.
 The workspace is small and known (``vision_peak`` in ``plan/costs.py``): one picture at a time, and one frame
 of a clip, for no frame looks at another. What lives for all patches is the residual and, until they have
 looked at each other, q, k and v, and a norm's output or what is found. The feed-forward of large pictures
-goes in two halves, whose inner rows fit where q, k and v were. On a GPU positions are computed where they are
-added: there are no tables of them to make, to copy or to keep.
+goes in two halves, whose inner rows fit where q, k and v were. On a GPU the steps between products are
+kernels of our own (``kernels/vision.py``), which compute positions where they are added: there are no tables
+of them to make, to copy or to keep.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.engine import kernels
 from vlfit.engine.decoder.rope import rotate
-from vlfit.engine.kernels.vision import add_positions, turn_by_place
+from vlfit.engine.kernels.vision import add_layer_norm as add_and_normalize
+from vlfit.engine.kernels.vision import add_positions, attend, turn_by_place
 from vlfit.engine.layers.linear import DenseLinear
 from vlfit.engine.loader import Loader
 from vlfit.engine.qwen3_vl.rope import merge_order, vision_angles, vision_tables
@@ -79,17 +79,20 @@ class VisionTower:
         tokens = rows * columns // self.config.spatial_merge_size**2  # of a frame
         patches = iter(patches)
         turn = Turn(self.config, rows, columns, self.device)
-        outputs: list[Tensor] = []
-        with fused_attention(self.device):
-            for first in range(0, time * tokens, tokens):
-                hidden = self._embed(next(patches), rows, columns)
-                for level, merger in enumerate(self._through_blocks(hidden, turn)):
-                    if level == len(outputs):
-                        outputs.append(hidden.new_empty(time * tokens, self.config.out_hidden_size))
-                    merger(hidden, outputs[level][first : first + tokens])
-                del hidden
+        # Deepstack's first, as they stay: what comes and goes then finds its place again in each block.
+        outputs = [self._output(time * tokens) for _ in self.deepstack_mergers]
+        for first in range(0, time * tokens, tokens):
+            hidden = self._embed(next(patches), rows, columns)
+            for level, merger in enumerate(self._through_blocks(hidden, turn)):
+                if level == len(outputs):
+                    outputs.append(self._output(time * tokens))
+                merger(hidden, outputs[level][first : first + tokens])
+            del hidden
         *deepstack, merged = outputs
         return VisionFeatures(merged, tuple(deepstack))
+
+    def _output(self, rows: int) -> Tensor:
+        return self.position_table.new_empty(rows, self.config.out_hidden_size)
 
     def _through_blocks(self, hidden: Tensor, turn: "Turn") -> Iterator["PatchMerger"]:
         """Sends ``hidden`` through the blocks; wherever a merger is to look at it, gives that merger."""
@@ -137,20 +140,6 @@ def _stretched(side: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.flo
     return before.astype(np.int64), place - before
 
 
-def fused_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Attention on a CUDA card within this never holds the scores of all patches with all.
-
-    Only torch's flash and its memory-efficient kernels may run, both of which read q, k and v where they lie;
-    where neither can, torch raises a ``RuntimeError`` instead of falling back to plain products. Beside its
-    output flash takes 4 bytes for each query and head. A head of 72 (8B) is a multiple of 8, which is all
-    that torch pads to, so nothing is copied; the kernel rounds it up in registers. cuDNN's attention, which
-    torch would take first on the largest cards, is left out: it builds a plan for every size of picture.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
-
-
 def halves(count: int, unit: int) -> list[slice]:
     """``count`` rows whole or, if they are more than ``WHOLE_ROWS``, as two parts, the first a multiple of
     ``unit`` and at most so much larger.
@@ -179,17 +168,33 @@ class VisionBlock:
 
     def __call__(self, hidden: Tensor, turn: "Turn") -> None:
         """One block, added to ``hidden`` [patches, hidden] in place: every patch looks at all patches."""
-        hidden.add_(self.projection(self._seen(hidden, turn)))
+        x = add_layer_norm(hidden, self.projection(self._seen(hidden, turn)), self.norm2)
         for part in halves(len(hidden), self.merge):
-            rows = hidden[part]
-            rows.add_(self.fc2(gelu_(self.fc1(self.norm2(rows)), "tanh")))
+            hidden[part].add_(self.fc2(gelu_(self.fc1(x[part]), "tanh")))
 
     def _seen(self, hidden: Tensor, turn: "Turn") -> Tensor:
         """What each patch finds in all [patches, hidden]; q, k and v are gone."""
         joined = self.qkv(self.norm1(hidden)).view(len(hidden), 3, self.heads, -1)
         turn(joined)
-        query, key, value = (by_head(joined[:, part]) for part in range(3))
-        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(hidden), -1)
+        return attention(joined)
+
+
+def attention(joined: Tensor) -> Tensor:
+    """What each patch finds in all: q, k and v, ``joined`` [patches, 3, heads, head_dim], to [patches, heads
+    * head_dim]. Never holds the scores of all patches with all.
+    """
+    if kernels.used_on(joined.device):
+        return attend(joined)
+    query, key, value = (joined[:, part].transpose(0, 1)[None] for part in range(3))
+    mixed = F.scaled_dot_product_attention(query, key, value)
+    return mixed[0].transpose(0, 1).reshape(len(joined), -1)
+
+
+def add_layer_norm(hidden: Tensor, found: Tensor, norm: "LayerNorm") -> Tensor:
+    """Adds ``found`` to ``hidden`` [rows, width] in place; gives ``norm`` of the sum."""
+    if kernels.used_on(hidden.device):
+        return add_and_normalize(hidden, found, norm.weight, norm.bias, LAYER_NORM_EPS)
+    return norm(hidden.add_(found))
 
 
 class Turn:
@@ -213,11 +218,6 @@ class Turn:
         cosines, sines = self._tables
         for part in parts_of(len(joined), PLACED_ROWS):
             joined[part, :2] = rotate(joined[part, :2].float(), cosines[part], sines[part])
-
-
-def by_head(x: Tensor) -> Tensor:
-    """[patches, heads, head_dim] as [1, heads, patches, head_dim], nothing moved."""
-    return x.transpose(0, 1)[None]
 
 
 def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
