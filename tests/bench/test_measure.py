@@ -65,6 +65,8 @@ def test_shares_follow_from_what_was_measured(measured: Measured) -> None:
 
 
 def test_the_page_and_the_facts_say_the_same(measured: Measured) -> None:
+    two = replace(measured.decoding[1], step=Many((0.008, 0.004, 0.005)), first_token=Many((0.5, 0.5, 0.5)))
+    measured = replace(measured, decoding=(measured.decoding[0], two))
     facts = facts_of(measured)
     assert facts["request"]["prompt_tokens"] == 114
     assert facts["request"]["image_tokens"] == 70
@@ -73,7 +75,10 @@ def test_the_page_and_the_facts_say_the_same(measured: Measured) -> None:
         1 / seconds for seconds in facts["decoding"][0]["step"]["all"]
     ]
     lines = page(measured)
-    assert f"{facts['decoding'][1]['tokens_per_second']['median']:,.1f}" in "\n".join(lines)
+    assert facts["decoding"][1]["tokens_per_second"]["median"] == 2 / 0.005
+    [row] = [line for line in lines if line.startswith("| 2 ")]
+    assert [cell.strip() for cell in row.split("|")[2:5]] == ["400.0 ± 125.8", "200.0", "5.00"]
+    assert "500 ± 0" in row
     assert any(line.startswith("mini: bf16, 12.3 M parameters, 46.9 MiB loaded") for line in lines)
     assert any("made up, 96x64; prompt of 114 tokens (70 image tokens" in line for line in lines)
     tables = [line for line in lines if line.startswith("|")]
