@@ -84,3 +84,24 @@ def test_many_threads_share_few_heaps() -> None:
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     assert host_memory.give_memory_back() is False
+
+
+def test_the_collector_looks_at_what_came_later_alone() -> None:
+    program = """
+import gc
+from vlfit.server import host_memory
+
+class Held: pass
+
+before = Held()
+before.itself = before
+host_memory.keep_what_is_loaded()
+after = Held()
+after.itself = after
+del before, after
+print(gc.collect() > 0, sum(type(each) is Held for each in gc.get_objects()))
+gc.unfreeze()
+print(sum(type(each) is Held for each in gc.get_objects()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "0", "1"]

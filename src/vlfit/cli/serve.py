@@ -188,7 +188,7 @@ def serve(
     from vlfit.backends.phases import Phases
     from vlfit.engine import head_start
     from vlfit.server.address import bind
-    from vlfit.server.host_memory import give_memory_back
+    from vlfit.server.host_memory import give_memory_back, keep_what_is_loaded
     from vlfit.settings import read_settings
 
     if model_argument and model and model_argument != model:
@@ -235,6 +235,7 @@ def serve(
 
             app = create_app(backend, server_settings)
             _warn_if_open(settings)
+            keep_what_is_loaded()
             serve_until_stopped(app, listener, server_settings.drain_seconds, announce)
         finally:
             _close(backend)
