@@ -1,7 +1,7 @@
 """The plan against what processes held on a GPU: never below, and hardly above.
 
-The numbers are those of ``benchmarks/ledger.py`` (transformers) and of ``benchmarks/memory.py`` (servers
-under their whole load) in ``benchmarks/measured/``: nothing is measured here.
+The numbers are those of ``benchmarks/ledger.py`` and of ``benchmarks/memory.py`` (servers under their whole
+load) in ``benchmarks/measured/``: nothing is measured here.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.hollow import write_hollow
 from benchmarks.ledger import compared, earlier, place
-from benchmarks.ledger_job import Held, LedgerJob
+from benchmarks.ledger_job import NATIVE, TRANSFORMERS, Held, LedgerJob
 from benchmarks.measure import MIB, ROOT
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.plan.expect import expect_on_gpu
@@ -21,6 +21,7 @@ from vlfit.plan.ledger import Settings
 PAGE = (ROOT / "docs" / "side-by-side.md").read_text("utf-8")
 MEASURED = ROOT / "benchmarks" / "measured"
 KNOWN, FACTS, GPU = earlier([MEASURED / "ledger-h200.json"])
+MOST = {NATIVE: 1.03, TRANSFORMERS: 1.05}  # times what was measured
 SERVED: dict[str, Any] = json.loads((MEASURED / "memory-h200.json").read_text("utf-8"))
 
 
@@ -32,7 +33,7 @@ def _no_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
 
 def test_there_are_enough_of_them_and_the_machine_is_named() -> None:
     assert len(KNOWN) >= 3
-    assert {job.backend for job in KNOWN} == {"transformers"}
+    assert len([job for job in KNOWN if job.backend == TRANSFORMERS]) == 3
     assert [row["name"] for row in SERVED["rows"]] == ["2B-fp8", "4B-fp8", "4B-int4", "8B-int4"]
     assert "H200" in FACTS["card"]
     assert FACTS["torch"]
@@ -46,7 +47,7 @@ def test_the_total_is_not_below_and_hardly_above(
     assert isinstance(held, Held)
     placed = place(job, tmp_path_factory.getbasetemp())
     result = compared(placed, held, GPU)
-    assert 1 <= result["ratio"] <= 1.05
+    assert 1 <= result["ratio"] <= MOST[job.backend]
     [row] = [line.split("|") for line in PAGE.splitlines() if line.startswith(f"| {job.name} ")]
     assert row[2].split()[0] == f"{result['predicted'] / MIB:,.0f}", "run python -m benchmarks.side_by_side"
     assert row[-2].strip() == f"{held.process / MIB:,.0f}"
@@ -55,7 +56,7 @@ def test_the_total_is_not_below_and_hardly_above(
         if name in lines:
             assert lines[name]["predicted"] == pytest.approx(lines[name]["measured"], rel=1e-4), name
     # Where the total is not below, no line is either: none lives on what another has too much.
-    for name in ("context", "workspaces"):
+    for name in ("context", "workspaces", "graphs"):
         if name in lines:
             assert lines[name]["predicted"] >= lines[name]["measured"], name
 
