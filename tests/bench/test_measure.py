@@ -8,7 +8,7 @@ import pytest
 from tests.scripted_backend import png
 from vlfit.bench.asking import Heard
 from vlfit.bench.facts import facts_of
-from vlfit.bench.measure import PHASES, Many, Measured, Start, measure, step_of
+from vlfit.bench.measure import PARTS, Many, Measured, measure, step_of
 from vlfit.bench.page import page
 from vlfit.bench.picture import made_up_picture
 from vlfit.bench.wanted import Wanted, requests_for
@@ -41,11 +41,9 @@ def test_a_measurement_holds_together(measured: Measured, mini: Checkpoint) -> N
     assert one.cached == 114 + 3.5
     assert 2 * (114 + 1) < two.cached < 2 * (114 + 6)
     assert all(each.whole.median > each.first_token.median > 0 for each in measured.decoding)
-    assert set(measured.phases) == set(PHASES)
-    assert all(min(many.values) > 0 for many in measured.phases.values())
-    names = [name for name, _ in measured.start]
-    assert names[0] == "imports"
-    assert names[-2:] == ["loading weights", "KV cache and graphs"]
+    assert set(measured.parts) == set(PARTS)
+    assert all(min(many.values) > 0 for many in measured.parts.values())
+    assert list(measured.start)[:3] == ["program", "requests", "machine"]
     layers = sum(
         info.count for name, info in mini.tensors.items() if name.startswith("model.language_model.")
     )
@@ -82,7 +80,7 @@ def test_the_page_and_the_facts_say_the_same(measured: Measured) -> None:
     assert any(line.startswith("mini: bf16, 12.3 M parameters, 46.9 MiB loaded") for line in lines)
     assert any("made up, 96x64; prompt of 114 tokens (70 image tokens" in line for line in lines)
     tables = [line for line in lines if line.startswith("|")]
-    assert len(tables) == 4 + 2 + len(PHASES) + 1
+    assert len(tables) == 4 + 2 + len(PARTS) + 1
 
 
 def test_nothing_of_the_model_is_left_when_memory_is_measured(
@@ -117,20 +115,6 @@ def test_a_step_is_counted_while_all_speak() -> None:
     assert step_of([early, late]) == (1.0, 10 + 3 + 20 + 2)
     with pytest.raises(DoesNotFit, match="ended before the last began"):
         step_of([early, Heard(0.0, 0.0, (5.0, 6.0), 20, 0)])
-
-
-def test_a_start_is_told_by_its_phases() -> None:
-    told: list[tuple[str, float]] = []
-    start = Start(lambda what, share: told.append((what, share)))
-    start.enter("imports")
-    for share in (0.5, 1.0):
-        start("loading weights", share)
-    start("rehearsing the worst case", 1.0)
-    start.end()
-    assert [name for name, _ in start.phases] == [
-        *("imports", "loading weights", "KV cache and graphs", "rehearsing the worst case"),
-    ]
-    assert len(told) == 3
 
 
 def test_requests_have_pictures_of_their_own(mini: Checkpoint) -> None:

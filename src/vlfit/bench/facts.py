@@ -43,8 +43,8 @@ def facts_of(measured: Measured) -> dict[str, Any]:
             "bytes_per_cached_token": measured.read.per_cached_token if measured.read else None,
         },
         "decoding": [_decoding(each, measured) for each in measured.decoding],
-        "first_token": {name: _many(each) for name, each in measured.phases.items()},
-        "start": dict(measured.start),
+        "first_token": {name: _many(each) for name, each in measured.parts.items()},
+        "start": measured.start,
         "memory": _memory(measured),
     }
 

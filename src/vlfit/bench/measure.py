@@ -1,22 +1,25 @@
 """Measures one model on this machine: start, first token by phases, decoding, memory, against its own roof.
 
 All in one process, in the order of a person's wait: import, load, a request that warms up, repetitions. The
-speed of memory is measured last, when the model is gone and the device is warm. The phases of a first
+speed of memory is measured last, when the model is gone and the device is warm. The parts of a first
 token are those of runs of their own, in which the device is waited for around the vision tower. Knows what is
 measured and its statistics; no words (``page.py``).
 """
 
 import gc
 import statistics
-import time
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlfit.backends.native import NativeBackend, import_engine
+from vlfit.backends.native import NativeBackend, Progress
+from vlfit.backends.phases import Phases
 from vlfit.bench.asking import Heard, ask_at_once
 from vlfit.bench.wanted import Requests, Wanted, requests_for
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine import head_start
 from vlfit.engine.account import EngineAccount
 from vlfit.engine.conversation import Conversation
 from vlfit.engine.sampling import SamplingParams
@@ -29,10 +32,10 @@ if TYPE_CHECKING:
     from vlfit.engine.timing import StepBytes
 
 Say = Callable[[str], None]
-Progress = Callable[[str, float], None]
+Loading = Callable[[], AbstractContextManager[Progress | None]]
 
 # The parts of a first token, in order: on the CPU, then on the device.
-PHASES = ("decode", "resize", "text", "vision", "prefill")
+PARTS = ("decode", "resize", "text", "vision", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +79,18 @@ class Decoding:
 class Measured:
     """All of it, in seconds, bytes and bytes per second. ``machine`` is as it was before anything was loaded.
 
-    ``start`` has its phases in order. ``held``: bytes of the GPU that this process had, None on a CPU.
-    ``read``: bytes of a decode step; None where layers wait in RAM. ``roof``: the speed of memory; None where
-    it could not be measured, and ``no_roof`` says why.
+    ``start`` has its phases in order, from when the process began; ``parts`` are those of a first token.
+    ``held``: bytes of the GPU that this process had, None on a CPU. ``read``: bytes of a decode step; None
+    where layers wait in RAM. ``roof``: the speed of memory; None where it could not be measured, and
+    ``no_roof`` says why.
     """
 
     checkpoint: Checkpoint
     wanted: Wanted
     machine: Machine
     requests: Requests
-    start: tuple[tuple[str, float], ...]
-    phases: dict[str, Many]
+    start: dict[str, float]
+    parts: dict[str, Many]
     decoding: tuple[Decoding, ...]
     account: EngineAccount
     held: int | None
@@ -111,28 +115,37 @@ class Measured:
         return speed, speed / self.roof if self.roof else None
 
 
-def measure(checkpoint: Checkpoint, wanted: Wanted, say: Say, progress: Progress | None = None) -> Measured:
-    """Measure ``checkpoint`` as it is ``wanted``. ``say`` is told how far it is, ``progress`` while it loads.
+def measure(
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    say: Say,
+    phases: Phases | None = None,
+    loading: Loading = nullcontext,
+) -> Measured:
+    """Measure ``checkpoint`` as it is ``wanted``. ``say`` is told how far it is.
 
+    ``phases`` of the start go on; ``loading`` is entered while the model loads, and gives who is told.
     Raises ``DoesNotFit`` where there is no room for as many requests at once.
     """
+    phases = phases or Phases()
+    phases.begin("requests")
     requests = requests_for(checkpoint, wanted, max(wanted.batches))
     if requests.alike:
         say("fewer pictures than requests at once: those about the same one look at it together")
+    phases.begin("machine")
     machine = survey()
-    start = Start(progress)
-    start.enter("imports")
-    import_engine()
-    start.enter("device")
-    backend = NativeBackend.load(checkpoint, requests.options(wanted), start)
-    start.end()
+    if "torch" not in sys.modules:
+        head_start.make_context(wanted.device)
+    with loading() as progress:
+        backend = NativeBackend.load(checkpoint, requests.options(wanted), progress)
+    phases.end()
     with backend:
         sampling = SamplingParams(max_tokens=wanted.tokens, ignore_eos=True)
         decoding = tuple(
             _decoding(backend, requests.conversations[:count], sampling, wanted.repeat, say)
             for count in dict.fromkeys(wanted.batches)
         )
-        phases = _phases(backend, requests.conversations[0], wanted.repeat)
+        parts = _parts(backend, requests.conversations[0], wanted.repeat)
         account, read, device = backend.account(), _read(backend), backend.engine.device
         held = _held(account, machine.gpus)
     del backend  # its memory is wanted, which its parts hold in circles
@@ -146,39 +159,9 @@ def measure(checkpoint: Checkpoint, wanted: Wanted, say: Say, progress: Progress
     except VlfitError as error:
         why_not = error.message
     return Measured(
-        *(checkpoint, wanted, machine, requests, start.phases, phases, decoding),
+        *(checkpoint, wanted, machine, requests, phases.seconds, parts, decoding),
         *(account, held, read, roof, why_not),
     )
-
-
-class Start:
-    """Phases of a start, as whoever loads names them; goes on telling ``progress``."""
-
-    def __init__(self, progress: Progress | None = None) -> None:
-        self._progress = progress
-        self._entered: list[tuple[str, float]] = []
-
-    def enter(self, phase: str) -> None:
-        """``phase`` begins, and the one before ends."""
-        if not self._entered or self._entered[-1][0] != phase:
-            self._entered.append((phase, time.perf_counter()))
-
-    def end(self) -> None:
-        self.enter("")
-
-    def __call__(self, what: str, share: float) -> None:
-        """What is being done, and the share of it that is done: what comes after the weights has no name."""
-        self.enter(what)
-        if what == "loading weights" and share >= 1.0:
-            self.enter("KV cache and graphs")
-        if self._progress is not None:
-            self._progress(what, share)
-
-    @property
-    def phases(self) -> tuple[tuple[str, float], ...]:
-        """Each phase and its seconds."""
-        pairs = zip(self._entered, self._entered[1:], strict=False)
-        return tuple((name, after - began) for (name, began), (_, after) in pairs)
 
 
 def _decoding(
@@ -219,21 +202,21 @@ def step_of(heard: Sequence[Heard]) -> tuple[float, float]:
     return (end - begin) / steps, middle
 
 
-def _phases(backend: NativeBackend, conversation: Conversation, repeat: int) -> dict[str, Many]:
-    """Seconds of each phase of one request's first token, ``repeat`` times."""
+def _parts(backend: NativeBackend, conversation: Conversation, repeat: int) -> dict[str, Many]:
+    """Seconds of each part of one request's first token, ``repeat`` times."""
     from vlfit.engine.timing import parts_of_requests
 
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-    found: dict[str, list[float]] = {name: [] for name in PHASES}
+    found: dict[str, list[float]] = {name: [] for name in PARTS}
     for _ in range(repeat):
-        with parts_of_requests(backend.engine) as parts:
+        with parts_of_requests(backend.engine) as timed:
             [heard] = ask_at_once(backend, [conversation], sampling)
         seen = heard.round
-        decode, prepare, vision = sum(parts.decode), sum(parts.prepare), sum(parts.look)
+        decode, prepare, vision = sum(timed.decode), sum(timed.prepare), sum(timed.look)
         times = (decode, prepare - decode, seen.preprocess_s - prepare, vision, seen.prefill_s - vision)
-        for name, seconds in zip(PHASES, times, strict=True):
+        for name, seconds in zip(PARTS, times, strict=True):
             found[name].append(seconds)
-    names = PHASES if parts.prepare else ("text", "prefill")
+    names = PARTS if timed.prepare else ("text", "prefill")
     return {name: Many(tuple(found[name])) for name in names}
 
 

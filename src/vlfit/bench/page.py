@@ -23,7 +23,7 @@ def page(measured: Measured) -> list[str]:
         "",
         *_roof(measured),
         "",
-        *markdown(_phases(measured)),
+        *markdown(_parts(measured)),
         "",
         _start(measured),
         _memory(measured),
@@ -110,24 +110,24 @@ def _roof(measured: Measured) -> list[str]:
     return lines
 
 
-def _phases(measured: Measured) -> list[list[str]]:
+def _parts(measured: Measured) -> list[list[str]]:
     """What a first token is made of; the runs are others than those of the table above."""
     rows = [["first token", "ms", ""]]
-    for name, many in measured.phases.items():
+    for name, many in measured.parts.items():
         remark = ""
         if name == "prefill":
             remark = f"{measured.requests.prompt_tokens / many.median:,.0f} tokens/s"
         elif name == "vision":
             remark = f"{measured.requests.image_tokens / many.median:,.0f} image tokens/s"
         rows.append([_CALLED[name], _with_deviation(many, 1e3, 1), remark])
-    together = sum(many.median for many in measured.phases.values())
-    rows.append(["one after another", f"{together * 1e3:.1f}", "the device waited for around vision"])
+    together = sum(many.median for many in measured.parts.values())
+    rows.append(["one after another", f"{together * 1e3:,.1f}", "the device waited for around vision"])
     return rows
 
 
 def _start(measured: Measured) -> str:
-    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in measured.start)
-    return f"start: {sum(seconds for _, seconds in measured.start):.1f} s ({parts})"
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in measured.start.items())
+    return f"start: {sum(measured.start.values()):.1f} s ({parts})"
 
 
 def _memory(measured: Measured) -> str:

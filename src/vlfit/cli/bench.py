@@ -4,18 +4,20 @@ Knows options and what a person is told meanwhile. Does not measure (``bench/``)
 """
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlfit.cli.loading import Progress
 from vlfit.cli.printing import Printer
 from vlfit.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
+    from vlfit.backends.phases import Phases
     from vlfit.bench.measure import Measured
     from vlfit.bench.wanted import Wanted
-    from vlfit.checkpoint.source import Checkpoint
 
 EXAMPLES = """\b
 Examples:
@@ -111,15 +113,16 @@ def bench(
     the parts of the time to the first token; start and memory. The model is loaded with room for these
     requests and nothing else; nothing is remembered between them. Close other programs first.
     """
+    from vlfit.backends.phases import Phases
     from vlfit.bench.facts import facts_of
     from vlfit.bench.page import page
     from vlfit.bench.wanted import Wanted
-    from vlfit.checkpoint.source import open_checkpoint
     from vlfit.settings import read_settings
     from vlfit.tasks.pictures import load_picture
 
     if model_argument and model and model_argument != model:
         raise UsageError(f"two models: {model_argument} and --model {model}", "name one")
+    phases = Phases()
     settings = read_settings(
         model=model or model_argument,
         device=device,
@@ -142,8 +145,8 @@ def bench(
         offload=settings.offload,
     )
     wanted = replace(wanted, pictures=tuple(map(load_picture, picture or ())))
-    checkpoint = open_checkpoint(_name(settings.model, printer))
-    measured = _measured(checkpoint, wanted, printer, may_be_fewer=batch is None)
+    name = _name(settings.model, printer)
+    measured = _measured(name, wanted, printer, phases, may_be_fewer=batch is None)
     if as_json:
         printer.data(facts_of(measured))
     else:
@@ -161,22 +164,28 @@ def _name(name: str, printer: Printer) -> str:
 
 
 def _measured(
-    checkpoint: "Checkpoint", wanted: "Wanted", printer: Printer, *, may_be_fewer: bool
+    name: str, wanted: "Wanted", printer: Printer, phases: "Phases", *, may_be_fewer: bool
 ) -> "Measured":
     """``may_be_fewer``: nobody asked for so many requests at once; one will do where they do not fit."""
     from vlfit.bench.measure import measure
+    from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.cli.loading import loading
+
+    checkpoint = open_checkpoint(name)
 
     def say(text: str) -> None:
         printer.note(f"  {text}")
 
-    printer.note(f"measuring {checkpoint.name}")
+    def show() -> AbstractContextManager[Progress]:
+        return loading(name, printer, phases)
+
     try:
-        return measure(checkpoint, wanted, say)
+        return measure(checkpoint, wanted, say, phases, show)
     except DoesNotFit as error:
         if not may_be_fewer or max(wanted.batches) == 1:
             raise
         printer.note(f"{max(wanted.batches)} at once: {error.message}\nmeasuring one at a time alone")
-    return measure(checkpoint, replace(wanted, batches=(1,)), say)
+    return measure(checkpoint, replace(wanted, batches=(1,)), say, phases, show)
 
 
 def _batches(text: str) -> tuple[int, ...]:
