@@ -35,7 +35,7 @@ class Layout:
         return BlockPlan(
             torch.cat([_slots(work)[work.sequence.cached :] for work in batch]),
             self._table_of([work.sequence.blocks for work in batch]),
-            torch.from_numpy(spans.astype(np.int32)).to(self.device),
+            torch.from_numpy(spans.astype(np.int32)).to(self.device, non_blocking=True),
             self.block_size,
             decoding,
             max(lengths[decoding:], default=0),
@@ -48,7 +48,7 @@ class Layout:
             for row, blocks in zip(filled, tables, strict=True):
                 row[: len(blocks)] = blocks
             self._tabled = tables
-            self._table = torch.from_numpy(filled).to(self.device)
+            self._table = torch.from_numpy(filled).to(self.device, non_blocking=True)
         return self._table
 
     def _by_slots(self, batch: Many[Work]) -> SlotPlan:

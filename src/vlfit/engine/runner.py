@@ -159,7 +159,9 @@ class Runner:
         return sequence.prompt.placeholders[first:last] - sequence.cached, slices
 
     def _to_device(self, array: IntVector | IntMatrix) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        # Nobody waits for what the device still does: a prompt is asked for while it looks at the picture.
+        # From memory that is not pinned CUDA returns when all is read, so that the array may go.
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def _placeholders_of(work: Work) -> tuple[int, int]:
