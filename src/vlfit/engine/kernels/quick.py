@@ -53,8 +53,9 @@ class Quick:
 
 def _kind(argument: Any) -> Any:
     """What Triton compiles a kernel anew for: types, addresses and numbers that are multiples of 16, ones."""
-    if isinstance(argument, Tensor):
+    kind = type(argument)
+    if kind is Tensor:  # not by isinstance, which torch carries out in Python for what is none
         return argument.dtype, argument.data_ptr() & 15 == 0
-    if isinstance(argument, int):
+    if kind is int:
         return argument & 15 == 0, argument == 1, -_SHORT <= argument < _SHORT
-    return type(argument)
+    return kind
