@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 from vlfit.backends.base import Listener, Prepared, Ticket
 from vlfit.backends.interrupts import interrupts_held_back
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
+from vlfit.engine import head_start
 from vlfit.engine.account import EngineAccount, Rest
 from vlfit.engine.answer import Answer, Chunk, ImageSeen, TokenLogprob
 from vlfit.engine.conversation import Conversation
@@ -79,13 +80,15 @@ class NativeBackend:
         # torch takes a second or more to import: not before the checkpoint has shown that it is sound.
         if progress is not None and "torch" not in sys.modules:
             progress("importing torch", 0.0)
+        options = options or EngineOptions()
+        head_start.import_triton(options.device)
         import_engine()
         from vlfit.engine import every_kind, rehearsal
         from vlfit.engine.engine import Engine
         from vlfit.engine.loop import EngineLoop
 
         def build(report: Progress) -> Engine:
-            engine = Engine(checkpoint, options or EngineOptions(), report)
+            engine = Engine(checkpoint, options, report)
             if engine.options.keep_to_plan and engine.device.type == "cuda":
                 report("rehearsing the worst case", 1.0)
                 rehearsal.at_start(engine)

@@ -244,7 +244,7 @@ def serve(
 
 
 def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "NativeBackend":
-    """The model, and meanwhile what serves it: while weights are on their way Python has time to import."""
+    """The model, and meanwhile what serves it: while the GPU computes Python has time to import."""
     from vlfit.backends.native import NativeBackend
     from vlfit.cli.loading import import_beside, loading
     from vlfit.client import choose_model
@@ -275,7 +275,7 @@ def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "NativeBa
 
         def tell(what: str, share: float) -> None:
             progress(what, share)
-            if what == "loading weights" and not server:
+            if what == "rehearsing the worst case" and not server:
                 server.append(
                     import_beside("vlfit.server.app", "vlfit.server.listen", "vlfit.cli.ledger_page")
                 )

@@ -43,10 +43,21 @@ def make_context(device: str) -> tuple[Gpu, ...]:
     index = int(number) if number.isdecimal() else 0
     if index < len(gpus) and library is not None:
         _before[:] = [gpus]
-        # No daemons: a process that ends while CUDA starts may crash.
+        # No daemon: a process that ends while CUDA starts may crash.
         Thread(target=_make_context, args=(index,), name="vlfit-cuda").start()
-        Thread(target=_import_triton, name="vlfit-triton").start()
     return gpus
+
+
+def import_triton(device: str) -> None:
+    """Import Triton if kernels will run, and begin to take the fingerprint of all its files, which is part of
+    the name of every kernel that it has kept.
+
+    Not beside another import: two threads that run Python hinder each other more than one is ahead.
+    """
+    if device != "cpu" and _before and "triton" not in sys.modules:
+        with suppress(Exception):
+            importlib.import_module("triton")
+            Thread(target=_read_triton, name="vlfit-triton").start()
 
 
 def gpus_before() -> tuple[Gpu, ...]:
@@ -94,8 +105,7 @@ def _load(library: Path) -> None:
         dlopen(bytes(library), os.RTLD_NOW)
 
 
-def _import_triton() -> None:
-    """Triton, and the fingerprint of all its files, which is part of the name of every kernel it has kept."""
+def _read_triton() -> None:
     with suppress(Exception):
         from triton.runtime.cache import triton_key  # remembers what it has found
 
