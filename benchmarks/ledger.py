@@ -262,12 +262,11 @@ def by_line(lines: list[Line], held: Held) -> dict[str, dict[str, int]]:
     """Prediction and measurement where torch can tell them apart; tower and text model share one pool."""
     sizes = {line.line: line.bytes for line in lines}
     found = {
-        # torch's pool holds the workspace of matrix products, which the ledger counts with the context.
-        "context": (sizes["context"], held.process - held.reserved + held.workspace),
+        "context": (sizes["context"], held.process - held.reserved),
         **{name: (sizes[name], count) for name, count in held.lines.items()},
     }
     # All of torch's pool that is none of these: workspaces, and what lies beside tensors.
-    pool = held.reserved - held.workspace - sum(held.lines.values())
+    pool = held.reserved - sum(held.lines.values())
     if "kv_cache" in held.lines:
         found["workspaces"] = (sizes["vision_workspace"] + sizes["text_workspace"], pool)
     else:

@@ -108,10 +108,10 @@ def test_the_air_and_the_desktop_are_no_part_of_the_comparison(tmp_path: Path) -
     assert result["predicted"] == sum(lines.values()) - calibration.RESERVE.bytes
     measured = {name: sizes["measured"] for name, sizes in result["lines"].items()}
     assert measured == {
-        "context": 2000 - 900 + 32,
+        "context": 2000 - 900,
         "weights.text": 7,
         "kv_cache": 8,
-        "workspaces": 900 - 32 - 7 - 8,
+        "workspaces": 900 - 7 - 8,
     }
     workspaces = result["lines"]["workspaces"]["predicted"]
     assert workspaces == lines["vision_workspace"] + lines["text_workspace"] > 0

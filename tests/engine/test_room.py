@@ -24,7 +24,6 @@ from vlfit.engine.options import EngineOptions
 from vlfit.engine.room import Room, Wanted, find_room
 from vlfit.errors import DoesNotFit
 from vlfit.machine.gpu import read_gpus
-from vlfit.plan import calibration
 from vlfit.plan.ledger import NATIVE, Settings, ledger
 from vlfit.plan.model import model_of
 from vlfit.plan.preference import IMAGE_TOKENS
@@ -242,8 +241,7 @@ def test_the_cap_is_the_plan_less_what_is_not_torchs(
 ) -> None:
     found = on_card(monkeypatch, CARD, four_billion, WANTED)
     sizes = {line.line: line.bytes for line in found.lines}
-    outside = sizes["context"] - calibration.CUBLAS_WORKSPACE.bytes
-    assert found.limit == sum(sizes.values()) - outside
+    assert found.limit == sum(sizes.values()) - sizes["context"]
     fractions: list[float] = []
     total = 8151 * MIB - 12345
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))

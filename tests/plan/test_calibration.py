@@ -93,9 +93,10 @@ def test_the_plan_counts_with_what_was_measured() -> None:
     after = lines(GPU)
     assert before["context"].how == "modelled"
     assert after["context"].how == MEASURED
-    assert after["context"].bytes == 428 * MIB
+    assert after["context"].bytes == 420 * MIB
     assert "measured on this machine, 2026-11-21" in after["context"].note
-    assert "8 MiB workspace" in after["context"].note
+    assert "8 of them for matrix products" in after["text_workspace"].note
+    assert lines(GPU, backend=TRANSFORMERS)["context"].how == "modelled"  # what was measured is the engine's
     large = lines(GPU, 16384)["vision_workspace"].bytes, lines(TABLE_CARD, 16384)["vision_workspace"].bytes
     assert large[0] > 1.2 * large[1]
 

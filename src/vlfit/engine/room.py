@@ -22,7 +22,7 @@ from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.gpu import gpu_behind, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
-from vlfit.plan.calibration import EXACT, constants_for
+from vlfit.plan.calibration import EXACT
 from vlfit.plan.expect import expect_in_ram, expect_on_gpu
 from vlfit.plan.ledger import Line, Settings
 from vlfit.plan.model import Model, model_of
@@ -244,15 +244,13 @@ def _room(checkpoint: Checkpoint, place: Place, settings: Settings, kv_tokens: i
         lines = _exact_lines(checkpoint, device, dtype, kv_tokens)
         return Room(lines, 0, free_bytes(device) + pool_spare, kv_tokens, settings.image_tokens)
     context = next(line.bytes for line in planned if line.line == "context")
-    # The workspace of matrix products is counted with the context, and lies in torch's pool.
-    outside = context - constants_for(gpu).workspace.bytes
     return Room(
         planned,
         _context_there(gpu, reserved, context),
         gpu.free + pool_spare,
         kv_tokens,
         settings.image_tokens,
-        limit=reserved + sum(line.bytes for line in planned) - outside,
+        limit=reserved + sum(line.bytes for line in planned) - context,
         waiting=waiting,
     )
 

@@ -42,7 +42,9 @@ _CONTEXT_ELSEWHERE = Constant(
     "upper end of the 0.4-0.6 GiB that vLLM users see on small cards; a context grows with the number of "
     "multiprocessors, an H200's (132 of them) measured 704 MiB",
 )
-# torch's workspace after the first matrix product.
+# Without what the native engine does about stacks (``engine/device.py``).
+_TRANSFORMERS_CONTEXT = _CONTEXT_MEASURED
+# torch's workspace after the first matrix product, in its pool.
 CUBLAS_WORKSPACE = Constant(
     8.125 * MIB,
     EXACT,
@@ -137,6 +139,7 @@ class Constants:
     """
 
     context: Constant
+    transformers_context: Constant
     workspace: Constant
     vision_slack: Constant
     text_slack: Constant
@@ -193,6 +196,7 @@ def _kept(name: str, driver: str, torch: str, path: str, changed: int, gpu: Gpu)
 def _of_the_table(gpu: Gpu) -> Constants:
     return Constants(
         context=_CONTEXT_MEASURED.get(gpu.compute_capability, _CONTEXT_ELSEWHERE),
+        transformers_context=_TRANSFORMERS_CONTEXT.get(gpu.compute_capability, _CONTEXT_ELSEWHERE),
         workspace=_WORKSPACES.get(gpu.compute_capability[0], CUBLAS_WORKSPACE),
         vision_slack=ALLOCATOR_SLACK,
         text_slack=TEXT_SLACK,
@@ -216,6 +220,7 @@ def _of_this_machine(measured: Measured, gpu: Gpu) -> Constants:
     launch = Constant(measured.launch, MEASURED, f"one layer of mini in the native engine, {source}")
     return Constants(
         context=Constant(measured.context, MEASURED, source),
+        transformers_context=_of_the_table(gpu).transformers_context,  # it was the native engine's
         workspace=Constant(measured.workspace, MEASURED, source),
         # It follows from shapes more than from the machine: what a few layers show may be too little.
         vision_slack=max(ALLOCATOR_SLACK, Constant(measured.vision_slack, MEASURED, source), key=_value),

@@ -56,12 +56,7 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
     constants = calibration.constants_for(gpu)
     return (
         Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
-        Line(
-            "context",
-            constants.context.bytes + constants.workspace.bytes,
-            constants.context.how,
-            _context_note(constants),
-        ),
+        _context(backend, constants),
         *_weights(model, settings.offload),
         _kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings, constants),
@@ -78,10 +73,10 @@ def _reserve(more: int = 0) -> Line:
     return Line("reserve", calibration.RESERVE.bytes + more, MODELLED, note)
 
 
-def _context_note(constants: Constants) -> str:
-    workspace = f"{constants.workspace.bytes / MIB:.0f} MiB workspace of matrix products"
+def _context(backend: str, constants: Constants) -> Line:
+    known = constants.transformers_context if backend == TRANSFORMERS else constants.context
     broken = f"; {constants.broken}" if constants.broken else ""
-    return f"CUDA and its libraries: {constants.context.source}; {workspace}{broken}"
+    return Line("context", known.bytes, known.how, f"CUDA and its libraries: {known.source}{broken}")
 
 
 def held_by_others(gpu: Gpu) -> int:
@@ -134,8 +129,11 @@ def _workspaces(model: Model, backend: str, settings: Settings, constants: Const
     beside tensors stands with the text model, as nothing tells it from a workspace.
     """
     text = round(_text_slack(backend, constants) * _text_peak(model, backend, settings))
-    beside = _pool_beside(model, backend, settings)
-    begun = f"; {beside / MIB:.0f} MiB that torch's pool takes beside weights and KV cache"
+    beside = _pool_beside(model, backend, settings) + constants.workspace.bytes
+    begun = (
+        f"; {beside / MIB:.0f} MiB that torch's pool takes beside weights and KV cache, "
+        f"{constants.workspace.bytes / MIB:.0f} of them for matrix products"
+    )
     if model.vision is None or not settings.image_tokens:
         return (
             Line("vision_workspace", 0, EXACT, "no pictures"),
