@@ -42,7 +42,7 @@ from vlfit.checkpoint.source import locate
 CONTEXT = 6144
 MOST_RESIDENT_GROWTH = 50 * MIB
 FLAT = MIB
-SETTLING = 2.0  # seconds after the last answer: who was hung up on ends at the next step
+SETTLING = 3.0  # seconds after the last answer: who was hung up on ends at the next step, heaps are trimmed
 READY, SETTLED, END = "ready", "settled", "the end"  # moments at which nobody asks
 EVERY = 50  # requests between two looks in between
 PLACES_PER_SEQUENCE = 8  # requests that may wait behind each (``cli/serve.py``)

@@ -21,6 +21,7 @@ from vlfit.errors import EngineStopped, InvalidRequest, RequestTooLarge, Unknown
 from vlfit.server.closing import ClientGone, Closing
 from vlfit.server.conversation import build_conversation
 from vlfit.server.failures import JSONReply, error_body
+from vlfit.server.host_memory import Trimming
 from vlfit.server.places import Held, Places
 from vlfit.server.replies import PING, Reply, event
 from vlfit.server.schemas import ChatRequest, parse_chat_request
@@ -48,6 +49,7 @@ class ChatEndpoint:
         self._settings = settings
         self._closing = closing
         self.places = Places(backend, settings.places)
+        self._trimming = Trimming(lambda: bool(self.places.taken))
         # Apart, so that waiting for slow web servers never keeps requests from being prepared.
         self._work = Threads(PREPARED_AT_ONCE)
         self._fetches = Threads(FETCHED_AT_ONCE)
@@ -69,6 +71,8 @@ class ChatEndpoint:
             await streaming.send(event(error_body(error)))
             await streaming.end()
             raise  # to the door, which logs it
+        finally:
+            self._trimming.ended()
 
     async def _answer(self, body: bytes, request: Request, streaming: "_Streaming") -> None:
         wishes = await self._work.run(parse_chat_request, body)
