@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.loading import Progress
 from vlfit.cli.printing import Printer
 from vlfit.errors import DoesNotFit, UsageError
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from vlfit.backends.phases import Phases
     from vlfit.bench.measure import Measured
     from vlfit.bench.wanted import Wanted
+    from vlfit.cli.loading import Progress
 
 EXAMPLES = """\b
 Examples:
@@ -176,7 +176,7 @@ def _measured(
     def say(text: str) -> None:
         printer.note(f"  {text}")
 
-    def show() -> AbstractContextManager[Progress]:
+    def show() -> "AbstractContextManager[Progress]":
         return loading(name, printer, phases)
 
     try:
