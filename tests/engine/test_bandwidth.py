@@ -32,6 +32,13 @@ def test_rounds_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert bandwidth.seconds_of(lambda: None, CPU) == 0.1
 
 
+def test_all_of_a_buffer_is_read() -> None:
+    numbers = torch.arange(2 * 4 * 64, dtype=torch.int32)
+    sums = torch.zeros(8, dtype=torch.int32)
+    assert bandwidth.read_all(numbers, sums, 64) == 2
+    assert sums.tolist() == [*numbers.view(2, -1).sum(1).tolist(), 0, 0, 0, 0, 0, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_card_reads_within_what_it_promises() -> None:

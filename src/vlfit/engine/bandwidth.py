@@ -6,9 +6,11 @@ Does not know what is read for a token (``timing.py``), nor what a data sheet pr
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from vlfit.errors import DeviceError
 from vlfit.machine.host import read_host
@@ -17,12 +19,13 @@ from vlfit.units import MIB
 # Far beyond what caches hold: 96 MiB on the largest consumer cards, some hundreds in all cores of a server.
 _MOST, _LEAST = 1024 * MIB, 64 * MIB
 _COLUMNS = 4096
+_STEPS, _BLOCKS = 4, (2048, 4096)  # loads under way in each program at once, and numbers in each load
 _ROUNDS = 12
 _ENOUGH = 0.3  # seconds; a card that idled takes some to raise its clocks
 
 
 def memory_speed(device: torch.device) -> float:
-    """Bytes per second: a large buffer read once, or copied (read and written), whichever is faster.
+    """Bytes per second: a large buffer read, or copied (read and written), whichever is faster, at its best.
 
     On a CPU it is read by the threads that torch has here. The cap that an engine has put on torch's pool is
     lifted, so no engine may be running. Raises ``DeviceError`` where there is no memory for a buffer.
@@ -30,12 +33,31 @@ def memory_speed(device: torch.device) -> float:
     size = _size(device)
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     half = len(buffer) // 2
-    copied = 2 * 4 * half / seconds_of(lambda: buffer[half:].copy_(buffer[:half]), device)
+
+    def copy() -> None:
+        buffer[half:].copy_(buffer[:half])
+
     if device.type == "cuda":
-        return max(copied, buffer.nbytes / seconds_of(buffer.sum, device))
-    # The operation of a decode step: a sum is bound by arithmetic on one core.
-    matrix, vector = buffer.view(-1, _COLUMNS), torch.ones(1, _COLUMNS)
-    return max(copied, buffer.nbytes / seconds_of(lambda: F.linear(vector, matrix), device))
+        numbers, sums = (
+            buffer.view(torch.int32),
+            torch.empty(size // 4 // min(_BLOCKS), dtype=torch.int32, device=device),
+        )
+        ways: list[Callable[[], object]] = [partial(read_all, numbers, sums, block) for block in _BLOCKS]
+    else:
+        # The operation of a decode step: a sum is bound by arithmetic on one core.
+        ways = [partial(F.linear, torch.ones(1, _COLUMNS), buffer.view(-1, _COLUMNS))]
+    return buffer.nbytes / min(min(times_of(way, device)) for way in (copy, *ways))
+
+
+def read_all(numbers: Tensor, sums: Tensor, block: int) -> int:
+    """Read ``numbers`` [n] int32 on a GPU, n a multiple of ``block`` x ``_STEPS``; sums of so many each go to
+    the beginning of ``sums``. Gives how many sums there are.
+    """
+    from vlfit.engine.kernels.reading import sum_kernel
+
+    programs = len(numbers) // (block * _STEPS)
+    sum_kernel[(programs,)](numbers, sums, block=block, steps=_STEPS, num_warps=8)
+    return programs
 
 
 def _size(device: torch.device) -> int:
@@ -53,16 +75,21 @@ def _size(device: torch.device) -> int:
             f"measuring how fast memory is takes {_LEAST // MIB * 4} MiB; {free // MIB} are free on {device}",
             "close other programs that use it",
         )
-    return size // (8 * _COLUMNS) * 8 * _COLUMNS
+    return size // _LEAST * _LEAST
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Median time of ``work``, on a GPU by its own clock; the first rounds warm it up."""
+    return float(statistics.median(times_of(work, device)))
+
+
+def times_of(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of ``work``, again and again, once it is warm; on a GPU by its own clock."""
     clock = _on_gpu if device.type == "cuda" else _on_cpu
     times: list[float] = []
     while len(times) < _ROUNDS or sum(times) < _ENOUGH:
         times.append(clock(work, device))
-    return float(statistics.median(times[len(times) // 4 :]))
+    return times[len(times) // 4 :]
 
 
 def _on_gpu(work: Callable[[], object], device: torch.device) -> float:
