@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.engine.kernels.conftest import relative_error
 from tests.engine.on_gpu import most_requested, requested, settle
 from tests.engine.test_parity import relative
 from vlfit.checkpoint import catalog
@@ -51,7 +52,7 @@ def true_shapes(request: pytest.FixtureRequest) -> Iterator[tuple[VisionConfig, 
     whole = replace(entry.config, vision=config)
     checkpoint = Checkpoint(entry.name, Path("nowhere"), whole, catalog.tensors_of(whole))
     tower = VisionTower(config, MadeUpLoader(checkpoint, torch.device("cuda"), torch.bfloat16))
-    look(tower, 1, 4, 4)  # workspaces of libraries, which are on another line
+    look(tower, 1, 32, 32)  # workspaces of libraries, which are on another line
     yield config, tower
     torch.cuda.empty_cache()
 
@@ -108,7 +109,7 @@ def test_patches_are_those_of_the_cpu_bit_for_bit(
 
 
 @pytest.mark.parametrize("name", ["tied", "vision_head_72"])
-@pytest.mark.parametrize("whole_rows", [2048, 28])
+@pytest.mark.parametrize("whole_rows", [vision.WHOLE_ROWS, 28])
 @pytest.mark.parametrize(("frames", "rows", "columns"), [(1, 10, 22), (6, 6, 4)])
 def test_features_are_those_of_the_cpu(
     tiny: Callable[[str], Path],
@@ -128,4 +129,5 @@ def test_features_are_those_of_the_cpu(
         features = look(tower, frames, rows, columns)
         seen[device, dtype] = torch.cat((features.rows, *features.deepstack)).float().cpu()
     assert relative(seen["cuda", torch.float32], seen["cpu", torch.float32]) < 1e-4
-    assert relative(seen["cuda", torch.bfloat16], seen["cpu", torch.float32]) < 0.05
+    # Rounded at each step of four blocks; on a CPU the same comes to 0.020 to 0.027.
+    assert relative_error(seen["cuda", torch.bfloat16], seen["cpu", torch.float32]) < 0.04

@@ -11,7 +11,7 @@ from vlfit.checkpoint.quantization import INT4
 from vlfit.plan.model import HALF, SINGLE, Matrix, Model
 
 BLOCK_SIZE = 16  # tokens of a KV block (``engine/options.py``)
-VISION_WHOLE = 2048  # patches; of more the feed-forward goes in two halves (``engine/qwen3_vl/vision.py``)
+VISION_WHOLE = 3072  # patches; of more the feed-forward goes in two halves (``engine/qwen3_vl/vision.py``)
 TYPICAL_REQUEST = 2048  # tokens of pool for each sequence (``engine/engine.py``)
 # Where those do not fit: a picture of 1024 tokens, and half as much for a question and its answer.
 TIGHT_REQUEST = 1536
@@ -47,7 +47,16 @@ def pictures_reached(chunk: int, image_tokens: int) -> int:
 
 
 def vision_peak(vision: VisionConfig, image_tokens: int, *, narrow: bool = False) -> int:
-    """Peak of the vision tower on one picture of ``image_tokens`` (``engine/qwen3_vl/vision.py``).
+    """Peak of the vision tower on one picture of up to ``image_tokens`` (``engine/qwen3_vl/vision.py``).
+
+    A somewhat smaller one may take more: the largest whose feed-forward goes whole.
+    """
+    whole = min(image_tokens, VISION_WHOLE // vision.spatial_merge_size**2)
+    return max(_peak_of_looking(vision, tokens, narrow) for tokens in (image_tokens, whole))
+
+
+def _peak_of_looking(vision: VisionConfig, image_tokens: int, narrow: bool) -> int:
+    """Peak on a picture of just so many tokens.
 
     All along live the rows of deepstack, and for each patch the residual in bfloat16 and the angles that rows
     and columns stand for; in a block q, k and v beside a norm's output or what the patches find, then the

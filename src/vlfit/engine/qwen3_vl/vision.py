@@ -31,7 +31,7 @@ from vlfit.engine.loader import Loader
 from vlfit.engine.qwen3_vl.rope import merge_order, vision_angles, vision_tables
 
 LAYER_NORM_EPS = 1e-6
-WHOLE_ROWS = 2048  # patches (those of 1024x512 pixels); of more the feed-forward goes in two halves
+WHOLE_ROWS = 3072  # patches (those of 1024x768 pixels); of more the feed-forward goes in two halves
 PLACED_ROWS = 2048  # patches that a CPU adds positions to, or turns, at once: in float32
 
 
