@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.engine.kernels.conftest import DTYPES, TOLERANCES, relative_error
+from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from vlfit.engine.decoder.rope import rotate
-from vlfit.engine.kernels import few_rows, fused
+from vlfit.engine.kernels import few_rows, fused, linear
 from vlfit.engine.kernels.few_rows import Tiles
 from vlfit.engine.kernels.launch import arrivals
 from vlfit.engine.layers.norm import rms_norm
@@ -103,3 +103,34 @@ def test_few_rows(
         assert out.dtype == dtype
         assert relative_error(out, exact) < TOLERANCES[dtype]
     assert not arrivals(device).any()
+
+
+@pytest.mark.parametrize("inner", [40, 64])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("form", ["dense", "fp8", "int4"])
+def test_gates_within_a_product(form: str, splits: int, inner: int, device: torch.device) -> None:
+    """As the product and then the step: both round where PyTorch does. To the bit but for the order in which
+    a matrix unit, or the library that stands for it here, adds up.
+    """
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    rows, inputs = (1 if form == "int4" else 3), 768
+    x = torch.randn(rows, inputs).to(device, dtype)
+    bias = torch.randn(2 * inner).to(device, dtype)
+
+    def product(gated: bool) -> torch.Tensor:
+        if form == "dense":
+            return few_rows.multiply(x, weight, bias, Tiles(32, 128, 4, 2), splits, gated)
+        return linear.linear(x, narrow, bias, linear.Tiles(8, 32, 128, 4, 2), splits, gated=gated)
+
+    weight = torch.randn(2 * inner, inputs).to(device, dtype)
+    scale = torch.rand(-(-2 * inner // 128), inputs // 128).to(device)
+    codes = torch.randn(2 * inner, inputs).to(torch.float8_e4m3fn).to(device)
+    narrow = linear.NarrowWeights(codes, scale, None, (128, 128))
+    if form == "int4":
+        words = torch.randint(-(2**31), 2**31, (2 * inner, inputs // 8)).to(torch.int32).to(device)
+        scale = (torch.rand(2 * inner, inputs // 32) * 0.01).to(device, dtype)
+        narrow = linear.NarrowWeights(words, scale, None, (1, 32))
+    assert (
+        relative_error(product(gated=True), fused.silu_and_multiply(product(gated=False))) < TOLERANCES[dtype]
+    )

@@ -18,7 +18,7 @@ from vlfit.engine.decoder.rope import TextRope
 from vlfit.engine.kernels.fused import Fresh
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layers.attention import AttentionPlan, paged_attention
-from vlfit.engine.layers.fused import add_norm, silu_and_multiply
+from vlfit.engine.layers.fused import add_norm, gated
 from vlfit.engine.layers.linear import Linear
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
@@ -142,4 +142,4 @@ class DecoderLayer:
     def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
         """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what the second half would add."""
         x = add_norm(hidden, delta, self.post_attention_norm, self.eps)
-        return self.down(silu_and_multiply(self.gate_up(x)))
+        return self.down(gated(self.gate_up, x))

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
 from vlfit.engine.kernels.overlap import wait
-from vlfit.engine.kernels.product import inputs_tile, product
+from vlfit.engine.kernels.product import inputs_tile, product, tile_index
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -26,6 +26,7 @@ def multiply(
     x_stride,
     steps,
     has_bias: tl.constexpr,
+    gated: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
@@ -36,12 +37,12 @@ def multiply(
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ ``weight`` [outputs, inputs].T + ``bias``.
 
     All rows are one tile. ``parts``: into how many a tile of inputs is cut, one for each warp, if not 1. With
-    ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are.
+    ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are, and ``gated``.
     """
     wait(overlap)
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    index = tile * tile_outputs + tl.arange(0, tile_outputs)
+    index = tile_index(tile, outputs, tile_outputs, gated)
     row = tl.arange(0, tile_rows)
     begin = split * steps * tile_inputs
     end = tl.minimum(begin + steps * tile_inputs, inputs)
@@ -58,4 +59,18 @@ def multiply(
         total += product(tile_weight, tile_x, tile_rows, tile_outputs, tile_inputs, parts)
     if parts > 1:
         total = tl.sum(total, 0)
-    finish(total, bias, partial, arrivals + tile, output, index, row, split, rows, outputs, has_bias, splits)
+    finish(
+        total,
+        bias,
+        partial,
+        arrivals + tile,
+        output,
+        index,
+        row,
+        split,
+        rows,
+        outputs,
+        has_bias,
+        gated,
+        splits,
+    )

@@ -42,20 +42,28 @@ def splits_for(outputs: int, inputs: int, tiles: Tiles) -> int:
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None = None, splits: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles | None = None,
+    splits: int | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """``x`` [rows, inputs], at most ``FEW_ROWS``, times ``weight`` [outputs, inputs].T: [rows, outputs].
 
-    Rows of ``x`` may lie apart. Allocates the output and, for a product that is split, as much again in
-    float32 for each split.
+    ``gated``: the first half of the outputs are gates, and what comes is silu(gate) * other,
+    [rows, outputs / 2]. Rows of ``x`` may lie apart. Allocates the output and, for a product that is split,
+    as much as all outputs in float32 for each split.
     """
     rows, inputs = x.shape
     outputs = len(weight)
-    output = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    output = torch.empty((rows, outputs // 2 if gated else outputs), dtype=x.dtype, device=x.device)
     tiles = tiles or tiles_for(x.dtype)
     splits = splits or splits_for(outputs, inputs, tiles)
     tile_rows = 8 if rows <= 8 else 16
-    programs = -(-outputs // tiles.outputs)
+    # Halves of a tile are gates and what they are for.
+    cut = (outputs // 2, tiles.outputs // 2) if gated else (outputs, tiles.outputs)
+    programs = -(-cut[0] // cut[1])
     partial = output
     if splits > 1:
         partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
@@ -75,6 +83,7 @@ def multiply(
             x.stride(0),
             -(-inputs // (splits * tiles.inputs)),
             has_bias=bias is not None,
+            gated=gated,
             tile_rows=tile_rows,
             tile_outputs=tiles.outputs,
             tile_inputs=tiles.inputs,

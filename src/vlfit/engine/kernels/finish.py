@@ -1,4 +1,4 @@
-"""How a tile of a product ends, one program's or several programs': sums written, with the bias.
+"""How a tile of a product ends, one program's or several programs': sums written, with the bias, or gated.
 
 Where the inputs of a tile are shared out, no second kernel waits for the first: each program leaves its sums,
 and the last one to come adds them up, always in the same order, so that the result does not depend on who was
@@ -22,10 +22,13 @@ def finish(
     rows,
     outputs,
     has_bias: tl.constexpr,
+    gated: tl.constexpr,
     splits: tl.constexpr,
 ):
     """``total`` [tile of outputs, tile of rows] float32 to ``output`` [rows, outputs], at ``index``, ``row``.
 
+    ``gated``: the outputs are gates and as many others (``tile_index``), and ``output`` [rows, outputs / 2]
+    is silu(gate) * other, rounded where ``row_steps.silu_and_multiply`` rounds.
     With ``splits`` > 1 ``partial`` is [splits, rows, outputs] float32, and ``arrived`` counts the programs of
     this tile that have left their sums there: 0 before the first and after the last.
     """
@@ -42,14 +45,39 @@ def finish(
                 found = tl.load(partial + other * cells + place, mask=inside, other=0.0, cache_modifier=".cg")
                 total += found
             tl.store(arrived, 0)
-            write(total, bias, output, place, index, inside, outputs, has_bias)
+            write(total, bias, output, place, index, inside, row, rows, outputs, has_bias, gated)
     else:
-        write(total, bias, output, place, index, inside, outputs, has_bias)
+        write(total, bias, output, place, index, inside, row, rows, outputs, has_bias, gated)
 
 
 @triton.jit
-def write(total, bias, output, place, index, inside, outputs, has_bias: tl.constexpr):
-    """``total`` and ``bias`` to ``output`` at ``place``."""
+def write(
+    total,
+    bias,
+    output,
+    place,
+    index,
+    inside,
+    row,
+    rows,
+    outputs,
+    has_bias: tl.constexpr,
+    gated: tl.constexpr,
+):
+    """``total`` and ``bias`` to ``output`` at ``place``; ``gated``: see ``finish``."""
     if has_bias:
         total += tl.load(bias + index, mask=index < outputs, other=0.0).to(tl.float32)[:, None]
-    tl.store(output + place, total.to(output.dtype.element_ty), mask=inside)
+    rounded = total.to(output.dtype.element_ty)
+    if gated:
+        half: tl.constexpr = total.shape[0] // 2
+        pairs = tl.permute(tl.reshape(rounded, (2, half, total.shape[1])), (1, 2, 0))
+        gate, other = tl.split(pairs)
+        wide = gate.to(tl.float32)
+        active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+        product = active.to(tl.float32) * other.to(tl.float32)
+        unit, _ = tl.split(tl.permute(tl.reshape(index, (2, half)), (1, 0)))
+        there = (unit[:, None] < outputs // 2) & (row[None, :] < rows)
+        unit_place = row[None, :].to(tl.int64) * (outputs // 2) + unit[:, None]
+        tl.store(output + unit_place, product.to(gate.dtype), mask=there)
+    else:
+        tl.store(output + place, rounded, mask=inside)

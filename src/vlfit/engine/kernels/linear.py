@@ -118,15 +118,19 @@ def linear(
     tiles: Tiles | None = None,
     splits: int | None = None,
     hardware: bool | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """``x`` [rows, inputs] (rows may lie apart) times ``weights``: [rows, outputs] in the dtype of ``x``.
 
-    Allocates the output; for a product that is split as much again in float32 for each split; for one of more
-    than ``WIDEN_ROWS`` rows ``SCRATCH_BYTES``. ``tiles``, ``splits`` and ``hardware`` (whether the card
-    converts float8 itself) are chosen if not given.
+    ``gated``, for at most ``WIDEN_ROWS`` rows: the first half of the outputs are gates, and what comes is
+    silu(gate) * other, [rows, outputs / 2].
+    Allocates the output; for a product that is split as much as all outputs in float32 for each split; for
+    one of more than ``WIDEN_ROWS`` rows ``SCRATCH_BYTES``. ``tiles``, ``splits`` and ``hardware`` (whether
+    the card converts float8 itself) are chosen if not given.
     """
     rows = len(x)
-    output = torch.empty((rows, weights.outputs), dtype=x.dtype, device=x.device)
+    width = weights.outputs // 2 if gated else weights.outputs
+    output = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows == 0:
         return output
     if hardware is None:
@@ -138,9 +142,9 @@ def linear(
     splits = splits or splits_for(rows, weights.outputs, weights.inputs, tiles)
     partial = output
     if splits > 1:
-        partial = torch.empty((splits, *output.shape), dtype=torch.float32, device=x.device)
+        partial = torch.empty((splits, rows, weights.outputs), dtype=torch.float32, device=x.device)
     if x.device.type != "meta":
-        _launch_matmul(x, weights, bias, partial, output, tiles, splits, hardware)
+        _launch_matmul(x, weights, bias, partial, output, tiles, splits, hardware, gated)
     return output
 
 
@@ -162,11 +166,16 @@ def _by_slices(
     if x.device.type == "meta":
         return
     height = slice_height(weights.outputs, weights.inputs, len(scratch))
-    for first in range(0, weights.outputs, height):
-        last = min(first + height, weights.outputs)
-        wide = scratch[: (last - first) * weights.inputs].view(last - first, weights.inputs)
+    wide = scratch[: height * weights.inputs].view(height, weights.inputs)
+    columns = wide.T
+    first = 0
+    for part in output.split(height, dim=1):
+        rows = part.shape[1]
+        if rows < height:
+            wide, columns = wide[:rows], columns[:, :rows]
         widen_rows(weights, first, wide, hardware)
-        torch.mm(x, wide.T, out=output[:, first:last])
+        torch.mm(x, columns, out=part)
+        first += rows
     if bias is not None:
         output += bias
 
@@ -215,12 +224,15 @@ def _launch_matmul(
     tiles: Tiles,
     splits: int,
     hardware: bool,
+    gated: bool,
 ) -> None:
     from vlfit.engine.kernels.matmul import matmul
 
-    rows, outputs = output.shape
+    rows, outputs = len(x), weights.outputs
     steps = -(-weights.inputs // (splits * tiles.inputs))
-    programs = -(-outputs // tiles.outputs) * -(-rows // tiles.rows)
+    # Halves of a tile are gates and what they are for.
+    cut = (outputs // 2, tiles.outputs // 2) if gated else (outputs, tiles.outputs)
+    programs = -(-cut[0] // cut[1]) * -(-rows // tiles.rows)
     codes, scale, zero_point = _stored(weights)
     matmul[(programs, splits)](
         x,
@@ -240,9 +252,10 @@ def _launch_matmul(
         **_form(weights, hardware),
         by_hand=by_hand(x.device),
         has_bias=bias is not None,
+        gated=gated,
         span=min(weights.span, tiles.inputs),
         apart=rows == 1 and weights.form == INT4 and tiles.inputs // tiles.parts <= tiles.rows * weights.span,
-        whole=outputs % tiles.outputs == 0 and weights.inputs % tiles.inputs == 0,
+        whole=cut[0] % cut[1] == 0 and weights.inputs % tiles.inputs == 0,
         tile_rows=tiles.rows,
         tile_outputs=tiles.outputs,
         tile_inputs=tiles.inputs,

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
 from vlfit.engine.kernels.overlap import wait
-from vlfit.engine.kernels.product import inputs_tile, product
+from vlfit.engine.kernels.product import inputs_tile, product, tile_index
 from vlfit.engine.kernels.unpack import (
     fp8_tile,
     int4_tile,
@@ -49,6 +49,7 @@ def matmul(
     by_hand: tl.constexpr,
     has_zero_point: tl.constexpr,
     has_bias: tl.constexpr,
+    gated: tl.constexpr,
     scale_rows: tl.constexpr,
     scale_width: tl.constexpr,
     span: tl.constexpr,
@@ -64,8 +65,9 @@ def matmul(
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ weights.T + ``bias``, summed in float32.
 
     With ``splits`` > 1 each program sums over ``steps`` tiles of inputs, and ``finish`` says what ``partial``
-    and ``arrivals`` are. ``code_columns``: bytes (FP8) or words of codes in a row. ``whole``: tiles fill
-    outputs and inputs exactly. ``parts``: into how many a tile of inputs is cut, one for each warp, if not 1.
+    and ``arrivals`` are, and ``gated``. ``code_columns``: bytes (FP8) or words of codes in a row. ``whole``:
+    tiles fill outputs and inputs exactly. ``parts``: into how many a tile of inputs is cut, one for each
+    warp, if not 1.
     Where a part of a tile shares its scale, codes are multiplied as they are and the scale is applied to the
     sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``apart``: one row of
     int4 (``apart_sums``).
@@ -74,7 +76,7 @@ def matmul(
     inputs = code_columns * (8 if form == "int4" else 4 if form == "int8" else 1)
     row_tiles = tl.cdiv(rows, tile_rows)
     # Neighbours share weights, which are then read from memory once, whatever the number of rows.
-    output_index = (tl.program_id(0) // row_tiles) * tile_outputs + tl.arange(0, tile_outputs)
+    output_index = tile_index(tl.program_id(0) // row_tiles, outputs, tile_outputs, gated)
     row = (tl.program_id(0) % row_tiles) * tile_rows + tl.arange(0, tile_rows)
     split = tl.program_id(1)
     begin = split * steps * tile_inputs
@@ -150,6 +152,7 @@ def matmul(
         rows,
         outputs,
         has_bias,
+        gated,
         splits,
     )
 

@@ -1,10 +1,26 @@
-"""What kernels for few rows do with a tile of inputs, whatever their weights: load it, and multiply.
+"""What kernels for few rows have in common, whatever their weights: which outputs and inputs, and a product.
 
 Host code: ``linear.py`` and ``few_rows.py``.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def tile_index(tile, outputs, tile_outputs: tl.constexpr, gated: tl.constexpr):
+    """Which of ``outputs`` the tile of that number computes: [tile_outputs], ``outputs`` or more for none.
+
+    ``gated``: the first half of all outputs are gates, of which a tile has some and the others that belong to
+    them (``finish.py``).
+    """
+    lane = tl.arange(0, tile_outputs)
+    if gated:
+        unit = tile * (tile_outputs // 2) + lane % (tile_outputs // 2)
+        index = tl.where(unit < outputs // 2, lane // (tile_outputs // 2) * (outputs // 2) + unit, outputs)
+    else:
+        index = tile * tile_outputs + lane
+    return index
 
 
 @triton.jit

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from vlfit.engine import kernels
 from vlfit.engine.kernels import fused
+from vlfit.engine.kernels.few_rows import FEW_ROWS
+from vlfit.engine.layers.linear import Gated, Linear
 from vlfit.engine.layers.norm import rms_norm
 
 
@@ -19,6 +21,13 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
     if delta is not None:
         hidden.add_(delta)
     return rms_norm(hidden, weight, eps)
+
+
+def gated(gate_up: Linear, x: Tensor) -> Tensor:
+    """``silu(gate) * up`` [rows, inner] of what ``gate_up`` makes of ``x`` [rows, hidden]."""
+    if kernels.used_on(x.device) and len(x) <= FEW_ROWS and isinstance(gate_up, Gated):
+        return gate_up.gated(x)
+    return silu_and_multiply(gate_up(x))
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:

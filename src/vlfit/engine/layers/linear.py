@@ -6,7 +6,7 @@ weights are widened at each call, in plain PyTorch: the reference for the kernel
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,15 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+@runtime_checkable
+class Gated(Protocol):
+    """A layer whose outputs are gates and as many others, which it can multiply at once, for few rows."""
+
+    def gated(self, x: Tensor) -> Tensor:
+        """``silu(gate) * other`` [rows, out / 2] of ``x`` [at most ``FEW_ROWS`` rows, in], by kernels."""
+        ...
+
+
 class DenseLinear:
     """Weights in the dtype of the computation: ``weight`` [out, in], ``bias`` [out] or None."""
 
@@ -34,6 +43,9 @@ class DenseLinear:
         if kernels.used_on(x.device) and len(x) <= FEW_ROWS:
             return multiply(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        return multiply(x, self.weight, self.bias, gated=True)
 
 
 class Fp8Linear:
@@ -53,6 +65,9 @@ class Fp8Linear:
             return linear(x, self.weights, self.bias)
         widened = dequantize_fp8(self.weights.codes, self.weights.scale, self.weights.block, x.dtype)
         return F.linear(x, widened, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        return linear(x, self.weights, self.bias, gated=True)
 
 
 class Stacked:
@@ -118,6 +133,9 @@ class Int4Linear:
         widened = dequantize_int4(stored.codes, stored.scale, stored.zero_point, x.dtype)
         return F.linear(x, widened, self.bias)
 
+    def gated(self, x: Tensor) -> Tensor:
+        return linear(x, self.weights, self.bias, gated=True)
+
 
 SYMMETRIC_ZERO = 8  # the code that stands for 0 where no zero points are stored
 
@@ -145,6 +163,9 @@ class Int8Linear:
         if kernels.used_on(x.device):
             return linear(x, self.weights, self.bias)
         return F.linear(x, dequantize_int8(self.weights.codes, self.weights.scale, x.dtype), self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        return linear(x, self.weights, self.bias, gated=True)
 
 
 def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
