@@ -6,13 +6,14 @@ defines them) and words of codes. Does not know files, names, or scales.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vlfit.checkpoint.headers import Layout
-from vlfit.engine.layers.linear import pack_codes, unpack_codes
 from vlfit.errors import CheckpointError
 
 SLICE_BYTES = (
@@ -32,10 +33,11 @@ def repack(raw: Tensor, layout: Layout, target: Tensor, order: Tensor | None = N
     codes of ``bits``, its input i becomes what was input ``order[i]``.
     """
     first = 0
-    for rows in _slices(raw, layout):
-        kept = rows if order is None else _ordered(rows, order, bits)
-        target[first : first + len(rows)].copy_(kept)
-        first += len(rows)
+    with ExitStack() as stack:
+        ordering = None if order is None else stack.enter_context(closing(_Ordering(order, bits)))
+        for rows in _slices(raw, layout):
+            target[first : first + len(rows)].copy_(rows if ordering is None else ordering(rows))
+            first += len(rows)
 
 
 def shape_in_file(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
@@ -134,9 +136,40 @@ def _codes_in_order(raw: Tensor) -> Tensor:
     return ordered
 
 
-def _ordered(words: Tensor, order: Tensor, bits: int) -> Tensor:
-    """``words`` [rows, words] with the inputs that their codes belong to in ``order``."""
-    codes = words.view(torch.uint8) if bits == 8 else unpack_codes(words)
-    # NumPy's takes a fifth of the time of torch's.
-    ordered = torch.from_numpy(np.take(codes.numpy(), order.numpy(), axis=1))
-    return ordered.view(torch.int32) if bits == 8 else pack_codes(ordered)
+class _Ordering:
+    """Puts the inputs that codes of ``bits`` belong to in ``order`` [inputs], a few rows in each thread.
+
+    By NumPy, whose threads of Python work side by side: its ``take`` takes a fifth of the time of torch's.
+    """
+
+    def __init__(self, order: Tensor, bits: int) -> None:
+        self._bits = bits
+        self._order = order.numpy()
+        if bits == 4:
+            # Codes are taken from their bytes the lower ones first, then the higher ones.
+            self._order = self._order % 2 * (len(order) // 2) + self._order // 2
+        self._threads = max(torch.get_num_threads(), 1)
+        self._pool = ThreadPoolExecutor(self._threads, "vlfit-order")
+
+    def __call__(self, words: Tensor) -> Tensor:
+        """``words`` [rows, words] int32 in new memory."""
+        ordered = torch.empty_like(words)
+        parts = (each.tensor_split(self._threads) for each in (words, ordered))
+        list(self._pool.map(self._fill, *parts))
+        return ordered
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _fill(self, words: Tensor, ordered: Tensor) -> None:
+        stored, target = words.numpy().view(np.uint8), ordered.numpy().view(np.uint8)
+        # "clip" only says that no index is looked at twice: all are inside.
+        if self._bits == 8:
+            np.take(stored, self._order, axis=1, out=target, mode="clip")
+            return
+        width = stored.shape[1]
+        codes = np.empty((len(stored), 2 * width), np.uint8)
+        np.bitwise_and(stored, 15, out=codes[:, :width])
+        np.right_shift(stored, 4, out=codes[:, width:])
+        np.take(codes, self._order[::2], axis=1, out=target, mode="clip")
+        target |= np.take(codes, self._order[1::2], axis=1, mode="clip") << 4
