@@ -36,14 +36,14 @@ def test_a_small_soak_of_a_real_server(
     with pytest.raises(SystemExit) as ended:
         soak.main()
     result = json.loads(file.read_text())
-    assert [words for words in result["verdicts"] if "RAM grew" not in words] == []
+    assert result["verdicts"] == []
     moments = {each["name"]: each for each in result["memory"]["moments"]}
     assert moments[soak.READY]["requests"] == 0
     assert 22 <= moments[soak.SETTLED]["requests"] < moments[soak.END]["requests"] == 44
     assert (
         0 < moments[soak.END]["image_cache"] < moments[soak.END]["anonymous"] < moments[soak.END]["resident"]
     )
-    assert ended.value.code == bool(result["verdicts"])
+    assert ended.value.code == 0
     counted = {kind: sum(counts.values()) for kind, counts in result["outcomes"].items()}
     assert sum(counted.values()) == 44
     assert set(counted) >= {WHOLE, LEFT, LOW, LARGE, BURST}
