@@ -172,6 +172,8 @@ def _product(parts: list[Matrix], rows: int) -> int:
 
 def decode_splits(sequences: int) -> int:
     """Among how many programs a sequence's context is shared out (``engine/kernels/attention.py``)."""
+    if sequences <= 2:
+        return 17
     return 16 if sequences <= 4 else 8 if sequences <= 16 else 4 if sequences <= 256 else 1
 
 

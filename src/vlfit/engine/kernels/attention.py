@@ -44,16 +44,19 @@ class Tiles:
 
 
 def decode_splits(sequences: int) -> int:
-    """Among how many programs a sequence's context is shared out: a power of two.
+    """Among how many programs a sequence's context is shared out.
 
-    Not at all where so many run that they keep a card busy by themselves, and would be too many to count
-    (``launch.MOST_TILES``).
+    Of an odd number the last has the newest token alone, which takes as long as a tile of the past: for so
+    few sequences that all are at work at once. Where very many run they keep a card busy by themselves, and
+    would be too many to count (``launch.MOST_TILES``).
     """
+    if sequences <= 2:
+        return 17
     return 16 if sequences <= 4 else 8 if sequences <= 16 else 4 if sequences <= 256 else 1
 
 
 def decode_tiles(dtype: torch.dtype) -> Tiles:
-    return Tiles(16, 32, 4, 2) if dtype == torch.float32 else Tiles(16, 64, 4, 2)
+    return Tiles(16, 32, 4, 2) if dtype == torch.float32 else Tiles(16, 64, 2, 2)
 
 
 def prefill_tiles(dtype: torch.dtype) -> Tiles:
@@ -130,6 +133,7 @@ def _launch_decode(
         rotated=fresh.cosines.shape[-1],
         has_norm=fresh.norm_weight is not None,
         splits=splits,
+        sharing=splits - 1 if splits % 2 and splits > 1 else splits,
         tile_heads=max(power_of_two(heads // key_heads), 16),
         tile_tokens=tiles.tokens,
         num_warps=tiles.warps,

@@ -42,6 +42,7 @@ def decode(
     has_norm: tl.constexpr,
     block_size: tl.constexpr,
     splits: tl.constexpr,
+    sharing: tl.constexpr,
     tile_heads: tl.constexpr,
     tile_tokens: tl.constexpr,
     tile_dim: tl.constexpr,
@@ -54,7 +55,8 @@ def decode(
     head_dim]. ``spans`` [sequences, 3] holds row, new tokens (1) and past of each; ``factor`` turns products
     of queries and keys into powers of two. With ``splits`` > 1 ``partial`` is [sequences, heads, splits,
     head_dim], ``extremes`` [sequences, heads, splits, 2], both float32, and ``arrivals`` counts the programs
-    of each sequence and key head: 0 before the first and after the last. A row whose slot is negative leaves
+    of each sequence and key head: 0 before the first and after the last. The first ``sharing`` programs have
+    the past, the last one has the newest token. A row whose slot is negative leaves
     nothing in the cache, and its answer is zeros.
     """
     sequence = tl.program_id(0)
@@ -67,7 +69,7 @@ def decode(
     # their way while it runs.
     past = tl.load(spans + sequence * 3 + 2)
     slot = tl.load(slots + sequence).to(tl.int64)
-    share = tl.cdiv(tl.cdiv(past, splits), tile_tokens) * tile_tokens
+    share = tl.cdiv(tl.cdiv(past, sharing), tile_tokens) * tile_tokens
     begin = split * share
     end = tl.minimum(begin + share, past)
     blocks = table + sequence * table_stride
@@ -97,7 +99,6 @@ def decode(
     largest = tl.full((tile_heads,), LEAST, tl.float32)
     weight_sum = tl.zeros((tile_heads,), tl.float32)
     mixed = tl.zeros((tile_heads, tile_dim), tl.float32)
-    # The newest token is the last program's, whose share of the past is the smallest.
     if (split == splits - 1) & (slot >= 0):
         new_key = turned(
             own + (heads + key_head) * head_dim,
@@ -118,13 +119,19 @@ def decode(
         largest = tl.sum(asked.to(tl.float32) * new_key.to(tl.float32), 1) * factor
         weight_sum = tl.full((tile_heads,), 1.0, tl.float32)
         mixed += new_value.to(tl.float32)
-    largest, weight_sum, mixed = seen(asked, key, value, token < end, largest, weight_sum, mixed, factor)
-    for first in range(begin + tile_tokens, end, tile_tokens):
-        token = first + tl.arange(0, tile_tokens)
-        place = places(blocks, token, end, key_head, key_heads, block_size, head_dim) + dim
-        key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0.0)
-        value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0.0)
+    if begin < end:
         largest, weight_sum, mixed = seen(asked, key, value, token < end, largest, weight_sum, mixed, factor)
+    if (
+        begin + tile_tokens < end
+    ):  # apart from the loop, which makes itself ready even if it has nothing to do
+        for first in range(begin + tile_tokens, end, tile_tokens):
+            token = first + tl.arange(0, tile_tokens)
+            place = places(blocks, token, end, key_head, key_heads, block_size, head_dim) + dim
+            key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0.0)
+            value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0.0)
+            largest, weight_sum, mixed = seen(
+                asked, key, value, token < end, largest, weight_sum, mixed, factor
+            )
     cell = (sequence * heads + first_head + tl.arange(0, tile_heads)) * splits
     if splits > 1:
         real = tl.arange(0, tile_heads) < shared
