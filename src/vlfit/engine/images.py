@@ -191,12 +191,15 @@ def patchify(
         return patches_of(pixels, numbers, dtype, patch, merge, temporal)
     depth = min(frames, temporal)
     rows, columns = height // (patch * merge), width // (patch * merge)
-    squares = pixels.view(frames // depth, depth, rows, merge, patch, columns, merge, patch, channels)
-    # Reordered while a value is one byte: the permutation moves a quarter of what it would in float32.
-    ordered = squares.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels, depth, patch, patch)
-    values = _normalised(ordered.to(torch.float32), processing, 1)
-    repeated = values.expand(-1, -1, temporal, -1, -1) if frames == 1 else values
-    return repeated.reshape(values.shape[0], -1).to(dtype)
+    # Channels apart first, while a value is one byte: whole rows of a patch then move at once.
+    planes = pixels.permute(0, 3, 1, 2).contiguous().to(torch.float32)
+    squares = _normalised(planes, processing, 1).view(
+        -1, depth, channels, rows, merge, patch, columns, merge, patch
+    )
+    ordered = squares.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    if frames == 1:
+        ordered = ordered.expand(-1, -1, -1, -1, -1, -1, temporal, -1, -1)
+    return ordered.reshape(-1, channels * temporal * patch * patch).to(dtype)
 
 
 def patches_by_time(
