@@ -30,8 +30,7 @@ def memory_speed(device: torch.device) -> float:
     On a CPU it is read by the threads that torch has here. The cap that an engine has put on torch's pool is
     lifted, so no engine may be running. Raises ``DeviceError`` where there is no memory for a buffer.
     """
-    size = _size(device)
-    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
+    buffer = _buffer(device)
     half = len(buffer) // 2
 
     def copy() -> None:
@@ -58,8 +57,8 @@ def read_all(numbers: Tensor, sums: Tensor, block: int) -> int:
     return programs
 
 
-def _size(device: torch.device) -> int:
-    """Bytes of the buffer: at most a quarter of what is free, in whole rows."""
+def _buffer(device: torch.device) -> Tensor:
+    """[n] float32: at most a quarter of what is free, in whole rows and blocks."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -68,12 +67,15 @@ def _size(device: torch.device) -> int:
     else:
         free = read_host().ram_available
     size = min(_MOST if device.type == "cuda" else _MOST // 4, free // 4)
-    if size < _LEAST:
-        raise DeviceError(
-            f"measuring how fast memory is takes {_LEAST // MIB * 4} MiB; {free // MIB} are free on {device}",
-            "close other programs that use it",
-        )
-    return size // _LEAST * _LEAST
+    try:
+        if size >= _LEAST:
+            return torch.ones(size // _LEAST * _LEAST // 4, dtype=torch.float32, device=device)
+    except torch.OutOfMemoryError:
+        pass  # others were faster
+    raise DeviceError(
+        f"measuring how fast memory is takes {_LEAST // MIB * 4} MiB; {free // MIB} are free on {device}",
+        "close other programs that use it",
+    )
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
