@@ -261,6 +261,7 @@ def _launch_matmul(
         tile_inputs=tiles.inputs,
         parts=tiles.parts,
         splits=splits,
+        stages=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **overlapping(x.device),

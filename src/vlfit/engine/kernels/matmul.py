@@ -17,6 +17,7 @@ from vlfit.engine.kernels.overlap import wait
 from vlfit.engine.kernels.product import inputs_tile, product, tile_index
 from vlfit.engine.kernels.unpack import (
     fp8_tile,
+    groups_of,
     int4_tile,
     int8_tile,
     marked_codes,
@@ -60,6 +61,7 @@ def matmul(
     tile_inputs: tl.constexpr,
     parts: tl.constexpr,
     splits: tl.constexpr,
+    stages: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ weights.T + ``bias``, summed in float32.
@@ -85,7 +87,8 @@ def matmul(
         total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
     else:
         total = tl.zeros((tile_outputs, tile_rows), tl.float32)
-    for start in range(begin, end, tile_inputs):
+    # Said here, the number of stages is that of scales too, which else would be waited for in every step.
+    for start in tl.range(begin, end, tile_inputs, num_stages=stages):
         if apart:
             total += apart_sums(
                 x,
@@ -100,6 +103,7 @@ def matmul(
                 by_hand,
                 has_zero_point,
                 scale_width,
+                span,
                 whole,
                 tile_rows,
                 tile_outputs,
@@ -188,7 +192,7 @@ def sums(
     part_width: tl.constexpr = tile_inputs // parts
     spans: tl.constexpr = tile_inputs // span
     x_tile = inputs_tile(x, row, rows, start, inputs, x_stride, whole, tile_inputs)
-    group = (start + tl.arange(0, spans) * span) // scale_width
+    group = groups_of(start, scale_width, span, spans)
     if form == "int4":
         x_tile = shuffle(x_tile, tile_rows, tile_inputs)
         value = int4_tile(
@@ -229,7 +233,7 @@ def sums(
         value = fp8_tile(codes, output_index, column, outputs, inputs, hardware, whole)
     if span >= part_width:
         found = product(value.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
-        part = (start + tl.arange(0, parts) * part_width) // scale_width
+        part = groups_of(start, scale_width, part_width, parts)
         factor = scales(scale, output_index, part, outputs, groups, scale_rows, whole).to(tl.float32)
         if parts > 1:
             found *= tl.trans(factor)[:, :, None]
@@ -260,6 +264,7 @@ def apart_sums(
     by_hand: tl.constexpr,
     has_zero_point: tl.constexpr,
     scale_width: tl.constexpr,
+    span: tl.constexpr,
     whole: tl.constexpr,
     columns: tl.constexpr,
     tile_outputs: tl.constexpr,
@@ -293,16 +298,26 @@ def apart_sums(
     # [shares], of which ``columns`` belong to each part
     share = tl.load(x + start + column, mask=known, other=0.0).to(tl.float32)
     share = tl.sum(tl.reshape(share, (parts * columns, width)), 1)
-    group = (start + tl.arange(0, parts * columns) * width) // scale_width
-    factor = scales(scale, output_index, group, outputs, groups, 1, whole).to(tl.float32)
+    spans: tl.constexpr = tile_inputs // span
+    group = groups_of(start, scale_width, span, spans)
+    factor = scales(scale, output_index, group, outputs, groups, 1, whole)
+    factor = repeated(factor.to(tl.float32), tile_outputs, spans, parts * columns)
     if has_zero_point:
-        less = (too_much + zero_points(zero_point, output_index, group, outputs, groups)) * share[None, :]
+        zero = zero_points(zero_point, output_index, group, outputs, groups)
+        less = (too_much + repeated(zero, tile_outputs, spans, parts * columns)) * share[None, :]
     else:
         less = (too_much + 8.0) * share[None, :]
     if parts > 1:
         less = by_part(less, columns, parts)
         factor = by_part(factor, columns, parts)
     return (found - less) * factor
+
+
+@triton.jit
+def repeated(value, outputs: tl.constexpr, spans: tl.constexpr, shares: tl.constexpr):
+    """``value`` [outputs, spans] for each of the ``shares`` of a tile, of which each span has as many."""
+    wide = tl.broadcast_to(value[:, :, None], (outputs, spans, shares // spans))
+    return tl.reshape(wide, (outputs, shares))
 
 
 @triton.jit

@@ -229,6 +229,14 @@ def spread(
 
 
 @triton.jit
+def groups_of(start, scale_width: tl.constexpr, span: tl.constexpr, spans: tl.constexpr):
+    """The groups of ``scale_width`` inputs that the ``spans`` of ``span`` inputs from ``start`` on lie in."""
+    lane = tl.arange(0, spans)
+    # Where each has its own, the compiler sees that they are neighbours, and loads them together.
+    return start // span + lane if scale_width == span else (start + lane * span) // scale_width
+
+
+@triton.jit
 def scales(
     scale,
     output_index,
