@@ -41,8 +41,8 @@ class BlockPool:
         return sum(self._holders[block] > 0 for block in blocks)
 
     def take(self, count: int) -> list[int]:
-        """``count`` block numbers in order, so that neighbours stay neighbours. The caller has checked that they
-        are free, and forgets what they held.
+        """``count`` block numbers in order, so that neighbours stay neighbours. The caller has checked that
+        they are free, and forgets what they held.
         """
         taken = sorted(self._free.popitem(last=False)[0] for _ in range(count))
         for block in taken:
