@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=16, help="that arrive")
     parser.add_argument("--every", type=float, default=0.5, help="seconds between two of them")
     parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--whole-chunks", action="store_true", help="however long others wait for them")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     where = f"CPU {processor()}" if options.device == "cpu" else card()
@@ -126,6 +127,7 @@ def running(checkpoint: Checkpoint, options: argparse.Namespace, sequences: int)
         sequences=sequences,
         kv_tokens=sequences * each + options.streams * 8192,
         chunk=options.chunk,
+        even=not options.whole_chunks,
         image_cache_bytes=0,
         prefix_cache=False,
     )

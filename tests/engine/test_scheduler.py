@@ -56,6 +56,20 @@ def test_decoding_goes_on_while_a_prompt_is_prefilled() -> None:
     assert finish_batch(house) == [(first, 1), (second, 1)]
 
 
+def test_beside_whoever_decodes_a_prompt_may_have_less_room() -> None:
+    house = scheduler(chunk=16)
+    first, second = sequence(20), sequence(30)
+    house.add(first)
+    house.admit()
+    assert [work.length for work in house.next_batch(room=3)] == [16]  # nobody decodes
+    finish_batch(house)
+    finish_batch(house)
+    house.add(second)
+    house.admit()
+    assert [work.length for work in house.next_batch(room=3)] == [1, 3]
+    assert [work.length for work in house.next_batch(room=99)] == [1, 15]
+
+
 def test_a_request_waits_until_its_whole_length_is_free_and_is_not_overtaken() -> None:
     house = scheduler(blocks=4)
     running, large, small = sequence(17, 8), sequence(20, 8), sequence(1, 1)

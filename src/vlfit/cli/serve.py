@@ -261,6 +261,7 @@ def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "NativeBa
         context=settings.context,
         kv_tokens=settings.kv,
         keep_to_plan=True,
+        even=True,
         sequences=settings.sequences,
         image_tokens=settings.image_tokens,
         chunk=settings.chunk,

@@ -27,6 +27,7 @@ from vlfit.engine.kv_cache import BlockPool, KVCache
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.pace import Pace
 from vlfit.engine.passes import Passes
 from vlfit.engine.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.pressure import Pressure, no_memory_for_the_pool
@@ -100,6 +101,7 @@ class Engine:
         self.pool = pool
         prefixes = PrefixCache() if options.prefix_cache else None
         self.scheduler = Scheduler(pool, options.sequences, options.chunk, prefixes)
+        self.pace = Pace(options.chunk, options.even)
         watched = options.keep_to_plan and self.device.type == "cuda"
         self.pressure = Pressure(
             self.scheduler,
@@ -295,7 +297,7 @@ class Engine:
                 sequence.shared = sequence.cached
                 shared = self.counters.shared_tokens + sequence.shared
                 self.counters = replace(self.counters, shared_tokens=shared)
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(self.pace.room())
         if not batch:
             return
         began = time.perf_counter()
@@ -305,13 +307,16 @@ class Engine:
         works = [done.work for done in outcome.done]
         if not works:
             return
+        prompt_tokens = sum(work.length for work in works if not work.sequence.decoding)
         self.counters = self.counters.after_step(
             time.perf_counter() - began,
-            prompt_tokens=sum(work.length for work in works if not work.sequence.decoding),
+            prompt_tokens=prompt_tokens,
             sampled=sum(done.sampled is not None for done in outcome.done),
             cached=sum(work.sequence.cached for work in works),
             again=outcome.again,
         )
+        if outcome.seconds is not None and works[0].sequence.decoding:
+            self.pace.note(prompt_tokens, outcome.seconds)
         for work in works:
             self.scheduler.advance(work)
         for done in outcome.done:

@@ -17,7 +17,7 @@ from vlfit.engine.rehearsal import about_a_picture, answer_all, text
 _ANSWER = 2  # tokens: the first comes from the prompt's pass, the second is decoded
 _SHORT = 16  # tokens of a prompt
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of a prompt's pass; the largest is the rehearsal's
-TOGETHER = (1, 5, 9, 17, 33, 65, 257)  # sequences that speak at once, and then decode beside a prompt
+TOGETHER = (1, 3, 5, 9, 17, 33, 65, 257)  # sequences that speak at once, and then decode beside a prompt
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"top_k": 20},
@@ -29,6 +29,13 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 def at_start(engine: Engine) -> None:
     """Leaves nothing behind but kernels. To be called when the worst case has been rehearsed."""
+    with engine.pace.rest():
+        _run(engine)
+    engine.runner.image_cache.clear()
+    engine.counters = Counters()
+
+
+def _run(engine: Engine) -> None:
     sizes = picture_sizes(engine)
     for rows in ROWS:
         if rows <= min(engine.options.chunk, engine.context - _ANSWER):
@@ -40,8 +47,6 @@ def at_start(engine: Engine) -> None:
             answer_all(engine, [(text(1), _ANSWER)] * count, late)
     answer_all(engine, [(about_a_picture(engine, size, number), 1) for number, size in enumerate(sizes)])
     answer_all(engine, [short] * len(SAMPLINGS), wishes=SAMPLINGS)
-    engine.runner.image_cache.clear()
-    engine.counters = Counters()
 
 
 def picture_sizes(engine: Engine) -> Iterator[int]:

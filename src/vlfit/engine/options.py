@@ -20,6 +20,8 @@ class EngineOptions:
     ``kv_tokens``: tokens in the KV pool that they share; None: 2048 for each sequence; ``auto``: what the
     memory that is free leaves, up to ``context`` for each sequence. At least one context.
     ``chunk``: most tokens of one forward pass; longer prompts are prefilled in chunks of it.
+    ``even``: while others decode, prompts are read in chunks that hold those up for no longer than a step of
+    theirs takes, where there are such chunks; what that is, is learnt from the passes.
     ``block_size``: tokens in one KV block.
     ``image_tokens``: most tokens of one picture; larger ones are scaled down and the answer says so. None: as
     many as the checkpoint takes or, on a GPU, as there is room for.
@@ -40,6 +42,7 @@ class EngineOptions:
     sequences: int = 4
     kv_tokens: int | Literal["auto"] | None = None
     chunk: int = 1024
+    even: bool = False
     block_size: int = 16
     image_tokens: int | None = None
     max_tokens: int = 1024

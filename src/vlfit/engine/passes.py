@@ -44,11 +44,14 @@ class Done:
 
 @dataclass(slots=True)
 class Outcome:
-    """``again``: how many passes failed and were done again request by request."""
+    """``again``: how many passes failed and were done again request by request. ``seconds`` that the pass
+    took, where it was one and no picture was encoded for it.
+    """
 
     done: list[Done] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
     again: int = 0
+    seconds: float | None = None
 
 
 class Passes:
@@ -57,6 +60,7 @@ class Passes:
         self.budget = budget
         self._token_text = token_text
         self._said = float("-inf")
+        self._looked = False  # whether the pass waits for pictures, which are encoded just before it
 
     def run(self, batch: Many[Work], *, alike: bool = False) -> Outcome:
         """Do all of ``batch``, which has its decoding sequences first. What fails is told, not raised.
@@ -65,12 +69,15 @@ class Passes:
         before the tokens of this one are read, if all go on with the likeliest ones.
         """
         outcome = Outcome()
+        self._looked = False
         ready = [work for work in batch if self._prepared(work, outcome)]
         if not ready:
             return outcome
+        began = time.perf_counter()
         found = self._attempt(partial(self._pass, ready, alike), ready, again=True)
         if not isinstance(found, Exception):
             outcome.done = found
+            outcome.seconds = None if self._looked else time.perf_counter() - began
         elif len(ready) == 1 and not isinstance(found, OutOfMemory):
             outcome.failed.append((ready[0].sequence, found))
         else:
@@ -96,7 +103,9 @@ class Passes:
         sequence = work.sequence
         if sequence.slots is None:
             sequence.slots = slots_of(sequence.blocks, self.runner.cache.block_size).to(self.runner.device)
+        seen = len(sequence.features)
         self.runner.look(work)
+        self._looked |= len(sequence.features) > seen
 
     def _one_by_one(self, batch: Many[Work], outcome: Outcome) -> None:
         self._make_room()

@@ -94,12 +94,13 @@ def rehearse(engine: Engine, image_tokens: int) -> Rehearsed:
 
     engine.runner.run = watched  # type: ignore[method-assign]
     try:
-        for number in range(pictures_to_fill_the_cache(engine, image_tokens)):
-            answer_all(engine, [(about_a_picture(engine, image_tokens, number), 1)])
-            seen.pictures += 1
-        answer_all(engine, list(full_context(engine, image_tokens)))
-        if not kernels.used_on(engine.device):
-            answer_all(engine, list(full_pool(engine)))
+        with engine.pace.rest():
+            for number in range(pictures_to_fill_the_cache(engine, image_tokens)):
+                answer_all(engine, [(about_a_picture(engine, image_tokens, number), 1)])
+                seen.pictures += 1
+            answer_all(engine, list(full_context(engine, image_tokens)))
+            if not kernels.used_on(engine.device):
+                answer_all(engine, list(full_pool(engine)))
     finally:
         engine.runner.run = run  # type: ignore[method-assign]
     return seen

@@ -133,10 +133,14 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.pauses += 1
 
-    def next_batch(self) -> list[Work]:
-        """Decoding sequences first, then prompts, at most ``chunk`` tokens (but every decoding one)."""
+    def next_batch(self, room: int | None = None) -> list[Work]:
+        """Decoding sequences first, then prompts, at most ``chunk`` tokens (but every decoding one).
+
+        ``room``: most tokens of prompts, if any decode.
+        """
         work = [Work(sequence, 1) for sequence in self.running if sequence.decoding]
-        room = self.chunk - len(work)
+        most = self.chunk - len(work)
+        room = min(room, most) if work and room is not None else most
         for sequence in self.running:
             if not sequence.decoding and room > 0:
                 length = min(room, sequence.tokens - sequence.cached)
