@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from tests.tiny import TINY
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
+from vlfit.engine.graphs import StepInputs
 from vlfit.engine.layers.linear import Fp8Linear, Int4Linear
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.sequence import Sequence
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,3 +74,46 @@ def test_loading_leaves_nothing_beside_the_model(tiny: Callable[[str], Path]) ->
     held = requested() - before - loaded.runner.cache.nbytes
     # What lies side by side in one allocation is aligned to 512 bytes.
     assert weights <= held <= weights + 512 * 2 * len(loaded.checkpoint.tensors)
+
+
+def test_steps_follow_each_other_before_tokens_are_read(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host says once where a request begins to decode, and not again until it needs more blocks."""
+    expected = run(engine(tiny("tied"), "cpu"), CONVERSATIONS["text"], tokens=50)
+    on_gpu = engine(tiny("tied"), "cuda")
+    fill, filled = StepInputs.fill, []
+
+    def counted(inputs: StepInputs, sequences: Any) -> None:
+        filled.append(len(sequences))
+        fill(inputs, sequences)
+
+    monkeypatch.setattr(StepInputs, "fill", counted)
+    assert run(on_gpu, CONVERSATIONS["text"], tokens=50) == expected
+    assert filled == [1]
+
+
+def test_who_comes_or_goes_meanwhile_changes_no_word(tiny: Callable[[str], Path]) -> None:
+    """One is cancelled after ten tokens, another comes after twenty, a third draws its tokens by chance."""
+    expected = run(engine(tiny("tied"), "cpu"), CONVERSATIONS["text"], CONVERSATIONS["picture"], tokens=60)
+    on_gpu = engine(tiny("tied"), "cuda")
+    greedy = SamplingParams(max_tokens=60, ignore_eos=True)
+    by_chance = SamplingParams(max_tokens=15, ignore_eos=True, temperature=1.0, seed=1)
+
+    def ask(name: str, sampling: SamplingParams) -> Sequence:
+        prompt = on_gpu.price(on_gpu.prompts.build(CONVERSATIONS[name], context=on_gpu.context))
+        sequence = on_gpu.sequence(prompt, sampling, lambda _: None)
+        on_gpu.add(sequence)
+        return sequence
+
+    first, gone = ask("text", greedy), ask("text", greedy)
+    later: list[Sequence] = []
+    while on_gpu.busy:
+        gone.cancelled = len(gone.generated) >= 10
+        if len(first.generated) == 20 and not later:
+            later = [ask("picture", greedy), ask("text", by_chance)]
+        on_gpu.step()
+    assert [first.generated, later[0].generated] == expected
+    assert gone.generated == expected[0][: len(gone.generated)]
+    assert len(gone.generated) < 20
+    assert len(later[1].generated) == 15
