@@ -5,6 +5,7 @@ converted and put in order from a mapped file as they are asked for (``mapped_fi
 Knows both ways and counts bytes. Does not know what a tensor is for (``loader.py``).
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,9 @@ from vlfit.checkpoint.headers import Layout, TensorInfo
 from vlfit.engine.mapped_files import MappedFiles, torch_dtype
 from vlfit.engine.reading import Reader
 from vlfit.engine.repack import repack, shape_in_file
-from vlfit.units import MIB
+from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
+
+logger = logging.getLogger(__name__)
 
 _LARGE = MIB  # bytes; smaller tensors are read when they are asked for
 
@@ -60,6 +63,14 @@ class Arrivals:
         """Wait for what may come later."""
         if self._reader is not None:
             self._reader.settle(self._count)
+
+    def tell(self) -> None:
+        """Say in the log how fast files were read."""
+        reader = self._reader
+        if reader is not None and reader.seconds:
+            speed = format_bandwidth(round(reader.bytes / reader.seconds))
+            took = format_seconds(reader.seconds)
+            logger.info("%s of weights read in %s, %s", format_bytes(reader.bytes), took, speed)
 
     def close(self) -> None:
         """Stop, and let go of the files."""

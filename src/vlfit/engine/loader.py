@@ -91,6 +91,7 @@ class Loader:
         try:
             if error is None:
                 self._settle()
+                self._arrivals.tell()
         finally:
             self._arrivals.close()
 

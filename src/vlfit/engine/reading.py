@@ -10,6 +10,7 @@ Whoever asks goes on with other work meanwhile, and waits once, at the end.
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +40,9 @@ class Reader:
         self._pending: deque[tuple[Future[None], int]] = deque()  # and how many bytes
         self._own = threading.local()
         self._files: dict[Path, int] = {}
+        self._first: float | None = None  # when something was first asked for
+        self._last = 0.0  # when something last arrived
+        self.bytes = 0  # asked for
         self._turn = sys.getswitchinterval()
         sys.setswitchinterval(min(_TURN, self._turn))
 
@@ -48,7 +52,9 @@ class Reader:
             self._files[path] = os.open(path, os.O_RDONLY)
         if self._device.type == "cuda":  # what used this memory before has ended
             self._stream().wait_stream(torch.cuda.current_stream(self._device))
+        self._first = self._first or time.perf_counter()
         whole = target.view(-1).view(torch.uint8)
+        self.bytes += len(whole)
         for begin in range(0, len(whole), PIECE_BYTES):
             piece = whole[begin : begin + PIECE_BYTES]
             self._pending.append((self._pool.submit(self._piece, path, start + begin, piece), len(piece)))
@@ -63,6 +69,11 @@ class Reader:
             piece.result()
             if arrived is not None:
                 arrived(size)
+
+    @property
+    def seconds(self) -> float:
+        """From when something was first asked for until all was there."""
+        return max(self._last - self._first, 0.0) if self._first else 0.0
 
     def close(self) -> None:
         """Stop: what was not begun is not read any more."""
@@ -89,6 +100,7 @@ class Reader:
         with torch.inference_mode():
             if self._device.type != "cuda":
                 target.copy_(stage[:count])
+                self._last = time.perf_counter()
                 return
             stream = self._stream()
             arrived = torch.cuda.Event()
@@ -96,6 +108,7 @@ class Reader:
                 target.copy_(stage[:count], non_blocking=True)
                 arrived.record(stream)
             arrived.synchronize()
+        self._last = time.perf_counter()
 
     def _stream(self) -> torch.cuda.Stream:
         """Not the one of recordings, which go on while weights arrive."""
