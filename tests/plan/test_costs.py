@@ -29,6 +29,7 @@ from vlfit.machine.cards import card
 from vlfit.plan import costs
 from vlfit.plan.ledger import NATIVE, Settings, ledger
 from vlfit.plan.model import Model, model_of
+from vlfit.plan.tiles import SPLIT_ROWS, splits_for
 
 SIZES = ("2B", "4B", "8B")
 
@@ -255,7 +256,7 @@ def test_inputs_in_another_order_are_counted(size: str, rows: int) -> None:
     assert all(matrix.ordered for matrix in planned.layer.values())
     counted = run_text(ordered, rows)
     # With many rows the step between two products takes more than the second with its inputs in order.
-    assert counted > run_text(entry, rows) or rows > linear_kernels.SPLIT_ROWS
+    assert counted > run_text(entry, rows) or rows > SPLIT_ROWS
     assert counted <= costs.text_peak(planned, rows, rows, 1)
 
 
@@ -290,8 +291,9 @@ def test_the_kernels_share_out_as_the_plan_says(size: str, weights: str) -> None
     for layer in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down):
         matrix = layer.weights  # type: ignore[attr-defined]
         for rows in (1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 256):
-            tiles = linear_kernels.tiles_for(rows, matrix, torch.bfloat16)
-            taken = linear_kernels.splits_for(rows, matrix.outputs, matrix.inputs, tiles)
+            taken = splits_for(
+                rows, matrix.outputs, matrix.inputs, linear_kernels.tiles_for(rows, matrix, torch.bfloat16)
+            )
             assert taken == costs.splits(matrix.outputs, matrix.inputs, rows, weights)
     for sequences in (1, 4, 5, 16, 17, 64):
         assert attention_kernels.decode_splits(sequences) == costs.decode_splits(sequences)

@@ -25,6 +25,7 @@ from vlfit.plan import costs
 from vlfit.plan.allocator import SHELVED, shelved
 from vlfit.plan.model import HALF, Model, model_of
 from vlfit.plan.speed import _pass_bytes
+from vlfit.plan.tiles import splits_for
 from vlfit.units import MIB
 
 SIZES = ("2B", "4B", "8B")
@@ -152,8 +153,9 @@ def test_products_with_8_bits_are_shared_out_as_the_plan_says(size: str) -> None
         assert isinstance(layer, Int8Linear)
         matrix = layer.weights
         for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 256):
-            tiles = kernels.tiles_for(rows, matrix, torch.bfloat16)
-            taken = kernels.splits_for(rows, matrix.outputs, matrix.inputs, tiles)
+            taken = splits_for(
+                rows, matrix.outputs, matrix.inputs, kernels.tiles_for(rows, matrix, torch.bfloat16)
+            )
             assert taken == costs.splits(matrix.outputs, matrix.inputs, rows, "int8")
 
 

@@ -7,8 +7,8 @@ device at the true shapes of 2B, 4B and 8B and compares what lives there with th
 
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
-from vlfit.checkpoint.quantization import INT4
 from vlfit.plan.model import HALF, SINGLE, Matrix, Model
+from vlfit.plan.tiles import SPLIT_ROWS, splits_for, tiles_for
 
 BLOCK_SIZE = 16  # tokens of a KV block (``engine/options.py``)
 VISION_WHOLE = 3072  # patches; of more the feed-forward goes in two halves (``engine/qwen3_vl/vision.py``)
@@ -22,8 +22,6 @@ NARROW_INDEX = 4  # bytes of an int32, of which block tables are
 _SAMPLER_BYTES = 68
 # Products with narrow weights (``engine/kernels/linear.py``): those of few rows are shared out by their tiles
 # among programs; for those of many rows slices of weights are widened into a buffer.
-SPLIT_ROWS, _FEW_ROWS = 64, 8
-_BUSY, _MOST_SPLITS, _TILE_OUTPUTS, _TILE_INPUTS, _LONG_TILE_INPUTS = 256, 16, 64, 128, 256
 WIDEN_ROWS, SCRATCH_BYTES = 256, 24 * 1024**2
 
 
@@ -38,12 +36,13 @@ def feature_bytes(vision: VisionConfig, image_tokens: int) -> int:
     return (1 + len(vision.deepstack_visual_indexes)) * image_tokens * vision.out_hidden_size * HALF
 
 
-def pictures_reached(chunk: int, image_tokens: int) -> int:
-    """How many pictures of ``image_tokens`` a pass of ``chunk`` tokens can reach: the first with its last
-    token, the last with its first. Around each stand two tokens, and a word behind it
-    (``engine/rehearsal.py``).
+def rows_reached(chunk: int, image_tokens: int) -> int:
+    """Most rows of features of all pictures that a pass of ``chunk`` tokens reaches: the last token of a
+    largest one, smaller ones, and the first token of another largest one. Around each stand two tokens, and a
+    word behind it (``engine/every_kind.py``).
     """
-    return -(-max(chunk - 2, 0) // (image_tokens + 3)) + 1
+    whole, rest = divmod(max(chunk - 5, 0), image_tokens + 3)
+    return (2 + whole) * image_tokens + max(rest - 3, 0)
 
 
 def vision_peak(vision: VisionConfig, image_tokens: int, *, narrow: bool = False) -> int:
@@ -129,13 +128,7 @@ def _layer_phases(model: Model, rows: int) -> int:
 
 def splits(outputs: int, inputs: int, rows: int, form: str) -> int:
     """Among how many programs a product with narrow weights is shared out (``kernels/linear.py``)."""
-    count = 1
-    if rows <= SPLIT_ROWS:
-        tile_inputs = _LONG_TILE_INPUTS if rows <= _FEW_ROWS and form == INT4 else _TILE_INPUTS
-        programs = -(-outputs // _TILE_OUTPUTS)
-        while count < _MOST_SPLITS and programs * count < _BUSY and inputs >= 4 * count * tile_inputs:
-            count *= 2
-    return count
+    return splits_for(rows, outputs, inputs, tiles_for(rows, form))
 
 
 def _product_phases(model: Model, rows: int) -> int:

@@ -17,10 +17,10 @@ from vlfit.engine import kernels
 from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
 from vlfit.engine.kernels import attention
-from vlfit.engine.kernels.linear import Tiles
 from vlfit.engine.layers.embedding import Int8Embedding
 from vlfit.engine.layers.linear import Fp8Linear, Int4Linear, Int8Linear, Reordered
 from vlfit.engine.options import EngineOptions
+from vlfit.plan.tiles import Tiles
 
 pytestmark = [
     pytest.mark.filterwarnings("default::DeprecationWarning"),

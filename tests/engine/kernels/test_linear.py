@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from vlfit.engine.kernels import linear as kernels
-from vlfit.engine.kernels.linear import NarrowWeights, Tiles, linear, splits_for, tiles_for, widen_rows
+from vlfit.engine.kernels.linear import NarrowWeights, linear, tiles_for, widen_rows
 from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
+from vlfit.plan.tiles import Tiles, splits_for
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 

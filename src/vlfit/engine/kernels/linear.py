@@ -3,8 +3,8 @@
 Knows: how narrow weights lie in memory, which kernel and which tile sizes a number of rows gets, and what
 that allocates. Up to ``WIDEN_ROWS`` rows one kernel reads weights once and unpacks them on the fly. More rows
 are bound by arithmetic, at which torch's bf16 product is two to five times as fast: there, a slice of the
-matrix at a time is widened into a buffer of fixed size. The table of tiles is fixed, so no first start waits
-for a search; ``benchmarks/kernels.py --sweep`` measures the candidates it was chosen from.
+matrix at a time is widened into a buffer of fixed size. How many programs there are is the plan's to say
+(``plan/tiles.py``), which counts what they leave for one another.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.engine.kernels.launch import arrivals, overlapping
+from vlfit.plan import tiles as plan
+from vlfit.plan.tiles import Tiles
 
 # Widening moves about 5 bytes a weight (1 read, 2 written, 2 read again; int4 half a byte less), unpacking on
 # the fly 1, and computes at a share s of torch's speed. With F operations for each byte that a card moves in
@@ -24,8 +26,6 @@ WIDEN_ROWS = 256
 # Of the buffer: a slice of so many bytes stays in the L2 cache of newer cards (24 MB and more) until it is
 # multiplied, and has tiles enough for torch's product to fill a card with 8 or 16 GB.
 SCRATCH_BYTES = 24 * 1024**2
-SPLIT_ROWS = 64  # up to so many rows the inputs of a product may be shared out
-BUSY = 256  # programs that keep a card's multiprocessors reading; fewer tiles than that are split
 LONGEST_SPAN = 128  # inputs that are summed before their scale is applied, at most
 WIDEN_OUTPUTS = 32  # rows of weights that one program widens
 SLICE_STEP = 128  # outputs of a slice are a multiple of it, as tiles of torch's products are
@@ -71,44 +71,11 @@ class NarrowWeights:
 _FORMS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.int32: INT4}
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """What one program computes: rows x outputs over steps of inputs, by so many warps and load stages.
-
-    With several ``parts``, as many as warps, each warp sums over one part of every step.
-    """
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-    parts: int = 1
-
-
 def tiles_for(rows: int, weights: NarrowWeights, dtype: torch.dtype) -> Tiles:
-    """The sizes for ``rows`` rows: chosen by regime, not by card."""
+    """The sizes for ``rows`` rows in ``dtype``."""
     if dtype == torch.float32:  # no matrix units for it, and twice the room
         return Tiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
-    if rows <= 8:
-        # A step of int4 is as many bytes as one of FP8.
-        return Tiles(8, 64, 256 if weights.form == INT4 else 128, 4, 3)
-    if rows <= 16:
-        return Tiles(16, 64, 128, 4, 3)
-    if rows <= SPLIT_ROWS:
-        return Tiles(32 if rows <= 32 else 64, 64, 128, 4, 3)
-    return Tiles(128, 64, 64, 4, 3)
-
-
-def splits_for(rows: int, outputs: int, inputs: int, tiles: Tiles) -> int:
-    """Among how many programs the inputs of one tile are shared out: a power of two, at most 16."""
-    if rows > SPLIT_ROWS:
-        return 1
-    programs = -(-outputs // tiles.outputs) * -(-rows // tiles.rows)
-    splits = 1
-    while splits < 16 and programs * splits < BUSY and inputs >= 4 * splits * tiles.inputs:
-        splits *= 2
-    return splits
+    return plan.tiles_for(rows, weights.form)
 
 
 def linear(
@@ -139,7 +106,7 @@ def linear(
         _by_slices(x, weights, bias, output, hardware)
         return output
     tiles = tiles or tiles_for(rows, weights, x.dtype)
-    splits = splits or splits_for(rows, weights.outputs, weights.inputs, tiles)
+    splits = splits or plan.splits_for(rows, weights.outputs, weights.inputs, tiles)
     partial = output
     if splits > 1:
         partial = torch.empty((splits, rows, weights.outputs), dtype=torch.float32, device=x.device)
