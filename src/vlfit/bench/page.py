@@ -121,7 +121,8 @@ def _parts(measured: Measured) -> list[list[str]]:
             remark = f"{measured.requests.image_tokens / many.median:,.0f} image tokens/s"
         rows.append([_CALLED[name], _with_deviation(many, 1e3, 1), remark])
     together = sum(many.median for many in measured.parts.values())
-    rows.append(["one after another", f"{together * 1e3:,.1f}", "the device waited for around vision"])
+    remark = "the device waited for around vision" if "vision" in measured.parts else ""
+    rows.append(["one after another", f"{together * 1e3:,.1f}", remark])
     return rows
 
 
