@@ -233,7 +233,7 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("rows", [*ROWS, 300])
+@pytest.mark.parametrize("rows", [*ROWS, 9, 300])
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4, groups of 32", "int4, groups of 128"])
 @pytest.mark.parametrize("size", TRUE_SHAPES)
 def test_true_shapes(size: str, form: str, rows: int, device: torch.device) -> None:
