@@ -32,18 +32,25 @@ class Constant:
 
 _H200 = "one H200, driver 580.159.04, torch 2.11.0+cu130, 2026-11-21"
 
-# What the process holds on the device beside torch's own pool: CUDA context, cuBLAS, loaded kernels.
+# What the process holds on the device beside torch's own pool: CUDA context, stacks, cuBLAS, loaded kernels.
+# It was 488 to 492 MiB; a driver takes 2 MiB and more at a time for a kernel.
 _CONTEXT_MEASURED = {
-    (9, 0): Constant(704 * MIB, MEASURED, f"process less torch's pool, Qwen3-VL 2B and 4B, bf16; {_H200}"),
+    (9, 0): Constant(
+        500 * MIB,
+        MEASURED,
+        f"process less torch's pool, 492 MiB at most in five servers of 2B, 4B and 8B; {_H200}",
+    ),
 }
 _CONTEXT_ELSEWHERE = Constant(
     614 * MIB,
     MODELLED,
-    "upper end of the 0.4-0.6 GiB that vLLM users see on small cards; a context grows with the number of "
-    "multiprocessors, an H200's (132 of them) measured 704 MiB",
+    "upper end of the 0.4-0.6 GiB that vLLM users see on small cards, whose stacks are four times as large "
+    "as the engine leaves them; an H200 (132 multiprocessors, with which a context grows) measured 492 MiB",
 )
 # Without what the native engine does about stacks (``engine/device.py``).
-_TRANSFORMERS_CONTEXT = _CONTEXT_MEASURED
+_TRANSFORMERS_CONTEXT = {
+    (9, 0): Constant(704 * MIB, MEASURED, f"process less torch's pool, 2B, 4B and 8B, bf16; {_H200}"),
+}
 # torch's workspace after the first matrix product, in its pool.
 CUBLAS_WORKSPACE = Constant(
     8.125 * MIB,
