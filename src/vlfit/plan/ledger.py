@@ -200,9 +200,9 @@ def _kept(vision: VisionConfig, backend: str, settings: Settings) -> int:
     """What stays of pictures: features of all that a pass can reach; in transformers of all requests', and
     pixels.
     """
-    features = costs.feature_bytes(vision, settings.image_tokens)
     if backend == NATIVE:
-        return costs.pictures_reached(settings.chunk, settings.image_tokens) * features
+        return costs.feature_bytes(vision, costs.rows_reached(settings.chunk, settings.image_tokens))
+    features = costs.feature_bytes(vision, settings.image_tokens)
     return settings.sequences * (features + _pixels(vision, settings.image_tokens))
 
 
