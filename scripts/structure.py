@@ -15,7 +15,7 @@ START, END = "<!-- modules: written by make docs -->\n", "<!-- end of modules --
 # From what a person touches down to what knows nobody else; the number is the floor.
 PARTS = {
     5: ("__init__.py", "__main__.py", "cli/", "server/"),
-    4: ("client.py", "tasks/", "doctor/"),
+    4: ("client.py", "tasks/", "bench/", "doctor/"),
     3: ("backends/",),
     2: ("engine/",),
     1: ("plan/",),
