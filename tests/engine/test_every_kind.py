@@ -19,12 +19,13 @@ from vlfit.engine import every_kind, kernels, rehearsal
 from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.prompt import Prompt
 from vlfit.engine.rehearsal import about_a_picture, answer_all, text
 from vlfit.engine.runner import Runner
 from vlfit.engine.scheduler import Work
 from vlfit.engine.scores import Scores
 
-OPTIONS = EngineOptions(context=800, chunk=600, sequences=20, image_tokens=200, kv_tokens=20_000)
+OPTIONS = EngineOptions(context=1500, chunk=600, sequences=20, image_tokens=200, kv_tokens=20_000)
 ROUNDS = 6
 WISHES: tuple[dict[str, Any], ...] = (
     {},
@@ -56,13 +57,24 @@ def serve(built: Engine, chance: random.Random) -> None:
         if chance.random() < 0.4 and built.processing is not None:
             # The factory's smallest picture has as many tokens as the sizes begin with.
             least = next(every_kind.picture_sizes(built))
-            return about_a_picture(built, chance.randint(least, 200), chance.randint(0, 255), tokens), 3
+            return about_some(
+                built, [chance.randint(least, 200) for _ in range(chance.randint(1, 3))], tokens
+            )
         return text(tokens), chance.randint(1, 5)
 
     for _ in range(ROUNDS):
         first = [one() for _ in range(chance.randint(1, 19))]
         late = [one() for _ in range(chance.randint(0, 4))]
         answer_all(built, first, late, chance.sample(WISHES, len(WISHES)))
+
+
+def about_some(built: Engine, sizes: list[int], tokens: int) -> tuple[Prompt, int]:
+    """A prompt with pictures of so many tokens, and text before them; three tokens are answered."""
+    prompts = [about_a_picture(built, size, size) for size in sizes]
+    ids = tuple(token for prompt in prompts for token in prompt.token_ids)
+    images = tuple(image for prompt in prompts for image in prompt.images)
+    before = text(max(min(tokens, 700 - len(ids)), 1)).token_ids
+    return Prompt(before + ids, images, sum(sizes)), 3
 
 
 class Launches:
@@ -72,6 +84,7 @@ class Launches:
         from triton.runtime.interpreter import InterpretedFunction
 
         self.seen: set[tuple[Any, ...]] = set()
+        self.most_features = 0  # rows of pictures that are there in one pass
         self._counting = True
 
         def look(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -91,6 +104,8 @@ class Launches:
             finally:
                 self._counting = True
             scores.logits.zero_()  # which nobody has computed
+            features = [each for work in batch for each in work.sequence.features.values()]
+            self.most_features = max(self.most_features, sum(len(each.rows) for each in features))
             return scores
 
         monkeypatch.setattr(InterpretedFunction, "run", look)
@@ -118,11 +133,14 @@ def test_no_request_launches_what_the_start_did_not(
     built = started(tiny(name), device="cpu")
     assert built.counters == Counters()
     assert built.pool.free == built.pool.blocks
-    before = set(launches.seen)
+    before, most_features = set(launches.seen), launches.most_features
     serve(built, random.Random(4))
     assert built.counters.failed == 0
     assert launches.seen - before == set()
     assert len(before) > 15
+    # Pools of memory grow with them, too.
+    assert most_features > 600 + 200  # those of a whole pass, and of what it reaches of large pictures
+    assert launches.most_features <= most_features
 
 
 @pytest.mark.gpu

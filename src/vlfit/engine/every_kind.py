@@ -12,6 +12,7 @@ from typing import Any
 
 from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
+from vlfit.engine.prompt import Prompt
 from vlfit.engine.rehearsal import about_a_picture, answer_all, text
 
 _ANSWER = 2  # tokens: the first comes from the prompt's pass, the second is decoded
@@ -47,6 +48,30 @@ def _run(engine: Engine) -> None:
             answer_all(engine, [(text(1), _ANSWER)] * count, late)
     answer_all(engine, [(about_a_picture(engine, size, number), 1) for number, size in enumerate(sizes)])
     answer_all(engine, [short] * len(SAMPLINGS), wishes=SAMPLINGS)
+    if engine.image_tokens:
+        prompt = between_large_ones(engine)
+        if len(prompt.token_ids) <= engine.context - _ANSWER:
+            answer_all(engine, [(prompt, 1)])
+
+
+def between_large_ones(engine: Engine) -> Prompt:
+    """A prompt with a pass in which no other kind of prompt has more features: it reaches the last token of
+    a largest picture, smaller ones, and the first token of another largest one.
+    """
+    chunk, large = engine.options.chunk, min(engine.image_tokens, engine.context - 3 - _ANSWER)
+    begin = -(-(large + 1) // chunk) * chunk  # of the pass: in it, the first row is the last of a picture
+    room = chunk - 3 - 2  # behind that picture, and before the first token of the last one
+    sizes = [large]
+    while room > 3:
+        sizes.append(min(large, room - 3))
+        room -= sizes[-1] + 3
+    pictures = [about_a_picture(engine, size, number) for number, size in enumerate([*sizes, large])]
+    before = text(begin - large).token_ids
+    return Prompt(
+        before + tuple(token for picture in pictures for token in picture.token_ids),
+        tuple(image for picture in pictures for image in picture.images),
+        sum(picture.image_tokens for picture in pictures),
+    )
 
 
 def picture_sizes(engine: Engine) -> Iterator[int]:
