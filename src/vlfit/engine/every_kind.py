@@ -13,7 +13,8 @@ from typing import Any
 from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
 from vlfit.engine.prompt import Prompt
-from vlfit.engine.rehearsal import about_a_picture, answer_all, text
+from vlfit.engine.rehearsal import about_a_picture, answer_all, text, too_much
+from vlfit.errors import OutOfMemory
 
 _ANSWER = 2  # tokens: the first comes from the prompt's pass, the second is decoded
 _SHORT = 16  # tokens of a prompt
@@ -29,9 +30,15 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 
 def at_start(engine: Engine) -> None:
-    """Leaves nothing behind but kernels. To be called when the worst case has been rehearsed."""
-    with engine.pace.rest():
-        _run(engine)
+    """Leaves nothing behind but kernels. To be called when the worst case has been rehearsed.
+
+    Raises ``DoesNotFit`` where a pass needs more memory than there is, or than the plan allows.
+    """
+    try:
+        with engine.pace.rest():
+            _run(engine)
+    except OutOfMemory as error:
+        raise too_much(engine, error.message) from None
     engine.runner.image_cache.clear()
     engine.counters = Counters()
 

@@ -65,15 +65,16 @@ def at_start(engine: Engine) -> Rehearsed:
         seen = rehearse(engine, engine.image_tokens)
         again = engine.counters.again
     except OutOfMemory as error:
-        raise _too_much(engine, error.message) from None
+        raise too_much(engine, error.message) from None
     if again:
-        raise _too_much(engine, f"{again} of its passes could only be done request by request")
+        raise too_much(engine, f"{again} of its passes could only be done request by request")
     engine.runner.image_cache.clear()
     engine.counters = Counters()
     return seen
 
 
-def _too_much(engine: Engine, what: str) -> DoesNotFit:
+def too_much(engine: Engine, what: str) -> DoesNotFit:
+    """What a start ends with when the worst case has failed, and ``what`` it failed of."""
     return DoesNotFit(
         f"{engine.checkpoint.name} was loaded, but the worst case that its plan admits does not fit: {what}",
         "start with a smaller --image-tokens, --chunk or --sequences; vlfit plan --calibrate measures what "
