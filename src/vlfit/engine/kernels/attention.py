@@ -135,6 +135,7 @@ def _launch_decode(
         splits=splits,
         sharing=splits - 1 if splits % 2 and splits > 1 else splits,
         tile_heads=max(power_of_two(heads // key_heads), 16),
+        tile_shared=power_of_two(heads // key_heads),
         tile_tokens=tiles.tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

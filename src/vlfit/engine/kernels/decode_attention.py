@@ -44,6 +44,7 @@ def decode(
     splits: tl.constexpr,
     sharing: tl.constexpr,
     tile_heads: tl.constexpr,
+    tile_shared: tl.constexpr,
     tile_tokens: tl.constexpr,
     tile_dim: tl.constexpr,
     factor: tl.constexpr,
@@ -132,22 +133,22 @@ def decode(
             largest, weight_sum, mixed = seen(
                 asked, key, value, token < end, largest, weight_sum, mixed, factor
             )
-    cell = (sequence * heads + first_head + tl.arange(0, tile_heads)) * splits
+    cell = sequence * heads + first_head
     if splits > 1:
         real = tl.arange(0, tile_heads) < shared
-        tl.store(partial + (cell + split)[:, None] * head_dim + dim, mixed, mask=inside)
-        tl.store(extremes + (cell + split) * 2, largest, mask=real)
-        tl.store(extremes + (cell + split) * 2 + 1, weight_sum, mask=real)
+        left = (cell + tl.arange(0, tile_heads)) * splits + split
+        tl.store(partial + left[:, None] * head_dim + dim, mixed, mask=inside)
+        tl.store(extremes + left * 2, largest, mask=real)
+        tl.store(extremes + left * 2 + 1, weight_sum, mask=real)
         tl.debug_barrier()  # all threads' numbers are on their way before the one that counts says so
         arrived = arrivals + sequence * key_heads + key_head
         if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
-            largest, weight_sum, mixed = merged(
-                partial, extremes, cell, dim, inside, real, head_dim, splits, tile_heads, tile_dim
+            merge(
+                partial, extremes, output, cell, dim, there, shared, head_dim, splits, tile_shared, tile_dim
             )
             tl.store(arrived, 0)
-            write(output, cell // splits, largest, weight_sum, mixed, dim, inside, head_dim)
     else:
-        write(output, cell, largest, weight_sum, mixed, dim, inside, head_dim)
+        write(output, cell + tl.arange(0, tile_heads), weight_sum, mixed, dim, inside, head_dim)
 
 
 @triton.jit
@@ -180,42 +181,47 @@ def seen(asked, key, value, known, largest, weight_sum, mixed, factor: tl.conste
 
 
 @triton.jit
-def merged(
+def merge(
     partial,
     extremes,
+    output,
     cell,
     dim,
-    inside,
-    real,
+    there,
+    shared: tl.constexpr,
     head_dim: tl.constexpr,
     splits: tl.constexpr,
-    tile_heads: tl.constexpr,
+    tile_shared: tl.constexpr,
     tile_dim: tl.constexpr,
 ):
-    """Largest score, sum of weights and weighted values of all programs of a key head.
+    """The answers of ``shared`` heads from ``cell`` on, of what all programs of their key head have left.
 
-    A split that had no tokens left ``LEAST`` as its largest score, so that it weighs nothing.
+    Of those heads alone: exponentials of the others that a tile of a product has take longer than all else
+    here. A split that had no tokens left ``LEAST`` as its largest score, so that it weighs nothing.
     """
-    largest = tl.full((tile_heads,), LEAST, tl.float32)
-    weight_sum = tl.zeros((tile_heads,), tl.float32)
-    mixed = tl.zeros((tile_heads, tile_dim), tl.float32)
+    head = tl.arange(0, tile_shared)
+    real = head < shared
+    inside = real[:, None] & there
+    largest = tl.full((tile_shared,), LEAST, tl.float32)
+    weight_sum = tl.zeros((tile_shared,), tl.float32)
+    mixed = tl.zeros((tile_shared, tile_dim), tl.float32)
     for split in tl.static_range(splits):
         # Past the first cache, which does not see what other multiprocessors write.
-        place = (cell + split) * 2
-        other = tl.load(extremes + place, mask=real, other=LEAST, cache_modifier=".cg")
-        other_sum = tl.load(extremes + place + 1, mask=real, other=0.0, cache_modifier=".cg")
-        place = (cell + split)[:, None] * head_dim + dim
+        place = (cell + head) * splits + split
+        other = tl.load(extremes + place * 2, mask=real, other=LEAST, cache_modifier=".cg")
+        other_sum = tl.load(extremes + place * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+        place = place[:, None] * head_dim + dim
         other_mixed = tl.load(partial + place, mask=inside, other=0.0, cache_modifier=".cg")
         larger = tl.maximum(largest, other)
         shrink, scale = tl.exp2(largest - larger), tl.exp2(other - larger)
         weight_sum = weight_sum * shrink + other_sum * scale
         mixed = mixed * shrink[:, None] + other_mixed * scale[:, None]
         largest = larger
-    return largest, weight_sum, mixed
+    write(output, cell + head, weight_sum, mixed, dim, inside, head_dim)
 
 
 @triton.jit
-def write(output, head, largest, weight_sum, mixed, dim, inside, head_dim: tl.constexpr):
+def write(output, head, weight_sum, mixed, dim, inside, head_dim: tl.constexpr):
     """``mixed`` to the rows ``head`` of ``output``. The largest score weighs 1, so a sum of less than that is
     the sum of no token at all.
     """
