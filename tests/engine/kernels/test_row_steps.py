@@ -9,6 +9,7 @@ from vlfit.engine.kernels import few_rows, fused, linear
 from vlfit.engine.kernels.few_rows import Tiles
 from vlfit.engine.kernels.launch import arrivals
 from vlfit.engine.layers.norm import rms_norm
+from vlfit.plan import tiles
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 EPS = 1e-6
@@ -121,7 +122,7 @@ def test_gates_within_a_product(form: str, splits: int, inner: int, device: torc
     def product(gated: bool) -> torch.Tensor:
         if form == "dense":
             return few_rows.multiply(x, weight, bias, Tiles(32, 128, 4, 2), splits, gated)
-        return linear.linear(x, narrow, bias, linear.Tiles(8, 32, 128, 4, 2), splits, gated=gated)
+        return linear.linear(x, narrow, bias, tiles.Tiles(8, 32, 128, 4, 2), splits, gated=gated)
 
     weight = torch.randn(2 * inner, inputs).to(device, dtype)
     scale = torch.rand(-(-2 * inner // 128), inputs // 128).to(device)
