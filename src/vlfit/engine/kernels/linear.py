@@ -201,6 +201,8 @@ def _launch_matmul(
     cut = (outputs // 2, tiles.outputs // 2) if gated else (outputs, tiles.outputs)
     programs = -(-cut[0] // cut[1]) * -(-rows // tiles.rows)
     codes, scale, zero_point = _stored(weights)
+    # One row of int4 whose groups a tile has enough rows for.
+    apart = rows == 1 and weights.form == INT4 and tiles.inputs // tiles.parts <= tiles.rows * weights.span
     matmul[(programs, splits)](
         x,
         codes,
@@ -221,7 +223,8 @@ def _launch_matmul(
         has_bias=bias is not None,
         gated=gated,
         span=min(weights.span, tiles.inputs),
-        apart=rows == 1 and weights.form == INT4 and tiles.inputs // tiles.parts <= tiles.rows * weights.span,
+        apart=apart,
+        one_scale=not apart and weights.scale.shape[1] == 1,
         whole=cut[0] % cut[1] == 0 and weights.inputs % tiles.inputs == 0,
         tile_rows=tiles.rows,
         tile_outputs=tiles.outputs,

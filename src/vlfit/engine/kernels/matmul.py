@@ -55,6 +55,7 @@ def matmul(
     scale_width: tl.constexpr,
     span: tl.constexpr,
     apart: tl.constexpr,
+    one_scale: tl.constexpr,
     whole: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
@@ -71,8 +72,8 @@ def matmul(
     tiles fill outputs and inputs exactly. ``parts``: into how many a tile of inputs is cut, one for each
     warp, if not 1.
     Where a part of a tile shares its scale, codes are multiplied as they are and the scale is applied to the
-    sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``apart``: one row of
-    int4 (``apart_sums``).
+    sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``one_scale``: all
+    inputs share one. ``apart``: one row of int4 (``apart_sums``).
     """
     wait(overlap)
     inputs = code_columns * (8 if form == "int4" else 4 if form == "int8" else 1)
@@ -131,6 +132,7 @@ def matmul(
                 scale_rows,
                 scale_width,
                 span,
+                one_scale,
                 whole,
                 tile_rows,
                 tile_outputs,
@@ -141,6 +143,10 @@ def matmul(
         total *= 256.0
     if parts > 1:
         total = tl.sum(total, 0)
+    if one_scale:
+        total *= scales(scale, output_index, tl.arange(0, 1), outputs, scale_columns, scale_rows).to(
+            tl.float32
+        )
     if apart:
         total = tl.sum(total, 1)[:, None]
         row = tl.arange(0, 1)
@@ -182,13 +188,14 @@ def sums(
     scale_rows: tl.constexpr,
     scale_width: tl.constexpr,
     span: tl.constexpr,
+    one_scale: tl.constexpr,
     whole: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
     parts: tl.constexpr,
 ):
-    """What the tile of inputs from ``start`` on adds: ``product``, with scales."""
+    """What the tile of inputs from ``start`` on adds: ``product``, with scales but for ``one_scale``."""
     part_width: tl.constexpr = tile_inputs // parts
     spans: tl.constexpr = tile_inputs // span
     x_tile = inputs_tile(x, row, rows, start, inputs, x_stride, whole, tile_inputs)
@@ -231,7 +238,9 @@ def sums(
     else:
         column = start + tl.arange(0, tile_inputs)
         value = fp8_tile(codes, output_index, column, outputs, inputs, hardware, whole)
-    if span >= part_width:
+    if one_scale:
+        found = product(value.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
+    elif span >= part_width:
         found = product(value.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
         part = groups_of(start, scale_width, part_width, parts)
         factor = scales(scale, output_index, part, outputs, groups, scale_rows, whole).to(tl.float32)
