@@ -12,6 +12,7 @@ from torch import Tensor
 from vlfit.engine.kernels.launch import overlapping, power_of_two
 
 _TILE = 1024  # elements that one program multiplies
+_HEADS = 8  # that one program turns
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -66,7 +67,7 @@ def rotate_and_store(fresh: Fresh, slots: Tensor, keys: Tensor, values: Tensor) 
     if joined.device.type != "meta" and rows:
         from vlfit.engine.kernels.row_steps import rotate_and_store as kernel
 
-        kernel[(rows, heads)](
+        kernel[(rows, -(-heads // _HEADS))](
             joined,
             joined if norm_weight is None else norm_weight,
             fresh.cosines,
@@ -81,8 +82,9 @@ def rotate_and_store(fresh: Fresh, slots: Tensor, keys: Tensor, values: Tensor) 
             head_dim=head_dim,
             rotated=fresh.cosines.shape[-1],
             has_norm=norm_weight is not None,
+            tile_heads=_HEADS,
             tile=power_of_two(head_dim),
-            num_warps=1,
+            num_warps=4,
             **overlapping(joined.device),
         )
     return query

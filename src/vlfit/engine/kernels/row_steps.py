@@ -64,10 +64,11 @@ def rotate_and_store(
     head_dim: tl.constexpr,
     rotated: tl.constexpr,
     has_norm: tl.constexpr,
+    tile_heads: tl.constexpr,
     tile: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """A program for each row and head of ``joined`` [rows, query_heads + 2 * key_heads, head_dim].
+    """``tile_heads`` heads of a row of ``joined`` [rows, query_heads + 2 * key_heads, head_dim].
 
     Queries and keys are normalized and their first ``rotated`` elements turned; queries go to ``query``
     [rows, query_heads, head_dim], keys and values to the slot of the row in ``keys`` and ``values`` [slots,
@@ -75,26 +76,23 @@ def rotate_and_store(
     """
     wait(overlap)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)[:, None]
     dim = tl.arange(0, tile)[None, :]
-    inside = dim < head_dim
+    inside = (dim < head_dim) & (head < query_heads + 2 * key_heads)
+    in_turn = inside & (head < query_heads + key_heads)
     source = joined + (row * (query_heads + 2 * key_heads) + head) * head_dim + dim
+    weight = norm_weight + head * head_dim + dim
+    angle = row * rotated + dim
     slot = tl.load(slots + row).to(tl.int64)
-    if head < query_heads + key_heads:
-        weight = norm_weight + head * head_dim + dim
-        angle = row * rotated + dim
-        value = turned(
-            source, weight, cosines + angle, sines + angle, dim, inside, eps, head_dim, rotated, has_norm
-        )
-        if head < query_heads:
-            tl.store(query + (row * query_heads + head) * head_dim + dim, value, mask=inside)
-        else:
-            place = (slot * key_heads + head - query_heads) * head_dim + dim
-            tl.store(keys + place, value, mask=inside & (slot >= 0))
-    else:
-        value = tl.load(source, mask=inside, other=0.0)
-        place = (slot * key_heads + head - query_heads - key_heads) * head_dim + dim
-        tl.store(values + place, value, mask=inside & (slot >= 0))
+    value = turned(
+        source, weight, cosines + angle, sines + angle, dim, in_turn, eps, head_dim, rotated, has_norm
+    )
+    tl.store(query + (row * query_heads + head) * head_dim + dim, value, mask=in_turn & (head < query_heads))
+    in_keys = in_turn & (head >= query_heads) & (slot >= 0)
+    tl.store(keys + (slot * key_heads + head - query_heads) * head_dim + dim, value, mask=in_keys)
+    in_values = inside & (head >= query_heads + key_heads) & (slot >= 0)
+    place = (slot * key_heads + head - query_heads - key_heads) * head_dim + dim
+    tl.store(values + place, tl.load(source, mask=in_values, other=0.0), mask=in_values)
 
 
 @triton.jit
