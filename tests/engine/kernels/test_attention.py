@@ -37,10 +37,10 @@ DECODING = [(1, 0), (1, 15), (1, 16), (1, 200), (1, 3)]  # new tokens and past o
 BATCHES = {
     "decoding alone": DECODING,
     "one sequence": [(1, 77)],
-    "a prompt without past": [(70, 0)],
-    "a chunk with a past": [(33, 90)],
-    "several chunks": [(5, 0), (70, 60), (1, 40)],
-    "decoding beside chunks": [*DECODING, (20, 45), (64, 0)],
+    "a prompt without past": [(37, 0)],
+    "a chunk with a past": [(17, 90)],
+    "several chunks": [(5, 0), (37, 30), (1, 40)],
+    "decoding beside chunks": [*DECODING, (9, 45), (32, 0)],
 }
 LARGE = {
     "decoding": [(1, 8191), (1, 1000), (1, 63)],
@@ -81,12 +81,12 @@ def batch(
 
 
 def check(shape: Shape, work: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
-    """With the sizes that the engine chooses; the interpreter's time goes by programs, so there are few.
+    """With the sizes that the engine chooses; the interpreter's time goes by programs and rows.
 
     What is new is turned and stored by ``rotate_and_store``, which ``test_row_steps.py`` holds to PyTorch.
     Twice: what the first leaves behind is what the second begins with.
     """
-    splits, tiles = (None, None) if ON_GPU else (2, Tiles(64, 64, 4, 1))
+    splits, tiles = (None, None) if ON_GPU else (2, Tiles(32, 32, 4, 1))
     torch.manual_seed(0)
     decoding = next((index for index, (tokens, _) in enumerate(work) if tokens > 1), len(work))
     fresh, keys, values, plan = batch(shape, work, decoding, dtype, device)
