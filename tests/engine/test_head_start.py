@@ -21,10 +21,9 @@ __all__ = ["four_billion"]  # a fixture
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """A torch that wants a GPU, and what is made or loaded for it."""
+    """A torch that wants a GPU, and what is made for it."""
     calls: list[object] = []
-    monkeypatch.setattr(head_start, "_torch_cuda", lambda: Path("library"))
-    monkeypatch.setattr(head_start, "_load", calls.append)
+    monkeypatch.setattr(head_start, "_torch_wants_one", lambda: True)
     monkeypatch.setattr(head_start, "_make_context", calls.append)
     yield calls
     head_start.gpus_before()
@@ -43,7 +42,7 @@ def test_a_context_that_was_made_beforehand_is_planned_as_if_it_were_not_there(
     fresh = on_card(monkeypatch, CARD, four_billion, WANTED)
     head_start.make_context("auto")
     finish()
-    assert made == [Path("library"), 0]
+    assert made == [0]
     untold = (Process(1, "python", None),)
     now = replace(CARD, free=CARD.free - 500, compute=untold)
     again = on_card(monkeypatch, now, four_billion, WANTED)
@@ -62,7 +61,7 @@ def test_none_is_made_for_a_cpu_or_a_card_that_is_not_there(
     assert made == []
     assert len(head_start.make_context("cuda:1")) == 1
     finish()
-    assert made == [Path("library")]
+    assert made == []
     assert head_start.gpus_before() == ()
 
 

@@ -1,9 +1,8 @@
-"""What a start can do while Python still imports torch: CUDA's context, torch's libraries, what Triton knows
-its kernels by, and files of weights into RAM.
+"""What a start can do while Python still imports torch: CUDA's context, what Triton knows its kernels by, and
+files of weights into RAM.
 
-Each takes a third of a second to several, and hardly any Python. Knows the driver's own calls, the loader of
-libraries, and the page cache. Imports no torch. It is a favour: what does not work here is left to whoever
-needs it, who says why.
+Each takes a third of a second to several, and hardly any Python. Knows the driver's own calls and the page
+cache. Imports no torch. It is a favour: what does not work here is left to whoever needs it, who says why.
 """
 
 import ctypes
@@ -35,13 +34,10 @@ def make_context(device: str) -> tuple[Gpu, ...]:
     """
     if device == "cpu":
         return ()
-    library = _torch_cuda()
-    if library is not None:
-        Thread(target=_load, args=(library,), name="vlfit-libraries").start()
     gpus = read_gpus()[0]
     _, _, number = device.partition(":")
     index = int(number) if number.isdecimal() else 0
-    if index < len(gpus) and library is not None:
+    if index < len(gpus) and _torch_wants_one():
         _before[:] = [gpus]
         # No daemon: a process that ends while CUDA starts may crash.
         Thread(target=_make_context, args=(index,), name="vlfit-cuda").start()
@@ -86,23 +82,12 @@ def _make_context(index: int) -> None:
             cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def _torch_cuda() -> Path | None:
-    """The library of this torch that wants a GPU; None if it has none, or is here already."""
+def _torch_wants_one() -> bool:
+    """Whether this torch computes on GPUs; not if it is here already, as there is nothing to be ahead of."""
     spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return None
-    library = Path(spec.origin).parent / "lib" / "libtorch_cuda.so"
-    return library if library.exists() else None
-
-
-def _load(library: Path) -> None:
-    """``library`` and all that it needs into this process: other than Python's import, a call of C lets other
-    threads go on.
-    """
-    with suppress(OSError, AttributeError):
-        dlopen = ctypes.CDLL(None).dlopen
-        dlopen.restype = ctypes.c_void_p
-        dlopen(bytes(library), os.RTLD_NOW)
+        return False
+    return (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists()
 
 
 def _read_triton() -> None:
