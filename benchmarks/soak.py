@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from benchmarks.asking import HUNG_UP, Reply, ask, ask_and_hang_up, new_client
 from benchmarks.facts import card, commit
 from benchmarks.hold import Hold
@@ -43,6 +45,7 @@ CONTEXT = 6144
 MOST_RESIDENT_GROWTH = 50 * MIB
 FLAT = MIB
 SETTLING = 3.0  # seconds after the last answer: who was hung up on ends at the next step, heaps are trimmed
+MOST_TRIES = 120
 READY, SETTLED, END = "ready", "settled", "the end"  # moments at which nobody asks
 EVERY = 50  # requests between two looks in between
 PLACES_PER_SEQUENCE = 8  # requests that may wait behind each (``cli/serve.py``)
@@ -190,17 +193,28 @@ def ask_all(served: Served, found: Soak, work: list[Wanted], clients: int, until
                     return
                 if wanted.kind == BURST:
                     found.note(served, wanted, burst(served.url, wanted))
-                elif wanted.hang_up_after is None:
-                    found.note(served, wanted, [ask(client, served.url, wanted.content())])
                 else:
-                    reply = ask_and_hang_up(client, served.url, wanted.content(), wanted.hang_up_after)
-                    found.note(served, wanted, [reply])
+                    found.note(served, wanted, [patiently(client, served.url, wanted)])
 
     threads = [threading.Thread(target=one_client) for _ in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def patiently(client: httpx.Client, url: str, wanted: Wanted) -> Reply:
+    """What comes of ``wanted``, asked again each second while the queue is full, as it is during a burst."""
+    content = wanted.content()
+    for _ in range(MOST_TRIES):
+        if wanted.hang_up_after is None:
+            reply = ask(client, url, content)
+        else:
+            reply = ask_and_hang_up(client, url, content, wanted.hang_up_after)
+        if reply.status != 429:
+            break
+        time.sleep(1)
+    return reply
 
 
 def burst(url: str, wanted: Wanted) -> list[Reply]:

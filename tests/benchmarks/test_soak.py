@@ -186,6 +186,18 @@ def test_what_must_not_be(changes: dict[str, Any], words: list[str]) -> None:
         assert expected in words_said
 
 
+def test_who_finds_the_queue_full_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Reply(429, "queue_full", retry_after="3")
+    replies = iter([full, full, Reply(200, "length", tokens=5)])
+    monkeypatch.setattr(soak, "ask", lambda *_: next(replies))
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    reply = soak.patiently(SimpleNamespace(), "", Wanted(WHOLE, "a", tokens=5))  # type: ignore[arg-type]
+    assert (reply.tokens, waited) == (5, [1, 1])
+    replies = iter([full] * soak.MOST_TRIES)
+    assert soak.patiently(SimpleNamespace(), "", Wanted(WHOLE, "a", tokens=5)) == full  # type: ignore[arg-type]
+
+
 def test_growth_is_told_by_whose_it_is() -> None:
     _, found, _ = a_run()
     ready, settled, end = found.moments
