@@ -1,8 +1,9 @@
 """What all tests share: one thread, no network, no progress bars, and tiny checkpoints built once."""
 
+import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return build_tiny(name, root / name)
 
     return build
+
+
+@pytest.fixture(scope="module")
+def few_to_collect() -> Iterator[None]:
+    """For tests that ask the collector often: what is there already, as torch, is not gone through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

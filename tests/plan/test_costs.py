@@ -31,6 +31,7 @@ from vlfit.plan.ledger import NATIVE, Settings, ledger
 from vlfit.plan.model import Model, model_of
 from vlfit.plan.tiles import SPLIT_ROWS, splits_for
 
+pytestmark = pytest.mark.usefixtures("few_to_collect")
 SIZES = ("2B", "4B", "8B")
 
 

@@ -28,6 +28,7 @@ from vlfit.plan.speed import _pass_bytes
 from vlfit.plan.tiles import splits_for
 from vlfit.units import MIB
 
+pytestmark = pytest.mark.usefixtures("few_to_collect")
 SIZES = ("2B", "4B", "8B")
 EIGHT = ("model.language_model.embed_tokens", "lm_head", r"re:model\.visual\.(blocks|merger|deepstack)")
 FORMS = {
