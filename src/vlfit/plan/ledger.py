@@ -201,7 +201,9 @@ def _kept(vision: VisionConfig, backend: str, settings: Settings) -> int:
     pixels.
     """
     if backend == NATIVE:
-        return costs.feature_bytes(vision, costs.rows_reached(settings.chunk, settings.image_tokens))
+        reached = costs.rows_reached(settings.chunk, settings.image_tokens)
+        # No more than all contexts hold: a picture that fills most of one has no second beside it.
+        return costs.feature_bytes(vision, min(reached, settings.sequences * settings.context))
     features = costs.feature_bytes(vision, settings.image_tokens)
     return settings.sequences * (features + _pixels(vision, settings.image_tokens))
 
