@@ -22,8 +22,6 @@ PAGE = (ROOT / "docs" / "side-by-side.md").read_text("utf-8")
 MEASURED = ROOT / "benchmarks" / "measured"
 KNOWN, FACTS, GPU = earlier([MEASURED / "ledger-h200.json"])
 MOST = {NATIVE: 1.03, TRANSFORMERS: 1.05}  # times what was measured
-# A tower that sees 6,400 tokens at once leaves less unused between its tensors than the plan expects of any.
-MOST_OF = {"2B-bf16-c8192-i6400-s1-p1024": 1.04}
 SERVED: dict[str, Any] = json.loads((MEASURED / "memory-h200.json").read_text("utf-8"))
 
 
@@ -34,7 +32,7 @@ def _no_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
 
 
 def test_there_are_enough_of_them_and_the_machine_is_named() -> None:
-    assert len([job for job in KNOWN if job.backend == NATIVE and job.name not in MOST_OF]) >= 16
+    assert len([job for job in KNOWN if job.backend == NATIVE]) >= 16
     assert len([job for job in KNOWN if job.backend == TRANSFORMERS]) == 3
     assert [row["name"] for row in SERVED["rows"]] == ["2B-fp8", "4B-fp8", "4B-int4", "8B-int4"]
     assert "H200" in FACTS["card"]
@@ -49,7 +47,7 @@ def test_the_total_is_not_below_and_hardly_above(
     assert isinstance(held, Held)
     placed = place(job, tmp_path_factory.getbasetemp())
     result = compared(placed, held, GPU)
-    assert 1 <= result["ratio"] <= MOST_OF.get(job.name, MOST[job.backend])
+    assert 1 <= result["ratio"] <= MOST[job.backend]
     [row] = [line.split("|") for line in PAGE.splitlines() if line.startswith(f"| {job.name} ")]
     assert row[2].split()[0] == f"{result['predicted'] / MIB:,.0f}", "run python -m benchmarks.side_by_side"
     assert row[-2].strip() == f"{held.process / MIB:,.0f}"

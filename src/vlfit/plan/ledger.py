@@ -140,13 +140,14 @@ def _workspaces(model: Model, backend: str, settings: Settings, constants: Const
             Line("text_workspace", beside + text, MODELLED, _text_note(settings) + begun),
         )
     # What stays lies between what comes and goes, so the pool grows by more than either.
-    kept = round(constants.vision_slack.value * _kept(model.vision, backend, settings))
-    vision = round(constants.vision_slack.value * _vision_peak(model, model.vision, backend, settings))
+    slack = _vision_slack(backend, constants)
+    kept = round(slack * _kept(model.vision, backend, settings))
+    vision = round(slack * _vision_peak(model, model.vision, backend, settings))
     if backend == TRANSFORMERS:  # no keys and values are there yet while the tower runs
         instead = pool_tokens(backend, settings) * model.kv_bytes_per_token
     else:  # what the tower makes is one of the pictures that stay
         features = costs.feature_bytes(model.vision, settings.image_tokens)
-        instead = round(constants.vision_slack.value * features)
+        instead = round(slack * features)
     lent = vision - instead < text
     stays = f"{kept / MIB:.0f} MiB of features{_and_pixels(backend)} stay"
     peak = f"peak {vision / MIB:.0f} MiB for {settings.image_tokens} image tokens"
@@ -190,6 +191,12 @@ def _graphs(model: Model, backend: str, settings: Settings) -> Line:
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
     pool = graphs.pool_bytes(model, settings.sequences)
     return Line("graphs", pool, MODELLED, f"tensors of recorded decode steps of up to {settings.sequences}")
+
+
+def _vision_slack(backend: str, constants: Constants) -> float:
+    return (
+        calibration.TRANSFORMERS_VISION_SLACK if backend == TRANSFORMERS else constants.vision_slack
+    ).value
 
 
 def _text_slack(backend: str, constants: Constants) -> float:
