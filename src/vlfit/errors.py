@@ -30,6 +30,7 @@ VlfitError
 ├── UnknownModel                   HTTP 404: the server runs another model
 ├── QueueFull                      HTTP 429: as many requests run and wait as the server takes; come again
 ├── WrongApiKey                    HTTP 401: the server wants an API key, and this is not it
+├── ForeignOrigin                  HTTP 403: a script of a web page that the server was not told to serve
 ├── CannotListen                   the address to serve on is taken, or is not ours
 ├── ModelFailed                    the model computed NaN or infinity instead of words
 ├── DeviceError                    the GPU is missing, broken or full
@@ -170,6 +171,11 @@ class QueueFull(VlfitError):
 class WrongApiKey(VlfitError):
     http_status = 401
     code = "invalid_api_key"
+
+
+class ForeignOrigin(VlfitError):
+    http_status = 403
+    code = "foreign_origin"
 
 
 class CannotListen(VlfitError):

@@ -43,6 +43,39 @@ def test_the_right_key_opens() -> None:
         assert client.models.list().data[0].id == "scripted"
 
 
+def test_scripts_of_other_pages_are_turned_away() -> None:
+    """Also those that a browser sends without asking first, as they look like forms."""
+    plain = {"Content-Type": "text/plain"}
+    backend = ScriptedBackend()
+    with running(backend, ServerSettings(allow_origins=("https://friend.example",))) as server:
+        url = f"{server.url}/v1/chat/completions"
+        for origin in (PAGE, "null", "http://127.0.0.1:1"):
+            answer = httpx.post(url, json=HELLO, headers=plain | {"Origin": origin})
+            assert answer.status_code == 403
+            assert answer.json()["error"]["code"] == "foreign_origin"
+            assert origin in answer.json()["error"]["message"]
+        assert not backend.tickets
+        for origin in ("https://friend.example", server.url):
+            assert httpx.post(url, json=HELLO, headers={"Origin": origin}).status_code == 200
+        friend = httpx.get(f"{server.url}/v1/models", headers={"Origin": "https://friend.example"})
+        assert "retry-after" in friend.headers["access-control-expose-headers"]
+    with running(ScriptedBackend(), ServerSettings(allow_origins=("*",))) as server:
+        url = f"{server.url}/v1/chat/completions"
+        assert httpx.post(url, json=HELLO, headers={"Origin": PAGE}).status_code == 200
+
+
+def test_a_scheme_is_the_same_in_capitals() -> None:
+    with running(ScriptedBackend(), ServerSettings(api_key="Key")) as server:
+        for given, status in (("bearer Key", 200), ("BEARER Key", 200), ("Bearer key", 401), ("Key", 401)):
+            header = {"Authorization": given}
+            assert httpx.get(f"{server.url}/v1/models", headers=header).status_code == status
+
+
+def test_a_slash_too_many_is_no_model() -> None:
+    with running(ScriptedBackend()) as server:
+        assert httpx.get(f"{server.url}/v1/models/").status_code == 404
+
+
 def test_other_web_pages_may_not_call_unless_allowed() -> None:
     with running(ScriptedBackend()) as server:
         answer = httpx.get(f"{server.url}/v1/models", headers={"Origin": PAGE})

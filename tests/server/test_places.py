@@ -64,6 +64,20 @@ def test_places_are_counted_and_given_back_once() -> None:
     assert places.taken == 0
 
 
+def test_places_stay_taken_while_work_goes_on_that_cannot_be_stopped() -> None:
+    places = Places(ScriptedBackend(), 4)
+    with places.take(2) as held:
+        held.keep()
+    assert places.taken == 2
+    held.let_go()
+    assert places.taken == 0
+    with places.take(2) as held:
+        held.keep()
+        held.let_go()
+        assert places.taken == 2
+    assert places.taken == 0
+
+
 def test_a_request_that_fails_gives_its_places_back() -> None:
     places = Places(ScriptedBackend(), 2)
     with pytest.raises(ValueError, match="broken"), places.take(2):

@@ -41,6 +41,8 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
         return JSONReply({"object": "list", "data": [card]})
 
     async def model(request: Request) -> Response:
+        if not request.path_params["name"]:  # a slash too many
+            raise HTTPException(404)
         check_model(request.path_params["name"], backend, settings)
         return JSONReply(card)
 
@@ -62,11 +64,15 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     )
     app.router.redirect_slashes = False
     app.state.closing = closing
-    app.add_middleware(Door, api_key=settings.api_key)
+    app.add_middleware(Door, api_key=settings.api_key, allow_origins=settings.allow_origins)
     if settings.allow_origins:
         # Outside the door: a browser's preflight request carries no key.
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
         )
     return app
 

@@ -92,7 +92,7 @@ class ChatEndpoint:
         held: Held,
     ) -> None:
         conversation = await build_conversation(wishes, self._settings, self._fetches)
-        prepared = await self._work.run(self._backend.prepare, conversation, sampling)
+        prepared = await self._work.run_holding(held, self._backend.prepare, conversation, sampling)
         if isinstance(self._backend, Sleeper) and self._backend.asleep:
             # A request would wake it, too, but one that cannot is then told so with a status of its own.
             await asyncio.wrap_future(self._backend.wake())

@@ -6,13 +6,14 @@ Knows: the API key, headers, seconds. Does not know: what a request asks for.
 import hmac
 import logging
 import time
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlfit.errors import VlfitError, WrongApiKey
+from vlfit.errors import ForeignOrigin, VlfitError, WrongApiKey
 from vlfit.server.closing import ClientGone
 from vlfit.server.failures import error_reply
 
@@ -29,9 +30,10 @@ class Door:
     Whoever answers may set ``note`` to a few words for the log line (tokens, what went wrong).
     """
 
-    def __init__(self, app: ASGIApp, api_key: str = "") -> None:
+    def __init__(self, app: ASGIApp, api_key: str = "", allow_origins: tuple[str, ...] = ()) -> None:
         self._app = app
         self._api_key = api_key
+        self._allow_origins = allow_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,6 +55,7 @@ class Door:
             await send(message)
 
         try:
+            self._check_origin(scope)
             self._check_key(scope)
             await self._app(scope, receive, send_and_note)
         except (ClientGone, ClientDisconnect):
@@ -66,16 +69,34 @@ class Door:
         finally:
             self._log(scope, status, time.perf_counter() - started)
 
+    def _check_origin(self, scope: Scope) -> None:
+        """A browser says which page a script is of, and sends some requests for any page without asking.
+
+        What only looks is left to the browser, which shows no answer to a page that is not allowed.
+        """
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        if origin is None or scope["method"] in ("GET", "HEAD", "OPTIONS") or "*" in self._allow_origins:
+            return
+        if origin in self._allow_origins or urlsplit(origin).netloc == headers.get("host"):
+            return
+        raise ForeignOrigin(
+            f"a page of {origin[:200]} may not use this server",
+            f"start it with --allow-origin {origin[:200]} if it should",
+        )
+
     def _check_key(self, scope: Scope) -> None:
         if not self._api_key or not scope["path"].startswith("/v1"):
             return
         given = Headers(scope=scope).get("authorization", "")
+        scheme, _, key = given.partition(" ")
+        given = f"{scheme.title()} {key}"  # schemes of HTTP are the same in capitals
         expected = f"Bearer {self._api_key}"
         # Headers arrive read as Latin-1. The comparison takes the same time for every guess, so that a clock
         # does not tell how much of one was right.
         if not hmac.compare_digest(given.encode("latin-1"), expected.encode()):
             raise WrongApiKey(
-                "the API key is wrong" if given else "this server asks for an API key",
+                "the API key is wrong" if given.strip() else "this server asks for an API key",
                 "send the header Authorization: Bearer KEY",
             )
 

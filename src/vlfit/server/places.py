@@ -16,17 +16,37 @@ LONGEST_WAIT = 60  # seconds; clients take a longer Retry-After for none at all
 
 
 class Held:
-    """The places of one request. One is given back as each of its completions ends, the rest with it."""
+    """The places of one request. One is given back as each of its completions ends, the rest with it.
+
+    ``keep``: work is done for it that cannot be stopped, so that they stay taken until ``let_go``, also where
+    the request is over before: else whoever hangs up could have the server work for more than it takes.
+    """
 
     def __init__(self, places: "Places", count: int) -> None:
         self._places = places
         self._count = count
+        self._kept = False
+        self._over = False
 
     def give_back(self) -> None:
         """One of them, if any is left."""
         if self._count:
             self._count -= 1
             self._places.taken -= 1
+
+    def keep(self) -> None:
+        self._kept = True
+
+    def let_go(self) -> None:
+        self._kept = False
+        if self._over:
+            self.end()
+
+    def end(self) -> None:
+        """The request is over."""
+        self._over = True
+        while self._count and not self._kept:
+            self.give_back()
 
 
 class Places:
@@ -58,8 +78,7 @@ class Places:
         try:
             yield held
         finally:
-            for _ in range(count):
-                held.give_back()
+            held.end()
 
     def _refusal(self, count: int, limit: int) -> Exception:
         if count > limit:

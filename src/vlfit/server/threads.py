@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
+from vlfit.server.places import Held
+
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -31,12 +33,23 @@ class Threads:
         await self._permits.acquire()
         return await self._begin(lambda: function(*args, **kwargs))
 
-    def _begin(self, function: Callable[[], Result]) -> "asyncio.Future[Result]":
+    async def run_holding(
+        self, held: Held, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
+    ) -> Result:
+        """The same; ``held`` is kept until the thread is at its end, whatever becomes of the caller."""
+        await self._permits.acquire()
+        held.keep()
+        return await self._begin(lambda: function(*args, **kwargs), held.let_go)
+
+    def _begin(
+        self, function: Callable[[], Result], over: Callable[[], None] = lambda: None
+    ) -> "asyncio.Future[Result]":
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
 
         def settle(result: Result | None, error: BaseException | None) -> None:
             self._permits.release()
+            over()
             if future.done():  # the caller was cancelled
                 return
             if error is not None:
