@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vlfit.engine.kernels.launch import power_of_two
+
 LOG2_E = 1.4426950408889634
 SHORTEST = 16  # elements of a row that matrix units take
 
@@ -42,7 +44,7 @@ def patches_of(
             patch=patch,
             merge=merge,
             temporal=temporal,
-            tile=_power_of_two(values),
+            tile=power_of_two(values),
             num_warps=4,
         )
     return output
@@ -65,7 +67,7 @@ def add_positions(hidden: Tensor, table: Tensor, rows: int, columns: int, merge:
             side=side,
             merge=merge,
             width=width,
-            tile=_power_of_two(width),
+            tile=power_of_two(width),
             num_warps=4,
         )
 
@@ -88,7 +90,7 @@ def turn_by_place(joined: Tensor, angles: Tensor, columns: int, merge: int) -> N
             merge=merge,
             width=heads * head_dim,
             head_dim=head_dim,
-            tile=_power_of_two(heads * head_dim),
+            tile=power_of_two(heads * head_dim),
             num_warps=4,
         )
 
@@ -139,9 +141,9 @@ def attend(joined: Tensor, tiles: Tiles | None = None) -> Tensor:
 
 def parts_of_head(head_dim: int) -> tuple[int, int]:
     """A head as two powers of two that matrix units take, the second of which may be 0: 72 as 64 and 16."""
-    low = max(_power_of_two(head_dim + 1) // 2, SHORTEST)
+    low = max(power_of_two(head_dim + 1) // 2, SHORTEST)
     left = head_dim - low
-    return low, max(_power_of_two(left), SHORTEST) if left > 0 else 0
+    return low, max(power_of_two(left), SHORTEST) if left > 0 else 0
 
 
 def add_layer_norm(hidden: Tensor, found: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -151,7 +153,7 @@ def add_layer_norm(hidden: Tensor, found: Tensor, weight: Tensor, bias: Tensor, 
     if rows and hidden.device.type != "meta":
         from vlfit.engine.kernels.turn import add_layer_norm as kernel
 
-        tile = _power_of_two(width)
+        tile = power_of_two(width)
         kernel[(rows,)](
             hidden,
             found,
@@ -164,8 +166,3 @@ def add_layer_norm(hidden: Tensor, found: Tensor, weight: Tensor, bias: Tensor, 
             num_warps=8 if tile >= 2048 else 4,
         )
     return output
-
-
-def _power_of_two(size: int) -> int:
-    """The smallest that is not below ``size``."""
-    return 1 << (size - 1).bit_length()
