@@ -133,6 +133,7 @@ def test_no_request_launches_what_the_start_did_not(
     built = started(tiny(name), device="cpu")
     assert built.counters == Counters()
     assert built.pool.free == built.pool.blocks
+    assert len(built.runner.text.layers) == built.checkpoint.config.text.num_hidden_layers
     before, most_features = set(launches.seen), launches.most_features
     serve(built, random.Random(4))
     assert built.counters.failed == 0

@@ -3,15 +3,19 @@
 A kernel is compiled when it is first launched, which takes a second and some MiB of RAM for good; and it is
 loaded then, which takes up to 2 MiB of the card that nobody planned. Which ones a pass launches depends on
 how many rows it has, how many speak, or decode beside a prompt, how large a picture is, and what is asked of
-the sampler. Knows what these are. Does not know kernels: what their tables tell apart lies at powers of two,
-and that of ``attention.decode_splits`` at ``TOGETHER`` (``tests/engine/test_every_kind.py``).
+the sampler. Layers that are stored alike launch the same, so that a few stand for all. Knows what these are.
+Does not know kernels: what their tables tell apart lies at powers of two, and that of
+``attention.decode_splits`` at ``TOGETHER`` (``tests/engine/test_every_kind.py``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
+from vlfit.engine.holdings import tensors_in
+from vlfit.engine.offload import StreamedLayers
 from vlfit.engine.prompt import Prompt
 from vlfit.engine.rehearsal import about_a_picture, answer_all, text, too_much
 from vlfit.errors import OutOfMemory
@@ -35,12 +39,39 @@ def at_start(engine: Engine) -> None:
     Raises ``DoesNotFit`` where a pass needs more memory than there is, or than the plan allows.
     """
     try:
-        with engine.pace.rest():
+        with engine.pace.rest(), _few_layers(engine):
             _run(engine)
     except OutOfMemory as error:
         raise too_much(engine, error.message) from None
     engine.runner.image_cache.clear()
     engine.counters = Counters()
+
+
+@contextmanager
+def _few_layers(engine: Engine) -> Iterator[None]:
+    """For a while the text model has no more layers than there are kinds of them: those that deepstack is
+    added to, one of each way to be stored, and the last. Layers that wait in RAM stay all.
+    """
+    text = engine.runner.text
+    layers = text.layers
+    graphs = engine.runner.graphs
+    recordings = graphs.recordings if graphs else 0
+    vision = engine.checkpoint.config.vision
+    if not isinstance(layers, StreamedLayers):
+        seen: set[Hashable] = set()
+        few = list(layers[: len(vision.deepstack_visual_indexes) if vision else 0])
+        for layer in layers[len(few) :]:
+            kind = tuple((each.dtype, each.shape) for each in tensors_in(layer))
+            if kind not in seen or layer is layers[-1]:
+                seen.add(kind)
+                few.append(layer)
+        text.layers = few
+    try:
+        yield
+    finally:
+        text.layers = layers
+        if graphs and graphs.recordings > recordings:
+            graphs.release()  # memory ran short, and a step was recorded anew with few layers
 
 
 def _run(engine: Engine) -> None:

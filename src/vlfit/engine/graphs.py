@@ -77,6 +77,7 @@ class DecodeGraphs:
         self._ahead: Ahead | None = None
         self._told = Told(sequences, cache.keys.device)
         self.nbytes = 0  # what torch took for what is recorded
+        self.recordings = 0  # how often a step was recorded
         self._pool: _POOL_HANDLE | None = None
 
     def record(self) -> None:
@@ -143,6 +144,7 @@ class DecodeGraphs:
             inputs.fill([])
             graph = Graph(partial(self._run, inputs), self._pool, self._cache.keys.device)
             self._recorded[inputs.size] = graph
+            self.recordings += 1
             self.nbytes = _bytes_of(self._pool)
         return graph
 

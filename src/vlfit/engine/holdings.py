@@ -43,18 +43,25 @@ def bytes_of(thing: object, seen: set[int] | None = None) -> int:
 def storages_in(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage]:
     """Each storage behind a tensor in ``thing`` once, in the order of attributes; ``seen`` as above."""
     seen = set() if seen is None else seen
-    if isinstance(thing, Tensor):
-        storage = thing.untyped_storage()
-        key = storage.data_ptr() or id(thing)
+    for tensor in tensors_in(thing, seen):
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr() or id(tensor)
         if key not in seen:
             seen.add(key)
             yield storage
+
+
+def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in ``thing``, in the order of attributes; ``seen`` are objects that were looked into."""
+    seen = set() if seen is None else seen
+    if isinstance(thing, Tensor):
+        yield thing
     elif isinstance(thing, str | bytes | int | float | PinnedBytes | None) or id(thing) in seen:
         return  # locked RAM is no memory of the device
     else:
         seen.add(id(thing))
         for part in _parts(thing):
-            yield from storages_in(part, seen)
+            yield from tensors_in(part, seen)
 
 
 def _parts(thing: object) -> Iterator[object]:
