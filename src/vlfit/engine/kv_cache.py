@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.config import TextConfig
+from vlfit.engine.kv_rows import Rows
 
 
 class BlockPool:
@@ -85,33 +86,53 @@ def slots_of(blocks: list[int], block_size: int) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of all layers: two tensors [layers, slots, kv_heads, head_dim].
+    """Keys and values of all layers: two tensors [layers, slots, kv_heads, head_dim] of ``dtype``.
 
-    Left unwritten at first: nothing reads a slot before its token has been written.
+    ``narrow``: in FP8, each row with its scale (``kv_rows.py``). Left unwritten at first: nothing reads a
+    slot before its token has been written.
     """
 
     def __init__(
-        self, config: TextConfig, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: TextConfig,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        narrow: bool = False,
     ) -> None:
-        shape = (
-            config.num_hidden_layers,
-            blocks * block_size,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        heads, head_dim = config.num_key_value_heads, config.head_dim
+        shape = (config.num_hidden_layers, blocks * block_size, heads, head_dim)
         self.block_size = block_size
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.dtype = dtype
+        self._keys = Rows.empty(shape, dtype, device, narrow=narrow)
+        self._values = Rows.empty(shape, dtype, device, narrow=narrow)
+
+    @property
+    def keys(self) -> Tensor:
+        """[layers, slots, kv_heads, head_dim]; in FP8 codes."""
+        return self._keys.numbers
+
+    @property
+    def values(self) -> Tensor:
+        """As ``keys``."""
+        return self._values.numbers
+
+    def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Of the keys and of the values of one layer in FP8, [slots, kv_heads]; else None."""
+        if self._keys.scales is None or self._values.scales is None:
+            return None
+        return self._keys.scales[layer], self._values.scales[layer]
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self._keys.nbytes + self._values.nbytes
 
     @property
     def block_bytes(self) -> int:
         """What one block takes in all layers."""
-        layers, _, heads, head_dim = self.keys.shape
-        return 2 * layers * self.block_size * heads * head_dim * self.keys.dtype.itemsize
+        return (self._keys.slot_bytes + self._values.slot_bytes) * self.block_size
 
     def resize(self, blocks: int, kept: Mapping[int, int], release: Callable[[], None]) -> None:
         """Make room for ``blocks`` and carry over those in ``kept``, new numbers by old, through RAM.
@@ -119,58 +140,41 @@ class KVCache:
         First keys, then values, so that no more than one of the two waits there. ``release`` gives the
         device what was freed. Raises ``torch.OutOfMemoryError`` where there is no room; then all is lost.
         """
-        for name in ("keys", "values"):
-            try:
-                setattr(self, name, self._resized(name, blocks, kept, release))
-            except torch.OutOfMemoryError:
-                self.keys, self.values = self.keys[:, :0].clone(), self.values[:, :0].clone()
-                release()
-                raise
+        try:
+            for name in ("_keys", "_values"):
+                self._resize(name, blocks, kept, release)
+        except torch.OutOfMemoryError:
+            self._keys, self._values = self._keys.resized(0), self._values.resized(0)
+            release()
+            raise
 
-    def _resized(
-        self, name: str, blocks: int, kept: Mapping[int, int], release: Callable[[], None]
-    ) -> Tensor:
-        """``keys`` or ``values`` anew. The old ones are gone before there is room for both."""
-        old: Tensor = getattr(self, name)
-        size = self.block_size
-        waiting = {
-            new: old[:, number * size : (number + 1) * size].to("cpu", copy=True)
-            for number, new in kept.items()
-        }
-        nothing = old[:, :0].clone()
+    def _resize(self, name: str, blocks: int, kept: Mapping[int, int], release: Callable[[], None]) -> None:
+        """``_keys`` or ``_values`` anew. The old ones are gone before there is room for both."""
+        old: Rows = getattr(self, name)
+        waiting = old.taken_out(kept, self.block_size)
+        nothing = old.resized(0)
         setattr(self, name, nothing)
         del old
         release()
-        layers, _, heads, head_dim = nothing.shape
-        fresh = nothing.new_empty((layers, blocks * size, heads, head_dim))
-        for new, block in waiting.items():
-            fresh[:, new * size : (new + 1) * size] = block
-        return fresh
+        fresh = nothing.resized(blocks * self.block_size)
+        fresh.put_in(waiting, self.block_size)
+        setattr(self, name, fresh)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put ``keys`` and ``values`` [tokens, kv_heads, head_dim] into ``slots`` [tokens]."""
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+        self._keys.write(layer, slots, keys)
+        self._values.write(layer, slots, values)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first ``tokens`` tokens of block ``source`` into block ``target``, in all layers."""
         if source == target:
             return
-        for values in (self.keys, self.values):
-            of, to = (block * self.block_size for block in (source, target))
-            values[:, to : to + tokens].copy_(values[:, of : of + tokens])
+        for rows in (self._keys, self._values):
+            rows.copy(source * self.block_size, target * self.block_size, tokens)
 
     def read(self, layer: int, slots: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of ``slots`` (any shape), each [*slots.shape, kv_heads, head_dim].
 
-        Where the slots follow each other and ``first`` is the first, nothing is copied.
+        Where the slots follow each other and ``first`` is the first, nothing is copied but what is widened.
         """
-        shape = (*slots.shape, *self.keys.shape[2:])
-        if first is not None:
-            run = slice(first, first + slots.numel())
-            return self.keys[layer, run].view(shape), self.values[layer, run].view(shape)
-        flat = slots.reshape(-1)
-        return (
-            self.keys[layer].index_select(0, flat).view(shape),
-            self.values[layer].index_select(0, flat).view(shape),
-        )
+        return self._keys.read(layer, slots, first), self._values.read(layer, slots, first)

@@ -132,7 +132,7 @@ class Passes:
             if work.finishes_prompt:
                 token = next(sampled)
                 if not next(usable):
-                    token = _overflow(work.sequence, self.runner.cache.keys.dtype)
+                    token = _overflow(work.sequence, self.runner.cache.dtype)
             done.append(Done(work, token))
         return done
 

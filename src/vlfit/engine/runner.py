@@ -120,7 +120,7 @@ class Runner:
             raise RuntimeError("a picture came to a model without eyes")
         features = self._looked_at.get(image.key) or self.image_cache.get(image.key, self.device)
         if features is None:
-            patches = patches_by_time(image.pixels, self.processing, self.device, self.cache.keys.dtype)
+            patches = patches_by_time(image.pixels, self.processing, self.device, self.cache.dtype)
             features = self.vision(patches, image.grid)
         self._looked_at[image.key] = features
         return features

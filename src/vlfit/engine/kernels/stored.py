@@ -1,0 +1,75 @@
+"""How keys and values lie in a cache of FP8: codes, and for each row a scale. Functions for kernels.
+
+The same numbers as ``engine/float8.py`` makes, bit for bit. Codes are multiplied as they are: a key's scale
+is a factor of its score; a value's is added to the exponent of its weight, so that the largest weight is 1
+whatever the values are, and the sum of weights is taken without it.
+"""
+
+import triton
+import triton.language as tl
+
+# As in ``engine/float8.py``. Exponents count from 127, so the one of 1/x is 254 less that of x.
+LARGEST = tl.constexpr(448.0)
+LEAST = tl.constexpr(127 - 32)
+MOST = tl.constexpr(127 + 118)
+NOT_FINITE = tl.constexpr(255)
+
+
+@triton.jit
+def narrowed(rows):
+    """Codes [some, width] and scales [some, 1] of ``rows`` [some, width], both uint8: rounded by hand, as
+    cards below compute capability 8.9 have no instruction for it.
+    """
+    wide = rows.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 1)[:, None]
+    scale = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+    scale = tl.minimum(tl.maximum(scale, LEAST), MOST)
+    number = wide * ((254 - scale) << 23).to(tl.float32, bitcast=True)
+    bits = number.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(number), LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    # 20 of float32's bits of fraction go, and exponents count from 7 instead of 127.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes count 512ths: beside 2^23 float32 has no bits for less.
+    small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
+    code = sign | tl.where(size < 0.015625, small, normal)
+    # Also false of NaN, which ``max`` may pass over: it is not equal to itself.
+    finite = tl.min(tl.where(tl.abs(wide) < float("inf"), 1, 0), 1)[:, None] == 1
+    return code.to(tl.uint8), tl.where(finite, scale, NOT_FINITE).to(tl.uint8)
+
+
+@triton.jit
+def numbers(codes, dtype: tl.constexpr, hardware: tl.constexpr):
+    """``codes`` in float16, or in float32 where the computation is: as they are, or a 256th of it where the
+    card does not convert float8 itself (``hardware``; see ``unpack.fp8_tile``). ``dtype``: of the rest.
+    """
+    if hardware:
+        half = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        wide = codes.to(tl.uint16)
+        half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) if dtype == tl.float32 else half
+
+
+@triton.jit
+def factor_of(scale, hardware: tl.constexpr):
+    """What ``numbers`` are multiplied by; infinite for rows that are not finite."""
+    exponent = scale.to(tl.int32)
+    if not hardware:
+        exponent = tl.minimum(exponent + 8, NOT_FINITE)
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_of(scale, hardware: tl.constexpr):
+    """The exponent of ``factor_of`` in float32; NaN for rows that are not finite."""
+    exponent = scale.to(tl.float32) - (127.0 if hardware else 119.0)
+    return tl.where(scale == NOT_FINITE, float("nan"), exponent)
+
+
+@triton.jit
+def inverse_of(scale, hardware: tl.constexpr):
+    """One over ``factor_of``, of rows that are finite."""
+    exponent = (254 if hardware else 246) - scale.to(tl.int32)
+    return (exponent << 23).to(tl.float32, bitcast=True)
