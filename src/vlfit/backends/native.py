@@ -151,6 +151,7 @@ class NativeBackend:
         )
         priced = engine.price(prompt)
         engine.max_tokens(priced.tokens, sampling)
+        engine.constraints.of(sampling.form)  # what is wrong with a form is found before anybody waits
         return NativePrepared(priced, tuple(image.seen for image in prompt.images), asked)
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:

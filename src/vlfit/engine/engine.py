@@ -18,6 +18,7 @@ from vlfit.engine.account import Counters, EngineAccount, EngineSettings, Holdin
 from vlfit.engine.answer import Chunk, Timings, Usage
 from vlfit.engine.budget import Budget
 from vlfit.engine.completion import Completion
+from vlfit.engine.constraint import Constraints
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.device import choose_device, choose_dtype
@@ -84,6 +85,7 @@ class Engine:
             # Until the end of the block weights arrive where they stay: recording asks only for that.
             self.prompts = PromptBuilder(checkpoint.folder, config)
             self.generation = GenerationDefaults.read(checkpoint.folder)
+            self.constraints = Constraints(self.prompts.tokenizer, self.generation.eos_token_ids)
             pool = BlockPool(room.kv_tokens, options.block_size)
             cache = KVCache(config.text, pool.blocks, pool.block_size, self.dtype, self.device)
             self.runner = Runner(
@@ -276,7 +278,9 @@ class Engine:
                 generator.seed()
             else:
                 generator.manual_seed(sampling.seed)
-        return Sequence(prompt, sampling, max_tokens, completion, listener, asked, generator=generator)
+        form = self.constraints.of(sampling.form)
+        wishes = (prompt, sampling, max_tokens, completion, listener, asked)
+        return Sequence(*wishes, generator=generator, constraint=form)
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -333,6 +337,8 @@ class Engine:
         now = time.perf_counter()
         sequence.first_token = sequence.first_token or now
         sequence.generated.append(sampled.token_id)
+        if sequence.constraint is not None:
+            sequence.constraint.take(sampled.token_id)
         chunk = sequence.completion.add(sampled.token_id, sampled.logprobs)
         if chunk.finish_reason is None:
             self._tell(sequence, chunk)

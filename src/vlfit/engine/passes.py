@@ -218,9 +218,19 @@ def _overflow(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
 
 
 def _goes_on_by_itself(sequence: Sequence) -> bool:
-    """Whether its next token is the likeliest one, and not its last for being as many as were asked for."""
-    return is_plain_greedy(sequence.sampling) and len(sequence.generated) + 1 < sequence.max_tokens
+    """Whether its next token is the likeliest one, and not its last for being as many as were asked for.
+
+    Of an answer with a form it is so if the last one was: models mostly keep to a form, once they are in it.
+    """
+    keeps = sequence.constraint is None or sequence.constraint.agreed
+    return keeps and is_plain_greedy(sequence.sampling) and len(sequence.generated) + 1 < sequence.max_tokens
 
 
 def _draw(sequence: Sequence) -> Draw:
-    return Draw(sequence.sampling, sequence.prompt.token_ids, sequence.generated, sequence.generator)
+    return Draw(
+        sequence.sampling,
+        sequence.prompt.token_ids,
+        sequence.generated,
+        sequence.generator,
+        sequence.constraint,
+    )

@@ -3,6 +3,9 @@
 The order is that of transformers: penalties, temperature, top-k, top-p, min-p, then one draw. It inverts the
 cumulative distribution at a number from the sequence's own generator, so a seed gives the same tokens
 whatever else is in the batch. Logprobs are those of the model, before any of it.
+
+Where an answer has a form (``constraint.py``), a token is first chosen as if it had none. One that the form
+does not allow is chosen again among those that it does, which gives each the share that it has among them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vlfit.engine.answer import TokenLogprob
+from vlfit.engine.constraint import Constraint
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.sequence import IntVector
 
@@ -25,12 +29,15 @@ _PART = 65536  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row is drawn by. ``prompt`` and ``generated`` are the tokens that penalties look at."""
+    """What one row is drawn by. ``prompt`` and ``generated`` are the tokens that penalties look at;
+    ``constraint`` is where the answer's form stands.
+    """
 
     sampling: SamplingParams
     prompt: Sequence[int] | IntVector
     generated: Sequence[int]
     generator: torch.Generator | None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,22 @@ def sample(
     sampled = []
     for number, (row, draw) in enumerate(zip(logits, draws, strict=True)):
         if is_plain_greedy(draw.sampling):
-            sampled.append(Sampled(best[number]))
+            chosen = Sampled(best[number])
         elif number in likely:
-            sampled.append(Sampled(likely[number].draw(draw)))
+            chosen = Sampled(likely[number].draw(draw))
         else:
-            sampled.append(_sample_row(row.float(), draw, token_text))
+            chosen = _sample_row(row.float(), draw, token_text)
+        sampled.append(_kept_to_form(chosen, row, draw, token_text))
     return sampled
+
+
+def _kept_to_form(chosen: Sampled, row: Tensor, draw: Draw, token_text: TokenText) -> Sampled:
+    """``chosen`` if the answer's form allows it, else one that it does."""
+    constraint = draw.constraint
+    if constraint is None or constraint.allows(chosen.token_id):
+        return chosen
+    allowed = torch.from_numpy(constraint.allowed(row.shape[-1])).to(row.device)
+    return _sample_row(row.float(), draw, token_text, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +140,12 @@ def _has_penalties(sampling: SamplingParams) -> bool:
     )
 
 
-def _sample_row(row: Tensor, draw: Draw, token_text: TokenText) -> Sampled:
+def _sample_row(row: Tensor, draw: Draw, token_text: TokenText, allowed: Tensor | None = None) -> Sampled:
+    """``allowed`` [vocabulary]: the tokens that may be chosen; None: all."""
     sampling = draw.sampling
     adjusted = _penalize(row, draw) if _has_penalties(sampling) else row
+    if allowed is not None:
+        adjusted = adjusted.where(allowed, float("-inf"))
     if sampling.greedy:
         token_id = int(adjusted.argmax())
     else:

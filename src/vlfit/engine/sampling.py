@@ -3,12 +3,25 @@
 The names and ranges are OpenAI's and vLLM's. ``engine/sampler.py`` carries them out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from vlfit.errors import InvalidRequest
 
 MAX_TOP_LOGPROBS = 20
 MOST_SEED = 2**63 - 17  # what fits torch's generator, with room to number the choices of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form that an answer must have: ``text`` is a JSON schema, or a grammar in llguidance's Lark.
+
+    ``place`` is the field of a request that it came in, which errors give as their ``param``.
+    """
+
+    kind: Literal["json", "grammar"]
+    text: str
+    place: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +32,7 @@ class SamplingParams:
     ``max_tokens`` None means: as many as the context has room for, at most the engine's default.
     ``top_logprobs`` None gives no logprobs, 0 gives the chosen token's alone, k adds the k likeliest.
     ``loop_guard`` stops a completion that repeats itself (finish reason ``loop``); off by default.
+    ``form``: only tokens that keep to it are chosen; penalties and temperature apply among those.
     """
 
     max_tokens: int | None = None
@@ -35,6 +49,7 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int | None = None
     loop_guard: bool = False
+    form: Form | None = None
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vlfit.engine.answer import Chunk
 from vlfit.engine.completion import Completion
+from vlfit.engine.constraint import Constraint
 from vlfit.engine.images import PreparedImage
 from vlfit.engine.prefix_cache import PromptKeys
 from vlfit.engine.qwen3_vl.vision import VisionFeatures
@@ -69,6 +70,7 @@ class Sequence:
     slots: Tensor | None = None
     features: dict[int, VisionFeatures] = field(default_factory=dict)
     generator: torch.Generator | None = None
+    constraint: Constraint | None = None
     cancelled: bool = False
 
     @property

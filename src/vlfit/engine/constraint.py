@@ -1,0 +1,163 @@
+"""Answers of a given form: which tokens may come next, as a grammar has it. No torch.
+
+Knows: llguidance, which follows a JSON schema or a grammar in its dialect of Lark, and how this vocabulary
+spells. Does not know: logits, or who wants which form.
+
+The model is asked first. Its own choice is checked, which takes a few microseconds, and only where the form
+does not allow it is a mask computed: 6 to 24 microseconds for a vocabulary of 151,669 tokens, 0.2 ms at most
+(``benchmarks/constraint.py``), while a step of decoding takes a millisecond and more.
+"""
+
+from collections.abc import Iterable
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from vlfit.engine.sampling import Form
+from vlfit.engine.spelling import Spelling
+from vlfit.errors import InvalidRequest, ModelFailed
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+LONGEST_FORM = 256 * 1024  # characters of a schema or grammar
+# JSON in one line: where a form allows spaces anywhere, a model that does not know how to go on may write
+# nothing else for ever. Both are patterns.
+_SPACING: "JsonCompileOptions" = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+
+
+class Constraint:
+    """How far one answer has come in its form. Belongs to one sequence, once it runs.
+
+    ``agreed``: whether the token that was asked about last was allowed, so that it pays to go ahead of the
+    next answer.
+    """
+
+    def __init__(self, matcher: "LLMatcher", eos_token_ids: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._eos = eos_token_ids
+        self.agreed = False
+
+    def allows(self, token_id: int) -> bool:
+        """Whether ``token_id`` may come next. Changes nothing of the form."""
+        self.agreed = self._matcher.validate_tokens([self._plain(token_id)]) == 1
+        return self.agreed
+
+    def allowed(self, vocabulary: int) -> Allowed:
+        """[vocabulary]: which tokens may come next. Raises ``ModelFailed`` where the form has no way on."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed: Allowed = np.zeros(vocabulary, dtype=np.bool_)
+        found = np.unpackbits(bits, bitorder="little")[:vocabulary]
+        allowed[: len(found)] = found
+        allowed[list(self._eos)] = allowed[self._eos[0]]
+        if self._matcher.is_error() or not allowed.any():
+            raise ModelFailed(
+                f"the form that was asked for cannot be followed any further: {_words(self._matcher)}",
+                "ask for a simpler form",
+            )
+        return allowed
+
+    def take(self, token_id: int) -> None:
+        """``token_id`` has come; one that ends the answer too."""
+        self._matcher.consume_token(self._plain(token_id))
+
+    def _plain(self, token_id: int) -> int:
+        """llguidance knows one token that ends an answer; models may have several."""
+        return self._eos[0] if token_id in self._eos else token_id
+
+
+class Constraints:
+    """Makes constraints for one vocabulary. Any thread may ask; what is slow is done once, at the first time
+    (a second for 151,669 tokens).
+
+    ``eos_token_ids``: what ends an answer. The form that was made last is remembered: it is asked for when a
+    request is prepared, and again by each of its choices.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos = tuple(dict.fromkeys(eos_token_ids))
+        self._lock = Lock()
+        self._words: LLTokenizer | None = None
+        self._last: tuple[Form, LLMatcher] | None = None
+
+    def of(self, form: Form | None) -> Constraint | None:
+        """At the beginning of ``form``; None for none. Raises ``InvalidRequest`` for one that llguidance
+        cannot follow, with its reason.
+        """
+        if form is None:
+            return None
+        last = self._last
+        if last is None or last[0] != form:
+            self._last = last = form, self._matcher(form)
+        return Constraint(last[1].deep_copy(), self._eos)
+
+    def _matcher(self, form: Form) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        if not self._eos:
+            raise InvalidRequest("this checkpoint has no token that ends an answer", param=form.place)
+        if len(form.text) > LONGEST_FORM:
+            raise InvalidRequest(
+                f"the form has {len(form.text):,} characters",
+                f"send at most {LONGEST_FORM:,}",
+                param=form.place,
+            )
+        try:
+            if form.kind == "json":
+                grammar = LLMatcher.grammar_from_json_schema(form.text, _SPACING)
+            else:
+                grammar = LLMatcher.grammar_from_lark(form.text)
+        except ValueError as error:
+            raise InvalidRequest(f"the form cannot be read: {error}", param=form.place) from None
+        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(
+                f"the form cannot be followed: {_words(matcher)}",
+                "see docs/server.md for what a schema may hold",
+                param=form.place,
+            )
+        return matcher
+
+    def _vocabulary(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        with self._lock:
+            if self._words is None:
+                words = _Words(self._tokenizer, self._eos[0])
+                self._words = LLTokenizer(TokenizerWrapper(words), eos_token=self._eos[0])
+            return self._words
+
+
+class _Words:
+    """The vocabulary as llguidance wants to be told of it: the bytes of every token, as they are decoded."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
+        spelling = Spelling.of(tokenizer)
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        spelled = (tokenizer.id_to_token(number) for number in range(size))
+        self.tokens = [b"" if token is None else spelling.bytes_of(token) for token in spelled]
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = [number for number, token in added.items() if token.special]
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _words(matcher: "LLMatcher") -> str:
+    """The reason in one line; llguidance adds the parser's state and the whole grammar."""
+    return (matcher.get_error().strip() or "nothing may come next").splitlines()[0][:300]

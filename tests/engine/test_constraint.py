@@ -1,0 +1,167 @@
+"""Answers of a given form: every token keeps to it, and is the model's own where that does."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.constraint import LONGEST_FORM, Constraint, Constraints
+from vlfit.engine.conversation import ask
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampler import Draw, sample
+from vlfit.engine.sampling import Form, SamplingParams
+from vlfit.errors import InvalidRequest, ModelFailed
+
+COLOURS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "blue"]},
+        "sure": {"type": "boolean"},
+        "few": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["colour", "sure", "few"],
+    "additionalProperties": False,
+}
+
+
+def form(schema: dict[str, Any]) -> Form:
+    return Form("json", json.dumps(schema), "response_format")
+
+
+@pytest.fixture(scope="module")
+def mini() -> Iterator[NativeBackend]:
+    with NativeBackend.load("mini", EngineOptions(device="cpu", context=512)) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def constraints(mini: NativeBackend) -> Constraints:
+    return mini.engine.constraints
+
+
+def begin(constraints: Constraints, wish: Form) -> Constraint:
+    constraint = constraints.of(wish)
+    assert constraint is not None
+    return constraint
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.5, top_k=20, seed=3),
+        SamplingParams(temperature=2.0, seed=4),
+        SamplingParams(top_logprobs=2, repetition_penalty=1.1),
+    ],
+    ids=["greedy", "a few", "all", "penalties"],
+)
+def test_an_answer_has_the_form_that_was_asked_for(mini: NativeBackend, sampling: SamplingParams) -> None:
+    wish = replace(sampling, form=form(COLOURS), max_tokens=300)
+    answer = mini.stream(ask("What colour is the sky?"), wish).answer()
+    found = json.loads(answer.text)
+    assert answer.finish_reason == "stop"
+    assert set(found) == set(COLOURS["properties"])
+    assert found["colour"] in ("red", "blue")
+    assert isinstance(found["sure"], bool)
+    assert 1 <= len(found["few"]) <= 3
+    assert set(found["few"]) <= {1, 2, 3}
+
+
+def test_a_grammar_is_followed(mini: NativeBackend) -> None:
+    wish = SamplingParams(form=Form("grammar", 'start: "yes" | "no"'))
+    assert mini.stream(ask("Is it?"), wish).answer().text in ("yes", "no")
+
+
+def test_what_is_checked_and_what_is_masked_agree(mini: NativeBackend, constraints: Constraints) -> None:
+    """For every token of the vocabulary, at every place of an answer."""
+    tokenizer = mini.engine.prompts.tokenizer
+    constraint = begin(constraints, form(COLOURS))
+    for token_id in tokenizer.encode('{"colour": "red", "sure": true, "few": [1]}').ids:
+        allowed = constraint.allowed(4096 + 8)
+        assert not allowed[4096:].any(), "rows that stand for no token"
+        # Where only one text may follow, the mask has its usual tokens alone; others that spell it are sound.
+        assert all(constraint.allows(each) for each in np.flatnonzero(allowed).tolist())
+        if allowed.sum() > 1:
+            assert [constraint.allows(each) for each in range(4096)] == allowed[:4096].tolist()
+        assert allowed[token_id]
+        constraint.take(token_id)
+    end = set(mini.engine.generation.eos_token_ids)
+    assert set(np.flatnonzero(constraint.allowed(4096)).tolist()) == end, "whole: only its end may follow"
+
+
+class Only:
+    """Allows some tokens."""
+
+    agreed = False
+
+    def __init__(self, *token_ids: int) -> None:
+        self.token_ids = token_ids
+
+    def allows(self, token_id: int) -> bool:
+        return token_id in self.token_ids
+
+    def allowed(self, vocabulary: int) -> Any:
+        return np.isin(np.arange(vocabulary), self.token_ids)
+
+
+def drawn(row: torch.Tensor, sampling: SamplingParams, only: Only, times: int = 1) -> list[Any]:
+    generator = torch.Generator().manual_seed(5)
+    draw = Draw(sampling, [], [], generator, only)  # type: ignore[arg-type]
+    return sample(row.expand(times, -1), row.expand(times, -1).argmax(-1).tolist(), [draw] * times, str)
+
+
+def test_the_likeliest_of_what_is_allowed() -> None:
+    row = torch.tensor([0.0, 3.0, 2.0, 1.0])
+    assert drawn(row, SamplingParams(), Only(0, 3))[0].token_id == 3
+    assert drawn(row, SamplingParams(), Only(0, 1))[0].token_id == 1
+
+
+def test_logprobs_are_the_models_own() -> None:
+    row = torch.tensor([0.0, 3.0, 2.0, 1.0])
+    found = drawn(row, SamplingParams(top_logprobs=1), Only(3))[0]
+    assert found.token_id == 3
+    assert found.logprobs[0].logprob == pytest.approx(float(row.log_softmax(-1)[3]))
+    assert found.logprobs[0].top[0].token_id == 1
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_what_is_allowed_keeps_its_share(top_k: int) -> None:
+    """What is drawn again is drawn among the allowed: of those each has its share."""
+    row = torch.tensor([1.0, 2.0, 1.5, -20.0])
+    sampling = SamplingParams(temperature=1.0, top_k=top_k)
+    tokens = [each.token_id for each in drawn(row, sampling, Only(0, 2), 4000)]
+    share = float(torch.softmax(row[[0, 2]], -1)[0])
+    assert set(tokens) == {0, 2}
+    assert tokens.count(0) / 4000 == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        form({"type": "wrong"}),
+        form({"type": "object", "not": {"type": "string"}}),
+        Form("json", "no JSON", "response_format"),
+        Form("json", "[]", "response_format"),
+        Form("json", '{"description": "' + "x" * LONGEST_FORM + '"}', "response_format"),
+        Form("grammar", "start: nowhere", "response_format"),
+    ],
+    ids=["type", "keyword", "text", "list", "long", "grammar"],
+)
+def test_a_form_that_cannot_be_followed_is_refused(mini: NativeBackend, wish: Form) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        mini.prepare(ask("Hello"), SamplingParams(form=wish))
+    assert refused.value.param == "response_format"
+    assert "\n" not in refused.value.message
+
+
+def test_a_form_without_a_way_on_ends_the_request(constraints: Constraints) -> None:
+    constraint = begin(constraints, form(COLOURS))
+    constraint.take(5)  # no brace
+    assert not constraint.allows(6)
+    with pytest.raises(ModelFailed, match="cannot be followed"):
+        constraint.allowed(4096)
