@@ -19,7 +19,7 @@ from vlfit.engine.kernels.fused import Fresh
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layers.attention import AttentionPlan, paged_attention
 from vlfit.engine.layers.fused import add_norm, gated
-from vlfit.engine.layers.linear import Linear
+from vlfit.engine.layers.linear import Linear, weights_of
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
 from vlfit.engine.shelf import concatenated
@@ -137,7 +137,8 @@ class DecoderLayer:
         x = add_norm(hidden, delta, self.input_norm, self.eps)
         joined = self.qkv(x).view(len(x), sum(self.heads), -1)  # [rows, heads, head_dim]
         fresh = Fresh(joined, self.query_key_norm, *tables, self.eps)
-        return self.output(paged_attention(fresh, self.index, cache, plan))
+        later = weights_of(self.gate_up)
+        return self.output(paged_attention(fresh, self.index, cache, plan, later))
 
     def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
         """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what the second half would add."""

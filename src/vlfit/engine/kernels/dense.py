@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
-from vlfit.engine.kernels.overlap import wait
+from vlfit.engine.kernels.overlap import ask_for_rows, let_next, wait
 from vlfit.engine.kernels.product import inputs_tile, product, tile_index
 
 
@@ -32,19 +32,24 @@ def multiply(
     tile_inputs: tl.constexpr,
     parts: tl.constexpr,
     splits: tl.constexpr,
+    ahead: tl.constexpr,
+    late: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ ``weight`` [outputs, inputs].T + ``bias``.
 
     All rows are one tile. ``parts``: into how many a tile of inputs is cut, one for each warp, if not 1. With
-    ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are, and ``gated``.
+    ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are, and ``gated``. ``ahead``: bytes of
+    each row of weights that are asked for while the kernel before runs.
     """
-    wait(overlap)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     index = tile_index(tile, outputs, tile_outputs, gated)
     row = tl.arange(0, tile_rows)
     begin = split * steps * tile_inputs
+    if ahead:
+        ask_for_rows(weight, index, begin, outputs, inputs, tile_outputs, ahead)
+    wait(overlap, late=late)
     end = tl.minimum(begin + steps * tile_inputs, inputs)
     if parts > 1:
         total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
@@ -57,6 +62,7 @@ def multiply(
         tile_weight = tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
         tile_x = inputs_tile(x, row, rows, start, inputs, x_stride, False, tile_inputs)
         total += product(tile_weight, tile_x, tile_rows, tile_outputs, tile_inputs, parts)
+    let_next(overlap, late)
     if parts > 1:
         total = tl.sum(total, 0)
     finish(

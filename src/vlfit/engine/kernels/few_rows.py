@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.engine.kernels.launch import arrivals, overlapping
+from vlfit.engine.kernels import launch
+from vlfit.engine.kernels.launch import ahead, arrivals, overlapping
 
 FEW_ROWS = 16
 BUSY = 256  # programs that keep a card reading; fewer tiles than that are split
@@ -70,6 +71,8 @@ def multiply(
     if x.device.type != "meta" and rows:
         from vlfit.engine.kernels.dense import multiply as kernel
 
+        steps = -(-inputs // (splits * tiles.inputs))
+        share = steps * tiles.inputs * weight.element_size()
         kernel[(programs, splits)](
             x,
             weight,
@@ -81,7 +84,7 @@ def multiply(
             outputs,
             inputs,
             x.stride(0),
-            -(-inputs // (splits * tiles.inputs)),
+            steps,
             has_bias=bias is not None,
             gated=gated,
             tile_rows=tile_rows,
@@ -89,6 +92,8 @@ def multiply(
             tile_inputs=tiles.inputs,
             parts=tiles.parts,
             splits=splits,
+            ahead=ahead(weight, programs * splits, tiles.outputs, share),
+            late=launch.LATE,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             **overlapping(x.device),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
-from vlfit.engine.kernels.overlap import wait
+from vlfit.engine.kernels.overlap import ask_for_rows, let_next, wait
 from vlfit.engine.kernels.product import inputs_tile, product, tile_index
 from vlfit.engine.kernels.unpack import (
     fp8_tile,
@@ -63,6 +63,8 @@ def matmul(
     parts: tl.constexpr,
     splits: tl.constexpr,
     stages: tl.constexpr,
+    ahead: tl.constexpr,
+    late: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ weights.T + ``bias``, summed in float32.
@@ -73,16 +75,20 @@ def matmul(
     warp, if not 1.
     Where a part of a tile shares its scale, codes are multiplied as they are and the scale is applied to the
     sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``one_scale``: all
-    inputs share one. ``apart``: one row of int4 (``apart_sums``).
+    inputs share one. ``apart``: one row of int4 (``apart_sums``). ``ahead``: bytes of each row of codes that
+    are asked for while the kernel before runs.
     """
-    wait(overlap)
-    inputs = code_columns * (8 if form == "int4" else 4 if form == "int8" else 1)
+    in_word: tl.constexpr = 8 if form == "int4" else 4 if form == "int8" else 1
+    inputs = code_columns * in_word
     row_tiles = tl.cdiv(rows, tile_rows)
     # Neighbours share weights, which are then read from memory once, whatever the number of rows.
     output_index = tile_index(tl.program_id(0) // row_tiles, outputs, tile_outputs, gated)
     row = (tl.program_id(0) % row_tiles) * tile_rows + tl.arange(0, tile_rows)
     split = tl.program_id(1)
     begin = split * steps * tile_inputs
+    if ahead:
+        ask_for_rows(codes, output_index, begin // in_word, outputs, code_columns, tile_outputs, ahead)
+    wait(overlap, late=late)
     end = tl.minimum(begin + steps * tile_inputs, inputs)
     if parts > 1:
         total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
@@ -139,6 +145,7 @@ def matmul(
                 tile_inputs,
                 parts,
             )
+    let_next(overlap, late)
     if form == "fp8" and not hardware:
         total *= 256.0
     if parts > 1:

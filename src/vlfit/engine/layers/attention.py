@@ -60,13 +60,15 @@ class SlotPlan:
 AttentionPlan = SlotPlan | BlockPlan
 
 
-def paged_attention(fresh: Fresh, layer: int, cache: KVCache, plan: AttentionPlan) -> Tensor:
+def paged_attention(
+    fresh: Fresh, layer: int, cache: KVCache, plan: AttentionPlan, later: Tensor | None = None
+) -> Tensor:
     """What the queries of ``fresh`` find in the cache, to which its keys and values are added.
 
-    Gives [rows, heads * head_dim].
+    Gives [rows, heads * head_dim]. ``later``: weights that are read soon (``attend``).
     """
     if isinstance(plan, BlockPlan):
-        return attend(fresh, cache.keys[layer], cache.values[layer], plan)
+        return attend(fresh, cache.keys[layer], cache.values[layer], plan, later=later)
     query = rotate_and_store(fresh, plan.write_slots, layer, cache)
     return slot_attention(query, layer, cache, plan)
 
