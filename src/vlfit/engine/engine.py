@@ -14,7 +14,8 @@ import torch
 
 from vlfit.checkpoint.sidecar import GenerationDefaults, ImageProcessing
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine.account import Counters, EngineAccount, EngineSettings, Holdings, Pool
+from vlfit.engine.account import Counters, EngineAccount
+from vlfit.engine.accounting import account_of
 from vlfit.engine.answer import Chunk, Timings, Usage
 from vlfit.engine.budget import Budget
 from vlfit.engine.completion import Completion
@@ -22,7 +23,7 @@ from vlfit.engine.constraint import Constraints
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.device import choose_device, choose_dtype
-from vlfit.engine.holdings import gpu_uuid, resident_bytes, torch_statistics, weight_holdings
+from vlfit.engine.holdings import gpu_uuid, resident_bytes, weight_holdings
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.kv_cache import BlockPool, KVCache
 from vlfit.engine.loader import Loader
@@ -66,8 +67,8 @@ class Engine:
         self.checkpoint = checkpoint
         self.options = options
         self.counters = Counters()
-        self._built = time.perf_counter()
-        self._resident_before = resident_bytes()
+        self.built = time.perf_counter()
+        self.resident_before = resident_bytes()
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.context = _context(options.context, checkpoint)
@@ -75,7 +76,7 @@ class Engine:
         tell = progress or (lambda what, share: None)
         tell("planning", 0.0)
         room = self._room()
-        self._waiting = room.waiting
+        self.waiting_layers = room.waiting
         budget = Budget(self.device, room.limit if options.keep_to_plan else None)
         self._budget = budget
         self._loader_class = loader_class
@@ -96,7 +97,7 @@ class Engine:
                 ImageCache(options.image_cache_bytes if vision else 0),
                 self.device,
             )
-            if self.device.type == "cuda" and options.graphs and not self._waiting:
+            if self.device.type == "cuda" and options.graphs and not self.waiting_layers:
                 tell("recording decode steps", loader.share)
                 self.runner.record_graphs(self.context, options.sequences)
         self.passes = Passes(self.runner, budget, self.prompts.token_text)
@@ -122,8 +123,8 @@ class Engine:
             self._release,
             self._load_again,
         )
-        self._weights = weight_holdings(text, vision)
-        self._gpu_uuid = gpu_uuid(self.device)
+        self.weights = weight_holdings(text, vision)
+        self.gpu_uuid = gpu_uuid(self.device)
 
     def _loader(self, report: Callable[[int, int], None] | None = None) -> Loader:
         return self._loader_class(self.checkpoint, self.device, self.dtype, report)
@@ -133,7 +134,7 @@ class Engine:
         config = self.checkpoint.config
         with torch.inference_mode():
             within = replace(config, text=config.text.within(self.context))
-            text = TextModel(within, loader, self._waiting, before)
+            text = TextModel(within, loader, self.waiting_layers, before)
             vision = config.vision
             if vision is None:
                 return text, None
@@ -185,48 +186,7 @@ class Engine:
 
     def account(self) -> EngineAccount:
         """What was done and what is held. Any thread may ask: nothing is waited for, locked or woken."""
-        runner, scheduler, pool = self.runner, self.scheduler, self.pool
-        asleep = self.sleep.asleep
-        return EngineAccount(
-            time.perf_counter() - self._built,
-            self._settings(),
-            len(scheduler.running),
-            len(scheduler.waiting),
-            Pool(
-                pool.blocks,
-                pool.blocks - pool.free,
-                pool.block_size,
-                len(scheduler.prefixes or ()),
-                self.pressure.planned,
-            ),
-            Holdings(
-                dict.fromkeys(self._weights, 0) if asleep else self._weights,
-                runner.cache.nbytes,
-                runner.image_cache.used_bytes,
-                runner.image_cache.limit_bytes,
-                resident=resident_bytes(),
-                resident_before=self._resident_before,
-                graphs=runner.graphs.nbytes if runner.graphs is not None else 0,
-                **torch_statistics(self.device),
-            ),
-            self.counters,
-            scheduler.pauses,
-            asleep,
-        )
-
-    def _settings(self) -> EngineSettings:
-        return EngineSettings(
-            device=str(self.device),
-            gpu_uuid=self._gpu_uuid,
-            dtype=str(self.dtype).removeprefix("torch."),
-            value_bytes=self.dtype.itemsize,
-            context=self.context,
-            image_tokens=self.image_tokens,
-            sequences=self.options.sequences,
-            chunk=self.options.chunk,
-            kv_tokens=self.pool.blocks * self.pool.block_size,
-            offload=len(self._waiting),
-        )
+        return account_of(self)
 
     def price(self, prompt: Prompt) -> PricedPrompt:
         """Positions and placeholders of ``prompt``. Raises ``DoesNotFit`` if no token could follow it."""
