@@ -1,0 +1,123 @@
+"""Rows in FP8 times weights in FP8: the rounding bit for bit, products against float64 of what was rounded."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.kernels.conftest import ON_GPU, TOLERANCES, relative_error
+from tests.engine.kernels.test_linear import fp8, int4, on, widened
+from vlfit.engine.kernels import eight_bits
+from vlfit.engine.kernels.eight_bits import EightBits, Tiles
+from vlfit.engine.layers import fused
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+# What rounding rows to 8 bits with 3 bits of mantissa may add to a product's relative error: at most half a
+# unit, 2^-4 of each number, evenly spread up to it, so 2^-4 / sqrt(3) of the largest of each binade and 0.7 of
+# that over one.
+ROUNDED = 0.027
+
+
+@pytest.fixture(autouse=True)
+def able(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this card does not multiply float8")
+
+
+def rows_of(count: int, width: int, device: torch.device) -> Tensor:
+    """Rows with an outlier, a group of zeros, and numbers of all sizes."""
+    x = torch.randn(count, width) * 10 ** torch.linspace(-3, 2, count)[:, None]
+    x[:, 5] *= 50
+    x[0, 128:256] = 0
+    return x.to(device, DTYPE)
+
+
+def check(found: EightBits, x: Tensor, *, exactly: bool = False) -> None:
+    """``found`` is ``x`` rounded: the very codes, but for a few that lie on an edge, unless the interpreter
+    has rounded on the way there, for it cuts bits off (Triton 3.7).
+    """
+    exact = eight_bits.plain_quantize(x)
+    assert found.codes.shape == x.shape and found.scale.shape == exact.scale.shape
+    edge = 1e-6 if exactly else 2.0**-7 if ON_GPU else 2.0**-9
+    torch.testing.assert_close(found.scale.cpu(), exact.scale.cpu(), rtol=edge, atol=0)
+    others = found.codes.cpu().view(torch.uint8) != exact.codes.cpu().view(torch.uint8)
+    assert float(others.float().mean()) < (2e-3 if exactly else 0.2)
+    wide = eight_bits.plain_wide(found).cpu()
+    assert relative_error(wide, eight_bits.plain_wide(exact).cpu()) < (2e-3 if exactly else 0.02)
+    assert relative_error(wide, x.double().cpu()) < ROUNDED
+
+
+@pytest.mark.parametrize("width", [256, 1280, 2560])
+def test_rows_are_rounded_where_they_lie(width: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x = rows_of(3, 2 * width, device)[:, :width]
+    found = eight_bits.quantize(x)
+    check(found, x, exactly=True)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_norms_are_rounded_as_they_are_found(first: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    hidden, delta = rows_of(3, 640, device), rows_of(3, 640, device)
+    weight = torch.randn(640).to(device, DTYPE)
+    there = hidden.clone()
+    found = eight_bits.add_norm(there, None if first else delta, weight, 1e-6)
+    before = hidden.cpu()
+    exact = fused.add_norm(before, None if first else delta.cpu(), weight.cpu(), 1e-6)
+    assert torch.equal(there.cpu(), before)
+    check(found, exact)
+
+
+def test_what_gates_let_through_is_rounded(device: torch.device) -> None:
+    torch.manual_seed(0)
+    gate_up = rows_of(3, 2 * 1280, device).clamp(-80, 80)
+    found = eight_bits.silu_and_multiply(gate_up)
+    exact = fused.silu_and_multiply(gate_up.cpu())
+    check(found, exact)
+
+
+@pytest.mark.parametrize("rows", [1, 70, *([257, 808] if ON_GPU else [])])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "block"),
+    [
+        (256, 256, (128, 128)),
+        (200, 384, (128, 128)),
+        (96, 256, (32, 128)),
+        (70, 256, (1, 256)),
+        (130, 128, (130, 128)),
+        *([(2560, 9728, (128, 128)), (6144, 2560, (1, 2560))] if ON_GPU else []),
+    ],
+)
+def test_products(rows: int, outputs: int, inputs: int, block: tuple[int, int], device: torch.device) -> None:
+    torch.manual_seed(rows)
+    weights = on(fp8(outputs, inputs, block), device)
+    bias = torch.randn(outputs).to(device, DTYPE) if rows % 2 else None
+    x = eight_bits.quantize(rows_of(rows, inputs, device))
+    tiles = None if ON_GPU else Tiles(64, 64, 4, 2, 2)
+    out = eight_bits.multiply(x, weights, bias, tiles)
+    exact = eight_bits.plain_wide(x) @ widened(weights).T + (0 if bias is None else bias.double())
+    assert out.dtype == DTYPE
+    # Matrix units of Hopper keep 14 bits of what they add up, of 128 inputs at a time.
+    assert relative_error(out, exact) < TOLERANCES[DTYPE] + (2.0**-13 if ON_GPU else 0)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 256), (64, 128)])
+def test_products_whose_gates_are_applied(block: tuple[int, int], device: torch.device) -> None:
+    torch.manual_seed(0)
+    weights = on(fp8(512, 256, block), device)
+    x = eight_bits.quantize(torch.randn(70, 256).to(device, DTYPE))
+    found = eight_bits.multiply_gated(x, weights)
+    gate, other = (eight_bits.plain_wide(x) @ widened(weights).T).chunk(2, dim=1)
+    exact = torch.nn.functional.silu(gate) * other
+    assert found.codes.shape == (70, 256) and found.scale.shape == (2, 70)
+    assert relative_error(eight_bits.plain_wide(found), exact) < ROUNDED
+
+
+def test_which_weights_and_rows_it_is_for() -> None:
+    assert eight_bits.fits(fp8(70, 256, (128, 128)))
+    assert eight_bits.fits(fp8(70, 256, (1, 256)))
+    assert not eight_bits.fits(fp8(70, 256, (128, 64)))
+    assert not eight_bits.fits(fp8(70, 200, (128, 128)))
+    assert not eight_bits.fits(int4(70, 256, 128))
+    assert not eight_bits.takes(fp8(70, 256, (128, 128)), 808, torch.bfloat16, torch.device("meta"))
