@@ -1,4 +1,4 @@
-"""Rows in FP8 times weights in FP8: the rounding bit for bit, products against float64 of what was rounded."""
+"""Rows in FP8 times weights in FP8: rounded as plain PyTorch does it, products against float64 of that."""
 
 import pytest
 import torch
@@ -13,9 +13,8 @@ from vlfit.engine.layers import fused
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
-# What rounding rows to 8 bits with 3 bits of mantissa may add to a product's relative error: at most half a
-# unit, 2^-4 of each number, evenly spread up to it, so 2^-4 / sqrt(3) of the largest of each binade and 0.7 of
-# that over one.
+# What rounding numbers to 3 bits of mantissa may change, relatively: each by up to 2^-4 of its power of two,
+# evenly spread, which is 2^-4 / sqrt(3) of it, and 0.72 of that of a number of that binade on average.
 ROUNDED = 0.027
 
 
@@ -38,7 +37,8 @@ def check(found: EightBits, x: Tensor, *, exactly: bool = False) -> None:
     has rounded on the way there, for it cuts bits off (Triton 3.7).
     """
     exact = eight_bits.plain_quantize(x)
-    assert found.codes.shape == x.shape and found.scale.shape == exact.scale.shape
+    assert found.codes.shape == x.shape
+    assert found.scale.shape == exact.scale.shape
     edge = 1e-6 if exactly else 2.0**-7 if ON_GPU else 2.0**-9
     torch.testing.assert_close(found.scale.cpu(), exact.scale.cpu(), rtol=edge, atol=0)
     others = found.codes.cpu().view(torch.uint8) != exact.codes.cpu().view(torch.uint8)
@@ -110,7 +110,8 @@ def test_products_whose_gates_are_applied(block: tuple[int, int], device: torch.
     found = eight_bits.multiply_gated(x, weights)
     gate, other = (eight_bits.plain_wide(x) @ widened(weights).T).chunk(2, dim=1)
     exact = torch.nn.functional.silu(gate) * other
-    assert found.codes.shape == (70, 256) and found.scale.shape == (2, 70)
+    assert found.codes.shape == (70, 256)
+    assert found.scale.shape == (2, 70)
     assert relative_error(eight_bits.plain_wide(found), exact) < ROUNDED
 
 

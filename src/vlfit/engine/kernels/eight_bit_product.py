@@ -50,11 +50,7 @@ def scale_of(scale, first, outputs, scale_columns, scale_rows: tl.constexpr, til
 @triton.jit
 def scaled(found, factor, scale, whole: tl.constexpr):
     """``found`` [rows, outputs] times ``factor`` [rows] and ``scale``: one number if ``whole``."""
-    if whole:
-        result = found * (factor * scale)[:, None]
-    else:
-        result = found * factor[:, None] * scale[None, :]
-    return result
+    return found * (factor * scale)[:, None] if whole else found * factor[:, None] * scale[None, :]
 
 
 @quick
@@ -94,7 +90,7 @@ def multiply(
     safe_row = tl.minimum(row, rows - 1)
     scale_at = scale_of(scale, first, outputs, scale_columns, scale_rows, tile_outputs)
     total = tl.zeros((tile_rows, tile_outputs), tl.float32)
-    for step in range(0, inputs // group):
+    for step in range(inputs // group):
         found = tl.dot(tl.load(x + in_x), tl.trans(tl.load(weight + in_weight)))
         factor = tl.load(x_scale + safe_row)
         if one_group:
@@ -155,7 +151,7 @@ def multiply_gated(
     other_scale = scale_of(scale, units + first, 2 * units, scale_columns, scale_rows, group)
     gate = tl.zeros((tile_rows, group), tl.float32)
     other = tl.zeros((tile_rows, group), tl.float32)
-    for step in range(0, inputs // group):
+    for step in range(inputs // group):
         tile_x = tl.load(x + in_x)
         found = tl.dot(tile_x, tl.trans(tl.load(weight + in_weight)))
         found_other = tl.dot(tile_x, tl.trans(tl.load(weight_other + in_weight)))

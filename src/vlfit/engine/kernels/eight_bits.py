@@ -8,7 +8,6 @@ how many programs it gets. Few rows are not rounded (``linear.py``).
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
