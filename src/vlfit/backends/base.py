@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.account import EngineAccount, Rest
 from vlfit.engine.answer import Answer, Chunk, ImageSeen
-from vlfit.engine.conversation import Conversation
+from vlfit.engine.conversation import Conversation, Tool
 from vlfit.engine.options import Park
 from vlfit.engine.sampling import SamplingParams
 
@@ -98,11 +98,18 @@ class Sleeper(Protocol):
 class LocalBackend(Backend, Protocol):
     """A backend in this process."""
 
-    def prepare(self, conversation: Conversation, sampling: SamplingParams) -> Prepared:
+    def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> Prepared:
         """Decode pictures, render the template, count tokens, check against the plan (CPU work, blocking).
+        ``tools`` are functions that the model may ask for.
 
         Raises ``PictureError``, ``InvalidRequest`` or ``DoesNotFit``.
         """
+        ...
+
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared:
+        """The same for text, or token ids, that the model goes on with as they are."""
         ...
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:

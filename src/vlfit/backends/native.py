@@ -21,7 +21,7 @@ from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine import head_start
 from vlfit.engine.account import EngineAccount, Rest
 from vlfit.engine.answer import Answer, Chunk, ImageSeen, TokenLogprob
-from vlfit.engine.conversation import Conversation
+from vlfit.engine.conversation import Conversation, Tool
 from vlfit.engine.options import EngineOptions, Park
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import UsageError
@@ -29,6 +29,7 @@ from vlfit.errors import UsageError
 if TYPE_CHECKING:
     from vlfit.engine.engine import Engine
     from vlfit.engine.loop import EngineLoop
+    from vlfit.engine.prompt import Prompt
     from vlfit.engine.sequence import PricedPrompt, Sequence
 
 Progress = Callable[[str, float], None]
@@ -143,12 +144,21 @@ class NativeBackend:
             repetition_penalty=defaults.repetition_penalty,
         )
 
-    def prepare(self, conversation: Conversation, sampling: SamplingParams) -> "NativePrepared":
+    def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> "NativePrepared":
         asked = time.perf_counter()
         engine = self._loop.engine
-        prompt = engine.prompts.build(
-            conversation, max_image_tokens=engine.image_limit, context=engine.context
-        )
+        prompt = engine.prompts.build(conversation, engine.image_limit, engine.context, tools)
+        return self._priced(prompt, sampling, asked)
+
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> "NativePrepared":
+        asked = time.perf_counter()
+        engine = self._loop.engine
+        return self._priced(engine.prompts.raw(prompt, engine.context), sampling, asked)
+
+    def _priced(self, prompt: "Prompt", sampling: SamplingParams, asked: float) -> "NativePrepared":
+        engine = self._loop.engine
         priced = engine.price(prompt)
         engine.max_tokens(priced.tokens, sampling)
         engine.constraints.of(sampling.form)  # what is wrong with a form is found before anybody waits

@@ -9,21 +9,23 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlfit.errors import CheckpointError, InvalidRequest
 
-TemplateMessage = dict[str, str | list[dict[str, str]]]
+# A message or a tool, as templates want them: strings, lists and dicts of them.
+TemplateValue = dict[str, Any]
 
 
 class ChatTemplate:
     """A compiled template. Raises ``CheckpointError`` for one that Jinja does not understand.
 
     ``special_tokens`` (``eos_token`` and the like) are what the template may write by name. ``literals``: all
-    text that it may write from its own source, one piece after the other.
+    text that it may write from its own source, one piece after the other. ``takes_tools``: whether it has a
+    place for functions.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -41,8 +43,9 @@ class ChatTemplate:
         written = {node.data for node in parsed.find_all(nodes.TemplateData)}
         written |= {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
         self.literals = "\0".join(written)
+        self.takes_tools = "tools" in meta.find_undeclared_variables(parsed)
 
-    def render(self, messages: list[TemplateMessage]) -> str:
+    def render(self, messages: list[TemplateValue], tools: list[TemplateValue] | None = None) -> str:
         """The prompt, up to where the model is to speak.
 
         Raises ``InvalidRequest`` if the template refuses the messages by its own ``raise_exception``, and
@@ -51,7 +54,7 @@ class ChatTemplate:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,

@@ -8,14 +8,16 @@ that the conversation does not hold; after rendering, what stands between them i
 That gives the token ids of transformers' ``apply_chat_template(..., sanitize_control_tokens=True)``.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from vlfit.engine.chat_template import TemplateMessage
-from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart
+from vlfit.engine.chat_template import TemplateValue
+from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, Tool, ToolCall
 from vlfit.errors import InvalidRequest
 
 
@@ -42,15 +44,40 @@ class ControlTokens:
         # The longest first: a name takes priority over those it contains.
         self._names = "|".join(map(re.escape, sorted(every, key=len, reverse=True)))
 
-    def mark(self, conversation: Conversation) -> tuple[list[TemplateMessage], Markers | None]:
-        """The messages as a template wants them, with the control tokens' names in their text marked."""
+    def mark(
+        self, conversation: Conversation, tools: tuple[Tool, ...] = ()
+    ) -> tuple[list[TemplateValue], list[TemplateValue], Markers | None]:
+        """Messages and tools as a template wants them, with the control tokens' names in their text marked."""
+        described = [_as_template_tool(tool) for tool in tools]
+        called = [_as_template_calls(message.calls) for message in conversation]
         texts = [_text_of(message) for message in conversation]
-        if not self._names or not any(re.search(self._names, text) for text in texts):
-            return [self._as_template_message(message) for message in conversation], None
-        markers = _unused_characters("".join(texts))
-        return [self._mark_message(message, markers) for message in conversation], markers
+        texts.append(json.dumps([described, called], ensure_ascii=False) if tools or any(called) else "")
+        markers = None
+        if self._names and any(re.search(self._names, text) for text in texts):
+            markers = _unused_characters("".join(texts))
+        messages = []
+        for message, calls in zip(conversation, called, strict=True):
+            as_template = (
+                self._as_template_message(message)
+                if markers is None
+                else self._mark_message(message, markers)
+            )
+            messages.append(as_template | ({"tool_calls": self._marked(calls, markers)} if calls else {}))
+        return messages, self._marked(described, markers), markers
 
-    def _mark_message(self, message: Message, markers: Markers) -> TemplateMessage:
+    def _marked(self, value: Any, markers: Markers | None) -> Any:
+        """``value`` with the names in all its strings marked, those of keys too."""
+        if markers is None:
+            return value
+        if isinstance(value, str):
+            return re.sub(self._names, lambda found: f"{markers.start}{found[0]}{markers.end}", value)
+        if isinstance(value, list):
+            return [self._marked(each, markers) for each in value]
+        if isinstance(value, dict):
+            return {self._marked(key, markers): self._marked(each, markers) for key, each in value.items()}
+        return value
+
+    def _mark_message(self, message: Message, markers: Markers) -> TemplateValue:
         """Names are sought across the parts of a message, because a template may join them."""
         inserts = [
             place
@@ -71,7 +98,7 @@ class ControlTokens:
             parts.append(part)
         return self._as_template_message(replace(message, parts=tuple(parts)))
 
-    def _as_template_message(self, message: Message) -> TemplateMessage:
+    def _as_template_message(self, message: Message) -> TemplateValue:
         if not self._in_parts:
             return {"role": message.role, "content": _text_of(message)}
         return _as_template_message(message)
@@ -119,7 +146,7 @@ def _text_of(message: Message) -> str:
     return "".join(part.text for part in message.parts if isinstance(part, TextPart))
 
 
-def _as_template_message(message: Message) -> TemplateMessage:
+def _as_template_message(message: Message) -> TemplateValue:
     content: list[dict[str, str]] = []
     for part in message.parts:
         if isinstance(part, TextPart):
@@ -128,6 +155,27 @@ def _as_template_message(message: Message) -> TemplateMessage:
             kind = "image" if isinstance(part, ImagePart) else "video"
             content.append({"type": kind, kind: kind})
     return {"role": message.role, "content": content}
+
+
+def _as_template_tool(tool: Tool) -> TemplateValue:
+    described = {"description": tool.description} if tool.description else {}
+    function = {"name": tool.name, **described, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
+
+
+def _as_template_calls(calls: tuple[ToolCall, ...]) -> list[TemplateValue]:
+    return [
+        {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
+        for call in calls
+    ]
+
+
+def _arguments(text: str) -> Any:
+    """Templates write arguments in JSON anew, or as they are where they are none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _insert(text: str, places: list[tuple[int, str]]) -> str:

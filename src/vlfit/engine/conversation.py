@@ -1,16 +1,17 @@
 """What a person says to the model, before it becomes tokens and pixels. No torch, no HTTP.
 
 A conversation is a tuple of messages; a message is a role and parts; a part is text, a picture or a clip.
-Pictures are the bytes of a file as it was found: ``engine/images.py`` decodes them.
+Pictures are the bytes of a file as it was found: ``engine/images.py`` decodes them. Tools are functions that
+the model may ask the person's program to call; what they gave comes back as a message of the role ``tool``.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from vlfit.errors import InvalidRequest
 
-Role = Literal["system", "user", "assistant"]
-ROLES: tuple[Role, ...] = ("system", "user", "assistant")
+Role = Literal["system", "user", "assistant", "tool"]
+ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 Detail = Literal["auto", "low", "high"]
 
 
@@ -50,9 +51,30 @@ Part = TextPart | ImagePart | VideoPart
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A function: ``parameters`` is the JSON schema of its arguments. ``strict``: they must keep to it."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """``arguments`` is JSON as the model wrote it, or would."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
+    """``calls``: what the assistant asked to have called, after what it said."""
+
     role: Role
     parts: tuple[Part, ...]
+    calls: tuple[ToolCall, ...] = ()
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

@@ -20,7 +20,7 @@ from vlfit.checkpoint.sidecar import read_chat_template
 from vlfit.engine.answer import ImageSeen
 from vlfit.engine.chat_template import ChatTemplate
 from vlfit.engine.control_tokens import ControlTokens
-from vlfit.engine.conversation import Conversation, TextPart
+from vlfit.engine.conversation import Conversation, TextPart, Tool
 from vlfit.engine.images import PreparedImage
 from vlfit.engine.picture_places import PicturePlaces
 from vlfit.engine.spelling import Spelling
@@ -64,6 +64,7 @@ class PromptBuilder:
         self.tokenizer = read_tokenizer(folder)
         self._spelling = Spelling.of(self.tokenizer)
         self._eyes = PicturePlaces(folder, config, self.tokenizer) if config.vision else None
+        self._placeholders = {config.image_token_id, config.video_token_id}
         self._begin: list[int] = []  # what a text begins with that no template begins
         self._template = ChatTemplate(self._read_template(folder), special_tokens(folder))
         names = self._eyes.names if self._eyes else self._written_by_the_template()
@@ -88,9 +89,13 @@ class PromptBuilder:
         return tuple(name for name in added if name.strip() and name in self._template.literals)
 
     def build(
-        self, conversation: Conversation, max_image_tokens: int | None = None, context: int | None = None
+        self,
+        conversation: Conversation,
+        max_image_tokens: int | None = None,
+        context: int | None = None,
+        tools: tuple[Tool, ...] = (),
     ) -> Prompt:
-        """Render and tokenize ``conversation`` up to where the model is to speak.
+        """Render and tokenize ``conversation`` up to where the model is to speak. ``tools`` are told of first.
 
         ``max_image_tokens`` caps each picture (and each pair of frames); ``seen.notes`` says where it did.
         ``context`` lets text that cannot fit into so many tokens be refused before any work.
@@ -109,14 +114,45 @@ class PromptBuilder:
             self._check_length(texts, context)
         if self._eyes is None and has_pictures(conversation):
             raise no_eyes()
-        marked, markers = self._control.mark(conversation)
-        rendered = self._template.render(marked)
+        if not self._template.takes_tools and (
+            tools or any(message.role == "tool" for message in conversation)
+        ):
+            raise InvalidRequest(
+                "the checkpoint's chat template has no place for tools", "leave them out", param="tools"
+            )
+        marked, described, markers = self._control.mark(conversation, tools)
+        rendered = self._template.render(marked, described)
         if self._eyes is None:
             return Prompt((*self._begin, *self._control.encode(rendered, markers)), (), 0)
         images = self._eyes.prepare(conversation, max_image_tokens)
         rendered = self._eyes.write_out_clips(rendered, images, self._control, markers)
         token_ids = self._eyes.expand(self._control.encode(rendered, markers), images)
         return Prompt(token_ids, images, sum(image.tokens for image in images))
+
+    def raw(self, text: str | tuple[int, ...], context: int | None = None) -> Prompt:
+        """``text`` as it is, without a template: what a model goes on with. Names of control tokens in it are
+        those tokens. It may be token ids.
+
+        Raises ``InvalidRequest`` for ids that there are not and for placeholders of pictures, ``DoesNotFit``.
+        """
+        if isinstance(text, str):
+            _check_unicode([text])
+            if context is not None:
+                self._check_length([text], context)
+            text = tuple(self.tokenizer.encode(text, add_special_tokens=True).ids)
+        if not text:
+            raise InvalidRequest("the prompt is empty", "send some text", param="prompt")
+        size = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        wrong = next((each for each in text if not 0 <= each < size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"there is no token {wrong}", f"tokens are 0 to {size - 1}", param="prompt")
+        if self._eyes is not None and not self._placeholders.isdisjoint(text):
+            raise InvalidRequest(
+                "the prompt holds the place of a picture, and no picture comes with it",
+                "use /v1/chat/completions for pictures",
+                param="prompt",
+            )
+        return Prompt(text, (), 0)
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special ones too; bytes that are no whole character show as U+FFFD."""
