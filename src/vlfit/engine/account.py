@@ -92,7 +92,7 @@ class Holdings:
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What the engine runs with. ``value_bytes`` are those of one value that is computed with; ``offload``
-    text layers wait in RAM.
+    text layers wait in RAM; ``halves``: a CPU multiplies with large matrices in 16 bits whatever values have.
     """
 
     device: str
@@ -105,6 +105,7 @@ class EngineSettings:
     chunk: int
     kv_tokens: int
     offload: int = 0
+    halves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

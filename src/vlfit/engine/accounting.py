@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vlfit.engine.account import EngineAccount, EngineSettings, Holdings, Pool
 from vlfit.engine.holdings import resident_bytes, torch_statistics
+from vlfit.engine.layers.halves import halves_on
 
 if TYPE_CHECKING:
     from vlfit.engine.engine import Engine
@@ -56,4 +57,5 @@ def _settings(engine: "Engine") -> EngineSettings:
         chunk=engine.options.chunk,
         kv_tokens=engine.pool.blocks * engine.pool.block_size,
         offload=len(engine.waiting_layers),
+        halves=halves_on(engine.device, engine.dtype),
     )

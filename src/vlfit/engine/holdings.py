@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from vlfit.engine.decoder.text import TextModel
+from vlfit.engine.layers.halves import Half
 from vlfit.engine.offload import StreamedLayers
 from vlfit.engine.pinned import PinnedBytes
 from vlfit.engine.qwen3_vl.vision import VisionTower
@@ -33,26 +34,43 @@ def weight_holdings(text: TextModel, vision: VisionTower | None) -> dict[str, in
 
 
 def bytes_of(thing: object, seen: set[int] | None = None) -> int:
-    """Bytes of the storages behind every tensor in ``thing``, its attributes and what they hold.
+    """Bytes of the storages behind every tensor in ``thing``, its attributes and what they hold, and of what
+    is laid out for products.
 
     ``seen`` are objects and storages that were counted before, by id; what is counted here is added.
     """
-    return sum(storage.nbytes() for storage in storages_in(thing, seen))
+    return sum(held.nbytes() for held in _held_by(thing, seen))
 
 
 def storages_in(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage]:
     """Each storage behind a tensor in ``thing`` once, in the order of attributes; ``seen`` as above."""
+    return (held for held in _held_by(thing, seen) if isinstance(held, UntypedStorage))
+
+
+def halves_in(thing: object) -> list[Half]:
+    """Each matrix in ``thing`` that is laid out for products on a CPU, of which no tensor knows."""
+    return [held for held in _held_by(thing) if isinstance(held, Half)]
+
+
+def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in ``thing``, in the order of attributes; ``seen`` are objects that were looked into."""
+    return (held for held in _leaves(thing, seen) if isinstance(held, Tensor))
+
+
+def _held_by(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage | Half]:
     seen = set() if seen is None else seen
-    for tensor in tensors_in(thing, seen):
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr() or id(tensor)
+    for leaf in _leaves(thing, seen):
+        if isinstance(leaf, Half):
+            yield leaf
+            continue
+        storage = leaf.untyped_storage()
+        key = storage.data_ptr() or id(leaf)
         if key not in seen:
             seen.add(key)
             yield storage
 
 
-def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in ``thing``, in the order of attributes; ``seen`` are objects that were looked into."""
+def _leaves(thing: object, seen: set[int] | None) -> Iterator[Tensor | Half]:
     seen = set() if seen is None else seen
     if isinstance(thing, Tensor):
         yield thing
@@ -60,8 +78,11 @@ def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
         return  # locked RAM is no memory of the device
     else:
         seen.add(id(thing))
+        if isinstance(thing, Half):
+            yield thing
+            return
         for part in _parts(thing):
-            yield from tensors_in(part, seen)
+            yield from _leaves(part, seen)
 
 
 def _parts(thing: object) -> Iterator[object]:

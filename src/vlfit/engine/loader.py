@@ -5,7 +5,7 @@ Does not know: how bytes come there (``arrivals.py``), or the model. ``qwen3_vl/
 in the order of the ledger.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -29,6 +29,7 @@ from vlfit.checkpoint.tensors import (
 from vlfit.engine import kernels
 from vlfit.engine.arrivals import Arrivals, Progress
 from vlfit.engine.layers.embedding import DenseEmbedding, Embedding, Int8Embedding
+from vlfit.engine.layers.halves import HalfEmbedding, HalfLinear, Packing, halves_on, piece_rows
 from vlfit.engine.layers.linear import (
     DenseLinear,
     Fp8Linear,
@@ -49,7 +50,9 @@ from vlfit.engine.repack import column_order
 from vlfit.engine.shelf import Measure, Shelf, concatenated
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 from vlfit.plan.allocator import SHELVED
+from vlfit.plan.in_ram import in_halves, matrix_shape, table_in_halves
 
+_HOST = torch.device("cpu")
 _WIDENED_ROWS = 4096  # of 8 bits, at a time: a whole table of tokens in float32 would be a second model
 
 Built = TypeVar("Built")
@@ -63,7 +66,7 @@ class Loader:
     place need not wait.
 
     ``dtype`` is what floating-point tensors become. On a GPU FP8, int8 and int4 weights stay as they are; a
-    CPU has no unit for them and memory to spare, so there they are widened while loading.
+    CPU has no unit for them, so there they are widened while loading, large ones to 16 bits (``halves.py``).
     """
 
     def __init__(
@@ -74,9 +77,12 @@ class Loader:
         progress: Progress | None = None,
     ) -> None:
         self.checkpoint = checkpoint
+        self._formats = checkpoint.config.quantization
         self.device = device
         self.dtype = dtype
         self._keeps_narrow = kernels.used_on(device)
+        self._halves = halves_on(device, dtype)
+        self._packing = Packing()
         self._arrivals = Arrivals(device, checkpoint.weight_bytes, progress)
         self._orders: dict[str, Tensor] = {}
         self._to_sign: list[Tensor] = []  # packed codes of 8 bits that are on their way
@@ -94,10 +100,12 @@ class Loader:
                 self._arrivals.tell()
         finally:
             self._arrivals.close()
+            self._packing.close()
 
     def _settle(self) -> None:
         """Wait for what ``_copy`` was allowed to bring later, and do what waited for it."""
         self._arrivals.settle()
+        self._packing.settle()
         with torch.inference_mode():
             while self._to_sign:
                 signed_codes(self._to_sign.pop())
@@ -168,20 +176,32 @@ class Loader:
             build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
             layer, order = build[form](names, stacked_bias), self._order(names[0])
             return layer if order is None else Reordered(layer, order.to(torch.int32).to(self.device))
-        shapes = [self._shape(name) for name in names]
-        rows = [shape[0] for shape in shapes]
-        weight = self._empty((sum(rows), shapes[0][1]), self.dtype)
+        if self._halves and in_halves([self._info(self._weight_of(name)) for name in names], self._formats):
+            return HalfLinear([self._packing.half(part) for part in self._pieces(names)], stacked_bias)
+        return DenseLinear(self._dense(names), stacked_bias)
+
+    def _pieces(self, names: tuple[str, ...]) -> Iterable[Tensor]:
+        """As ``_dense``, in pieces if that is one matrix that is stored plainly."""
+        if len(names) > 1 or self._form(names[0]) is not None:
+            return [self._dense(names)]
+        return self.rows(f"{names[0]}.weight", piece_rows(self._shape(names[0])[1]))
+
+    def _dense(self, names: tuple[str, ...]) -> Tensor:
+        """The matrices ``names`` on top of one another, widened."""
+        rows = [self._shape(name)[0] for name in names]
+        weight = self._empty((sum(rows), self._shape(names[0])[1]), self.dtype)
         for name, part in zip(names, weight.split(rows), strict=True):
             self._fill(name, part)
-        return DenseLinear(weight, stacked_bias)
+        return weight
 
     def embedding(self, name: str) -> Embedding:
         """The table of tokens ``name``: in 8 bits where the files have it so and the device has kernels."""
         if self._keeps_narrow and self._form(name) == INT8:
             return Int8Embedding(*self._int8_stacked((name,)), self.dtype)
-        weight = torch.empty(self._shape(name), dtype=self.dtype, device=self.device)
-        self._fill(name, weight)
-        return DenseEmbedding(weight)
+        if self._halves and table_in_halves(self._info(weight := self._weight_of(name)), self._formats):
+            table, tied = self._stored(weight, self.device), self.checkpoint.config.tie_word_embeddings
+            return HalfEmbedding(table, self._packing.head(table) if tied else None)
+        return DenseEmbedding(self._dense((name,)))
 
     def _fp8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` on top of one another in FP8. Where blocks would straddle two of them, lower blocks."""
@@ -263,8 +283,7 @@ class Loader:
 
     def _form(self, name: str) -> str | None:
         """``fp8``, ``int8`` or ``int4``; None for a matrix that is stored plainly."""
-        info = self._info(f"{name}{PACKED_SUFFIX if self._is_packed(name) else '.weight'}")
-        return narrow_form(info, self.checkpoint.config.quantization)
+        return narrow_form(self._info(self._weight_of(name)), self._formats)
 
     def _stored_as(self, name: str) -> tuple[object, ...]:
         """What must be alike for matrices to be one: form, groups and type of scales, zero points or none,
@@ -277,17 +296,15 @@ class Loader:
         places = None if order is None else tuple(order.tolist())
         return self._form(name), scales, f"{name}.weight_zero_point" in tensors, places
 
+    def _weight_of(self, name: str) -> str:
+        return f"{name}{PACKED_SUFFIX if self._is_packed(name) else '.weight'}"
+
     def _is_packed(self, name: str) -> bool:
         return f"{name}{PACKED_SUFFIX}" in self.checkpoint.tensors
 
     def _shape(self, name: str) -> tuple[int, int]:
         """Rows and columns of the matrix ``name``, however it is stored."""
-        if self._is_packed(name):
-            packed = f"{name}{PACKED_SUFFIX}"
-            rows, words = self._info(packed).shape
-            return rows, words * codes_per_word(packed, self.checkpoint.config.quantization)
-        rows, columns = self._info(f"{name}.weight").shape
-        return rows, columns
+        return matrix_shape(self._info(self._weight_of(name)), self._formats)
 
     def _fill(self, name: str, target: Tensor) -> None:
         """The matrix ``name`` into ``target`` [out, in], widened if it is stored in fewer bits."""
@@ -321,25 +338,22 @@ class Loader:
 
     def _fp8_part(self, name: str) -> tuple[Tensor, Tensor]:
         """Weight and float32 scales of ``name``, in host memory."""
-        host = torch.device("cpu")
-        return self._stored(f"{name}.weight", host), self._stored(self._fp8_scale(name), host).float()
+        return self._stored(f"{name}.weight", _HOST), self._stored(self._fp8_scale(name), _HOST).float()
 
     def _int8_part(self, name: str) -> tuple[Tensor, Tensor]:
         """Codes and scales of ``name``, in host memory."""
-        host = torch.device("cpu")
-        scale = self._stored(f"{name}{COMPRESSED_SCALE}", host)
+        scale = self._stored(f"{name}{COMPRESSED_SCALE}", _HOST)
         if self._is_packed(name):
-            return signed_codes(self._stored(f"{name}{PACKED_SUFFIX}", host)), scale
-        return self._stored(f"{name}.weight", host), scale
+            return signed_codes(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale
+        return self._stored(f"{name}.weight", _HOST), scale
 
     def _int4_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes, scales and zero points of ``name``, in host memory."""
-        host = torch.device("cpu")
         has_zero = f"{name}.weight_zero_point" in self.checkpoint.tensors
         return (
-            self._stored(f"{name}.weight_packed", host),
-            self._stored(f"{name}.weight_scale", host),
-            self._stored(f"{name}.weight_zero_point", host) if has_zero else None,
+            self._stored(f"{name}.weight_packed", _HOST),
+            self._stored(f"{name}.weight_scale", _HOST),
+            self._stored(f"{name}.weight_zero_point", _HOST) if has_zero else None,
         )
 
     def _stored(self, name: str, device: torch.device) -> Tensor:
@@ -380,5 +394,5 @@ class Loader:
             return
         module, packed, _ = info.name.rpartition(PACKED_SUFFIX)
         order = self._order(module) if packed else None
-        bits = 32 // codes_per_word(info.name, self.checkpoint.config.quantization) if packed else 4
+        bits = 32 // codes_per_word(info.name, self._formats) if packed else 4
         self._arrivals.bring(info, target, order, bits, later=later)

@@ -18,6 +18,7 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
 from vlfit.engine import head_start
 from vlfit.engine.holdings import gpu_uuid
+from vlfit.engine.layers.halves import halves_on
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.gpu import gpu_behind, read_gpus
 from vlfit.machine.host import read_host
@@ -222,7 +223,8 @@ def free_bytes(device: torch.device) -> int:
 def _room(checkpoint: Checkpoint, place: Place, settings: Settings, kv_tokens: int) -> Room:
     device, dtype, gpu = place.device, place.dtype, place.gpu
     if device.type == "cpu":
-        lines = expect_in_ram(checkpoint, kv_tokens, dtype.itemsize).lines
+        halves = halves_on(device, dtype)
+        lines = expect_in_ram(checkpoint, kv_tokens, dtype.itemsize, halves=halves).lines
         return Room(lines, 0, free_bytes(device), kv_tokens, settings.image_tokens)
     reserved = torch.cuda.memory_reserved(device)
     pool_spare = reserved - torch.cuda.memory_allocated(device)

@@ -16,7 +16,8 @@ from torch import UntypedStorage
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.account import Asleep
 from vlfit.engine.budget import Budget, is_shortage
-from vlfit.engine.holdings import storages_in
+from vlfit.engine.holdings import halves_in, storages_in
+from vlfit.engine.layers.halves import Half
 from vlfit.engine.options import Park
 from vlfit.engine.parking import Parked, empty, give_back_ram
 from vlfit.engine.passes import drop_tracebacks
@@ -69,6 +70,7 @@ class Sleep:
         """
         began = time.perf_counter()
         size = sum(storage.nbytes() for storage in self._storages()[0])
+        size += sum(half.nbytes() for half in self._halves())
         place = self._place(park, size)
         held = self._held(size)
         cache = self._runner.cache.nbytes
@@ -132,6 +134,8 @@ class Sleep:
         self._resize_pool(0)
         weights, tables = self._storages()
         empty([*weights, *tables])
+        for half in self._halves():
+            half.empty()
         if self._budget.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # of matrix products; they come back with the first
         else:
@@ -155,6 +159,10 @@ class Sleep:
             [storage for storage in weights if storage.device.type == device],
             [storage for storage in tables if storage.device.type == device],
         )
+
+    def _halves(self) -> list[Half]:
+        """Matrices that are laid out for a CPU's products. They come from the files again, as all there."""
+        return halves_in((self._runner.text, self._runner.vision))
 
     def _held(self, weights: int) -> int:
         """Bytes of the device: what torch took of it, or on a CPU ``weights`` and the caches."""

@@ -6,15 +6,14 @@ really held (``actual.py``).
 
 from dataclasses import dataclass, replace
 
-from vlfit.checkpoint.cache import count_weights
-from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import VlfitError
 from vlfit.machine.model import Gpu
 from vlfit.plan.actual import Pace
 from vlfit.plan.calibration import EXACT, with_bandwidth
+from vlfit.plan.in_ram import weights_in_ram
 from vlfit.plan.ledger import NATIVE, Line, Settings, ledger
-from vlfit.plan.model import Model, ledger_part, model_of
+from vlfit.plan.model import Model, model_of
 from vlfit.plan.offload import offload_of
 from vlfit.plan.speed import TEXT_TOKENS, predict
 
@@ -82,30 +81,20 @@ def _pace(few: float, many: float, tokens: int) -> Pace:
     return Pace(few - per_token * TEXT_TOKENS, per_token)
 
 
-def expect_in_ram(checkpoint: Checkpoint, kv_tokens: int, value_bytes: int) -> Expectation:
-    """What a CPU must hold: weights and KV cache, both exact. Workspaces and speed are not planned there."""
-    sizes = _weights_in_ram(checkpoint.config, checkpoint, value_bytes)
+def expect_in_ram(
+    checkpoint: Checkpoint, kv_tokens: int, value_bytes: int, *, halves: bool = False
+) -> Expectation:
+    """What a CPU must hold: weights and KV cache, both exact. Workspaces and speed are not planned there.
+
+    ``halves``: large matrices are kept in 16 bits though values have ``value_bytes``.
+    """
+    sizes = weights_in_ram(checkpoint, value_bytes, halves=halves)
     text = checkpoint.config.text
     per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * value_bytes
-    widened = f"values of {value_bytes} bytes"
+    widened = f"values of {value_bytes} bytes" + (", large matrices in 2" if halves else "")
     return Expectation(
         (
             *(Line(f"weights.{part}", size, EXACT, widened) for part, size in sizes.items()),
             Line("kv_cache", kv_tokens * per_token, EXACT, f"{kv_tokens} tokens of {per_token:,} bytes"),
         )
     )
-
-
-def _weights_in_ram(config: ModelConfig, checkpoint: Checkpoint, value_bytes: int) -> dict[str, int]:
-    """On a CPU every weight is widened, and the norms of q and k are repeated for each head."""
-    heads = {
-        ".q_norm.weight": config.text.num_attention_heads,
-        ".k_norm.weight": config.text.num_key_value_heads,
-    }
-    sizes = {"text": 0, "vision": 0, "embedding": 0}
-    for name, info in checkpoint.tensors.items():
-        if name.startswith("lm_head.") and config.tie_word_embeddings:
-            continue
-        copies = next((count for ending, count in heads.items() if name.endswith(ending)), 1)
-        sizes[ledger_part(name)] += copies * count_weights(info, config.quantization) * value_bytes
-    return sizes

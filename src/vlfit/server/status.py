@@ -119,7 +119,9 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
     account = backend.account()
     wishes = account.settings
     if wishes.device == "cpu":
-        return expect.expect_in_ram(backend.checkpoint, wishes.kv_tokens, wishes.value_bytes)
+        return expect.expect_in_ram(
+            backend.checkpoint, wishes.kv_tokens, wishes.value_bytes, halves=wishes.halves
+        )
     gpu = gpu_of(account, gpus)
     if gpu is None:
         return Expectation(why_not="the driver's library does not tell of the GPU that the model is on")
