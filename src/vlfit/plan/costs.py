@@ -88,17 +88,22 @@ def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native:
     The largest phase counts, on top of what lives all along (``engine/decoder/text.py``). ``native`` False:
     no kernels of ours and no chunks: transformers with sdpa.
     """
-    text = model.text
     rows = max(chunk, sequences)
+    if not native:
+        return _pass_peak(model, rows, context, sequences, native=False)
+    # Products of few rows are shared out, which may take more than those of many.
+    return max(_pass_peak(model, some, context, sequences) for some in {rows, min(rows, SPLIT_ROWS)})
+
+
+def _pass_peak(model: Model, rows: int, context: int, sequences: int, *, native: bool = True) -> int:
+    text = model.text
     phases = [_head_phase(model, sequences)]
     always = rows * (HALF * text.hidden_size + 2 * HALF * text.head_dim + 5 * INDEX)
     always += (sequences + 1) * INDEX  # whose logits are wanted
     if model.vision is not None:
         always += feature_bytes(model.vision, rows) + rows * INDEX
     if native:
-        # Products of few rows are shared out, which may take more than those of many.
-        phases += [_product_phases(model, rows), _product_phases(model, min(rows, SPLIT_ROWS))]
-        phases += [_attention(model, rows, sequences)]
+        phases += [_product_phases(model, rows), _attention(model, rows, sequences)]
         always += (sequences + 1) * (-(-context // BLOCK_SIZE) + 3) * NARROW_INDEX  # block tables and spans
     else:
         phases += [_layer_phases(model, rows)]
@@ -134,16 +139,16 @@ def splits(outputs: int, inputs: int, rows: int, form: str) -> int:
 def _product_phases(model: Model, rows: int) -> int:
     """Peak of a layer's products (``engine/decoder/text.py``): what each takes, and what lives around it.
 
-    All along live what the last half of a layer found and is not added yet, and a norm's output.
+    All along lives what the last half of a layer found and is not added yet, as large as a norm's output.
     """
     queries, _, joined = _widths(model)
     layer = model.layer
-    around = 2 * rows * HALF * model.text.hidden_size
+    found = rows * HALF * model.text.hidden_size
     inner = rows * HALF * model.text.intermediate_size
-    return around + max(
-        _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows),
+    return found + max(
+        found + _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows),
         rows * HALF * (joined + 2 * queries) + _product([layer["o_proj"]], rows),
-        _product([layer["gate_proj"], layer["up_proj"]], rows),
+        found + _product([layer["gate_proj"], layer["up_proj"]], rows),
         2 * inner + _product([layer["down_proj"]], rows),
     )
 
@@ -178,7 +183,7 @@ def _attention(model: Model, rows: int, sequences: int) -> int:
     queries, _, joined = _widths(model)
     text = model.text
     parts = sequences * text.num_attention_heads * decode_splits(sequences) * (text.head_dim + 2) * SINGLE
-    held = rows * HALF * (2 * text.hidden_size + joined + 2 * queries)
+    held = rows * HALF * (text.hidden_size + joined + 2 * queries)
     return held + parts
 
 

@@ -18,7 +18,7 @@ from vlfit.engine.decoder.rope import TextRope
 from vlfit.engine.kernels.fused import Fresh
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layers.attention import AttentionPlan, paged_attention
-from vlfit.engine.layers.fused import add_norm, gated
+from vlfit.engine.layers.fused import add_norm, feed_forward, normed
 from vlfit.engine.layers.linear import Linear, weights_of
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
@@ -134,13 +134,12 @@ class DecoderLayer:
         plan: AttentionPlan,
     ) -> Tensor:
         """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what attention would add."""
-        x = add_norm(hidden, delta, self.input_norm, self.eps)
-        joined = self.qkv(x).view(len(x), sum(self.heads), -1)  # [rows, heads, head_dim]
+        joined = normed(self.qkv, hidden, delta, self.input_norm, self.eps)
+        joined = joined.view(len(joined), sum(self.heads), -1)  # [rows, heads, head_dim]
         fresh = Fresh(joined, self.query_key_norm, *tables, self.eps)
         later = weights_of(self.gate_up)
         return self.output(paged_attention(fresh, self.index, cache, plan, later))
 
     def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
         """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what the second half would add."""
-        x = add_norm(hidden, delta, self.post_attention_norm, self.eps)
-        return self.down(gated(self.gate_up, x))
+        return feed_forward(self.gate_up, self.down, hidden, delta, self.post_attention_norm, self.eps)

@@ -16,6 +16,7 @@ from vlfit.checkpoint.quantization import FP8
 from vlfit.engine.kernels.launch import power_of_two
 from vlfit.engine.kernels.linear import WIDEN_ROWS, NarrowWeights, converts_float8
 
+USED = False  # until it is measured
 GROUP = 128  # neighbours in a row that share a scale
 LARGEST, LEAST = 448.0, 1e-12  # numbers of float8_e4m3fn; of what a scale is made
 _TILE = 1024  # elements that one program rounds
@@ -57,7 +58,7 @@ def tiles_for(device: torch.device) -> Tiles:
 
 def takes(weights: NarrowWeights, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``rows`` rows are multiplied with ``weights`` here: else they are widened."""
-    return rows > WIDEN_ROWS and dtype != torch.float32 and converts_float8(device) and fits(weights)
+    return USED and rows > WIDEN_ROWS and dtype != torch.float32 and converts_float8(device) and fits(weights)
 
 
 def fits(weights: NarrowWeights) -> bool:

@@ -4,13 +4,15 @@ Knows: what is added, normalized and multiplied, and in which dtype it is rounde
 model: ``decoder/text.py`` puts the steps in order.
 """
 
+from typing import TypeGuard
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit.engine import kernels
-from vlfit.engine.kernels import fused
+from vlfit.engine.kernels import eight_bits, fused
 from vlfit.engine.kernels.few_rows import FEW_ROWS
-from vlfit.engine.layers.linear import Gated, Linear
+from vlfit.engine.layers.linear import Fp8Linear, Gated, Linear
 from vlfit.engine.layers.norm import rms_norm
 
 
@@ -21,6 +23,29 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
     if delta is not None:
         hidden.add_(delta)
     return rms_norm(hidden, weight, eps)
+
+
+def _in_eight_bits(layer: Linear, x: Tensor) -> TypeGuard[Fp8Linear]:
+    return isinstance(layer, Fp8Linear) and layer.in_eight_bits(x)
+
+
+def normed(layer: Linear, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """What ``layer`` makes of ``add_norm``, rounded where it is found if the layer takes its rows in FP8."""
+    if _in_eight_bits(layer, hidden):
+        return layer.multiply(eight_bits.add_norm(hidden, delta, weight, eps))
+    return layer(add_norm(hidden, delta, weight, eps))
+
+
+def feed_forward(
+    gate_up: Linear, down: Linear, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """Adds ``delta`` to ``hidden`` [rows, width] in place; gives ``down`` of what the gates of ``gate_up``
+    let through of the norm of the sum.
+    """
+    if _in_eight_bits(gate_up, hidden) and _in_eight_bits(down, hidden):
+        x = eight_bits.add_norm(hidden, delta, weight, eps)
+        return down.multiply(eight_bits.silu_and_multiply(gate_up.multiply(x)))
+    return down(gated(gate_up, add_norm(hidden, delta, weight, eps)))
 
 
 def gated(gate_up: Linear, x: Tensor) -> Tensor:

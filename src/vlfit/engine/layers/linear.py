@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit.engine import kernels
+from vlfit.engine.kernels import eight_bits
+from vlfit.engine.kernels.eight_bits import EightBits
 from vlfit.engine.kernels.few_rows import FEW_ROWS, multiply
 from vlfit.engine.kernels.linear import NarrowWeights, linear
 
@@ -61,6 +63,8 @@ class Fp8Linear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.in_eight_bits(x):
+            return self.multiply(eight_bits.quantize(x))
         if kernels.used_on(x.device):
             return linear(x, self.weights, self.bias)
         widened = dequantize_fp8(self.weights.codes, self.weights.scale, self.weights.block, x.dtype)
@@ -68,6 +72,14 @@ class Fp8Linear:
 
     def gated(self, x: Tensor) -> Tensor:
         return linear(x, self.weights, self.bias, gated=True)
+
+    def in_eight_bits(self, x: Tensor) -> bool:
+        """Whether rows as many as those of ``x``, and of its dtype, are rounded to FP8 before the product."""
+        return eight_bits.takes(self.weights, len(x), x.dtype, x.device)
+
+    def multiply(self, x: EightBits) -> Tensor:
+        """What is computed of rows that are rounded already."""
+        return eight_bits.multiply(x, self.weights, self.bias)
 
 
 def weights_of(layer: Linear) -> Tensor | None:
