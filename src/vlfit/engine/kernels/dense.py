@@ -9,10 +9,10 @@ import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
 from vlfit.engine.kernels.overlap import ask_for_rows, let_next, wait
-from vlfit.engine.kernels.product import inputs_tile, product, tile_index
+from vlfit.engine.kernels.product import inputs_tile, product, shrink, squares_of, tile_index
 
 
-@triton.jit(do_not_specialize=["rows", "steps"])
+@triton.jit(do_not_specialize=["rows", "steps", "square_tiles"])
 def multiply(
     x,
     weight,
@@ -20,13 +20,20 @@ def multiply(
     partial,
     arrivals,
     output,
+    norm_weight,
+    squares,
     rows,
     outputs,
     inputs,
     x_stride,
     steps,
+    square_tiles,
+    eps,
     has_bias: tl.constexpr,
     gated: tl.constexpr,
+    normed: tl.constexpr,
+    adds: tl.constexpr,
+    tile_squares: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
@@ -40,7 +47,9 @@ def multiply(
 
     All rows are one tile. ``parts``: into how many a tile of inputs is cut, one for each warp, if not 1. With
     ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are, and ``gated``. ``ahead``: bytes of
-    each row of weights that are asked for while the kernel before runs.
+    each row of weights that are asked for while the kernel before runs. ``normed``: of the norm of ``x``, by
+    ``norm_weight`` and the sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in ``output``,
+    whose sums go to ``squares`` [rows, tiles].
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -50,6 +59,12 @@ def multiply(
     if ahead:
         ask_for_rows(weight, index, begin, outputs, inputs, tile_outputs, ahead)
     wait(overlap, late=late)
+    if normed:
+        found = squares_of(squares, row, rows, square_tiles, tile_squares)
+    before = 0.0
+    if adds:
+        place = row[None, :].to(tl.int64) * outputs + index[:, None]
+        before = tl.load(output + place, mask=(index[:, None] < outputs) & (row[None, :] < rows), other=0.0)
     end = tl.minimum(begin + steps * tile_inputs, inputs)
     if parts > 1:
         total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
@@ -60,17 +75,21 @@ def multiply(
         place = index[:, None].to(tl.int64) * inputs + column[None, :]
         inside = (index[:, None] < outputs) & (column[None, :] < inputs)
         tile_weight = tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
-        tile_x = inputs_tile(x, row, rows, start, inputs, x_stride, False, tile_inputs)
+        tile_x = inputs_tile(x, norm_weight, row, rows, start, inputs, x_stride, normed, False, tile_inputs)
         total += product(tile_weight, tile_x, tile_rows, tile_outputs, tile_inputs, parts)
     let_next(overlap, late)
     if parts > 1:
         total = tl.sum(total, 0)
+    if normed:
+        total *= shrink(found, inputs, eps)[None, :]
     finish(
         total,
         bias,
         partial,
         arrivals + tile,
         output,
+        squares + row * tl.num_programs(0) + tile,
+        before,
         index,
         row,
         split,
@@ -78,5 +97,6 @@ def multiply(
         outputs,
         has_bias,
         gated,
+        adds,
         splits,
     )

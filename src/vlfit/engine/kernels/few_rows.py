@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vlfit.engine.kernels import launch
 from vlfit.engine.kernels.launch import ahead, arrivals, overlapping
+from vlfit.engine.kernels.norm import Norm, choices, numbers, pointers
 
 FEW_ROWS = 16
 BUSY = 256  # programs that keep a card reading; fewer tiles than that are split
@@ -49,53 +50,89 @@ def multiply(
     tiles: Tiles | None = None,
     splits: int | None = None,
     gated: bool = False,
+    norm: Norm | None = None,
 ) -> Tensor:
     """``x`` [rows, inputs], at most ``FEW_ROWS``, times ``weight`` [outputs, inputs].T: [rows, outputs].
 
     ``gated``: the first half of the outputs are gates, and what comes is silu(gate) * other,
-    [rows, outputs / 2]. Rows of ``x`` may lie apart. Allocates the output and, for a product that is split,
-    as much as all outputs in float32 for each split.
+    [rows, outputs / 2]. ``norm``: of the norms of the rows. Rows of ``x`` may lie apart. Allocates the output
+    and, for a product that is split, as much as all outputs in float32 for each split.
     """
+    outputs = len(weight) // 2 if gated else len(weight)
+    output = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, output, tiles or tiles_for(x.dtype), splits, gated=gated, norm=norm)
+    return output
+
+
+def add_product(
+    hidden: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Adds to ``hidden`` [rows, outputs], in place, what ``multiply`` gives.
+
+    Gives the sums of squares of what comes of it (``norm.py``), [rows, tiles].
+    """
+    tiles = tiles or tiles_for(x.dtype)
+    squares = torch.empty((len(x), -(-len(weight) // tiles.outputs)), dtype=torch.float32, device=x.device)
+    _launch(x, weight, bias, hidden, tiles, splits, squares=squares)
+    return squares
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    tiles: Tiles,
+    splits: int | None,
+    gated: bool = False,
+    norm: Norm | None = None,
+    squares: Tensor | None = None,
+) -> None:
     rows, inputs = x.shape
     outputs = len(weight)
-    output = torch.empty((rows, outputs // 2 if gated else outputs), dtype=x.dtype, device=x.device)
-    tiles = tiles or tiles_for(x.dtype)
     splits = splits or splits_for(outputs, inputs, tiles)
-    tile_rows = 8 if rows <= 8 else 16
     # Halves of a tile are gates and what they are for.
     cut = (outputs // 2, tiles.outputs // 2) if gated else (outputs, tiles.outputs)
     programs = -(-cut[0] // cut[1])
     partial = output
     if splits > 1:
         partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
-    if x.device.type != "meta" and rows:
-        from vlfit.engine.kernels.dense import multiply as kernel
+    if x.device.type == "meta" or not rows:
+        return
+    from vlfit.engine.kernels.dense import multiply as kernel
 
-        steps = -(-inputs // (splits * tiles.inputs))
-        share = steps * tiles.inputs * weight.element_size()
-        kernel[(programs, splits)](
-            x,
-            weight,
-            output if bias is None else bias,
-            partial,
-            arrivals(x.device),
-            output,
-            rows,
-            outputs,
-            inputs,
-            x.stride(0),
-            steps,
-            has_bias=bias is not None,
-            gated=gated,
-            tile_rows=tile_rows,
-            tile_outputs=tiles.outputs,
-            tile_inputs=tiles.inputs,
-            parts=tiles.parts,
-            splits=splits,
-            ahead=ahead(weight, programs * splits, tiles.outputs, share),
-            late=launch.LATE,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **overlapping(x.device),
-        )
-    return output
+    steps = -(-inputs // (splits * tiles.inputs))
+    share = steps * tiles.inputs * weight.element_size()
+    kernel[(programs, splits)](
+        x,
+        weight,
+        output if bias is None else bias,
+        partial,
+        arrivals(x.device),
+        output,
+        *pointers(x, norm, squares),
+        rows,
+        outputs,
+        inputs,
+        x.stride(0),
+        steps,
+        *numbers(norm),
+        has_bias=bias is not None,
+        gated=gated,
+        **choices(norm, squares),
+        tile_rows=8 if rows <= 8 else 16,
+        tile_outputs=tiles.outputs,
+        tile_inputs=tiles.inputs,
+        parts=tiles.parts,
+        splits=splits,
+        ahead=ahead(weight, programs * splits, tiles.outputs, share),
+        late=launch.LATE,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **overlapping(x.device),
+    )

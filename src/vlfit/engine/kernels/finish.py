@@ -16,6 +16,8 @@ def finish(
     partial,
     arrived,
     output,
+    squares,
+    before,
     index,
     row,
     split,
@@ -23,9 +25,13 @@ def finish(
     outputs,
     has_bias: tl.constexpr,
     gated: tl.constexpr,
+    adds: tl.constexpr,
     splits: tl.constexpr,
 ):
     """``total`` [tile of outputs, tile of rows] float32 to ``output`` [rows, outputs], at ``index``, ``row``.
+
+    ``adds``: it is added to ``before``, what stands there, and the sums of the squares of what becomes of
+    that go to ``squares`` [tile of rows], where the sums of this tile of outputs belong.
 
     ``gated``: the outputs are gates and as many others (``tile_index``), and ``output`` [rows, outputs / 2]
     is silu(gate) * other, rounded where ``row_steps.silu_and_multiply`` rounds.
@@ -45,9 +51,39 @@ def finish(
                 found = tl.load(partial + other * cells + place, mask=inside, other=0.0, cache_modifier=".cg")
                 total += found
             tl.store(arrived, 0)
-            write(total, bias, output, place, index, inside, row, rows, outputs, has_bias, gated)
+            write(
+                total,
+                bias,
+                output,
+                squares,
+                before,
+                place,
+                index,
+                inside,
+                row,
+                rows,
+                outputs,
+                has_bias,
+                gated,
+                adds,
+            )
     else:
-        write(total, bias, output, place, index, inside, row, rows, outputs, has_bias, gated)
+        write(
+            total,
+            bias,
+            output,
+            squares,
+            before,
+            place,
+            index,
+            inside,
+            row,
+            rows,
+            outputs,
+            has_bias,
+            gated,
+            adds,
+        )
 
 
 @triton.jit
@@ -55,6 +91,8 @@ def write(
     total,
     bias,
     output,
+    squares,
+    before,
     place,
     index,
     inside,
@@ -63,8 +101,9 @@ def write(
     outputs,
     has_bias: tl.constexpr,
     gated: tl.constexpr,
+    adds: tl.constexpr,
 ):
-    """``total`` and ``bias`` to ``output`` at ``place``; ``gated``: see ``finish``."""
+    """``total`` and ``bias`` to ``output`` at ``place``; ``gated`` and ``adds``: see ``finish``."""
     if has_bias:
         total += tl.load(bias + index, mask=index < outputs, other=0.0).to(tl.float32)[:, None]
     rounded = total.to(output.dtype.element_ty)
@@ -79,5 +118,10 @@ def write(
         there = (unit[:, None] < outputs // 2) & (row[None, :] < rows)
         unit_place = row[None, :].to(tl.int64) * (outputs // 2) + unit[:, None]
         tl.store(output + unit_place, product.to(gate.dtype), mask=there)
+    elif adds:
+        rounded = (before.to(tl.float32) + rounded.to(tl.float32)).to(rounded.dtype)
+        tl.store(output + place, rounded, mask=inside)
+        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+        tl.store(squares, tl.sum(wide * wide, 0), mask=row < rows)
     else:
         tl.store(output + place, rounded, mask=inside)

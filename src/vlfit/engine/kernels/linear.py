@@ -16,6 +16,7 @@ from torch import Tensor
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.engine.kernels import launch
 from vlfit.engine.kernels.launch import ahead, arrivals, overlapping
+from vlfit.engine.kernels.norm import Norm, choices, numbers, pointers
 from vlfit.plan import tiles as plan
 from vlfit.plan.tiles import Tiles
 
@@ -87,11 +88,12 @@ def linear(
     splits: int | None = None,
     hardware: bool | None = None,
     gated: bool = False,
+    norm: Norm | None = None,
 ) -> Tensor:
     """``x`` [rows, inputs] (rows may lie apart) times ``weights``: [rows, outputs] in the dtype of ``x``.
 
     ``gated``, for at most ``WIDEN_ROWS`` rows: the first half of the outputs are gates, and what comes is
-    silu(gate) * other, [rows, outputs / 2].
+    silu(gate) * other, [rows, outputs / 2]. ``norm``, likewise: of the norms of the rows.
     Allocates the output; for a product that is split as much as all outputs in float32 for each split; for
     one of more than ``WIDEN_ROWS`` rows ``SCRATCH_BYTES``. ``tiles``, ``splits`` and ``hardware`` (whether
     the card converts float8 itself) are chosen if not given.
@@ -107,13 +109,28 @@ def linear(
         _by_slices(x, weights, bias, output, hardware)
         return output
     tiles = tiles or tiles_for(rows, weights, x.dtype)
-    splits = splits or plan.splits_for(rows, weights.outputs, weights.inputs, tiles)
-    partial = output
-    if splits > 1:
-        partial = torch.empty((splits, rows, weights.outputs), dtype=torch.float32, device=x.device)
-    if x.device.type != "meta":
-        _launch_matmul(x, weights, bias, partial, output, tiles, splits, hardware, gated)
+    _launch_matmul(x, weights, bias, output, tiles, splits, hardware, gated=gated, norm=norm)
     return output
+
+
+def add_product(
+    hidden: Tensor,
+    x: Tensor,
+    weights: NarrowWeights,
+    bias: Tensor | None,
+    tiles: Tiles | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Adds to ``hidden`` [rows, outputs], at most ``WIDEN_ROWS`` rows, in place, what ``linear`` gives.
+
+    Gives the sums of squares of what comes of it (``norm.py``), [rows, tiles].
+    """
+    tiles = tiles or tiles_for(len(x), weights, x.dtype)
+    columns = -(-weights.outputs // tiles.outputs)
+    squares = torch.empty((len(x), columns), dtype=torch.float32, device=x.device)
+    hardware = converts_float8(x.device)
+    _launch_matmul(x, weights, bias, hidden, tiles, splits, hardware, squares=squares)
+    return squares
 
 
 @cache
@@ -187,16 +204,23 @@ def _launch_matmul(
     x: Tensor,
     weights: NarrowWeights,
     bias: Tensor | None,
-    partial: Tensor,
     output: Tensor,
     tiles: Tiles,
-    splits: int,
+    splits: int | None,
     hardware: bool,
-    gated: bool,
+    gated: bool = False,
+    norm: Norm | None = None,
+    squares: Tensor | None = None,
 ) -> None:
+    rows, outputs = len(x), weights.outputs
+    splits = splits or plan.splits_for(rows, outputs, weights.inputs, tiles)
+    partial = output
+    if splits > 1:
+        partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
+    if x.device.type == "meta":
+        return
     from vlfit.engine.kernels.matmul import matmul
 
-    rows, outputs = len(x), weights.outputs
     steps = -(-weights.inputs // (splits * tiles.inputs))
     # Halves of a tile are gates and what they are for.
     cut = (outputs // 2, tiles.outputs // 2) if gated else (outputs, tiles.outputs)
@@ -214,16 +238,19 @@ def _launch_matmul(
         partial,
         arrivals(x.device),
         output,
+        *pointers(x, norm, squares),
         rows,
         outputs,
         codes.shape[1],
         x.stride(0),
         weights.scale.shape[1],
         steps,
+        *numbers(norm),
         **_form(weights, hardware),
         by_hand=by_hand(x.device),
         has_bias=bias is not None,
         gated=gated,
+        **choices(norm, squares),
         span=min(weights.span, tiles.inputs),
         apart=apart,
         one_scale=not apart and weights.scale.shape[1] == 1,

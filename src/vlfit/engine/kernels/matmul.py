@@ -14,7 +14,7 @@ import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
 from vlfit.engine.kernels.overlap import ask_for_rows, let_next, wait
-from vlfit.engine.kernels.product import inputs_tile, product, tile_index
+from vlfit.engine.kernels.product import inputs_tile, product, shrink, squares_of, tile_index
 from vlfit.engine.kernels.unpack import (
     fp8_tile,
     groups_of,
@@ -29,7 +29,7 @@ from vlfit.engine.kernels.unpack import (
 )
 
 
-@triton.jit(do_not_specialize=["rows", "steps"])
+@triton.jit(do_not_specialize=["rows", "steps", "square_tiles"])
 def matmul(
     x,
     codes,
@@ -39,18 +39,25 @@ def matmul(
     partial,
     arrivals,
     output,
+    norm_weight,
+    squares,
     rows,
     outputs,
     code_columns,
     x_stride,
     scale_columns,
     steps,
+    square_tiles,
+    eps,
     form: tl.constexpr,
     hardware: tl.constexpr,
     by_hand: tl.constexpr,
     has_zero_point: tl.constexpr,
     has_bias: tl.constexpr,
     gated: tl.constexpr,
+    normed: tl.constexpr,
+    adds: tl.constexpr,
+    tile_squares: tl.constexpr,
     scale_rows: tl.constexpr,
     scale_width: tl.constexpr,
     span: tl.constexpr,
@@ -76,7 +83,9 @@ def matmul(
     Where a part of a tile shares its scale, codes are multiplied as they are and the scale is applied to the
     sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``one_scale``: all
     inputs share one. ``apart``: one row of int4 (``apart_sums``). ``ahead``: bytes of each row of codes that
-    are asked for while the kernel before runs.
+    are asked for while the kernel before runs. ``normed``: of the norm of ``x``, by ``norm_weight`` and the
+    sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in ``output``, whose sums go to
+    ``squares`` [rows, tiles].
     """
     in_word: tl.constexpr = 8 if form == "int4" else 4 if form == "int8" else 1
     inputs = code_columns * in_word
@@ -89,6 +98,14 @@ def matmul(
     if ahead:
         ask_for_rows(codes, output_index, begin // in_word, outputs, code_columns, tile_outputs, ahead)
     wait(overlap, late=late)
+    written = tl.arange(0, 1) if apart else row
+    if normed:
+        found = squares_of(squares, written, rows, square_tiles, tile_squares)
+    before = 0.0
+    if adds:
+        place = written[None, :].to(tl.int64) * outputs + output_index[:, None]
+        inside = (output_index[:, None] < outputs) & (written[None, :] < rows)
+        before = tl.load(output + place, mask=inside, other=0.0)
     end = tl.minimum(begin + steps * tile_inputs, inputs)
     if parts > 1:
         total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
@@ -99,6 +116,7 @@ def matmul(
         if apart:
             total += apart_sums(
                 x,
+                norm_weight,
                 codes,
                 scale,
                 zero_point,
@@ -109,6 +127,7 @@ def matmul(
                 scale_columns,
                 by_hand,
                 has_zero_point,
+                normed,
                 scale_width,
                 span,
                 whole,
@@ -120,6 +139,7 @@ def matmul(
         else:
             total += sums(
                 x,
+                norm_weight,
                 codes,
                 scale,
                 zero_point,
@@ -135,6 +155,7 @@ def matmul(
                 hardware,
                 by_hand,
                 has_zero_point,
+                normed,
                 scale_rows,
                 scale_width,
                 span,
@@ -156,20 +177,24 @@ def matmul(
         )
     if apart:
         total = tl.sum(total, 1)[:, None]
-        row = tl.arange(0, 1)
+    if normed:
+        total *= shrink(found, inputs, eps)[None, :]
     finish(
         total,
         bias,
         partial,
         arrivals + tl.program_id(0),
         output,
+        squares + written * (tl.num_programs(0) // row_tiles) + tl.program_id(0) // row_tiles,
+        before,
         output_index,
-        row,
+        written,
         split,
         rows,
         outputs,
         has_bias,
         gated,
+        adds,
         splits,
     )
 
@@ -177,6 +202,7 @@ def matmul(
 @triton.jit
 def sums(
     x,
+    norm_weight,
     codes,
     scale,
     zero_point,
@@ -192,6 +218,7 @@ def sums(
     hardware: tl.constexpr,
     by_hand: tl.constexpr,
     has_zero_point: tl.constexpr,
+    normed: tl.constexpr,
     scale_rows: tl.constexpr,
     scale_width: tl.constexpr,
     span: tl.constexpr,
@@ -205,7 +232,7 @@ def sums(
     """What the tile of inputs from ``start`` on adds: ``product``, with scales but for ``one_scale``."""
     part_width: tl.constexpr = tile_inputs // parts
     spans: tl.constexpr = tile_inputs // span
-    x_tile = inputs_tile(x, row, rows, start, inputs, x_stride, whole, tile_inputs)
+    x_tile = inputs_tile(x, norm_weight, row, rows, start, inputs, x_stride, normed, whole, tile_inputs)
     group = groups_of(start, scale_width, span, spans)
     if form == "int4":
         x_tile = shuffle(x_tile, tile_rows, tile_inputs)
@@ -269,6 +296,7 @@ def sums(
 @triton.jit
 def apart_sums(
     x,
+    norm_weight,
     codes,
     scale,
     zero_point,
@@ -279,6 +307,7 @@ def apart_sums(
     groups,
     by_hand: tl.constexpr,
     has_zero_point: tl.constexpr,
+    normed: tl.constexpr,
     scale_width: tl.constexpr,
     span: tl.constexpr,
     whole: tl.constexpr,
@@ -303,6 +332,11 @@ def apart_sums(
     x_place = (start + column)[None, :] + tl.zeros((columns, 1), tl.int32)
     x_tile = tl.load(x + x_place, mask=mine if whole else mine & known[None, :], other=0.0)
     dtype: tl.constexpr = x_tile.dtype
+    share = tl.load(x + start + column, mask=known, other=0.0).to(tl.float32)
+    if normed:
+        factor = tl.load(norm_weight + start + column, mask=known, other=0.0).to(tl.float32)
+        x_tile = (x_tile.to(tl.float32) * factor[None, :]).to(dtype)
+        share = (share * factor).to(dtype).to(tl.float32)
     code = marked_codes(
         codes, output_index, start, outputs, inputs, dtype, True, tile_outputs, tile_inputs, by_hand, whole
     )
@@ -312,7 +346,6 @@ def apart_sums(
     x_tile = shuffle(x_tile, columns, tile_inputs)
     found = product(code, x_tile, columns, tile_outputs, tile_inputs, parts)
     # [shares], of which ``columns`` belong to each part
-    share = tl.load(x + start + column, mask=known, other=0.0).to(tl.float32)
     share = tl.sum(tl.reshape(share, (parts * columns, width)), 1)
     spans: tl.constexpr = tile_inputs // span
     group = groups_of(start, scale_width, span, spans)

@@ -47,10 +47,45 @@ def product(
 
 
 @triton.jit
-def inputs_tile(x, row, rows, start, inputs, x_stride, whole: tl.constexpr, tile_inputs: tl.constexpr):
-    """The inputs from ``start`` on of the rows ``row``: [rows of the tile, tile_inputs], 0 outside."""
+def inputs_tile(
+    x,
+    norm_weight,
+    row,
+    rows,
+    start,
+    inputs,
+    x_stride,
+    normed: tl.constexpr,
+    whole: tl.constexpr,
+    tile_inputs: tl.constexpr,
+):
+    """The inputs from ``start`` on of the rows ``row``: [rows of the tile, tile_inputs], 0 outside.
+
+    ``normed``: times ``norm_weight`` [inputs]. What else a norm is, ``shrink`` says.
+    """
     column = start + tl.arange(0, tile_inputs)
     inside = row[:, None] < rows
     if not whole:
         inside = inside & (column[None, :] < inputs)
-    return tl.load(x + row[:, None].to(tl.int64) * x_stride + column[None, :], mask=inside, other=0.0)
+    tile = tl.load(x + row[:, None].to(tl.int64) * x_stride + column[None, :], mask=inside, other=0.0)
+    if normed:
+        factor = tl.load(norm_weight + column, mask=column < inputs, other=0.0)
+        tile = (tile.to(tl.float32) * factor.to(tl.float32)[None, :]).to(tile.dtype)
+    return tile
+
+
+@triton.jit
+def squares_of(squares, row, rows, square_tiles, tile_squares: tl.constexpr):
+    """What tiles of the product before have left of the rows ``row``, [rows of the tile, tile_squares]."""
+    tile = tl.arange(0, tile_squares)
+    known = (row[:, None] < rows) & (tile[None, :] < square_tiles)
+    return tl.load(squares + row[:, None] * square_tiles + tile[None, :], mask=known, other=0.0)
+
+
+@triton.jit
+def shrink(found, inputs, eps):
+    """What sums over rows times a norm's weight are multiplied by, that the rows become their norms: [rows].
+
+    ``found`` [rows, some] are sums of squares of ``inputs`` numbers.
+    """
+    return tl.rsqrt(tl.sum(found, 1) / inputs + eps)

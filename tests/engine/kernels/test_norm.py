@@ -1,0 +1,84 @@
+"""Residual and norm as parts of the products around them, against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.kernels.conftest import ON_GPU, TOLERANCES, relative_error
+from tests.engine.kernels.test_linear import ODD, int4, on, widened
+from vlfit.engine.kernels import few_rows, linear
+from vlfit.engine.kernels.linear import NarrowWeights
+from vlfit.engine.kernels.norm import Norm
+from vlfit.plan.tiles import Tiles
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+EPS = 1e-3  # large enough to be seen
+SMALL = 0.01  # of rows in which it is
+
+
+def normal(x: Tensor, weight: Tensor) -> Tensor:
+    """The norm of ``x`` in float64."""
+    wide = x.double()
+    return wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
+def sums(x: Tensor) -> Tensor:
+    """Squares of ``x`` in three sums, as the product before leaves them."""
+    squares = x.float().square()
+    third = x.shape[1] // 3
+    return torch.stack([part.sum(1) for part in squares.split([third, third, x.shape[1] - 2 * third], 1)], 1)
+
+
+def weights(name: str) -> NarrowWeights | Tensor:
+    return torch.randn(70, 136) if name == "dense" else ODD[name]()
+
+
+def check(kind: NarrowWeights | Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    """First a product of norms, then one that adds to rows, in programs that share inputs and in one."""
+    narrow = isinstance(kind, NarrowWeights)
+    matrix = on(kind, device) if isinstance(kind, NarrowWeights) else kind.to(device, dtype)
+    wide = widened(matrix) if isinstance(matrix, NarrowWeights) else matrix.double()
+    outputs, inputs = wide.shape
+    x = (torch.randn(rows, inputs) * SMALL).to(device, dtype)
+    factor = torch.randn(inputs).to(device, dtype)
+    bias = torch.randn(outputs).to(device, dtype) if rows % 2 else None
+    norm = Norm(factor, sums(x), EPS)
+    exact = normal(x, factor) @ wide.T + (0 if bias is None else bias.double())
+    tiles = Tiles(8, 64, 64, 4, 2) if narrow else few_rows.Tiles(32, 64, 4, 2)
+    for splits in (1, 2):
+        if isinstance(matrix, NarrowWeights):
+            found = linear.linear(x, matrix, bias, tiles, splits, norm=norm)
+        else:
+            found = few_rows.multiply(x, matrix, bias, tiles, splits, norm=norm)
+        assert relative_error(found, exact) < TOLERANCES[dtype]
+        hidden = torch.randn(rows, outputs).to(device, dtype)
+        added = hidden.double() + x.double() @ wide.T + (0 if bias is None else bias.double())
+        if isinstance(matrix, NarrowWeights):
+            squares = linear.add_product(hidden, x, matrix, bias, tiles, splits)
+        else:
+            squares = few_rows.add_product(hidden, x, matrix, bias, tiles, splits)
+        assert relative_error(hidden, added) < TOLERANCES[dtype]
+        assert squares.shape == (rows, -(-outputs // tiles.outputs))
+        assert relative_error(squares.sum(1), hidden.double().square().sum(1)) < TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    "name", ["dense", "fp8, blocks cut off", "int8, groups of 128", "int4, groups of 32", "int4, zero points"]
+)
+def test_norm_and_residual_are_parts_of_products(name: str, rows: int, device: torch.device) -> None:
+    check(weights(name), rows, torch.float32, device)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_one_row_of_int4_in_half_precision(symmetric: bool, device: torch.device) -> None:
+    check(int4(70, 512, 32, symmetric=symmetric), 1, torch.float16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("name", ["dense", "fp8, blocks cut off", "int4, groups of 32", "int4, zero points"])
+def test_norm_and_residual_in_bfloat16(name: str, rows: int, device: torch.device) -> None:
+    check(weights(name), rows, torch.bfloat16, device)
