@@ -1,98 +1,22 @@
 """Where pictures come from: files, standard input, URLs of every kind, Pillow; and what a server refuses."""
 
 import base64
-import contextlib
 import io
 import socket
-import socketserver
-import ssl
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.pictures import encoded, half_transparent, picture, scene
+from tests.pictures import encoded, half_transparent, scene
+from tests.tasks.website import PNG
 from vlfit.engine.picture_files import decode
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
 from vlfit.tasks import fetch, pictures
 from vlfit.tasks.pictures import expand_pictures, load_picture
-
-PNG = picture(64, 48)
-
-
-class Site(BaseHTTPRequestHandler):
-    """A website of pictures and of everything that can go wrong."""
-
-    hosts: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self.hosts.append(self.headers["Host"])
-        path, _, rest = self.path[1:].partition("?")
-        if path == "picture.png":
-            self.answer(200, PNG, "image/png")
-        elif path == "page":
-            self.answer(200, b"<!doctype html><html>hello</html>", "text/html")
-        elif path == "json":
-            self.answer(200, b'{"error": "no"}', "application/json")
-        elif path == "nothing":
-            self.answer(200, b"", "image/png")
-        elif path.isdigit():
-            self.answer(int(path), b"sorry", "text/plain")
-        elif path == "redirect":
-            self.answer(302, b"", "text/plain", {"Location": rest})
-        elif path == "loop":
-            self.answer(301, b"", "text/plain", {"Location": "/loop"})
-        elif path == "huge":
-            self.send_response(200)
-            self.send_header("Content-Length", str(10**12))
-            self.end_headers()
-        elif path == "endless":
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                while True:
-                    self.wfile.write(bytes(2**20))
-        elif path == "slow":
-            time.sleep(3)
-        elif path == "drip":
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                for _ in range(100):
-                    self.wfile.write(b"\x89")
-                    time.sleep(0.1)
-        elif path == "gibberish":
-            self.wfile.write(b"this is not HTTP\r\n\r\n")
-
-    def answer(self, status: int, body: bytes, kind: str, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        return
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    server.daemon_threads = True
-    server.block_on_close = False
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
 
 
 def test_bytes_and_paths(tmp_path: Path) -> None:
@@ -287,105 +211,6 @@ def test_hosts_that_do_not_answer(site: str) -> None:
 def test_urls_that_make_no_sense(url: str, allow_private: bool) -> None:
     with pytest.raises(PictureNotFound):
         load_picture(url, allow_private=allow_private)
-
-
-PRIVATE_HOSTS = (
-    "127.0.0.1",
-    "127.1.2.3",
-    "0.0.0.0",
-    "10.1.2.3",
-    "172.16.0.1",
-    "192.168.1.1",
-    "169.254.169.254",
-    "100.100.100.200",
-    "168.63.129.16",
-    "224.0.0.1",
-    "255.255.255.255",
-    "2130706433",
-    "0x7f000001",
-    "127.1",
-    "localhost",
-    "[::1]",
-    "[::]",
-    "[::ffff:127.0.0.1]",
-    "[::ffff:10.0.0.1]",
-    "[::127.0.0.1]",
-    "[64:ff9b::7f00:1]",
-    "[64:ff9b:1::1]",
-    "[2002:7f00:1::]",
-    "[2001:0:7f00:1::]",
-    "[fe80::1]",
-    "[fd00:ec2::254]",
-    "[ff02::1]",
-)
-
-
-@pytest.mark.parametrize("host", PRIVATE_HOSTS)
-def test_a_server_does_not_go_into_private_networks(host: str) -> None:
-    with pytest.raises(PrivateAddress, match="which is not a public address"):
-        load_picture(f"http://{host}:9/latest/meta-data", allow_private=False)
-
-
-@pytest.mark.parametrize("host", ["0177.0.0.1", "localhost."])
-def test_forms_that_some_systems_read_lead_nowhere_either(host: str, site: str) -> None:
-    port = site.rpartition(":")[2]
-    with pytest.raises((PrivateAddress, PictureNotFound)):
-        load_picture(f"http://{host}:{port}/picture.png", allow_private=False)
-
-
-@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "64:ff9b::808:808"])
-def test_public_addresses(address: str) -> None:
-    assert fetch.is_public(address)
-
-
-def test_a_server_does_not_follow_redirects_into_private_networks(
-    site: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = site.rpartition(":")[2]
-    public_once = iter([True, False])
-    monkeypatch.setattr(fetch, "is_public", lambda address: next(public_once))
-    with pytest.raises(PrivateAddress, match=r"leads to 127\.0\.0\.1"):
-        load_picture(
-            f"http://127.0.0.1:{port}/redirect?http://localhost:{port}/picture.png", allow_private=False
-        )
-
-
-def test_one_private_address_among_several_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "_resolve", lambda host, port: ["8.8.8.8", "192.168.0.1"])
-    with pytest.raises(PrivateAddress, match=r"192\.168\.0\.1"):
-        load_picture("http://example.test/x", allow_private=False)
-
-
-def test_a_server_connects_to_the_address_that_was_checked(
-    site: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The name resolves only for the check; the second address is tried when the first is dead."""
-    port = site.rpartition(":")[2]
-    monkeypatch.setattr(fetch, "_resolve", lambda host, port: ["127.0.0.2", "127.0.0.1"])
-    monkeypatch.setattr(fetch, "is_public", lambda address: True)
-    Site.hosts.clear()
-    assert load_picture(f"http://example.test:{port}/picture.png", allow_private=False).data == PNG
-    assert Site.hosts == [f"example.test:{port}"]
-
-
-def test_tls_names_the_host_and_not_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.sni_callback = lambda _socket, name, _context: asked.append(name)
-
-    class Shaker(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            # No certificate here: it is enough to hear the name that the client asks for.
-            with contextlib.suppress(OSError):
-                context.wrap_socket(self.request, server_side=True)
-
-    with socketserver.TCPServer(("127.0.0.1", 0), Shaker) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        monkeypatch.setattr(fetch, "_resolve", lambda host, port: ["127.0.0.1"])
-        monkeypatch.setattr(fetch, "is_public", lambda address: True)
-        with pytest.raises(PictureNotFound, match="cannot be reached"):
-            load_picture(f"https://example.test:{server.server_address[1]}/x", allow_private=False)
-    assert asked == ["example.test"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.engine.answer import ImageSeen
 from vlfit.engine.conversation import ImagePart, VideoPart
 from vlfit.engine.picture_files import MAX_ASPECT, Decoded, check_size, decode
+from vlfit.engine.wanted import check_wanted
 from vlfit.errors import InvalidRequest, PictureError, PictureTooLarge
 
 if TYPE_CHECKING:
@@ -347,6 +348,7 @@ def _prepared(
 
 
 def _decode_frame(part: VideoPart, index: int) -> Decoded:
+    check_wanted()
     with _naming(_frame_place(part, index)):
         return decode(part.frames[index], f"{part.label} frame {index + 1}")
 

@@ -10,7 +10,7 @@ reference clips, we scale: 16-bit and floating-point greys keep their shades.
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from vlfit.engine.decoding_room import MOST_BYTES, Room, check_room
 from vlfit.engine.file_kinds import HINT, UNKNOWN, hint_for, is_surely_no_picture, kind_of
 from vlfit.errors import NotAPicture, PictureTooLarge
 
@@ -41,9 +42,8 @@ _TURNS = {
 }
 _EXIF_ORIENTATION = 0x0112
 
-# A picture of 178 megapixels takes about 2 GB on its way; several at once would take the machine down.
-_LARGE_PIXELS = 32_000_000
-_one_large_at_a_time = threading.Lock()
+_room = Room(MOST_BYTES)
+_STRIP_PIXELS = 2**20  # of a picture that are looked at at once, where whole copies would take memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,13 +58,13 @@ def decode(data: bytes, label: str) -> Decoded:
     """Decode the first picture of a file. ``label`` is what errors call it.
 
     The header is judged before any pixel is decoded. Raises ``NotAPicture`` for bytes that are none or break
-    off, ``PictureTooLarge`` above ``MAX_PIXELS`` or a side ratio of ``MAX_ASPECT``.
+    off, ``PictureTooLarge`` above ``MAX_PIXELS``, a side ratio of ``MAX_ASPECT`` or the RAM that is spent on
+    one (``decoding_room``).
     """
     with _pillow_quiet():
         image = _open(data, label)
         check_size(image.width, image.height, label)
-        large = image.width * image.height > _LARGE_PIXELS
-        with _one_large_at_a_time if large else nullcontext():
+        with _room.take(check_room(image, label)):
             try:
                 notes = _frame_notes(image)
                 image.load()
@@ -175,18 +175,34 @@ def _to_rgb(image: Image.Image, file_format: str | None, notes: list[str]) -> Im
         notes.append(f"converted from {image.mode}")
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image if image.mode == "RGB" else image.convert("RGB")
-    image = image.convert("RGBA")
-    if np.asarray(image.getchannel("A")).min() == 255:
-        return image.convert("RGB")
-    notes.append("transparency laid on white")
-    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, image).convert("RGB")
+    return _on_white(image, notes)
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """``image`` from top to bottom in parts that take little memory, with the row that each begins at."""
+    rows = max(_STRIP_PIXELS // image.width, 1)
+    for top in range(0, image.height, rows):
+        yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
+
+
+def _on_white(image: Image.Image, notes: list[str]) -> Image.Image:
+    result = Image.new("RGB", image.size)
+    opaque = True
+    for top, strip in _strips(image):
+        strip = strip.convert("RGBA")
+        if np.asarray(strip.getchannel("A")).min() < 255:
+            opaque = False
+            strip = Image.alpha_composite(Image.new("RGBA", strip.size, (255, 255, 255, 255)), strip)
+        result.paste(strip.convert("RGB"), (0, top))
+    if not opaque:
+        notes.append("transparency laid on white")
+    return result
 
 
 def _to_8_bits(image: Image.Image, file_format: str | None, notes: list[str]) -> Image.Image:
     """Grey of more than 8 bits to 8: black stays black and white stays white, nothing is clipped."""
-    values: np.ndarray[Any, Any] = np.nan_to_num(np.asarray(image, dtype=np.float32), posinf=0.0, neginf=0.0)
-    low, high = float(values.min()), float(values.max())
+    extremes = [(float(each.min()), float(each.max())) for _, each in _values(image)]
+    low, high = min(least for least, _ in extremes), max(most for _, most in extremes)
     depth = "floating-point" if image.mode == "F" else "16-bit" if high <= 65535 else "32-bit"
     if image.mode.startswith("I;16"):
         white = 65535.0
@@ -195,17 +211,26 @@ def _to_8_bits(image: Image.Image, file_format: str | None, notes: list[str]) ->
     else:
         # A 32-bit TIFF says nowhere what white is; other files in this mode are 16-bit.
         white = 255.0 if high <= 255.0 and file_format == "TIFF" else 65535.0
-    if low < 0.0 or high > white:
-        scaled = (values - low) * (255.0 / ((high - low) or 1.0))
+    stretched = low < 0.0 or high > white
+    if stretched:
         notes.append(f"{depth} grey from {low:g} to {high:g} stretched to 8 bits")
     else:
-        scaled = values * (255.0 / white)
         notes.append(f"{depth} grey reduced to 8 bits")
-    grey = np.rint(scaled).astype(np.uint8)
+    factor = 255.0 / ((high - low) or 1.0) if stretched else 255.0 / white
     transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        grey[values == transparent] = 255
-    return Image.fromarray(grey)
+    result = Image.new("L", image.size)
+    for top, values in _values(image):
+        grey = np.rint((values - low if stretched else values) * factor).astype(np.uint8)
+        if isinstance(transparent, int):
+            grey[values == transparent] = 255
+        result.paste(Image.fromarray(grey), (0, top))
+    return result
+
+
+def _values(image: Image.Image) -> "Iterator[tuple[int, np.ndarray[Any, np.dtype[np.float32]]]]":
+    for top, strip in _strips(image):
+        values = np.asarray(strip, dtype=np.float32)
+        yield top, np.nan_to_num(values, posinf=0.0, neginf=0.0)
 
 
 _quiet_lock = threading.Lock()

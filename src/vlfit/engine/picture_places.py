@@ -16,6 +16,7 @@ from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.engine.control_tokens import ControlTokens, Markers
 from vlfit.engine.conversation import Conversation, ImagePart, VideoPart
 from vlfit.engine.images import PreparedImage, prepare_image, prepare_video
+from vlfit.engine.wanted import check_wanted
 from vlfit.errors import CheckpointError, InvalidRequest
 
 
@@ -39,14 +40,22 @@ class PicturePlaces:
         return self._image.text, self._video.text, self._vision_start, self._vision_end
 
     def prepare(self, conversation: Conversation, max_tokens: int | None) -> tuple[PreparedImage, ...]:
-        """Every picture and clip of ``conversation``, each capped at ``max_tokens``."""
+        """Every picture and clip of ``conversation``, each capped at ``max_tokens``.
+
+        A picture that comes again is prepared once. Raises ``Unwanted`` between two of them.
+        """
         return tuple(self._prepare(conversation, max_tokens))
 
     def _prepare(self, conversation: Conversation, max_tokens: int | None) -> Iterator[PreparedImage]:
+        seen: dict[tuple[bytes, str], PreparedImage] = {}
         for message in conversation:
             for part in message.parts:
                 if isinstance(part, ImagePart):
-                    yield prepare_image(part, self.processing, max_tokens)
+                    check_wanted()
+                    same = (part.data, part.detail)
+                    if same not in seen:
+                        seen[same] = prepare_image(part, self.processing, max_tokens)
+                    yield seen[same]
                 elif isinstance(part, VideoPart):
                     yield prepare_video(part, self.video_processing, max_tokens)
 

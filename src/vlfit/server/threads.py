@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
+from vlfit.engine.wanted import until
 from vlfit.server.places import Held
 
 Given = ParamSpec("Given")
@@ -27,8 +28,8 @@ class Threads:
     ) -> Result:
         """``function(*args, **kwargs)`` in a thread.
 
-        When the caller is cancelled the thread runs to its end, keeps its permit so long, and its result is
-        dropped.
+        When the caller is cancelled the thread runs on until it asks whether it is wanted (``wanted.py``) or
+        is at its end, keeps its permit so long, and its result is dropped.
         """
         await self._permits.acquire()
         return await self._begin(lambda: function(*args, **kwargs))
@@ -58,7 +59,10 @@ class Threads:
                 future.set_result(result)  # type: ignore[arg-type]
 
         threading.Thread(
-            target=_work, args=(function, loop, settle), name="vlfit-server-work", daemon=True
+            target=_work,
+            args=(function, loop, settle, future.cancelled),
+            name="vlfit-server-work",
+            daemon=True,
         ).start()
         return future
 
@@ -67,15 +71,17 @@ def _work(
     function: Callable[[], Result],
     loop: asyncio.AbstractEventLoop,
     settle: Callable[[Result | None, BaseException | None], None],
+    gone: Callable[[], bool],
 ) -> None:
     """What ``function`` gives or raises, to ``settle`` on ``loop``."""
     result, error = None, None
     try:
-        result = function()
+        with until(gone):
+            result = function()
     except BaseException as raised:
         error = raised
     with suppress(RuntimeError):  # the loop is gone: nobody waits any more
         loop.call_soon_threadsafe(settle, result, error)
     # An error holds the frames that it came through. This one must not hold the error, nor the future that
     # does: such a circle would keep a request's pictures until the garbage collector comes.
-    del settle, result, error
+    del settle, gone, result, error

@@ -1,22 +1,17 @@
 """Fetches a picture from a URL, for a person at the keyboard or a server that strangers can reach. No torch.
 
-Knows: redirects, limits of size and time, and which addresses are private. Does not know: what a picture is
-beyond its first bytes (``engine/file_kinds.py``).
-
-A server that fetches URLs for strangers could be used to look around behind its firewall. With
-``allow_private`` off, every hop is resolved first, all its addresses must be public, and the connection goes
-to the very address that was checked: a name that answers differently the second time gains nothing.
+Knows: redirects, limits of size and time. Does not know: which addresses are private and how a connection is
+kept from them (``tasks/public_network.py``), nor what a picture is beyond its first bytes
+(``engine/file_kinds.py``).
 """
 
-import socket
 import time
 from collections.abc import Iterator
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import TYPE_CHECKING
 
 from vlfit._version import __version__
 from vlfit.engine.file_kinds import hint_for, is_surely_no_picture, kind_of
-from vlfit.errors import NotAPicture, PictureError, PictureNotFound, PictureTooLarge, PrivateAddress
+from vlfit.errors import NotAPicture, PictureError, PictureNotFound, PictureTooLarge
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -30,12 +25,6 @@ _HEADERS = {
     # Pictures are compressed already; a compressed answer could unpack to any size.
     "Accept-Encoding": "identity",
 }
-# IPv6 ranges whose last 32 bits are an IPv4 address that a gateway may reach.
-_IPV4_INSIDE = (IPv6Network("::/96"), IPv6Network("64:ff9b::/96"))
-# Gateways of one's own network: what they reach is up to it.
-_LOCAL_GATEWAYS = IPv6Network("64:ff9b:1::/48")
-# Azure's host answers virtual machines here, in the middle of public space.
-_PLATFORM = frozenset({"168.63.129.16"})
 
 # "The picture itself": a file name from a person at the keyboard, a data: URL from a client of a server.
 _DOWNLOAD = "Check the address in a browser, or download the picture and send the picture itself."
@@ -48,25 +37,38 @@ def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0) -> bytes:
     ``PictureNotFound`` for a host that does not answer (within ``timeout_s`` in all) or answers an error;
     ``NotAPicture`` for an answer that is none; ``PictureTooLarge`` above ``MAX_BYTES``.
     """
+    import httpcore
     import httpx
 
+    from vlfit.tasks.public_network import FAILURES
+
     deadline = time.monotonic() + timeout_s
-    # A proxy would resolve names itself, past our check.
-    with httpx.Client(headers=_HEADERS, trust_env=allow_private) as client:
+    with _client(allow_private, deadline) as client:
         for _ in range(MAX_REDIRECTS + 1):
             label = label_of(url)
             try:
-                answer = _hop(client, httpx.URL(url), label, allow_private, deadline)
+                answer = _hop(client, httpx.URL(url), label, deadline)
             except PictureError:
                 raise
-            except httpx.TimeoutException as error:
+            except (httpx.TimeoutException, httpcore.TimeoutException) as error:
                 raise PictureNotFound(f"{label} did not answer within {timeout_s:g} s", _DOWNLOAD) from error
-            except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError, *FAILURES) as error:
                 raise PictureNotFound(f"{label} cannot be reached: {error}", _DOWNLOAD) from error
             if isinstance(answer, bytes):
                 return _checked(answer, label)
             url = str(answer)
     raise PictureNotFound(f"{label_of(url)}: more than {MAX_REDIRECTS} redirects", _DOWNLOAD)
+
+
+def _client(allow_private: bool, deadline: float) -> "httpx.Client":
+    import httpx
+
+    from vlfit.tasks.public_network import PublicNetwork
+
+    if allow_private:
+        return httpx.Client(headers=_HEADERS)
+    # A proxy would resolve names itself, past our check.
+    return httpx.Client(headers=_HEADERS, transport=PublicNetwork(deadline), trust_env=False)
 
 
 def label_of(url: str) -> str:
@@ -78,86 +80,23 @@ def label_of(url: str) -> str:
     return short if len(short) <= 120 else short[:117] + "..."
 
 
-def _hop(
-    client: "httpx.Client", url: "httpx.URL", label: str, allow_private: bool, deadline: float
-) -> "bytes | httpx.URL":
+def _hop(client: "httpx.Client", url: "httpx.URL", label: str, deadline: float) -> "bytes | httpx.URL":
     """One request: the body, or where a redirect leads."""
     import httpx
 
+    from vlfit.tasks.public_network import left
+
     if url.scheme not in ("http", "https") or not url.host:
         raise PictureNotFound(f"{label} is no http: or https: address", _DOWNLOAD)
-    failure: Exception | None = None
-    for request in _requests(client, url, label, allow_private):
-        request.extensions["timeout"] = httpx.Timeout(_left(deadline)).as_dict()
-        try:
-            response = client.send(request, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            failure = error  # the next address of the same name may answer
-            continue
-        try:
-            if response.has_redirect_location:
-                return url.join(response.headers["location"])
-            _check_status(response, label)
-            return b"".join(_body(response, label, deadline))
-        finally:
-            response.close()
-    raise failure or httpx.ConnectError("the name has no address")
-
-
-def _requests(
-    client: "httpx.Client", url: "httpx.URL", label: str, allow_private: bool
-) -> "Iterator[httpx.Request]":
-    """The request to send; where addresses are checked, one for each address of the name."""
-    if allow_private:
-        yield client.build_request("GET", url)
-        return
-    host = url.raw_host.decode("ascii").strip("[]")
-    addresses = _resolve(host, url.port or (443 if url.scheme == "https" else 80))
-    for address in addresses:
-        if not is_public(address):
-            raise PrivateAddress(
-                f"{label} leads to {address}, which is not a public address",
-                "Send the picture itself as data:image/jpeg;base64,..., "
-                "or start the server with --allow-private-urls.",
-            )
-    for address in addresses:
-        # The name still goes into the Host header and into TLS, which checks the certificate against it.
-        yield client.build_request(
-            "GET",
-            url.copy_with(host=address),
-            headers={"Host": url.netloc.decode("ascii")},
-            extensions={"sni_hostname": host},
-        )
-
-
-def _resolve(host: str, port: int) -> list[str]:
-    """Every address of ``host``. The resolver also reads forms such as ``2130706433`` and ``0x7f.1``."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def is_public(address: str) -> bool:
-    """Whether ``address`` is one that anybody on the internet could reach as well.
-
-    Loopback, private, link-local (cloud metadata), shared, multicast and reserved ranges are not; neither are
-    IPv6 forms that carry such an IPv4 address.
-    """
-    bare = ip_address(address.partition("%")[0])
-    if isinstance(bare, IPv6Address) and bare in _LOCAL_GATEWAYS:
-        return False
-    return all(
-        one.is_global and not one.is_multicast and str(one) not in _PLATFORM for one in (bare, *_inside(bare))
-    )
-
-
-def _inside(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address]:
-    if isinstance(address, IPv4Address):
-        return
-    if any(address in network for network in _IPV4_INSIDE):
-        yield IPv4Address(int(address) & 0xFFFFFFFF)
-    for inner in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())):
-        if inner is not None:
-            yield inner
+    request = client.build_request("GET", url, timeout=httpx.Timeout(left(deadline)))
+    response = client.send(request, stream=True)
+    try:
+        if response.has_redirect_location:
+            return url.join(response.headers["location"])
+        _check_status(response, label)
+        return b"".join(_body(response, label, deadline))
+    finally:
+        response.close()
 
 
 def _check_status(response: "httpx.Response", label: str) -> None:
@@ -170,6 +109,8 @@ def _check_status(response: "httpx.Response", label: str) -> None:
 
 
 def _body(response: "httpx.Response", label: str, deadline: float) -> Iterator[bytes]:
+    from vlfit.tasks.public_network import left
+
     declared = response.headers.get("content-length", "")
     size = int(declared) if declared.isdigit() else 0
     _check_size(size, label)
@@ -177,7 +118,7 @@ def _body(response: "httpx.Response", label: str, deadline: float) -> Iterator[b
     for chunk in response.iter_bytes():
         size += len(chunk)
         _check_size(size, label)
-        _left(deadline)
+        left(deadline)  # slow drips end too
         yield chunk
 
 
@@ -187,16 +128,6 @@ def _check_size(size: int, label: str) -> None:
             f"{label} is larger than {MAX_BYTES // MIB} MiB",
             "Download it, scale it down, and send the smaller picture itself.",
         )
-
-
-def _left(deadline: float) -> float:
-    """Seconds until ``deadline``. Raises ``httpx.ReadTimeout`` when it has passed: slow drips end too."""
-    import httpx
-
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise httpx.ReadTimeout("too slow")
-    return left
 
 
 def _checked(data: bytes, label: str) -> bytes:

@@ -16,6 +16,7 @@ from urllib.parse import unquote_to_bytes
 from vlfit.engine.conversation import ImagePart
 from vlfit.engine.file_kinds import hint_for, is_surely_no_picture, kind_of
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
+from vlfit.tasks.allowed_files import read_allowed
 from vlfit.tasks.fetch import fetch, label_of
 from vlfit.units import MIB
 
@@ -28,13 +29,18 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 def load_picture(
-    source: "str | Path | bytes | Image.Image", *, allow_private: bool = True, timeout_s: float = 20.0
+    source: "str | Path | bytes | Image.Image",
+    *,
+    allow_private: bool = True,
+    files: Path | None = None,
+    timeout_s: float = 20.0,
 ) -> ImagePart:
     """The bytes of a picture and what to call it in errors.
 
     ``source``: a path, an ``http(s):`` or ``data:`` URL, ``-`` (standard input), encoded bytes, or a Pillow
     image. ``allow_private=False`` is for servers: it refuses paths, standard input, and URLs that lead into a
-    private network. ``timeout_s`` bounds a download.
+    private network. ``files`` is for servers too: ``file:`` URLs are read, but only those in that folder.
+    ``timeout_s`` bounds a download.
 
     Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge``, ``PrivateAddress``, or ``UsageError``
     for a source of another type. Only the first bytes are looked at: damage shows when it is decoded.
@@ -55,6 +61,8 @@ def load_picture(
     if scheme.startswith(("http://", "https://")):
         data = fetch(source, allow_private=allow_private, timeout_s=timeout_s)
         return ImagePart(data, name_of(source))
+    if files is not None and scheme.startswith("file:"):
+        return _checked(read_allowed(source, files, MAX_FILE_BYTES), name_of(source))
     if not allow_private:
         raise PrivateAddress(
             f"{_short(source)!r} is no http:, https: or data: URL, and files of the server are not read",

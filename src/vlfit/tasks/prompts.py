@@ -11,3 +11,9 @@ SCENE = (
     '"objects": [{"label": "name", "bbox_2d": [x1, y1, x2, y2]}], "text": ["words seen"]}. '
     "Boxes are in thousandths of the picture's width and height."
 )
+
+# The sentence of Qwen3-VL's own examples of grounding; `{}` stands for one thing, or several with commas.
+DETECT = (
+    'Locate every instance that belongs to the following categories: "{}". '
+    "Report bbox coordinates in JSON format."
+)

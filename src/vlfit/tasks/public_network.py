@@ -1,0 +1,178 @@
+"""Connections to public addresses alone, in limited time: how a server fetches what a stranger names.
+
+A server that fetches URLs for strangers could be used to look around behind its firewall. So every name is
+resolved first, all its addresses must be public, and the connection goes to the very address that was
+checked: a name that answers differently the second time gains nothing. And whoever is asked could answer a
+byte at a time for ever: one deadline holds for all that is sent and read.
+
+Knows: addresses and sockets. Does not know: redirects or pictures (``tasks/fetch.py``).
+"""
+
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from functools import cache
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ssl import SSLContext
+from typing import Any
+
+import httpcore
+import httpx
+
+from vlfit.engine.wanted import check_wanted
+from vlfit.errors import PrivateAddress
+
+# IPv6 ranges whose last 32 bits are an IPv4 address that a gateway may reach.
+_IPV4_INSIDE = (IPv6Network("::/96"), IPv6Network("64:ff9b::/96"))
+# Gateways of one's own network: what they reach is up to it. So are site-local addresses, long abolished.
+_LOCAL = (IPv6Network("64:ff9b:1::/48"), IPv6Network("fec0::/10"))
+# Azure's host answers virtual machines here, in the middle of public space.
+_PLATFORM = frozenset({"168.63.129.16"})
+
+FAILURES = (
+    *(httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, httpcore.ProxyError),
+    httpcore.ConnectionNotAvailable,
+)
+
+
+class PublicNetwork(httpx.BaseTransport):
+    """For one picture, until ``deadline`` (of ``time.monotonic``). Raises ``PrivateAddress``."""
+
+    def __init__(self, deadline: float) -> None:
+        self._pool = httpcore.ConnectionPool(
+            ssl_context=_certificates(), network_backend=_Backend(deadline), max_keepalive_connections=0
+        )
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        url = request.url
+        asked = httpcore.Request(
+            request.method,
+            httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path),
+            headers=request.headers.raw,
+        )
+        answer = self._pool.handle_request(asked)
+        return httpx.Response(
+            answer.status, headers=answer.headers, stream=_Body(answer), extensions=answer.extensions
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class _Body(httpx.SyncByteStream):
+    def __init__(self, answer: httpcore.Response) -> None:
+        self._answer = answer
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._answer.iter_stream()
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+class _Backend(httpcore.NetworkBackend):
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._sockets = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        failure: Exception | None = None
+        for address in checked_addresses(host, port):
+            try:
+                stream = self._sockets.connect_tcp(address, port, left(self._deadline))
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error  # the next address of the same name may answer
+                continue
+            return _Stream(stream, self._deadline)
+        raise failure or httpcore.ConnectError("the name has no address")
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection on which nothing waits past the deadline, nor for somebody who has gone."""
+
+    def __init__(self, stream: httpcore.NetworkStream, deadline: float) -> None:
+        self._stream = stream
+        self._deadline = deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        check_wanted()
+        return self._stream.read(max_bytes, left(self._deadline))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, left(self._deadline))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        inner = self._stream.start_tls(ssl_context, server_hostname, left(self._deadline))
+        return _Stream(inner, self._deadline)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+def left(deadline: float) -> float:
+    """Seconds until ``deadline``. Raises ``httpcore.ReadTimeout`` when it has passed."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise httpcore.ReadTimeout("too slow")
+    return seconds
+
+
+def checked_addresses(host: str, port: int) -> list[str]:
+    """Every address of ``host``. Raises ``PrivateAddress`` unless all of them are public."""
+    addresses = resolve(host, port)
+    for address in addresses:
+        if not is_public(address):
+            raise PrivateAddress(
+                f"{host[:100]} leads to {address}, which is not a public address",
+                "Send the picture itself as data:image/jpeg;base64,..., "
+                "or start the server with --allow-private-urls.",
+            )
+    return addresses
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Every address of ``host``. The resolver also reads forms such as ``2130706433`` and ``0x7f.1``."""
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_public(address: str) -> bool:
+    """Whether ``address`` is one that anybody on the internet could reach as well.
+
+    Loopback, private, link-local (cloud metadata), shared, multicast and reserved ranges are not; neither are
+    IPv6 forms that carry such an IPv4 address.
+    """
+    bare = ip_address(address.partition("%")[0])
+    if isinstance(bare, IPv6Address) and any(bare in network for network in _LOCAL):
+        return False
+    return all(
+        one.is_global and not one.is_multicast and str(one) not in _PLATFORM for one in (bare, *_inside(bare))
+    )
+
+
+def _inside(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address]:
+    if isinstance(address, IPv4Address):
+        return
+    if any(address in network for network in _IPV4_INSIDE):
+        yield IPv4Address(int(address) & 0xFFFFFFFF)
+    for inner in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())):
+        if inner is not None:
+            yield inner
+
+
+@cache
+def _certificates() -> SSLContext:
+    """Read once: that takes some tens of milliseconds."""
+    return httpx.create_ssl_context(trust_env=False)

@@ -1,0 +1,141 @@
+"""A server that fetches what strangers name does not go where only it could go, nor waits for ever."""
+
+import contextlib
+import socketserver
+import ssl
+import threading
+import time
+
+import pytest
+
+from tests.tasks.website import PNG, Site
+from vlfit.engine.wanted import Unwanted, until
+from vlfit.errors import PictureNotFound, PrivateAddress
+from vlfit.tasks import fetch, public_network
+from vlfit.tasks.pictures import load_picture
+
+PRIVATE_HOSTS = (
+    "127.0.0.1",
+    "127.1.2.3",
+    "0.0.0.0",
+    "10.1.2.3",
+    "172.16.0.1",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.100.100.200",
+    "168.63.129.16",
+    "224.0.0.1",
+    "255.255.255.255",
+    "2130706433",
+    "0x7f000001",
+    "127.1",
+    "localhost",
+    "[::1]",
+    "[::]",
+    "[::ffff:127.0.0.1]",
+    "[::ffff:10.0.0.1]",
+    "[::127.0.0.1]",
+    "[64:ff9b::7f00:1]",
+    "[64:ff9b:1::1]",
+    "[2002:7f00:1::]",
+    "[2001:0:7f00:1::]",
+    "[fe80::1]",
+    "[fd00:ec2::254]",
+    "[ff02::1]",
+)
+
+
+@pytest.mark.parametrize("host", PRIVATE_HOSTS)
+def test_a_server_does_not_go_into_private_networks(host: str) -> None:
+    with pytest.raises(PrivateAddress, match="which is not a public address"):
+        load_picture(f"http://{host}:9/latest/meta-data", allow_private=False)
+
+
+@pytest.mark.parametrize("host", ["0177.0.0.1", "localhost."])
+def test_forms_that_some_systems_read_lead_nowhere_either(host: str, site: str) -> None:
+    port = site.rpartition(":")[2]
+    with pytest.raises((PrivateAddress, PictureNotFound)):
+        load_picture(f"http://{host}:{port}/picture.png", allow_private=False)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "64:ff9b::808:808"])
+def test_public_addresses(address: str) -> None:
+    assert public_network.is_public(address)
+
+
+def test_a_server_does_not_follow_redirects_into_private_networks(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = site.rpartition(":")[2]
+    public_once = iter([True, False])
+    monkeypatch.setattr(public_network, "is_public", lambda address: next(public_once))
+    with pytest.raises(PrivateAddress, match=r"leads to 127\.0\.0\.1"):
+        load_picture(
+            f"http://127.0.0.1:{port}/redirect?http://localhost:{port}/picture.png", allow_private=False
+        )
+
+
+@pytest.mark.parametrize("host", PRIVATE_HOSTS)
+def test_no_redirect_leads_there_either(host: str, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The website counts as public for once, so that its redirects are followed."""
+    real = public_network.is_public
+    answers = iter([True])
+    monkeypatch.setattr(public_network, "is_public", lambda address: next(answers, None) or real(address))
+    with pytest.raises(PrivateAddress, match="which is not a public address"):
+        load_picture(f"{site}/redirect?http://{host}:9/latest/meta-data", allow_private=False)
+
+
+@pytest.mark.parametrize("path", ["slow", "drip", "dripping-head", "endless"])
+def test_nobody_keeps_a_server_waiting(path: str, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even with a head of the answer that comes a letter at a time."""
+    monkeypatch.setattr(public_network, "is_public", lambda address: True)
+    monkeypatch.setattr(fetch, "MAX_BYTES", 2**40)
+    started = time.perf_counter()
+    with pytest.raises(PictureNotFound, match=r"did not answer within 0\.4 s"):
+        load_picture(f"{site}/{path}", allow_private=False, timeout_s=0.4)
+    assert time.perf_counter() - started < 2
+
+
+def test_what_nobody_waits_for_is_not_fetched_on(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_network, "is_public", lambda address: True)
+    looks = iter([False] * 3)
+    with until(lambda: next(looks, True)), pytest.raises(Unwanted):
+        load_picture(f"{site}/drip", allow_private=False)
+
+
+def test_one_private_address_among_several_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_network, "resolve", lambda host, port: ["8.8.8.8", "192.168.0.1"])
+    with pytest.raises(PrivateAddress, match=r"192\.168\.0\.1"):
+        load_picture("http://example.test/x", allow_private=False)
+
+
+def test_a_server_connects_to_the_address_that_was_checked(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name resolves only for the check; the second address is tried when the first is dead."""
+    port = site.rpartition(":")[2]
+    monkeypatch.setattr(public_network, "resolve", lambda host, port: ["127.0.0.2", "127.0.0.1"])
+    monkeypatch.setattr(public_network, "is_public", lambda address: True)
+    Site.hosts.clear()
+    assert load_picture(f"http://example.test:{port}/picture.png", allow_private=False).data == PNG
+    assert Site.hosts == [f"example.test:{port}"]
+
+
+def test_tls_names_the_host_and_not_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sni_callback = lambda _socket, name, _context: asked.append(name)
+
+    class Shaker(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            # No certificate here: it is enough to hear the name that the client asks for.
+            with contextlib.suppress(OSError):
+                context.wrap_socket(self.request, server_side=True)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Shaker) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setattr(public_network, "resolve", lambda host, port: ["127.0.0.1"])
+        monkeypatch.setattr(public_network, "is_public", lambda address: True)
+        with pytest.raises(PictureNotFound, match="cannot be reached"):
+            load_picture(f"https://example.test:{server.server_address[1]}/x", allow_private=False)
+    assert asked == ["example.test"]
