@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vlfit.backends.base import Listener, Prepared, Stream, Ticket
 from vlfit.engine.answer import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
-from vlfit.engine.conversation import Conversation, ImagePart, TextPart, VideoPart
+from vlfit.engine.conversation import Conversation, ImagePart, TextPart, Tool, VideoPart
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import DoesNotFit
 
@@ -48,6 +48,8 @@ class ScriptedBackend:
     model: str = "scripted"
     context: int = CONTEXT
     asked: list[tuple[Conversation, SamplingParams]] = field(default_factory=list)
+    raw: list[str | tuple[int, ...]] = field(default_factory=list)
+    tools: tuple[Tool, ...] = ()
     started: list[SamplingParams] = field(default_factory=list)
     tickets: list[ScriptedTicket] = field(default_factory=list)
     closed: bool = False
@@ -59,8 +61,15 @@ class ScriptedBackend:
     def default_sampling(self) -> SamplingParams:
         return SamplingParams(temperature=0.7, top_p=0.8, top_k=20)
 
-    def prepare(self, conversation: Conversation, sampling: SamplingParams) -> Prepared:
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared:
+        self.raw.append(prompt)
+        return ScriptedPrepared((), len(prompt), 0)
+
+    def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> Prepared:
         self.asked.append((conversation, sampling))
+        self.tools = tools
         time.sleep(self.prepare_delay)
         if self.prepare_error is not None:
             raise self.prepare_error

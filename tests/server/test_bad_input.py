@@ -61,6 +61,11 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return cast(dict[str, Any], body["error"])
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+SCHEMA = "response_format.json_schema"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -68,15 +73,17 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"messages": "hello"}, "messages", "'hello'"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "None"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'wizard'"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "no message before"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0]", "old way"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0]", "only the"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", ""),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0]", "no type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]},
-            "messages[0].content[0]",
-            "video_url",
+            "messages[0].content[0].video_url.url",
+            "films",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
@@ -120,9 +127,18 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"top_logprobs": 2}, "top_logprobs", "without logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
         ({"stream": "yes"}, "stream", "'yes'"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "not there yet"),
-        ({"tools": [{"type": "function"}]}, "tools", "not support"),
-        ({"tool_choice": "required"}, "tool_choice", "not support"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "'yaml'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, f"{SCHEMA}.name", "missing"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "which ends"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'"),
+        ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name", "second"),
+        ({"tools": [CLOCK] * 129}, "tools", "128"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": "often", "tools": [CLOCK]}, "tool_choice", "'often'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not among"),
+        ({"functions": [{"name": "x"}]}, "functions", "not support"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not support"),
         ({"modalities": ["audio"]}, "modalities", "not support"),
     ],

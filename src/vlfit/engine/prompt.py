@@ -9,6 +9,7 @@ tokens in a person's text are read as text (``engine/control_tokens.py``): other
 a turn, or take a picture's place.
 """
 
+import json
 import logging
 import unicodedata
 from dataclasses import dataclass
@@ -95,9 +96,10 @@ class PromptBuilder:
         context: int | None = None,
         tools: tuple[Tool, ...] = (),
     ) -> Prompt:
-        """Render and tokenize ``conversation`` up to where the model is to speak. ``tools`` are told of first.
+        """Render and tokenize ``conversation`` up to where the model is to speak.
 
-        ``max_image_tokens`` caps each picture (and each pair of frames); ``seen.notes`` says where it did.
+        ``tools`` are told of first. ``max_image_tokens`` caps each picture (and each pair of frames);
+        ``seen.notes`` says where it did.
         ``context`` lets text that cannot fit into so many tokens be refused before any work.
 
         Raises ``InvalidRequest`` (no messages, an order of roles that the template refuses, a picture where
@@ -109,6 +111,8 @@ class PromptBuilder:
         texts = [
             part.text for message in conversation for part in message.parts if isinstance(part, TextPart)
         ]
+        texts += [call.arguments for message in conversation for call in message.calls]
+        texts += [json.dumps([tool.description, tool.parameters], ensure_ascii=False) for tool in tools]
         _check_unicode(texts)
         if context is not None:
             self._check_length(texts, context)

@@ -7,6 +7,7 @@ not know: how tools are told to the model (its chat template does that), or what
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from vlfit.engine.conversation import Tool, ToolCall
 from vlfit.engine.sampling import Form
@@ -16,16 +17,26 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _IN_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
-def calls_form(tools: tuple[Tool, ...], *, parallel: bool, required: bool) -> Form:
+def calls_form(
+    tools: tuple[Tool, ...],
+    *,
+    parallel: bool,
+    required: bool,
+    otherwise: dict[str, Any] | None = None,
+) -> Form:
     """A form with calls of ``tools``, their arguments by their schemas; several only if ``parallel``.
 
-    ``required``: at least one call and nothing else. Otherwise any text may stand before, between and after.
+    ``required``: at least one call and nothing else. If not, any text may stand before, between and after,
+    or, with a schema ``otherwise``, JSON of that in place of calls.
     """
-    rules = [_rule(number, tool, required) for number, tool in enumerate(tools)]
+    alone = required or otherwise is not None
+    rules = [_rule(number, tool, alone) for number, tool in enumerate(tools)]
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
-    if required:
-        start = f"start: call{' (NEWLINE call)*' if parallel else ''}"
-        rest = ['NEWLINE: "\\n"']
+    if alone:
+        start = f"start: calls{'' if required else ' | answer'}"
+        rest = [f"calls: call{' (BREAK call)*' if parallel else ''}", 'BREAK: "\\n"']
+        if not required:
+            rest.append(f"answer: %json {json.dumps({**(otherwise or {}), 'x-guidance': _IN_ONE_LINE})}")
     else:
         start = f"start: call{'*' if parallel else '?'} text"
         words = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{_OPEN}(.|\n)*/"
@@ -33,8 +44,8 @@ def calls_form(tools: tuple[Tool, ...], *, parallel: bool, required: bool) -> Fo
     return Form("grammar", "\n".join(["%llguidance {}", start, f"call: {call}", *rest, *rules]), "tools")
 
 
-def _rule(number: int, tool: Tool, required: bool) -> str:
-    begin = json.dumps(_OPEN) if required else "opened"
+def _rule(number: int, tool: Tool, alone: bool) -> str:
+    begin = json.dumps(_OPEN) if alone else "opened"
     head = json.dumps(f'\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
     schema = {"type": "object", **tool.parameters, "x-guidance": _IN_ONE_LINE}
     return f"call_{number}: {begin} {head} %json {json.dumps(schema)} {json.dumps('}' + chr(10) + _CLOSE)}"

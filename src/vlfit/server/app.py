@@ -16,10 +16,11 @@ from starlette.routing import Route
 
 from vlfit._version import __version__
 from vlfit.backends.base import LocalBackend, Sleeper
-from vlfit.server.chat import ChatEndpoint, check_model
 from vlfit.server.closing import Closing
 from vlfit.server.door import Door
 from vlfit.server.failures import JSONReply, routing_reply
+from vlfit.server.generating import Workshop
+from vlfit.server.routes import word_routes
 from vlfit.server.settings import ServerSettings
 from vlfit.server.sleep import SleepEndpoints
 from vlfit.server.status import Status
@@ -43,18 +44,18 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     async def model(request: Request) -> Response:
         if not request.path_params["name"]:  # a slash too many
             raise HTTPException(404)
-        check_model(request.path_params["name"], backend, settings)
+        workshop.check_model(request.path_params["name"])
         return JSONReply(card)
 
-    chat = ChatEndpoint(backend, settings, closing)
-    status = Status(backend, settings.expectation, closing, chat.places)
+    workshop = Workshop(backend, settings, closing)
+    status = Status(backend, settings.expectation, closing, workshop.places)
     sleep = SleepEndpoints(backend, closing)
     app = Starlette(
         routes=[
             Route("/health", health),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
+            *word_routes(workshop),
             Route("/v1/vlfit/status", status.status),
             Route("/v1/vlfit/ledger", status.ledger),
             Route("/v1/vlfit/sleep", sleep.sleep, methods=["POST"]),

@@ -5,13 +5,31 @@ Knows: roles, parts, which URLs a server may open. Does not know: how pictures a
 """
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-from vlfit.engine.conversation import Conversation, ImagePart, Message, Part, Role, TextPart, VideoPart
+from vlfit.engine.conversation import (
+    Conversation,
+    ImagePart,
+    Message,
+    Part,
+    Role,
+    TextPart,
+    ToolCall,
+    VideoPart,
+)
 from vlfit.errors import InvalidRequest, NotAPicture, PictureError
-from vlfit.server.schemas import ChatMessage, ChatRequest, ContentPart, ImageContent, TextContent
+from vlfit.server.schemas import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    ImageContent,
+    TextContent,
+    VideoContent,
+    VideoURLContent,
+)
 from vlfit.server.settings import ServerSettings
 from vlfit.server.threads import Threads
 
@@ -23,7 +41,9 @@ _ROLES: dict[str, Role] = {
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
+    "tool": "tool",
 }
+_CLIP = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)  # vLLM's name for frames in one URL
 
 
 async def build_conversation(
@@ -40,6 +60,8 @@ async def build_conversation(
     for index, (role, message) in enumerate(zip(roles, request.messages, strict=True)):
         if role == "user":
             _check_not_empty(index, message)
+        elif role == "tool":
+            _check_was_called(index, request.messages)
     places = list(_picture_urls(request))
     if len(places) > settings.picture_limit:
         raise InvalidRequest(
@@ -52,16 +74,21 @@ async def build_conversation(
         _check_url(where, url)
     pictures = iter(await _fetch_all(places, settings.allow_private_urls, fetches))
     return tuple(
-        Message(role, _parts(index, message, pictures))
+        Message(role, _parts(index, message, pictures), _calls(message))
         for index, (role, message) in enumerate(zip(roles, request.messages, strict=True))
     )
 
 
 def _role(index: int, message: ChatMessage) -> Role:
     where = f"messages[{index}]"
-    extra = message.model_extra or {}
-    if message.role in ("tool", "function") or extra.get("tool_calls") or extra.get("function_call"):
-        raise InvalidRequest(f"{where} belongs to a tool call", "vlfit does not support tools", param=where)
+    if message.role == "function" or (message.model_extra or {}).get("function_call"):
+        raise InvalidRequest(
+            f"{where} is of OpenAI's old way to call functions", "use tools and tool_calls", param=where
+        )
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{where} has tool_calls, and only the assistant calls", param=where)
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest(f"{where}.content is missing", "send some text", param=f"{where}.content")
     if message.role not in _ROLES:
         raise InvalidRequest(
             f"{where}.role is {message.role[:40]!r}",
@@ -71,9 +98,25 @@ def _role(index: int, message: ChatMessage) -> Role:
     return _ROLES[message.role]
 
 
+def _check_was_called(index: int, messages: list[ChatMessage]) -> None:
+    """An answer of a tool belongs to a call before it, or the model would read it as of nothing."""
+    wanted = messages[index].tool_call_id
+    called = {call.id for message in messages[:index] for call in message.tool_calls or ()}
+    if wanted is None or wanted not in called:
+        raise InvalidRequest(
+            f"messages[{index}] answers the call {(wanted or '')[:80]!r}, which is in no message before it",
+            "send the assistant's message with its tool_calls, too",
+            param=f"messages[{index}].tool_call_id",
+        )
+
+
+def _calls(message: ChatMessage) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(call.function.name, call.function.arguments) for call in message.tool_calls or ())
+
+
 def _check_not_empty(index: int, message: ChatMessage) -> None:
     """A question of no words and no picture is a slip of the sender's; the model would make one up."""
-    content = [message.content] if isinstance(message.content, str) else message.content
+    content = [message.content] if isinstance(message.content, str) else message.content or []
     if not any(part.text if isinstance(part, TextContent) else part for part in content):
         raise InvalidRequest(
             f"messages[{index}].content is empty", "send some text or a picture", param="messages"
@@ -85,13 +128,29 @@ def _picture_urls(request: ChatRequest) -> Iterator[tuple[str, str]]:
     for index, message in enumerate(request.messages):
         if isinstance(message.content, str):
             continue
-        for position, part in enumerate(message.content):
+        for position, part in enumerate(message.content or ()):
             where = f"messages[{index}].content[{position}]"
             if isinstance(part, ImageContent):
                 yield f"{where}.image_url.url", part.image_url.url
-            elif not isinstance(part, TextContent):
+            elif isinstance(part, VideoContent):
                 for frame, url in enumerate(part.frames):
                     yield f"{where}.frames[{frame}]", url
+            elif isinstance(part, VideoURLContent):
+                for url in _frames(where, part.video_url.url):
+                    yield f"{where}.video_url.url", url
+
+
+def _frames(where: str, url: str) -> list[str]:
+    """The frames of a clip in one URL, as vLLM writes it, each as a URL of its own."""
+    found = _CLIP.match(url)
+    if found is None:
+        raise InvalidRequest(
+            f"{where}.video_url.url is {url[:60]!r}, and vlfit decodes no files of films",
+            'send the frames: {"type": "video", "frames": [picture URLs], "fps": 2}, or '
+            "data:video/jpeg;base64, and the frames in base64 with commas between",
+            param=f"{where}.video_url.url",
+        )
+    return [f"data:image/jpeg;base64,{frame}" for frame in url[found.end() :].split(",")]
 
 
 def _check_url(where: str, url: str) -> None:
@@ -142,7 +201,7 @@ def _parts(index: int, message: ChatMessage, pictures: Iterator[ImagePart]) -> t
         return (TextPart(message.content),)
     return tuple(
         _part(f"messages[{index}].content[{position}]", part, pictures)
-        for position, part in enumerate(message.content)
+        for position, part in enumerate(message.content or ())
     )
 
 
@@ -151,5 +210,8 @@ def _part(where: str, part: ContentPart, pictures: Iterator[ImagePart]) -> Part:
         return TextPart(part.text)
     if isinstance(part, ImageContent):
         return replace(next(pictures), detail=part.image_url.detail)
+    if isinstance(part, VideoURLContent):
+        frames = tuple(next(pictures).data for _ in _frames(where, part.video_url.url))
+        return VideoPart(frames, part.video_url.fps, place=f"{where}.video_url.url")
     frames = tuple(next(pictures).data for _ in part.frames)
     return VideoPart(frames, part.fps, place=f"{where}.frames")

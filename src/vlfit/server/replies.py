@@ -11,9 +11,12 @@ fields were ignored.
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from uuid import uuid4
 
 from vlfit.engine.answer import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
-from vlfit.server.failures import encode
+from vlfit.engine.conversation import ToolCall
+from vlfit.engine.tool_calls import ToolCallReader
+from vlfit.server.failures import encode, error_body
 
 DONE = b"data: [DONE]\n\n"
 PING = b": still working\n\n"
@@ -28,25 +31,53 @@ def event(value: Any) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a chunk says: text, and calls of tools that it made whole, each with its id."""
+
+    text: str = ""
+    calls: tuple[tuple[str, ToolCall], ...] = ()
+
+
 @dataclass(slots=True)
 class Choice:
-    """What has come of one choice so far."""
+    """What has come of one choice so far. ``reader`` finds calls of tools in it; None: there are none."""
 
+    reader: ToolCallReader | None = None
     text: list[str] = field(default_factory=list)
+    calls: list[tuple[str, ToolCall]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
     timings: Timings | None = None
 
-    def add(self, chunk: Chunk) -> None:
-        self.text.append(chunk.text)
+    def add(self, chunk: Chunk) -> Said:
+        said = self._read(chunk)
+        self.text.append(said.text)
+        self.calls.extend(said.calls)
         self.logprobs.extend(chunk.logprobs)
         self.finish_reason = chunk.finish_reason
         self.timings = chunk.timings
         if chunk.usage is not None:
             self.completion_tokens = chunk.usage.completion_tokens
             self.cached_tokens = chunk.usage.cached_tokens
+        return said
+
+    def _read(self, chunk: Chunk) -> Said:
+        if self.reader is None:
+            return Said(chunk.text)
+        found = [*self.reader.add(chunk.text), *(self.reader.flush() if chunk.finish_reason else ())]
+        calls = tuple((f"call_{uuid4().hex[:24]}", each) for each in found if isinstance(each, ToolCall))
+        return Said("".join(each for each in found if isinstance(each, str)), calls)
+
+    @property
+    def told_finish(self) -> str | None:
+        """Why it ended, as OpenAI puts it."""
+        if self.finish_reason is None:
+            return None
+        reason = _OPENAI_FINISH[self.finish_reason]
+        return "tool_calls" if self.calls and reason == "stop" else reason
 
 
 class Reply:
@@ -64,8 +95,10 @@ class Reply:
         ignored: tuple[str, ...],
         with_logprobs: bool,
         with_usage: bool,
+        tools: frozenset[str] = frozenset(),
     ) -> None:
-        self.choices = [Choice() for _ in range(choices)]
+        """``tools``: names of the functions that the model was offered."""
+        self.choices = [Choice(ToolCallReader(tools) if tools else None) for _ in range(choices)]
         self._head = {"id": reply_id, "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
         self._image_tokens = image_tokens
@@ -86,15 +119,23 @@ class Reply:
             "choices": [
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                    "message": _message(choice),
                     "logprobs": self._logprobs(choice.logprobs),
-                    "finish_reason": _OPENAI_FINISH[choice.finish_reason or "stop"],
+                    "finish_reason": choice.told_finish or "stop",
                 }
                 for index, choice in enumerate(self.choices)
             ],
             "usage": self._usage(),
             "vlfit": self._extras(),
         }
+
+    def take(self, index: int, chunk: Chunk) -> None:
+        """The next chunk of choice ``index``, of which nothing is written yet."""
+        self.choices[index].add(chunk)
+
+    def failed(self, error: Exception) -> bytes:
+        """The last event of a stream that broke off."""
+        return event(error_body(error))
 
     def opening(self) -> bytes:
         """The first events: the role of each choice, and already what the model sees of each picture."""
@@ -110,12 +151,16 @@ class Reply:
         """The events for the next chunk of choice ``index``; the closing ones too if it is the last of
         all.
         """
-        self.choices[index].add(chunk)
-        if not (chunk.text or chunk.logprobs or chunk.finish_reason):
+        choice = self.choices[index]
+        before = len(choice.calls)
+        said = choice.add(chunk)
+        if not (said.text or said.calls or chunk.logprobs or chunk.finish_reason):
             return b""
-        delta = {"content": chunk.text} if chunk.text or chunk.logprobs else {}
-        reason = _OPENAI_FINISH[chunk.finish_reason] if chunk.finish_reason else None
-        body = self._chunk(index, delta, self._logprobs(list(chunk.logprobs)), reason)
+        delta: dict[str, Any] = {"content": said.text} if said.text or chunk.logprobs else {}
+        if said.calls:
+            calls = enumerate(said.calls, before)
+            delta["tool_calls"] = [{"index": number, **_call(*call)} for number, call in calls]
+        body = self._chunk(index, delta, self._logprobs(list(chunk.logprobs)), choice.told_finish)
         if not self.finished:
             return event(body)
         if not self._with_usage:
@@ -138,7 +183,7 @@ class Reply:
         }
 
     def _chunk(
-        self, index: int, delta: dict[str, str], logprobs: Any = None, finish_reason: str | None = None
+        self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return {**self._chunk_head(), "choices": [choice]}
@@ -176,6 +221,22 @@ class Reply:
             "finish_reasons": [choice.finish_reason for choice in self.choices],
             "ignored": list(self._ignored),
         }
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    text = "".join(choice.text)
+    if not choice.calls:
+        return {"role": "assistant", "content": text, "refusal": None}
+    calls = [_call(*call) for call in choice.calls]
+    return {"role": "assistant", "content": text or None, "refusal": None, "tool_calls": calls}
+
+
+def _call(call_id: str, call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _token(logprob: TokenLogprob) -> dict[str, Any]:

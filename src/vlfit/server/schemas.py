@@ -1,11 +1,11 @@
 """The body of a chat request as OpenAI defines it, checked field by field.
 
 Knows: names, types and which fields vlfit carries out, refuses or ignores. Does not know: pictures, the
-engine.
+engine, how what is wrong is said (``wrong_field.py``).
 
 Three kinds of fields that are not carried out:
 
-- those that would change the answer (``tools``, a JSON schema, ``logit_bias``, ...) are refused with 400;
+- those that would change the answer (``logit_bias``, ``audio``, ...) are refused with 400;
 - OpenAI's book-keeping fields (``user``, ``metadata``, ...) change nothing and are accepted;
 - anything else is ignored, as vLLM does, but the response names it in ``vlfit.ignored``, so that a
   misspelt ``temprature`` does not go unnoticed.
@@ -13,12 +13,13 @@ Three kinds of fields that are not carried out:
 
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from vlfit.engine.conversation import Detail
 from vlfit.errors import InvalidRequest
 
 MAX_CHOICES = 16
+MOST_TOOLS = 128  # as OpenAI has it
 BOOKKEEPING = frozenset(
     {
         "user",
@@ -34,29 +35,29 @@ BOOKKEEPING = frozenset(
 )
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     # Strict: "0.7" is no number and 1 is no truth value, as at OpenAI.
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
-class TextContent(_Strict):
+class TextContent(Strict):
     type: Literal["text"]
     text: str
 
 
-class ImageURL(_Strict):
+class ImageURL(Strict):
     """``url``: data:image/...;base64,..., https:// or http://. ``detail``: low for few tokens."""
 
     url: str
     detail: Detail = "auto"
 
 
-class ImageContent(_Strict):
+class ImageContent(Strict):
     type: Literal["image_url"]
     image_url: ImageURL
 
 
-class VideoContent(_Strict):
+class VideoContent(Strict):
     """vlfit's own extension: a clip as a list of picture URLs, ``fps`` of them to a second."""
 
     type: Literal["video"]
@@ -64,38 +65,121 @@ class VideoContent(_Strict):
     fps: float = Field(default=2.0, gt=0, le=1000)
 
 
-ContentPart = Annotated[TextContent | ImageContent | VideoContent, Field(discriminator="type")]
+class VideoURL(Strict):
+    """``url``: the frames of a clip in one, as vLLM takes them: ``data:video/jpeg;base64,`` and each frame's
+    base64, with commas between. Files of films are not decoded.
+    """
+
+    url: str
+    fps: float = Field(default=2.0, gt=0, le=1000)
+
+
+class VideoURLContent(Strict):
+    type: Literal["video_url"]
+    video_url: VideoURL
+
+
+ContentPart = Annotated[
+    TextContent | ImageContent | VideoContent | VideoURLContent, Field(discriminator="type")
+]
 
 
 def _kind_of_content(content: Any) -> str:
+    if content is None:
+        return "nothing"
     return "parts" if isinstance(content, list) else "text"
 
 
-class ChatMessage(_Strict):
-    """``content`` is a string or a list of parts."""
+class CalledFunction(Strict):
+    """``arguments`` is JSON in a string, as the model wrote it."""
+
+    name: str
+    arguments: str = ""
+
+
+class CalledTool(Strict):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Strict):
+    """``content`` is a string or a list of parts; it may be null where the assistant only calls tools."""
 
     role: str
     content: Annotated[
-        Union[Annotated[str, Tag("text")], Annotated[list[ContentPart], Tag("parts")]],  # noqa: UP007
+        Union[  # noqa: UP007
+            Annotated[None, Tag("nothing")],
+            Annotated[str, Tag("text")],
+            Annotated[list[ContentPart], Tag("parts")],
+        ],
         Discriminator(_kind_of_content),
-    ]
+    ] = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class ResponseFormat(_Strict):
-    type: str
+class NamedSchema(Strict):
+    """``schema`` is JSON Schema, of which everything is kept to or refused; ``strict`` changes nothing."""
+
+    name: str = Field(min_length=1, max_length=200)
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
-class ChatRequest(_Strict):
-    """``POST /v1/chat/completions``. A field that is null or absent takes the checkpoint's own default."""
+class ResponseFormat(Strict):
+    """``json_object``: any JSON object. ``json_schema``: JSON of that schema. ``text``: anything."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class Function(Strict):
+    """``parameters`` is the JSON Schema of its arguments. With ``strict`` they are held to it."""
+
+    name: str = Field(min_length=1, max_length=200)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class ToolChoice(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _kind_of_choice(choice: Any) -> str:
+    return "one" if isinstance(choice, dict) else "word"
+
+
+AnyToolChoice = Annotated[
+    Union[  # noqa: UP007
+        Annotated[Literal["none", "auto", "required"], Tag("word")], Annotated[ToolChoice, Tag("one")]
+    ],
+    Discriminator(_kind_of_choice),
+]
+
+
+class SamplingWishes(Strict):
+    """How words are chosen: what chats and plain completions have in common. A field that is null or absent
+    takes the checkpoint's own default.
+    """
 
     model: str | None = None
-    messages: list[ChatMessage]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -108,15 +192,26 @@ class ChatRequest(_Strict):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     ignore_eos: bool | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     loop_guard: bool | None = None
 
+    def ignored(self) -> tuple[str, ...]:
+        """The fields that were sent and have no effect, as a person would write them."""
+        return tuple(name for name in self.model_extra or {} if name not in BOOKKEEPING)
+
+
+class ChatRequest(SamplingWishes):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[FunctionTool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
@@ -129,15 +224,7 @@ class ChatRequest(_Strict):
         """Raises ``InvalidRequest`` for a field that would change the answer and that vlfit cannot carry
         out.
         """
-        if self.response_format is not None and self.response_format.type != "text":
-            raise InvalidRequest(
-                f"response_format {self.response_format.type!r} is not there yet",
-                "ask for JSON in the prompt, and leave response_format out or set it to text",
-                param="response_format",
-            )
         refused = {
-            "tools": self.tools,
-            "tool_choice": self.tool_choice not in (None, "none", "auto"),
             "functions": self.functions,
             "function_call": self.function_call not in (None, "none", "auto"),
             "logit_bias": self.logit_bias,
@@ -148,60 +235,3 @@ class ChatRequest(_Strict):
         for name, wanted in refused.items():
             if wanted:
                 raise InvalidRequest(f"vlfit does not support {name}", f"leave {name} out", param=name)
-
-    def ignored(self) -> tuple[str, ...]:
-        """The fields that were sent and have no effect, as a person would write them."""
-        return tuple(name for name in self.model_extra or {} if name not in BOOKKEEPING)
-
-
-def parse_chat_request(body: bytes) -> ChatRequest:
-    """``body`` as a request. Raises ``InvalidRequest`` naming the first field that is wrong."""
-    try:
-        return ChatRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise _explain(error) from None
-
-
-def _explain(error: ValidationError) -> InvalidRequest:
-    """The first thing wrong, in one sentence; what was sent is quoted only if it is short."""
-    first = error.errors(include_url=False, include_context=True)[0]
-    kind, where, sent = first["type"], _path(first["loc"]), first.get("input")
-    if kind == "json_invalid":
-        return InvalidRequest(f"the body is not JSON: {first['msg']}", "send a JSON object")
-    if kind == "model_type" and not where:
-        return InvalidRequest("the body is JSON, but not an object", 'send {"messages": [...]}')
-    if kind == "missing":
-        return InvalidRequest(f"{where} is missing", "see OpenAI's chat completions API", param=where)
-    if kind == "union_tag_invalid":
-        tag = first["ctx"]["tag"]
-        return InvalidRequest(
-            f"{where} has type {_short(tag)}, which vlfit does not take",
-            'use "text", "image_url", or "video" with "frames": [picture URLs]',
-            param=where,
-        )
-    if kind == "union_tag_not_found":
-        return InvalidRequest(f"{where} has no type", 'use "text", "image_url" or "video"', param=where)
-    return InvalidRequest(f"{where} is {_short(sent)}", first["msg"], param=where)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "content", "parts", 1, "image_url", "image_url", "url")`` as a person writes it.
-
-    Pydantic puts the tag of each union on the way; the tags say nothing to the sender and are dropped.
-    """
-    steps: list[str] = []
-    tags = {"text", "parts", "image_url", "video", "str", "list[str]"}
-    for index, step in enumerate(location):
-        before = location[index - 1] if index else None
-        if isinstance(step, int):
-            steps.append(f"[{step}]")
-        elif step in tags and (before in ("content", "stop") or isinstance(before, int)):
-            continue
-        else:
-            steps.append(f".{step}" if steps else step)
-    return "".join(steps)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

@@ -17,9 +17,9 @@ from vlfit.backends.base import LocalBackend, Sleeper
 from vlfit.engine.account import Asleep, Rest
 from vlfit.engine.options import Park
 from vlfit.errors import InvalidRequest, UsageError
-from vlfit.server.chat import read_body
 from vlfit.server.closing import Closing
 from vlfit.server.failures import JSONReply
+from vlfit.server.generating import read_body
 from vlfit.units import KIB
 
 _BODY_LIMIT = 4 * KIB

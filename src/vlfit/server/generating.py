@@ -1,0 +1,230 @@
+"""The life of one request for words, from its bytes to its last event, whatever its shape.
+
+Knows: the order of the steps and who frees what. Does not know: fields of requests (``chat``,
+``completions``, ``responses``), how an answer is written, how a request is refused (``failures``).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from vlfit.backends.base import LocalBackend, Prepared, Sleeper
+from vlfit.engine.answer import Chunk
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import RequestTooLarge, UnknownModel
+from vlfit.server.choices import Choices
+from vlfit.server.closing import ClientGone, Closing
+from vlfit.server.failures import JSONReply, error_body
+from vlfit.server.host_memory import Trimming
+from vlfit.server.places import Held, Places
+from vlfit.server.replies import PING, event
+from vlfit.server.settings import ServerSettings
+from vlfit.server.threads import Threads
+from vlfit.units import format_bytes
+
+PREPARED_AT_ONCE = 8
+FETCHED_AT_ONCE = 64
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise hold the words back
+]
+
+
+class Workshop:
+    """What all requests for words share. Belongs to one event loop."""
+
+    def __init__(self, backend: LocalBackend, settings: ServerSettings, closing: Closing) -> None:
+        self.backend = backend
+        self.settings = settings
+        self.closing = closing
+        self.places = Places(backend, settings.places)
+        self.trimming = Trimming(lambda: bool(self.places.taken))
+        # Apart, so that waiting for slow web servers never keeps requests from being prepared.
+        self.work = Threads(PREPARED_AT_ONCE)
+        self.fetches = Threads(FETCHED_AT_ONCE)
+
+    def check_model(self, name: str | None) -> None:
+        check_model(name, self.backend, self.settings)
+
+
+class Wishes(Protocol):
+    """A request's body, read."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def stream(self) -> bool | None: ...
+
+
+class Written(Protocol):
+    """An answer as it comes about, and how it is written."""
+
+    def opening(self) -> bytes:
+        """The first events of a stream."""
+        ...
+
+    def step(self, index: int, chunk: Chunk) -> bytes:
+        """The events for the next chunk of completion ``index``; the closing ones too if it is the last."""
+        ...
+
+    def take(self, index: int, chunk: Chunk) -> None:
+        """The same where nothing is written before the end."""
+        ...
+
+    def whole(self) -> dict[str, Any]: ...
+    def failed(self, error: Exception) -> bytes:
+        """The last event of a stream that ends by ``error``."""
+        ...
+
+    def note(self) -> str:
+        """A few words for the log."""
+        ...
+
+
+Asked = TypeVar("Asked", bound=Wishes)
+
+
+class Endpoint(Generic[Asked]):
+    """An ASGI application of its own, not a function that returns a response: so that one ``finally``
+    holds the tickets from their start to the last byte sent, and a client's hang-up is noticed at every
+    step between. Those who fill it in say what its requests mean.
+    """
+
+    def __init__(self, workshop: Workshop) -> None:
+        self.workshop = workshop
+
+    def parse(self, body: bytes) -> Asked:
+        """Called in a thread. Raises ``InvalidRequest``."""
+        raise NotImplementedError
+
+    def sampling(self, wishes: Asked) -> SamplingParams:
+        """Raises ``InvalidRequest``."""
+        raise NotImplementedError
+
+    def count(self, wishes: Asked) -> int:
+        """How many completions are asked for."""
+        raise NotImplementedError
+
+    async def prepare(self, wishes: Asked, sampling: SamplingParams, held: Held) -> Sequence[Prepared]:
+        """As many as ``count`` says; blocking work goes to the workshop's threads."""
+        raise NotImplementedError
+
+    def reply(self, wishes: Asked, prepared: Sequence[Prepared], request_id: str) -> Written:
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shop = self.workshop
+        shop.closing.check()
+        request = Request(scope, receive)
+        body = await shop.closing.watch(read_body(request, shop.settings.body_limit))
+        streaming = _Streaming(send)
+        try:
+            await shop.closing.watch(self._answer(body, request, streaming), receive)
+        except ClientGone:
+            raise
+        except Exception as error:
+            if not streaming.started:
+                raise
+            # The status line is long gone, so the failure is told as an event, and the stream ends without
+            # [DONE].
+            await streaming.send(streaming.failed(error))
+            await streaming.end()
+            raise  # to the door, which logs it
+        finally:
+            shop.trimming.ended()
+
+    async def _answer(self, body: bytes, request: Request, streaming: "_Streaming") -> None:
+        shop = self.workshop
+        wishes = await shop.work.run(self.parse, body)
+        shop.check_model(wishes.model)
+        sampling = self.sampling(wishes)
+        # Before anything is fetched or decoded: who is refused should cost next to nothing.
+        with shop.places.take(self.count(wishes)) as held:
+            await self._run(wishes, sampling, request, streaming, held)
+
+    async def _run(
+        self, wishes: Asked, sampling: SamplingParams, request: Request, streaming: "_Streaming", held: Held
+    ) -> None:
+        backend, ping = self.workshop.backend, self.workshop.settings.ping_seconds
+        prepared = await self.prepare(wishes, sampling, held)
+        if isinstance(backend, Sleeper) and backend.asleep:
+            # A request would wake it, too, but one that cannot is then told so with a status of its own.
+            await asyncio.wrap_future(backend.wake())
+        reply = self.reply(wishes, prepared, request.state.request_id)
+        with Choices(backend, prepared, sampling, held.give_back) as choices:
+            if wishes.stream:
+                streaming.failed = reply.failed
+                await streaming.send(reply.opening())
+                async for index, chunk in choices.chunks(ping):
+                    await streaming.send(PING if chunk is None else reply.step(index, chunk))
+                request.state.note = reply.note()
+                await streaming.end()
+                return
+            async for index, chunk in choices.chunks(ping):
+                if chunk is not None:
+                    reply.take(index, chunk)
+        request.state.note = reply.note()
+        await JSONReply(reply.whole())(request.scope, request.receive, streaming.raw_send)
+
+
+class _Streaming:
+    """The sending half of a connection; remembers whether events have begun."""
+
+    def __init__(self, send: Send) -> None:
+        self.raw_send = send
+        self.started = False
+        self.failed: Callable[[Exception], bytes] = failure_event
+
+    async def send(self, data: bytes) -> None:
+        if not self.started:
+            self.started = True
+            start = {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS}
+            await self.raw_send(start)
+        if data:
+            await self.raw_send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self.raw_send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def failure_event(error: Exception) -> bytes:
+    """The end of a stream that broke off, as OpenAI's chats have it."""
+    return event(error_body(error))
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, at most ``limit`` bytes. Raises ``RequestTooLarge``.
+
+    A body somewhat too large is read to its end and thrown away: a client that is still sending would see
+    a broken connection instead of the answer.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size <= limit:
+            pieces.append(piece)
+        else:
+            pieces.clear()
+        if size > 4 * limit:
+            break
+    if size > limit:
+        raise RequestTooLarge(
+            f"the request is larger than the {format_bytes(limit)} that this server takes",
+            "send smaller or fewer pictures, or their URLs",
+        )
+    return b"".join(pieces)
+
+
+def check_model(name: str | None, backend: LocalBackend, settings: ServerSettings) -> None:
+    """Raises ``UnknownModel`` unless ``name`` means the one model that is served; no name means it too."""
+    if name and name not in (backend.model, *settings.aliases):
+        raise UnknownModel(
+            f"the model {name[:200]!r} is not served here",
+            f"this server runs {backend.model!r}",
+            param="model",
+        )
