@@ -63,8 +63,8 @@ def multiply(
         found = squares_of(squares, row, rows, square_tiles, tile_squares)
     before = 0.0
     if adds:
-        place = row[None, :].to(tl.int64) * outputs + index[:, None]
-        before = tl.load(output + place, mask=(index[:, None] < outputs) & (row[None, :] < rows), other=0.0)
+        there = row[None, :].to(tl.int64) * outputs + index[:, None]
+        before = tl.load(output + there, mask=(index[:, None] < outputs) & (row[None, :] < rows), other=0.0)
     end = tl.minimum(begin + steps * tile_inputs, inputs)
     if parts > 1:
         total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
