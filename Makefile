@@ -2,6 +2,7 @@
 #   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
 #   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
 #   make slow        the tests that take half a minute and more each
+#   make test-browser  the page in a real browser: installs Debian's Chromium, as root
 #   make docs        writes docs/cli.md and the list of modules in docs/structure.md from the code
 #   make bench       the native engine against transformers, on this CPU
 #   make eval-mini   how good mini is on held-out pictures; CLOTHES=folder asks about photos of clothes too,
@@ -11,7 +12,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests slow venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow test-browser venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -37,10 +38,14 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow and not browser"
 
 slow: $(DEV)
 	@$(PYTEST) -m slow
+
+test-browser: $(DEV)
+	@scripts/install-browser
+	@$(IN_VENV) -m pytest -m browser tests/browser
 
 venv: $(DEV)
 

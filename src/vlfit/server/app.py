@@ -19,6 +19,7 @@ from vlfit.backends.base import LocalBackend, Sleeper
 from vlfit.server.closing import Closing
 from vlfit.server.door import Door
 from vlfit.server.failures import JSONReply, routing_reply
+from vlfit.server.front import page_routes
 from vlfit.server.generating import Workshop
 from vlfit.server.routes import word_routes
 from vlfit.server.settings import ServerSettings
@@ -52,6 +53,7 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     sleep = SleepEndpoints(backend, closing)
     app = Starlette(
         routes=[
+            *page_routes(backend),
             Route("/health", health),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),

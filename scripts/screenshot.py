@@ -1,0 +1,45 @@
+"""docs/page.png: the page with a scene of an example picture, as mini sees it.
+
+make test-browser && .venv/bin/python scripts/screenshot.py
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from tests.server.harness import running
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.options import EngineOptions
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("make test-browser installs Chromium")
+    options = EngineOptions(device="cpu", context=2048, sequences=2)
+    with (
+        NativeBackend.load("mini", options) as backend,
+        running(backend) as server,
+        sync_playwright() as driver,
+    ):
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1100, "height": 640}, color_scheme="light")
+        page.goto(server.url)
+        page.set_input_files("#file", str(ROOT / "examples" / "pictures" / "tractor-and-cat.png"))
+        page.get_by_role("radio", name="Scene").check()
+        page.get_by_role("button", name="Go").click()
+        page.locator("article > .quiet:not(:empty)").wait_for()
+        page.get_by_role("textbox").fill("What colour is the cat?")
+        page.keyboard.press("Enter")
+        page.locator("article:nth-of-type(2) > .quiet:not(:empty)").wait_for()
+        page.wait_for_timeout(2500)  # until the server is seen at rest
+        page.screenshot(path=ROOT / "docs" / "page.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+// Talks to the server this page came from. Knows HTTP, the API key and server-sent events; knows no page.
+
+const KEY = "vlfit-key";
+const base = new URL(".", location.href);
+
+export class ServerError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export const key = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: (value) => sessionStorage.setItem(KEY, value.trim()),
+};
+
+export const address = (path) => new URL(path, base).href;
+
+/** The JSON at `path`. Raises ServerError with words that can be shown. */
+export async function ask(path, options = {}) {
+  const reply = await reach(path, options);
+  return await reply.json();
+}
+
+/**
+ * Streams a chat completion. `words(text)` is called as they come. Gives {text, reason, usage, seconds}; seconds
+ * from the first word to the last.
+ */
+export async function stream(body, signal, words) {
+  const reply = await reach("v1/chat/completions", {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  const found = { text: "", reason: null, usage: null, seconds: 0 };
+  let first = 0;
+  for await (const event of events(reply.body)) {
+    if (event === "[DONE]") break;
+    const chunk = JSON.parse(event);
+    if (chunk.error) throw new ServerError(chunk.error.message, 500);
+    found.usage = chunk.usage ?? found.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) continue;
+    found.reason = choice.finish_reason ?? found.reason;
+    const piece = choice.delta?.content;
+    if (piece) {
+      first ||= performance.now();
+      found.seconds = (performance.now() - first) / 1000;
+      found.text += piece;
+      words(piece);
+    }
+  }
+  if (found.reason === null) throw new ServerError("the server broke off before the answer was whole", 502);
+  return found;
+}
+
+async function reach(path, options) {
+  const headers = new Headers(options.headers);
+  if (key.get()) headers.set("authorization", `Bearer ${key.get()}`);
+  let reply;
+  try {
+    reply = await fetch(address(path), { ...options, headers, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("the server does not answer: is vlfit serve still running?", 0);
+  }
+  if (!reply.ok) {
+    const told = await reply.json().catch(() => null);
+    throw new ServerError(told?.error?.message ?? `the server answered ${reply.status}`, reply.status);
+  }
+  return reply;
+}
+
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  while (true) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split(/\r?\n\r?\n/);
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.split(/\r?\n/).filter((line) => line.startsWith("data:"));
+      if (data.length) yield data.map((line) => line.slice(5).trimStart()).join("\n");
+    }
+  }
+}

@@ -1,0 +1,152 @@
+"""The page as a person uses it, in a real browser over a real server with mini."""
+
+import base64
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import PICTURES, opened
+from tests.server.harness import Running, running
+from tests.server.scripted import ScriptedBackend
+from vlfit.server.settings import ServerSettings
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+
+
+def drop(page: Any, name: str, content: bytes) -> None:
+    """Drop a file on the page, as from the desktop."""
+    page.evaluate(
+        """([name, content]) => {
+            const bytes = Uint8Array.from(atob(content), (letter) => letter.charCodeAt(0));
+            const data = new DataTransfer();
+            data.items.add(new File([bytes], name, {type: "image/png"}));
+            const how = {dataTransfer: data, bubbles: true, cancelable: true};
+            document.getElementById("drop").dispatchEvent(new DragEvent("dragover", how));
+            document.getElementById("drop").dispatchEvent(new DragEvent("drop", how));
+        }""",
+        [name, base64.b64encode(content).decode()],
+    )
+
+
+def drop_picture(page: Any, name: str) -> None:
+    drop(page, name, (PICTURES / name).read_bytes())
+    page.wait_for_selector("figure img")
+
+
+def ask(page: Any, task: str, words: str = "") -> str:
+    """Choose ``task``, type ``words``, press Enter or the button, and read the whole answer."""
+    page.get_by_role("radio", name=task).check()
+    return answer(page, words)
+
+
+def answer(page: Any, words: str = "") -> str:
+    before = page.locator("article").count()
+    if words:
+        page.get_by_role("textbox").fill(words)
+        page.keyboard.press("Enter")
+    else:
+        page.get_by_role("button", name="Go").click()
+    newest = page.locator("article").nth(before)
+    newest.locator("> .quiet:not(:empty)").wait_for(timeout=60_000)
+    return str(newest.locator(".words").inner_text())
+
+
+def test_drop_a_picture_and_talk_about_it(page: Any) -> None:
+    drop_picture(page, "tractor-and-cat.png")
+    assert "cat" in ask(page, "Caption")
+    assert re.fullmatch(r"\d+ tokens, \d+ tokens/s", page.locator("article > .quiet").inner_text())
+    assert "brown" in answer(page, "What colour is the cat?")  # what was seen is remembered
+    page.get_by_role("button", name="Copy as curl").click()
+    page.get_by_text("copied", exact=True).wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert "base64 -w0 'tractor-and-cat.png'" in copied.replace("'\\''", "'")
+    page.get_by_role("button", name="Copy as Python").click()
+    program = page.evaluate("navigator.clipboard.readText()")
+    compile(program, "copied", "exec")
+    page.get_by_role("button", name="Start anew").click()
+    assert page.locator("article").count() == 0
+
+
+def test_boxes_lie_where_the_things_are(page: Any) -> None:
+    drop_picture(page, "tractor-and-cat.png")
+    assert "cat" in ask(page, "Detect", "cat")
+    frame = page.locator(".frame").bounding_box()
+    box = page.locator("svg rect").bounding_box()
+    left, right = ((box["x"] - frame["x"] + part * box["width"]) / frame["width"] for part in (0, 1))
+    assert left == pytest.approx(0.67, abs=0.06)
+    assert right == pytest.approx(0.94, abs=0.06)
+    thing = page.get_by_role("button", name="cat", exact=True)
+    thing.click()
+    assert thing.get_attribute("aria-pressed") == "true"
+    assert re.fullmatch(r"\d+, \d+ to \d+, \d+ pixels", thing.get_attribute("title"))
+
+
+def test_what_is_missing_is_said(page: Any) -> None:
+    page.get_by_role("button", name="Go").click()
+    assert "Choose a picture first" in page.get_by_role("alert").inner_text()
+    drop(page, "broken.png", b"no picture")
+    page.get_by_text("broken.png is no picture").wait_for()
+    page.get_by_role("radio", name="Ask").check()
+    page.get_by_role("button", name="Go").click()
+    assert "Type a question first" in page.get_by_role("alert").inner_text()
+
+
+def test_keyboard_alone_is_enough(page: Any) -> None:
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # skip to the question
+    page.get_by_role("radio", name="Caption").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_role("radio", name="Ask").is_checked()
+    page.keyboard.press("Tab")
+    page.keyboard.type("Hello")
+    page.keyboard.press("Enter")
+    page.locator("article > .quiet:not(:empty)").wait_for(timeout=60_000)
+    assert page.evaluate("document.activeElement.id") == "question"
+
+
+def test_memory_is_shown_and_painted_dark(page: Any) -> None:
+    page.wait_for_selector("#bar span")
+    assert "KV cache" in page.get_by_role("img", name="KV cache").get_attribute("aria-label")
+    page.get_by_role("button", name="Dark").click()
+    assert page.evaluate("document.documentElement.classList.contains('dark')")
+
+
+def test_a_phone_has_room_for_it(chromium: Any, server: Running) -> None:
+    with opened(chromium, server, width=360, height=780) as page:
+        drop_picture(page, "tractor-and-cat.png")
+        ask(page, "Scene")
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        heights = page.evaluate(
+            "[...document.querySelectorAll('button, .button')].map((b) => b.offsetHeight)"
+        )
+        assert min(height for height in heights if height) >= 32  # a finger's
+
+
+@pytest.fixture
+def guarded() -> Iterator[Running]:
+    with running(ScriptedBackend(("It is ", "<b>red</b>.")), ServerSettings(api_key="secret")) as server:
+        yield server
+
+
+def test_a_key_is_asked_for_and_words_are_words(chromium: Any, guarded: Running) -> None:
+    with opened(chromium, guarded, complains=True) as page:
+        page.get_by_role("radio", name="Ask").check()
+        page.get_by_role("textbox").first.fill("Which colour?")
+        page.keyboard.press("Enter")
+        page.get_by_role("textbox", name="Key").fill("secret")
+        page.keyboard.press("Enter")
+        page.locator("#key-dialog").wait_for(state="hidden")
+        assert answer(page, "Which colour?") == "It is <b>red</b>."
+
+
+def test_a_server_that_is_gone_is_told(chromium: Any) -> None:
+    with running(ScriptedBackend()) as server:
+        context = opened(chromium, server, complains=True)
+        page = context.__enter__()
+    page.get_by_role("radio", name="Ask").check()
+    page.get_by_role("textbox").first.fill("Hello?")
+    page.keyboard.press("Enter")
+    page.get_by_text("is vlfit serve still running?").wait_for()
+    context.__exit__(None, None, None)
