@@ -110,9 +110,8 @@ class Only:
 
 
 def drawn(row: torch.Tensor, sampling: SamplingParams, only: Only, times: int = 1) -> list[Any]:
-    generator = torch.Generator().manual_seed(5)
-    draw = Draw(sampling, [], [], generator, only)  # type: ignore[arg-type]
-    return sample(row.expand(times, -1), row.expand(times, -1).argmax(-1).tolist(), [draw] * times, str)
+    draws = [Draw(sampling, [], [], 5, position, only) for position in range(times)]  # type: ignore[arg-type]
+    return sample(row.expand(times, -1), row.expand(times, -1).argmax(-1).tolist(), None, draws, str)
 
 
 def test_the_likeliest_of_what_is_allowed() -> None:

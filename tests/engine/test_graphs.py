@@ -21,6 +21,7 @@ from vlfit.engine.graphs import DecodeGraphs, sizes_for
 from vlfit.engine.kernels.attention import BlockPlan
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampler import Draw, sample
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scores import Scores
 from vlfit.engine.sequence import PricedPrompt, Sequence
@@ -66,13 +67,14 @@ def step(token_ids: Tensor, positions: Tensor, plan: BlockPlan) -> Tensor:
     return torch.eye(VOCABULARY)[[told(*row) for row in rows]]
 
 
-def decoding(blocks: list[int], tokens: int) -> Sequence:
+def decoding(blocks: list[int], tokens: int, **wishes: Any) -> Sequence:
     """A sequence of which ``tokens`` are in the cache, and one is new."""
     prompt = PricedPrompt(np.arange(tokens), np.arange(0), np.zeros((3, tokens), np.int64), tokens + 5, ())
     completion: Any = None
-    sampling = SamplingParams()
+    sampling = SamplingParams(**wishes)
     return Sequence(
         *(prompt, sampling, 99, completion, lambda _: None, 0.0),
+        seed=tokens,
         cached=tokens,
         generated=[tokens],
         blocks=blocks,
@@ -82,7 +84,9 @@ def decoding(blocks: list[int], tokens: int) -> Sequence:
 def expected(sequence: Sequence) -> int:
     at = sequence.cached
     slot = sequence.blocks[at // 4] * 4 + at % 4
-    return told(sequence.generated[-1], sequence.prompt.next_position + len(sequence.generated) - 1, slot)
+    token = told(sequence.generated[-1], sequence.prompt.next_position + len(sequence.generated) - 1, slot)
+    draw = Draw(sequence.sampling, [], [], sequence.seed, sequence.position + 1)
+    return sample(torch.eye(VOCABULARY)[[token]], [token], None, [draw], str)[0].token_id
 
 
 @pytest.fixture
@@ -100,7 +104,11 @@ def say(steps: DecodeGraphs, sequences: list[Sequence]) -> int:
     wanted = [expected(sequence) for sequence in sequences]
     scores = steps.run(sequences)
     steps.run_ahead(sequences)
-    assert scores.read() == (wanted, [True] * len(sequences))
+    assert scores.read() == (
+        wanted,
+        [True] * len(sequences),
+        [not each.sampling.greedy for each in sequences],
+    )
     for sequence, token in zip(sequences, wanted, strict=True):
         sequence.cached += 1
         sequence.generated.append(token)
@@ -115,6 +123,13 @@ class TestAhead:
         assert [say(steps, both) for _ in range(4)] == [2, 1, 1, 1]
         # The last slot of two blocks: the next one is not known, so nothing is launched ahead.
         assert say(steps, both) == 0
+
+    def test_who_draws_goes_on_with_what_was_drawn(self, steps: DecodeGraphs) -> None:
+        """One of them draws, as the host would; alone too; and rows that were its own draw no more."""
+        drawing, greedy = decoding([3, 7, 1], 2, temperature=1.0, top_k=20), decoding([5, 0, 2], 3)
+        assert [say(steps, [drawing, greedy]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [drawing]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [greedy]) for _ in range(2)] == [2, 1]
 
     def test_a_new_block_or_another_token_is_computed_anew(self, steps: DecodeGraphs) -> None:
         one = decoding([3, 7, 1], 2)

@@ -5,6 +5,7 @@ Its constructor reads like the ledger, top to bottom: weights, then the KV pool.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,16 +232,10 @@ class Engine:
         max_tokens = self.max_tokens(prompt.tokens, sampling)
         eos = frozenset(self.generation.eos_token_ids)
         completion = Completion(Detokenizer(self.prompts.tokenizer), sampling, eos, max_tokens)
-        generator = None
-        if not sampling.greedy:
-            generator = torch.Generator()
-            if sampling.seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(sampling.seed)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         form = self.constraints.of(sampling.form)
         wishes = (prompt, sampling, max_tokens, completion, listener, asked)
-        return Sequence(*wishes, generator=generator, constraint=form)
+        return Sequence(*wishes, seed=seed, constraint=form)
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)

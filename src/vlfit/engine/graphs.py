@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vlfit.engine.kernels.attention import BlockPlan
+from vlfit.engine.kernels.draw import FIELDS, words_of
 from vlfit.engine.kernels.ends import next_inputs
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.scores import Scores, scores_of
@@ -115,7 +116,7 @@ class DecodeGraphs:
 
     def run_ahead(self, sequences: Many[Sequence]) -> None:
         """Launch the step after the one that ``run`` has just launched for ``sequences``, each of which goes
-        on with its likeliest token: the device knows it already.
+        on with the token that the device has chosen, and knows already.
 
         Nothing is launched where somebody's next token has no block yet.
         """
@@ -152,7 +153,8 @@ class DecodeGraphs:
         return self._cache.keys.data_ptr(), self._cache.values.data_ptr()
 
     def _run(self, inputs: "StepInputs") -> Scores:
-        scores = scores_of(self._step(inputs.token_ids, inputs.positions, inputs.plan))
+        logits = self._step(inputs.token_ids, inputs.positions, inputs.plan)
+        scores = scores_of(logits, inputs.asked, inputs.positions[0])
         inputs.move_on(scores.summary[0])
         return scores
 
@@ -166,10 +168,10 @@ class Told:
 
     def __init__(self, sequences: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._places = [torch.zeros(2 * sequences, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
+        self._places = [torch.zeros(3 * sequences, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
         self._ready = [torch.cuda.Event() if on_gpu else None for _ in range(2)]
         self._turn = 0
-        self.latest = self._places[0].view(2, -1)
+        self.latest = self._places[0].view(3, -1)
 
     def by(self, graph: "Graph", count: int) -> Scores:
         """The first ``count`` rows of what ``graph``, which was just launched, finds."""
@@ -209,13 +211,14 @@ class Graph:
 class StepInputs:
     """What a step of ``size`` sequences reads: one tensor on the device, filled by one copy.
 
-    It holds token ids, positions, slots [size] each, spans [size, 3] and block tables [size, blocks].
+    It holds token ids, positions, slots [size] each, spans [size, 3], what is asked of tokens [FIELDS, size],
+    and block tables [size, blocks].
     """
 
     def __init__(self, size: int, blocks: int, block_size: int, device: torch.device) -> None:
         self.size = size
         self._block_size = block_size
-        lengths = (size, size, size, 3 * size, size * blocks)
+        lengths = (size, size, size, 3 * size, FIELDS * size, size * blocks)
         ends = np.cumsum([-(-length // _ALIGNED) * _ALIGNED for length in lengths]).tolist()
         self._on_host = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
         self._on_device = torch.zeros(ends[-1], dtype=torch.int32, device=device)
@@ -224,12 +227,14 @@ class StepInputs:
         def views(whole: Tensor) -> list[Tensor]:
             return [whole[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
 
-        tokens, positions, slots, spans, table = (part.numpy() for part in views(self._on_host))
+        tokens, positions, slots, spans, asked, table = (part.numpy() for part in views(self._on_host))
         self._tokens, self._positions, self._slots = tokens, positions, slots
         self._spans, self._table = spans.reshape(size, 3), table.reshape(size, blocks)
+        self._asked = asked.reshape(FIELDS, size)
         self._tabled: list[list[int] | None] = [None] * size
         self._spans[:] = [(row, 1, _NOBODY) for row in range(size)]
-        self.token_ids, self._on_axis, write_slots, on_spans, on_table = views(self._on_device)
+        self.token_ids, self._on_axis, write_slots, on_spans, on_asked, on_table = views(self._on_device)
+        self.asked = on_asked.view(FIELDS, size)
         self.positions = self._on_axis.expand(3, size)
         self.plan = BlockPlan(
             write_slots, on_table.view(size, blocks), on_spans.view(size, 3), block_size, size, 0
@@ -242,21 +247,24 @@ class StepInputs:
         for row, sequence in enumerate(sequences):
             cached = sequence.cached
             self._tokens[row] = sequence.generated[-1]
-            self._positions[row] = sequence.prompt.next_position + len(sequence.generated) - 1
+            self._positions[row] = sequence.position
             self._slots[row] = sequence.blocks[cached // size] * size + cached % size
             self._spans[row, 2] = cached
             if self._tabled[row] is not sequence.blocks:
                 self._table[row, : len(sequence.blocks)] = sequence.blocks
+                self._asked[:, row] = words_of(sequence.sampling, sequence.seed)
                 self._tabled[row] = sequence.blocks
         self._slots[count:] = _NOBODY
         self._spans[count:, 2] = _NOBODY
+        self._asked[0, count:] = 0  # nobody wishes for a draw
+        self._tabled[count:] = [None] * (self.size - count)
         self._on_device.copy_(self._on_host, non_blocking=True)
 
-    def move_on(self, best: Tensor) -> None:
-        """What the next step reads, if every sequence goes on with its ``best`` token, [size] int64."""
+    def move_on(self, chosen: Tensor) -> None:
+        """What the next step reads, if every sequence goes on with its ``chosen`` token, [size] int64."""
         plan = self.plan
         next_inputs(
-            *(best, self.token_ids, self._on_axis, plan.write_slots, plan.spans, plan.table),
+            *(chosen, self.token_ids, self._on_axis, plan.write_slots, plan.spans, plan.table),
             self._block_size,
         )
 

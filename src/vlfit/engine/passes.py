@@ -2,9 +2,9 @@
 
 Pictures are encoded apart, each on its request's account. A pass over several requests that fails is done
 again for each alone, and only who fails then has failed. That is sound because a pass changes nothing before
-it is over but slots that it writes anew: the account of cached tokens moves on behind it, features stay with
-their sequence until then, and random generators are put back. Knows torch's errors. Does not know who is
-told (``engine.py``) or who runs next (``scheduler.py``).
+it is over but slots that it writes anew: the account of cached tokens moves on behind it, and features stay
+with their sequence until then. Knows torch's errors. Does not know who is told (``engine.py``) or who runs
+next (``scheduler.py``).
 """
 
 import logging
@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from vlfit.engine.budget import Budget, asked_bytes, is_shortage
+from vlfit.engine.kernels.draw import draws
 from vlfit.engine.kv_cache import slots_of
 from vlfit.engine.runner import Runner
 from vlfit.engine.sampler import Draw, Sampled, TokenText, is_plain_greedy, sample
@@ -66,7 +67,7 @@ class Passes:
         """Do all of ``batch``, which has its decoding sequences first. What fails is told, not raised.
 
         ``alike``: as far as is known the next batch is of the same sequences. Then its pass is launched
-        before the tokens of this one are read, if all go on with the likeliest ones.
+        before the tokens of this one are read, if the device knows what all go on with.
         """
         outcome = Outcome()
         self._looked = False
@@ -122,9 +123,9 @@ class Passes:
         scores = self.runner.run(batch)
         if alike and all(_goes_on_by_itself(sequence) for sequence in speaking):
             self.runner.run_ahead(batch)
-        best, finite = scores.read()
-        draws = [_draw(sequence) for sequence in speaking]
-        sampled = iter(sample(scores.logits, best, draws, self._token_text))
+        tokens, finite, drawn = scores.read()
+        wishes = [_draw(sequence) for sequence in speaking]
+        sampled = iter(sample(scores.logits, tokens, drawn, wishes, self._token_text))
         usable = iter(finite)
         done = []
         for work in batch:
@@ -143,8 +144,6 @@ class Passes:
 
         ``again``: where memory was short it is done once more, with what was kept only to save time.
         """
-        generators = [work.sequence.generator for work in batch]
-        states = [None if generator is None else generator.get_state() for generator in generators]
         try:
             with torch.inference_mode():
                 return do()
@@ -153,9 +152,6 @@ class Passes:
             # A traceback holds its frames, and they hold the tensors of a pass, for as long as somebody
             # keeps the error.
             drop_tracebacks(error)
-        for generator, state in zip(generators, states, strict=True):
-            if generator is not None and state is not None:
-                generator.set_state(state)
         return failure
 
     def _told(self, error: Exception, batch: Many[Work], again: bool) -> Exception:
@@ -218,12 +214,13 @@ def _overflow(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
 
 
 def _goes_on_by_itself(sequence: Sequence) -> bool:
-    """Whether its next token is the likeliest one, and not its last for being as many as were asked for.
+    """Whether the device knows its next token, and it is not its last for being as many as were asked for.
 
     Of an answer with a form it is so if the last one was: models mostly keep to a form, once they are in it.
     """
     keeps = sequence.constraint is None or sequence.constraint.agreed
-    return keeps and is_plain_greedy(sequence.sampling) and len(sequence.generated) + 1 < sequence.max_tokens
+    known = is_plain_greedy(sequence.sampling) or draws(sequence.sampling)
+    return keeps and known and len(sequence.generated) + 1 < sequence.max_tokens
 
 
 def _draw(sequence: Sequence) -> Draw:
@@ -231,6 +228,7 @@ def _draw(sequence: Sequence) -> Draw:
         sequence.sampling,
         sequence.prompt.token_ids,
         sequence.generated,
-        sequence.generator,
+        sequence.seed,
+        sequence.position + 1,
         sequence.constraint,
     )

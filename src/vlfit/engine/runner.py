@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.sidecar import ImageProcessing
+from vlfit.engine import kernels
 from vlfit.engine.decoder.text import TextModel, VisualRows
 from vlfit.engine.graphs import DecodeGraphs
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.images import PreparedImage, patches_by_time
 from vlfit.engine.kernels.attention import BlockPlan
+from vlfit.engine.kernels.draw import words_of
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layout import Layout
 from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
@@ -54,11 +56,18 @@ class Runner:
         """
         if self.graphs is not None and all(work.sequence.decoding for work in batch):
             return self.graphs.run([work.sequence for work in batch])
-        return scores_of(self._forward(batch))
+        speaking = [work.sequence for work in batch if work.finishes_prompt]
+        if not speaking or not kernels.used_on(self.device):
+            return scores_of(self._forward(batch))
+        words = np.array(
+            [(*words_of(each.sampling, each.seed), each.position) for each in speaking], np.int32
+        )
+        asked = torch.from_numpy(words.T.copy()).to(self.device, non_blocking=True)
+        return scores_of(self._forward(batch), asked[:-1], asked[-1])
 
     def run_ahead(self, batch: Many[Work]) -> None:
-        """Launch the pass after ``run(batch)`` if that was by graphs: all of ``batch`` go on with their
-        likeliest token. ``run`` takes it over if that is asked for next; else it was in vain.
+        """Launch the pass after ``run(batch)`` if that was by graphs: all of ``batch`` go on with the token
+        that the device chose. ``run`` takes it over if that is asked for next; else it was in vain.
         """
         if self.graphs is not None and all(work.sequence.decoding for work in batch):
             self.graphs.run_ahead([work.sequence for work in batch])

@@ -1,8 +1,9 @@
 """Chooses the next token of each sequence from its logits: carries out ``SamplingParams``.
 
 The order is that of transformers: penalties, temperature, top-k, top-p, min-p, then one draw. It inverts the
-cumulative distribution at a number from the sequence's own generator, so a seed gives the same tokens
-whatever else is in the batch. Logprobs are those of the model, before any of it.
+cumulative distribution at a point that the seed and the token's position give (``chance.py``), so a seed
+gives the same tokens whatever else is in the batch. Logprobs are those of the model, before any of it. On a
+GPU most tokens are chosen by then (``kernels/draw.py``).
 
 Where an answer has a form (``constraint.py``), a token is first chosen as if it had none. One that the form
 does not allow is chosen again among those that it does, which gives each the share that it has among them.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vlfit.engine.answer import TokenLogprob
+from vlfit.engine.chance import point
 from vlfit.engine.constraint import Constraint
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.sequence import IntVector
@@ -36,7 +38,8 @@ class Draw:
     sampling: SamplingParams
     prompt: Sequence[int] | IntVector
     generated: Sequence[int]
-    generator: torch.Generator | None
+    seed: int
+    position: int
     constraint: Constraint | None = None
 
 
@@ -47,14 +50,22 @@ class Sampled:
 
 
 def sample(
-    logits: Tensor, best: Sequence[int], draws: Sequence[Draw], token_text: TokenText
+    logits: Tensor,
+    tokens: Sequence[int],
+    drawn: Sequence[bool] | None,
+    draws: Sequence[Draw],
+    token_text: TokenText,
 ) -> list[Sampled]:
-    """One token for each row of ``logits`` [n, vocabulary], of which ``best`` are the likeliest."""
-    likely = _likely(logits, draws)
+    """One token for each row of ``logits`` [n, vocabulary].
+
+    ``tokens`` are the likeliest ones; or, where ``drawn`` says so, as ``draws`` wish already. None: nobody
+    has tried. Who has and could not looked at a row's likeliest tokens only.
+    """
+    likely = _likely(logits, draws) if drawn is None else {}
     sampled = []
     for number, (row, draw) in enumerate(zip(logits, draws, strict=True)):
-        if is_plain_greedy(draw.sampling):
-            chosen = Sampled(best[number])
+        if is_plain_greedy(draw.sampling) or (drawn is not None and drawn[number]):
+            chosen = Sampled(tokens[number])
         elif number in likely:
             chosen = Sampled(likely[number].draw(draw))
         else:
@@ -80,7 +91,7 @@ class Likely:
     token_ids: IntVector
 
     def draw(self, draw: Draw) -> int:
-        return int(self.token_ids[_pick(self.scores, draw.sampling, draw.generator)])
+        return int(self.token_ids[_pick(self.scores, draw.sampling, point(draw.seed, draw.position))])
 
 
 def _likely(logits: Tensor, draws: Sequence[Draw]) -> dict[int, Likely]:
@@ -123,33 +134,26 @@ def _is_cut(sampling: SamplingParams) -> bool:
         not sampling.greedy
         and 0 < sampling.top_k < _LOOKED_AT
         and sampling.top_logprobs is None
-        and not _has_penalties(sampling)
+        and not sampling.penalizes
     )
 
 
 def is_plain_greedy(sampling: SamplingParams) -> bool:
     """Whether each token is the likeliest one, and nothing else is asked of its row."""
-    return sampling.greedy and sampling.top_logprobs is None and not _has_penalties(sampling)
-
-
-def _has_penalties(sampling: SamplingParams) -> bool:
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
-    )
+    return sampling.greedy and sampling.top_logprobs is None and not sampling.penalizes
 
 
 def _sample_row(row: Tensor, draw: Draw, token_text: TokenText, allowed: Tensor | None = None) -> Sampled:
     """``allowed`` [vocabulary]: the tokens that may be chosen; None: all."""
     sampling = draw.sampling
-    adjusted = _penalize(row, draw) if _has_penalties(sampling) else row
+    adjusted = _penalize(row, draw) if sampling.penalizes else row
     if allowed is not None:
         adjusted = adjusted.where(allowed, float("-inf"))
     if sampling.greedy:
         token_id = int(adjusted.argmax())
     else:
-        token_id = _draw(adjusted / sampling.temperature, sampling, draw.generator)
+        turn = 0 if allowed is None else 1  # what is chosen again owes nothing to the first choice
+        token_id = _draw(adjusted / sampling.temperature, sampling, point(draw.seed, draw.position, turn))
     return Sampled(token_id, _logprobs(row, token_id, sampling.top_logprobs, token_text))
 
 
@@ -169,15 +173,15 @@ def _penalize(row: Tensor, draw: Draw) -> Tensor:
     return row
 
 
-def _draw(scores: Tensor, sampling: SamplingParams, generator: torch.Generator | None) -> int:
+def _draw(scores: Tensor, sampling: SamplingParams, at: float) -> int:
     order = scores.argsort(descending=True, stable=True)
     if sampling.top_k:
         order = order[: sampling.top_k]
-    return int(order[_pick(scores[order].cpu().numpy(), sampling, generator)])
+    return int(order[_pick(scores[order].cpu().numpy(), sampling, at)])
 
 
-def _pick(scores: Floats, sampling: SamplingParams, generator: torch.Generator | None) -> int:
-    """Which of ``scores``, the largest first, is drawn."""
+def _pick(scores: Floats, sampling: SamplingParams, at: float) -> int:
+    """Which of ``scores``, the largest first, is drawn ``at`` a point from 0 to below 1."""
     with np.errstate(invalid="ignore"):  # a row that holds no numbers is found and told by ``passes.py``
         weights = np.exp((scores - scores[0]).astype(np.float64))
         probabilities = weights / weights.sum()
@@ -188,8 +192,7 @@ def _pick(scores: Floats, sampling: SamplingParams, generator: torch.Generator |
     if sampling.min_p > 0.0:
         probabilities = probabilities[probabilities >= sampling.min_p * probabilities[0]]
     cumulative = probabilities.cumsum()
-    point = torch.rand((), generator=generator, dtype=torch.float64).item() * cumulative[-1]
-    return min(int((cumulative <= point).sum()), len(probabilities) - 1)
+    return min(int((cumulative <= at * cumulative[-1]).sum()), len(probabilities) - 1)
 
 
 def _logprobs(row: Tensor, token_id: int, top: int | None, token_text: TokenText) -> tuple[TokenLogprob, ...]:

@@ -9,7 +9,7 @@ from typing import Literal
 from vlfit.errors import InvalidRequest
 
 MAX_TOP_LOGPROBS = 20
-MOST_SEED = 2**63 - 17  # what fits torch's generator, with room to number the choices of one request
+MOST_SEED = 2**63 - 17  # with a sign it fits 64 bits, and there is room to number the choices of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +75,8 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token counts for more or less where it was said before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,7 +1,7 @@
 """What a forward pass says of the next tokens: logits, and what of them every request wants to know.
 
 Knows: what is computed on the device, so that one trip to the host brings it all. Does not draw
-(``sampler.py``).
+(``sampler.py``, ``kernels/draw.py``).
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from vlfit.engine import kernels
-from vlfit.engine.kernels.ends import best_tokens
+from vlfit.engine.kernels.draw import choose_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """``logits`` [n, vocabulary] in the dtype of the computation; ``summary`` [2, n] int64: each row's most
-    likely token, and 1 if its logits are numbers, else 0.
+    """``logits`` [n, vocabulary] in the dtype of the computation; ``summary`` [2 or 3, n] int64: each row's
+    token, which is the most likely one if none was drawn; 1 if its logits are numbers, else 0; and 1 if it
+    was drawn as it was asked for, else 0, where the device was asked.
 
     ``ready``: what the host waits for before ``summary``, on its way to RAM, may be read; None: nothing.
     """
@@ -25,17 +26,20 @@ class Scores:
     summary: Tensor
     ready: torch.cuda.Event | None = None
 
-    def read(self) -> tuple[list[int], list[bool]]:
-        """Each row's most likely token, and whether its logits are usable. Waits for the device."""
+    def read(self) -> tuple[list[int], list[bool], list[bool] | None]:
+        """Each row's token, whether its logits are usable, and whether it was drawn. Waits for the device."""
         if self.ready is not None:
             self.ready.synchronize()
-        best, usable = self.summary.tolist()
-        return best, [bool(each) for each in usable]
+        tokens, usable, *drawn = self.summary.tolist()
+        return tokens, [bool(each) for each in usable], [bool(each) for each in drawn[0]] if drawn else None
 
 
-def scores_of(logits: Tensor) -> Scores:
-    """The summary of ``logits`` [n, vocabulary], computed where they are."""
+def scores_of(logits: Tensor, asked: Tensor | None = None, positions: Tensor | None = None) -> Scores:
+    """The summary of ``logits`` [n, vocabulary], computed where they are.
+
+    A GPU draws as it is ``asked`` to, for rows of tokens at ``positions`` (``kernels/draw.py``).
+    """
     if kernels.used_on(logits.device):
-        return Scores(logits, best_tokens(logits))
+        return Scores(logits, choose_tokens(logits, asked, positions))
     largest, best = logits.max(-1)
     return Scores(logits, torch.stack((best, largest.isfinite().long())))

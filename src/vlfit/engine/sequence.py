@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vlfit.engine.answer import Chunk
@@ -69,13 +68,18 @@ class Sequence:
     copy: tuple[int, int, int] | None = None
     slots: Tensor | None = None
     features: dict[int, VisionFeatures] = field(default_factory=dict)
-    generator: torch.Generator | None = None
+    seed: int = 0
     constraint: Constraint | None = None
     cancelled: bool = False
 
     @property
     def tokens(self) -> int:
         return self.prompt.tokens + len(self.generated)
+
+    @property
+    def position(self) -> int:
+        """The M-RoPE position of its newest token, whether it was generated or not."""
+        return self.prompt.next_position + len(self.generated) - 1
 
     def token_ids(self, begin: int, end: int) -> IntVector:
         """The tokens from ``begin`` to before ``end``, of the prompt and of what was generated after it."""
@@ -101,9 +105,7 @@ class Sequence:
         return np.concatenate((self.prompt.positions[:, begin:end], np.tile(generated, (3, 1))), axis=1)
 
     def pause(self) -> None:
-        """Back to the beginning, with all that was said and the random generator as they are. The blocks have
-        been given back.
-        """
+        """Back to the beginning, with all that was said as it is. The blocks have been given back."""
         self.cached = 0
         self.blocks = []
         self.copy = None

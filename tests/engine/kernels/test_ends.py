@@ -5,7 +5,6 @@ import torch
 
 from tests.engine.kernels.conftest import DTYPES, TOLERANCES, relative_error
 from vlfit.engine.kernels import ends
-from vlfit.engine.kernels.launch import arrivals
 from vlfit.engine.layers.linear import dequantize_int8
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
@@ -39,23 +38,6 @@ def test_what_positions_turn_by(
     both = angles.cos() * factor, angles.sin() * factor
     assert relative_error(cosines[:, 0], torch.cat((both[0], both[0]), 1)) < TOLERANCES[dtype]
     assert relative_error(sines[:, 0], torch.cat((-both[1], both[1]), 1)) < TOLERANCES[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_likeliest_token(dtype: torch.dtype, device: torch.device) -> None:
-    """Of several parts; the first of equals; and rows with a number that is none, or too large."""
-    torch.manual_seed(0)
-    logits = torch.randn(6, 9001)
-    logits[0, 9000] = logits[1, 0] = 50
-    logits[2, [8500, 17]] = 50
-    logits[3, 4096] = torch.nan
-    logits[4, 3] = torch.inf
-    logits[5] = -torch.inf
-    for _ in range(2):  # what the first leaves behind is what the second begins with
-        best, usable = ends.best_tokens(logits.to(device, dtype)).tolist()
-        assert best[:3] == [9000, 0, 17]
-        assert usable == [1, 1, 1, 0, 0, 0]
-    assert not arrivals(device).any()
 
 
 def test_what_the_next_step_reads(device: torch.device) -> None:

@@ -68,51 +68,8 @@ def rotation_tables(
 
 @quick
 @triton.jit(do_not_specialize=["rows"])
-def best_tokens(
-    logits,
-    largest,
-    places,
-    arrivals,
-    summary,
-    rows,
-    vocabulary,
-    parts: tl.constexpr,
-    tile: tl.constexpr,
-    tile_parts: tl.constexpr,
-    overlap: tl.constexpr,
-):
-    """A program for each row and part of it; the last one of a row to come compares what all have found.
-
-    What is no number counts as infinite. ``arrivals`` counts the programs of each row: 0 before and after.
-    """
-    wait(overlap)
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    token = part * tile + tl.arange(0, tile)
-    inside = token < vocabulary
-    value = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
-    value = tl.where(value == value, value, float("inf"))
-    most = tl.max(value, 0)
-    tl.store(largest + row * parts + part, most)
-    tl.store(places + row * parts + part, tl.min(tl.where(value == most, token, vocabulary), 0))
-    tl.debug_barrier()  # as in ``finish.py``
-    if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == parts - 1:
-        other = tl.arange(0, tile_parts)
-        there = other < parts
-        found = tl.load(largest + row * parts + other, mask=there, other=float("-inf"), cache_modifier=".cg")
-        place = tl.load(places + row * parts + other, mask=there, other=0, cache_modifier=".cg")
-        most = tl.max(found, 0)
-        best = tl.min(tl.where((found == most) & there, place, vocabulary), 0)
-        tl.store(summary + row, best.to(tl.int64))
-        usable = (most < float("inf")) & (most > float("-inf"))
-        tl.store(summary + rows + row, usable.to(tl.int64))
-        tl.store(arrivals + row, 0)
-
-
-@quick
-@triton.jit(do_not_specialize=["rows"])
 def next_inputs(
-    best,
+    chosen,
     token_ids,
     positions,
     slots,
@@ -134,7 +91,7 @@ def next_inputs(
     block = past // block_size
     known = goes_on & (block < blocks)
     slot = tl.load(table + row * blocks + block, mask=known, other=0) * block_size + past % block_size
-    tl.store(token_ids + row, tl.load(best + row, mask=goes_on, other=0).to(tl.int32), mask=goes_on)
+    tl.store(token_ids + row, tl.load(chosen + row, mask=goes_on, other=0).to(tl.int32), mask=goes_on)
     tl.store(positions + row, position, mask=goes_on)
     tl.store(spans + row * 3 + 2, past, mask=goes_on)
     tl.store(slots + row, tl.where(known, slot, -1), mask=goes_on)

@@ -1,17 +1,14 @@
-"""How a pass begins and ends on a GPU: rows of a table in 8 bits, what positions turn by, the likeliest
-token, and what the step after it reads.
+"""How a pass begins and ends on a GPU: rows of a table in 8 bits, what positions turn by, and what the step
+after it reads.
 
-Knows: what each allocates, and how many programs it gets. References: ``layers/embedding.py``,
-``decoder/rope.py`` and ``scores.py``, which also decide where these run; of ``next_inputs``
-``graphs.StepInputs.fill``.
+Knows: what each allocates, and how many programs it gets. References: ``layers/embedding.py`` and
+``decoder/rope.py``, which also decide where these run; of ``next_inputs`` ``graphs.StepInputs.fill``.
 """
 
 import torch
 from torch import Tensor
 
-from vlfit.engine.kernels.launch import arrivals, overlapping, power_of_two
-
-_TILE = 4096  # logits that one program looks through
+from vlfit.engine.kernels.launch import overlapping, power_of_two
 
 
 def look_up(token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,37 +63,8 @@ def rotation_tables(
     return cosines, sines
 
 
-def best_tokens(logits: Tensor) -> Tensor:
-    """[2, rows] int64 of ``logits`` [rows, vocabulary]: the likeliest token of each row, the first of equals,
-    and 1 where all logits are numbers and one is finite, else 0.
-    """
-    rows, vocabulary = logits.shape
-    parts = -(-vocabulary // _TILE)
-    summary = torch.empty((2, rows), dtype=torch.int64, device=logits.device)
-    largest = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
-    places = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
-    if logits.device.type != "meta" and rows:
-        from vlfit.engine.kernels.end_steps import best_tokens as kernel
-
-        kernel[(rows, parts)](
-            logits,
-            largest,
-            places,
-            arrivals(logits.device),
-            summary,
-            rows,
-            vocabulary,
-            parts=parts,
-            tile=_TILE,
-            tile_parts=power_of_two(parts),
-            num_warps=4,
-            **overlapping(logits.device),
-        )
-    return summary
-
-
 def next_inputs(
-    best: Tensor,
+    chosen: Tensor,
     token_ids: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -106,15 +74,15 @@ def next_inputs(
 ) -> None:
     """What a decode step reads, as the next one is to read it, in place.
 
-    ``best`` [rows] int64 become ``token_ids`` [rows]; ``positions`` [rows], the past in ``spans`` [rows, 3]
+    ``chosen`` [rows] int64 become ``token_ids`` [rows]; ``positions`` [rows], the past in ``spans`` [rows, 3]
     and ``slots`` [rows] move on by a token, all int32. ``table`` [rows, blocks] says where the next slot is;
     past its end it is -1. A row whose past is negative stays as it is.
     """
-    if best.device.type != "meta":
+    if chosen.device.type != "meta":
         from vlfit.engine.kernels.end_steps import next_inputs as kernel
 
         kernel[(1,)](
-            best,
+            chosen,
             token_ids,
             positions,
             slots,
@@ -125,5 +93,5 @@ def next_inputs(
             block_size=block_size,
             tile=power_of_two(len(token_ids)),
             num_warps=1,
-            **overlapping(best.device),
+            **overlapping(chosen.device),
         )

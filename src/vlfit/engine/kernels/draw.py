@@ -1,0 +1,90 @@
+"""Each row's next token, chosen where the logits are: the likeliest one, or one drawn as a request wishes.
+
+Knows: which wishes are carried out here, how they are written down for the kernel, what it allocates, and how
+many programs it gets. Reference, and the way for all other wishes: ``sampler.py``. A row is drawn from a list
+of its likeliest tokens; where the list does not say what comes, which is rare, the host is told to draw.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlfit.engine.kernels.launch import arrivals, overlapping, power_of_two
+from vlfit.engine.sampling import SamplingParams
+
+MOST_LISTED = 64  # tokens of a list; a power of two
+FIELDS = 6  # of what is written down for a row
+_TILE = 4096  # logits that one program looks through; no fewer than are listed
+
+Words = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+def draws(sampling: SamplingParams) -> bool:
+    """Whether rows with such wishes can be drawn here: nothing but temperature, top-k, top-p and min-p."""
+    return (
+        not sampling.greedy
+        and sampling.top_k <= MOST_LISTED
+        and sampling.top_logprobs is None
+        and not sampling.penalizes
+    )
+
+
+def words_of(sampling: SamplingParams, seed: int) -> Words:
+    """[FIELDS] int32: temperature, top-p and min-p as the bits of float32, top-k, and the seed's halves.
+
+    All 0, which is greedy, where ``draws`` says no.
+    """
+    if not draws(sampling):
+        return np.zeros(FIELDS, dtype=np.int32)
+    shares = np.array((sampling.temperature, sampling.top_p, sampling.min_p), dtype=np.float32)
+    halves = np.array((seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), dtype=np.uint32)
+    top_k = np.array([sampling.top_k], dtype=np.int32)
+    return np.concatenate((shares.view(np.int32), top_k, halves.view(np.int32)))
+
+
+def choose_tokens(logits: Tensor, asked: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    """[3, rows] int64 of ``logits`` [rows, vocabulary]: the token of each row; 1 where all logits are numbers
+    and one is finite, else 0; and 1 where the token was drawn, as ``asked`` [FIELDS, rows] int32 wishes.
+
+    Where it was not drawn it is the likeliest, the first of equals. ``positions`` [rows] int32 are those of
+    the tokens that the rows are of: what is drawn stands one further. None: nothing is asked.
+    """
+    rows, vocabulary = logits.shape
+    parts = -(-vocabulary // _TILE)
+
+    def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    summary = room(3, rows, dtype=torch.int64)
+    largest, weights = (room(rows, parts, dtype=torch.float32) for _ in range(2))
+    places = room(rows, parts)
+    lists = rows, parts + 1, MOST_LISTED
+    values, tokens = room(*lists, dtype=torch.float32), room(*lists)
+    if asked is None or positions is None:
+        asked = torch.zeros((FIELDS + 1, rows), dtype=torch.int32, device=logits.device)
+        positions = asked[FIELDS]
+    if logits.device.type != "meta" and rows:
+        from vlfit.engine.kernels.draw_steps import choose_tokens as kernel
+
+        kernel[(rows, parts)](
+            logits,
+            asked,
+            positions,
+            largest,
+            places,
+            weights,
+            values,
+            tokens,
+            arrivals(logits.device),
+            summary,
+            rows,
+            vocabulary,
+            bits=16 if logits.dtype == torch.bfloat16 else 32,  # that tell one number from another
+            parts=parts,
+            tile=_TILE,
+            tile_parts=power_of_two(parts),
+            most=MOST_LISTED,
+            num_warps=8,
+            **overlapping(logits.device),
+        )
+    return summary
