@@ -8,19 +8,13 @@ from tests.engine.kernels.conftest import ON_GPU, TOLERANCES, relative_error
 from tests.engine.kernels.test_linear import ODD, int4, on, widened
 from vlfit.engine.kernels import few_rows, linear
 from vlfit.engine.kernels.linear import NarrowWeights
-from vlfit.engine.kernels.norm import Norm
+from vlfit.engine.kernels.norm import Onto, Scaled
 from vlfit.plan.tiles import Tiles
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 EPS = 1e-3  # large enough to be seen
 SMALL = 0.01  # of rows in which it is
-
-
-def normal(x: Tensor, weight: Tensor) -> Tensor:
-    """The norm of ``x`` in float64."""
-    wide = x.double()
-    return wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * weight.double()
 
 
 def sums(x: Tensor) -> Tensor:
@@ -41,26 +35,31 @@ def check(kind: NarrowWeights | Tensor, rows: int, dtype: torch.dtype, device: t
     wide = widened(matrix) if isinstance(matrix, NarrowWeights) else matrix.double()
     outputs, inputs = wide.shape
     x = (torch.randn(rows, inputs) * SMALL).to(device, dtype)
-    factor = torch.randn(inputs).to(device, dtype)
     bias = torch.randn(outputs).to(device, dtype) if rows % 2 else None
-    norm = Norm(factor, sums(x), EPS)
-    exact = normal(x, factor) @ wide.T + (0 if bias is None else bias.double())
+    before = Scaled((x * torch.randn(inputs).to(device, dtype)), sums(x), EPS)
+    shrink = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
+    exact = before.rows.double() * shrink @ wide.T + (0 if bias is None else bias.double())
+    found = x.double() @ wide.T + (0 if bias is None else bias.double())
+    factor = torch.randn(outputs).to(device, dtype)
     tiles = Tiles(8, 64, 64, 4, 2) if narrow else few_rows.Tiles(32, 64, 4, 2)
     for splits in (1, 2):
-        if isinstance(matrix, NarrowWeights):
-            found = linear.linear(x, matrix, bias, tiles, splits, norm=norm)
-        else:
-            found = few_rows.multiply(x, matrix, bias, tiles, splits, norm=norm)
-        assert relative_error(found, exact) < TOLERANCES[dtype]
         hidden = torch.randn(rows, outputs).to(device, dtype)
-        added = hidden.double() + x.double() @ wide.T + (0 if bias is None else bias.double())
+        added = hidden.double() + found
+        onto = Onto(hidden, factor, EPS)
         if isinstance(matrix, NarrowWeights):
-            squares = linear.add_product(hidden, x, matrix, bias, tiles, splits)
+            out = linear.linear(before, matrix, bias, tiles, splits)
+            left = linear.add_product(x, matrix, bias, onto, tiles, splits)
         else:
-            squares = few_rows.add_product(hidden, x, matrix, bias, tiles, splits)
+            out = few_rows.multiply(before, matrix, bias, tiles, splits)
+            left = few_rows.add_product(x, matrix, bias, onto, tiles, splits)
+        assert relative_error(out, exact) < TOLERANCES[dtype]
         assert relative_error(hidden, added) < TOLERANCES[dtype]
-        assert squares.shape == (rows, -(-outputs // tiles.outputs))
-        assert relative_error(squares.sum(1), hidden.double().square().sum(1)) < TOLERANCES[torch.float32]
+        assert relative_error(left.rows, hidden.double() * factor.double()) < TOLERANCES[dtype]
+        assert left.squares.shape == (rows, -(-outputs // tiles.outputs))
+        assert (
+            relative_error(left.squares.sum(1), hidden.double().square().sum(1)) < TOLERANCES[torch.float32]
+        )
+        assert left.eps == EPS
 
 
 @pytest.mark.parametrize("rows", [1, 5])

@@ -21,6 +21,7 @@ def multiply(
     arrivals,
     output,
     norm_weight,
+    scaled,
     squares,
     rows,
     outputs,
@@ -47,9 +48,9 @@ def multiply(
 
     All rows are one tile. ``parts``: into how many a tile of inputs is cut, one for each warp, if not 1. With
     ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are, and ``gated``. ``ahead``: bytes of
-    each row of weights that are asked for while the kernel before runs. ``normed``: of the norm of ``x``, by
-    ``norm_weight`` and the sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in ``output``,
-    whose sums go to ``squares`` [rows, tiles].
+    each row of weights that are asked for while the kernel before runs. ``normed``: times what
+    makes norms of ``x``, by the sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in
+    ``output``; see ``finish`` for ``scaled``, and ``squares`` [rows, tiles].
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -75,7 +76,7 @@ def multiply(
         place = index[:, None].to(tl.int64) * inputs + column[None, :]
         inside = (index[:, None] < outputs) & (column[None, :] < inputs)
         tile_weight = tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
-        tile_x = inputs_tile(x, norm_weight, row, rows, start, inputs, x_stride, normed, False, tile_inputs)
+        tile_x = inputs_tile(x, row, rows, start, inputs, x_stride, False, tile_inputs)
         total += product(tile_weight, tile_x, tile_rows, tile_outputs, tile_inputs, parts)
     let_next(overlap, late)
     if parts > 1:
@@ -88,6 +89,8 @@ def multiply(
         partial,
         arrivals + tile,
         output,
+        norm_weight,
+        scaled,
         squares + row * tl.num_programs(0) + tile,
         before,
         index,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vlfit.engine.kernels import launch
 from vlfit.engine.kernels.launch import ahead, arrivals, overlapping
-from vlfit.engine.kernels.norm import Norm, choices, numbers, pointers
+from vlfit.engine.kernels.norm import Onto, Scaled, choices, numbers, pointers
 
 FEW_ROWS = 16
 BUSY = 256  # programs that keep a card reading; fewer tiles than that are split
@@ -44,55 +44,54 @@ def splits_for(outputs: int, inputs: int, tiles: Tiles) -> int:
 
 
 def multiply(
-    x: Tensor,
+    x: Tensor | Scaled,
     weight: Tensor,
     bias: Tensor | None,
     tiles: Tiles | None = None,
     splits: int | None = None,
     gated: bool = False,
-    norm: Norm | None = None,
 ) -> Tensor:
     """``x`` [rows, inputs], at most ``FEW_ROWS``, times ``weight`` [outputs, inputs].T: [rows, outputs].
 
     ``gated``: the first half of the outputs are gates, and what comes is silu(gate) * other,
-    [rows, outputs / 2]. ``norm``: of the norms of the rows. Rows of ``x`` may lie apart. Allocates the output
-    and, for a product that is split, as much as all outputs in float32 for each split.
+    [rows, outputs / 2]. Rows of ``x`` may lie apart. Allocates the output and, for a product that is split,
+    as much as all outputs in float32 for each split.
     """
+    rows = x.rows if isinstance(x, Scaled) else x
     outputs = len(weight) // 2 if gated else len(weight)
-    output = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, output, tiles or tiles_for(x.dtype), splits, gated=gated, norm=norm)
+    output = torch.empty((len(rows), outputs), dtype=rows.dtype, device=rows.device)
+    _launch(x, weight, bias, output, tiles or tiles_for(rows.dtype), splits, gated=gated)
     return output
 
 
 def add_product(
-    hidden: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    onto: Onto,
     tiles: Tiles | None = None,
     splits: int | None = None,
-) -> Tensor:
-    """Adds to ``hidden`` [rows, outputs], in place, what ``multiply`` gives.
-
-    Gives the sums of squares of what comes of it (``norm.py``), [rows, tiles].
-    """
+) -> Scaled:
+    """Adds to the rows of ``onto``, in place, what ``multiply`` gives; what comes is ready for the next."""
     tiles = tiles or tiles_for(x.dtype)
-    squares = torch.empty((len(x), -(-len(weight) // tiles.outputs)), dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, hidden, tiles, splits, squares=squares)
-    return squares
+    left = onto.scaled(tiles.outputs)
+    _launch(x, weight, bias, onto.hidden, tiles, splits, onto=onto, left=left)
+    return left
 
 
 def _launch(
-    x: Tensor,
+    x: Tensor | Scaled,
     weight: Tensor,
     bias: Tensor | None,
     output: Tensor,
     tiles: Tiles,
     splits: int | None,
     gated: bool = False,
-    norm: Norm | None = None,
-    squares: Tensor | None = None,
+    onto: Onto | None = None,
+    left: Scaled | None = None,
 ) -> None:
+    norm = x if isinstance(x, Scaled) else None
+    x = x.rows if isinstance(x, Scaled) else x
     rows, inputs = x.shape
     outputs = len(weight)
     splits = splits or splits_for(outputs, inputs, tiles)
@@ -115,7 +114,7 @@ def _launch(
         partial,
         arrivals(x.device),
         output,
-        *pointers(x, norm, squares),
+        *pointers(x, norm, onto, left),
         rows,
         outputs,
         inputs,
@@ -124,7 +123,7 @@ def _launch(
         *numbers(norm),
         has_bias=bias is not None,
         gated=gated,
-        **choices(norm, squares),
+        **choices(norm, onto),
         tile_rows=8 if rows <= 8 else 16,
         tile_outputs=tiles.outputs,
         tile_inputs=tiles.inputs,

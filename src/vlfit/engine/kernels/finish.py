@@ -16,6 +16,8 @@ def finish(
     partial,
     arrived,
     output,
+    norm_weight,
+    scaled,
     squares,
     before,
     index,
@@ -30,8 +32,8 @@ def finish(
 ):
     """``total`` [tile of outputs, tile of rows] float32 to ``output`` [rows, outputs], at ``index``, ``row``.
 
-    ``adds``: it is added to ``before``, what stands there, and the sums of the squares of what becomes of
-    that go to ``squares`` [tile of rows], where the sums of this tile of outputs belong.
+    ``adds``: it is added to ``before``, what stands there. What becomes of that goes times ``norm_weight``
+    [outputs] to ``scaled`` [rows, outputs], too, and its squares are summed up in ``squares`` [tile of rows].
 
     ``gated``: the outputs are gates and as many others (``tile_index``), and ``output`` [rows, outputs / 2]
     is silu(gate) * other, rounded where ``row_steps.silu_and_multiply`` rounds.
@@ -55,6 +57,8 @@ def finish(
                 total,
                 bias,
                 output,
+                norm_weight,
+                scaled,
                 squares,
                 before,
                 place,
@@ -72,6 +76,8 @@ def finish(
             total,
             bias,
             output,
+            norm_weight,
+            scaled,
             squares,
             before,
             place,
@@ -91,6 +97,8 @@ def write(
     total,
     bias,
     output,
+    norm_weight,
+    scaled,
     squares,
     before,
     place,
@@ -122,6 +130,8 @@ def write(
         rounded = (before.to(tl.float32) + rounded.to(tl.float32)).to(rounded.dtype)
         tl.store(output + place, rounded, mask=inside)
         wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+        factor = tl.load(norm_weight + index, mask=index < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(scaled + place, (wide * factor).to(rounded.dtype), mask=inside)
         tl.store(squares, tl.sum(wide * wide, 0), mask=row < rows)
     else:
         tl.store(output + place, rounded, mask=inside)

@@ -16,7 +16,7 @@ from torch import Tensor
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.engine.kernels import launch
 from vlfit.engine.kernels.launch import ahead, arrivals, overlapping
-from vlfit.engine.kernels.norm import Norm, choices, numbers, pointers
+from vlfit.engine.kernels.norm import Onto, Scaled, choices, numbers, pointers
 from vlfit.plan import tiles as plan
 from vlfit.plan.tiles import Tiles
 
@@ -81,56 +81,54 @@ def tiles_for(rows: int, weights: NarrowWeights, dtype: torch.dtype) -> Tiles:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Scaled,
     weights: NarrowWeights,
     bias: Tensor | None,
     tiles: Tiles | None = None,
     splits: int | None = None,
     hardware: bool | None = None,
     gated: bool = False,
-    norm: Norm | None = None,
 ) -> Tensor:
     """``x`` [rows, inputs] (rows may lie apart) times ``weights``: [rows, outputs] in the dtype of ``x``.
 
     ``gated``, for at most ``WIDEN_ROWS`` rows: the first half of the outputs are gates, and what comes is
-    silu(gate) * other, [rows, outputs / 2]. ``norm``, likewise: of the norms of the rows.
+    silu(gate) * other, [rows, outputs / 2]. Rows before their norm are as few.
     Allocates the output; for a product that is split as much as all outputs in float32 for each split; for
     one of more than ``WIDEN_ROWS`` rows ``SCRATCH_BYTES``. ``tiles``, ``splits`` and ``hardware`` (whether
     the card converts float8 itself) are chosen if not given.
     """
-    rows = len(x)
+    all_rows = x.rows if isinstance(x, Scaled) else x
+    rows = len(all_rows)
     width = weights.outputs // 2 if gated else weights.outputs
-    output = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    output = torch.empty((rows, width), dtype=all_rows.dtype, device=all_rows.device)
     if rows == 0:
         return output
     if hardware is None:
-        hardware = converts_float8(x.device)
+        hardware = converts_float8(all_rows.device)
     if rows > WIDEN_ROWS and tiles is None:
-        _by_slices(x, weights, bias, output, hardware)
+        _by_slices(all_rows, weights, bias, output, hardware)
         return output
-    tiles = tiles or tiles_for(rows, weights, x.dtype)
-    _launch_matmul(x, weights, bias, output, tiles, splits, hardware, gated=gated, norm=norm)
+    tiles = tiles or tiles_for(rows, weights, all_rows.dtype)
+    _launch_matmul(x, weights, bias, output, tiles, splits, hardware, gated=gated)
     return output
 
 
 def add_product(
-    hidden: Tensor,
     x: Tensor,
     weights: NarrowWeights,
     bias: Tensor | None,
+    onto: Onto,
     tiles: Tiles | None = None,
     splits: int | None = None,
-) -> Tensor:
-    """Adds to ``hidden`` [rows, outputs], at most ``WIDEN_ROWS`` rows, in place, what ``linear`` gives.
-
-    Gives the sums of squares of what comes of it (``norm.py``), [rows, tiles].
+) -> Scaled:
+    """Adds to the rows of ``onto``, at most ``WIDEN_ROWS``, in place, what ``linear`` gives; what comes is
+    ready for the next.
     """
     tiles = tiles or tiles_for(len(x), weights, x.dtype)
-    columns = -(-weights.outputs // tiles.outputs)
-    squares = torch.empty((len(x), columns), dtype=torch.float32, device=x.device)
+    left = onto.scaled(tiles.outputs)
     hardware = converts_float8(x.device)
-    _launch_matmul(x, weights, bias, hidden, tiles, splits, hardware, squares=squares)
-    return squares
+    _launch_matmul(x, weights, bias, onto.hidden, tiles, splits, hardware, onto=onto, left=left)
+    return left
 
 
 @cache
@@ -201,7 +199,7 @@ def widen_rows(weights: NarrowWeights, first: int, wide: Tensor, hardware: bool)
 
 
 def _launch_matmul(
-    x: Tensor,
+    x: Tensor | Scaled,
     weights: NarrowWeights,
     bias: Tensor | None,
     output: Tensor,
@@ -209,9 +207,11 @@ def _launch_matmul(
     splits: int | None,
     hardware: bool,
     gated: bool = False,
-    norm: Norm | None = None,
-    squares: Tensor | None = None,
+    onto: Onto | None = None,
+    left: Scaled | None = None,
 ) -> None:
+    norm = x if isinstance(x, Scaled) else None
+    x = x.rows if isinstance(x, Scaled) else x
     rows, outputs = len(x), weights.outputs
     splits = splits or plan.splits_for(rows, outputs, weights.inputs, tiles)
     partial = output
@@ -238,7 +238,7 @@ def _launch_matmul(
         partial,
         arrivals(x.device),
         output,
-        *pointers(x, norm, squares),
+        *pointers(x, norm, onto, left),
         rows,
         outputs,
         codes.shape[1],
@@ -250,7 +250,7 @@ def _launch_matmul(
         by_hand=by_hand(x.device),
         has_bias=bias is not None,
         gated=gated,
-        **choices(norm, squares),
+        **choices(norm, onto),
         span=min(weights.span, tiles.inputs),
         apart=apart,
         one_scale=not apart and weights.scale.shape[1] == 1,

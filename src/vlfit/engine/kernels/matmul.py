@@ -40,6 +40,7 @@ def matmul(
     arrivals,
     output,
     norm_weight,
+    scaled,
     squares,
     rows,
     outputs,
@@ -83,9 +84,9 @@ def matmul(
     Where a part of a tile shares its scale, codes are multiplied as they are and the scale is applied to the
     sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``one_scale``: all
     inputs share one. ``apart``: one row of int4 (``apart_sums``). ``ahead``: bytes of each row of codes that
-    are asked for while the kernel before runs. ``normed``: of the norm of ``x``, by ``norm_weight`` and the
-    sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in ``output``, whose sums go to
-    ``squares`` [rows, tiles].
+    are asked for while the kernel before runs. ``normed``: times what makes norms of ``x``, by the
+    sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in ``output``; see ``finish`` for
+    ``scaled``, and ``squares`` [rows, tiles].
     """
     in_word: tl.constexpr = 8 if form == "int4" else 4 if form == "int8" else 1
     inputs = code_columns * in_word
@@ -116,7 +117,6 @@ def matmul(
         if apart:
             total += apart_sums(
                 x,
-                norm_weight,
                 codes,
                 scale,
                 zero_point,
@@ -127,7 +127,6 @@ def matmul(
                 scale_columns,
                 by_hand,
                 has_zero_point,
-                normed,
                 scale_width,
                 span,
                 whole,
@@ -139,7 +138,6 @@ def matmul(
         else:
             total += sums(
                 x,
-                norm_weight,
                 codes,
                 scale,
                 zero_point,
@@ -155,7 +153,6 @@ def matmul(
                 hardware,
                 by_hand,
                 has_zero_point,
-                normed,
                 scale_rows,
                 scale_width,
                 span,
@@ -185,6 +182,8 @@ def matmul(
         partial,
         arrivals + tl.program_id(0),
         output,
+        norm_weight,
+        scaled,
         squares + written * (tl.num_programs(0) // row_tiles) + tl.program_id(0) // row_tiles,
         before,
         output_index,
@@ -202,7 +201,6 @@ def matmul(
 @triton.jit
 def sums(
     x,
-    norm_weight,
     codes,
     scale,
     zero_point,
@@ -218,7 +216,6 @@ def sums(
     hardware: tl.constexpr,
     by_hand: tl.constexpr,
     has_zero_point: tl.constexpr,
-    normed: tl.constexpr,
     scale_rows: tl.constexpr,
     scale_width: tl.constexpr,
     span: tl.constexpr,
@@ -232,7 +229,7 @@ def sums(
     """What the tile of inputs from ``start`` on adds: ``product``, with scales but for ``one_scale``."""
     part_width: tl.constexpr = tile_inputs // parts
     spans: tl.constexpr = tile_inputs // span
-    x_tile = inputs_tile(x, norm_weight, row, rows, start, inputs, x_stride, normed, whole, tile_inputs)
+    x_tile = inputs_tile(x, row, rows, start, inputs, x_stride, whole, tile_inputs)
     group = groups_of(start, scale_width, span, spans)
     if form == "int4":
         x_tile = shuffle(x_tile, tile_rows, tile_inputs)
@@ -296,7 +293,6 @@ def sums(
 @triton.jit
 def apart_sums(
     x,
-    norm_weight,
     codes,
     scale,
     zero_point,
@@ -307,7 +303,6 @@ def apart_sums(
     groups,
     by_hand: tl.constexpr,
     has_zero_point: tl.constexpr,
-    normed: tl.constexpr,
     scale_width: tl.constexpr,
     span: tl.constexpr,
     whole: tl.constexpr,
@@ -332,11 +327,6 @@ def apart_sums(
     x_place = (start + column)[None, :] + tl.zeros((columns, 1), tl.int32)
     x_tile = tl.load(x + x_place, mask=mine if whole else mine & known[None, :], other=0.0)
     dtype: tl.constexpr = x_tile.dtype
-    share = tl.load(x + start + column, mask=known, other=0.0).to(tl.float32)
-    if normed:
-        factor = tl.load(norm_weight + start + column, mask=known, other=0.0).to(tl.float32)
-        x_tile = (x_tile.to(tl.float32) * factor[None, :]).to(dtype)
-        share = (share * factor).to(dtype).to(tl.float32)
     code = marked_codes(
         codes, output_index, start, outputs, inputs, dtype, True, tile_outputs, tile_inputs, by_hand, whole
     )
@@ -346,6 +336,7 @@ def apart_sums(
     x_tile = shuffle(x_tile, columns, tile_inputs)
     found = product(code, x_tile, columns, tile_outputs, tile_inputs, parts)
     # [shares], of which ``columns`` belong to each part
+    share = tl.load(x + start + column, mask=known, other=0.0).to(tl.float32)
     share = tl.sum(tl.reshape(share, (parts * columns, width)), 1)
     spans: tl.constexpr = tile_inputs // span
     group = groups_of(start, scale_width, span, spans)

@@ -49,29 +49,20 @@ def product(
 @triton.jit
 def inputs_tile(
     x,
-    norm_weight,
     row,
     rows,
     start,
     inputs,
     x_stride,
-    normed: tl.constexpr,
     whole: tl.constexpr,
     tile_inputs: tl.constexpr,
 ):
-    """The inputs from ``start`` on of the rows ``row``: [rows of the tile, tile_inputs], 0 outside.
-
-    ``normed``: times ``norm_weight`` [inputs]. What else a norm is, ``shrink`` says.
-    """
+    """The inputs from ``start`` on of the rows ``row``: [rows of the tile, tile_inputs], 0 outside."""
     column = start + tl.arange(0, tile_inputs)
     inside = row[:, None] < rows
     if not whole:
         inside = inside & (column[None, :] < inputs)
-    tile = tl.load(x + row[:, None].to(tl.int64) * x_stride + column[None, :], mask=inside, other=0.0)
-    if normed:
-        factor = tl.load(norm_weight + column, mask=column < inputs, other=0.0)
-        tile = (tile.to(tl.float32) * factor.to(tl.float32)[None, :]).to(tile.dtype)
-    return tile
+    return tl.load(x + row[:, None].to(tl.int64) * x_stride + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -84,7 +75,7 @@ def squares_of(squares, row, rows, square_tiles, tile_squares: tl.constexpr):
 
 @triton.jit
 def shrink(found, inputs, eps):
-    """What sums over rows times a norm's weight are multiplied by, that the rows become their norms: [rows].
+    """What sums over rows are multiplied by, that the rows become their norms: [rows].
 
     ``found`` [rows, some] are sums of squares of ``inputs`` numbers.
     """
