@@ -192,7 +192,8 @@ class Reply:
         if not self._with_logprobs:
             return None
         content = [
-            {**_token(each), "top_logprobs": [_token(other) for other in each.top]} for each in logprobs
+            {**token_facts(each), "top_logprobs": [token_facts(other) for other in each.top]}
+            for each in logprobs
         ]
         return {"content": content, "refusal": None}
 
@@ -217,7 +218,9 @@ class Reply:
     def _extras(self) -> dict[str, Any]:
         return {
             "images": [asdict(image) for image in self._images],
-            "timings": _merge([choice.timings for choice in self.choices if choice.timings is not None]),
+            "timings": merged_timings(
+                [choice.timings for choice in self.choices if choice.timings is not None]
+            ),
             "finish_reasons": [choice.finish_reason for choice in self.choices],
             "ignored": list(self._ignored),
         }
@@ -239,7 +242,7 @@ def _call(call_id: str, call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _token(logprob: TokenLogprob) -> dict[str, Any]:
+def token_facts(logprob: TokenLogprob) -> dict[str, Any]:
     """A token that is a part of a character has no text of its own, so its bytes are not told."""
     whole = "\ufffd" not in logprob.token
     return {
@@ -250,7 +253,7 @@ def _token(logprob: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def _merge(timings: list[Timings]) -> dict[str, float] | None:
+def merged_timings(timings: list[Timings]) -> dict[str, float] | None:
     """The timings of all choices as one: from the first that began to the last that ended."""
     if not timings:
         return None

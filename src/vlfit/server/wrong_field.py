@@ -3,11 +3,13 @@
 Knows: pydantic's errors, and which of their steps say nothing to the sender. Does not know what fields mean.
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from vlfit.errors import InvalidRequest
+from vlfit.errors import InvalidRequest, VlfitError
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -27,6 +29,20 @@ def read_body_as(kind: type[Body], body: bytes) -> Body:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise _explain(error) from None
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the field that was sent: ``names`` has it by the one that it was taken for."""
+    try:
+        yield
+    except VlfitError as error:
+        for taken, sent in names.items():
+            if error.param is not None and (
+                error.param == taken or error.param.startswith((f"{taken}[", f"{taken}."))
+            ):
+                error.param = sent
+        raise
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
