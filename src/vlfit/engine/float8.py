@@ -14,7 +14,7 @@ BIAS = 127  # a scale of 1, as in the exponents of float32
 # Rows below 2^-24 of all are as good as 0. Above, a scale has an inverse that is a normal float32, on cards
 # too whose codes are read as a 256th of what they are (``kernels/unpack.py``).
 LEAST, MOST = BIAS - 32, BIAS + 118
-NOT_FINITE = 255  # the scale of a row that has an infinity or NaN: infinite, so that all of it is
+NOT_FINITE = 255  # the scale of a row that has an infinity or NaN: all of it reads as NaN
 
 
 def narrowed(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,4 +37,5 @@ def widened(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """What ``codes`` [..., width] stand for at ``scales`` [...]."""
     numbers = codes.view(torch.float8_e4m3fn).float()
     factor = (scales.to(torch.int32) << 23).view(torch.float32)
+    factor.masked_fill_(scales == NOT_FINITE, torch.nan)
     return numbers.mul_(factor[..., None]).to(dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vlfit.engine.kernels.fused import Fresh, rotate_and_store
 from vlfit.engine.kernels.launch import arrivals, asked_for, overlapping, power_of_two
+from vlfit.engine.kernels.linear import by_hand, converts_float8
 
 ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockPlan.spans``
 
@@ -68,13 +69,15 @@ def attend(
     keys: Tensor,
     values: Tensor,
     plan: BlockPlan,
+    scales: tuple[Tensor, Tensor] | None = None,
     *,
     later: Tensor | None = None,
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """What the queries of ``fresh`` find, [rows, heads * head_dim]; its own keys and values go to ``keys``
-    and ``values`` [slots, key_heads, head_dim] of a layer.
+    and ``values`` [slots, key_heads, head_dim] of a layer: numbers, or with ``scales`` [slots, key_heads] of
+    either codes of FP8, uint8.
 
     Allocates the answer; where there are chunks of prompts the queries; for sequences that decode ``splits``
     times (head_dim + 2) float32 for each head. ``later``: weights that are read soon, but not by the next
@@ -87,9 +90,9 @@ def attend(
     output = torch.empty((rows, heads * head_dim), dtype=joined.dtype, device=joined.device)
     if plan.longest:
         # Rows that decode are turned with the others, and once more below: they are few.
-        query = rotate_and_store(fresh, plan.write_slots, keys, values)
+        query = rotate_and_store(fresh, plan.write_slots, keys, values, scales)
         if joined.device.type != "meta":
-            _launch_prefill(query, keys, values, plan, output, tiles or prefill_tiles(joined.dtype))
+            _launch_prefill(query, keys, values, scales, plan, output, tiles or prefill_tiles(joined.dtype))
         del query
     if plan.decoding:
         from_splits = (plan.decoding, heads, splits or decode_splits(plan.decoding))
@@ -97,7 +100,7 @@ def attend(
         extremes = torch.empty((*from_splits, 2), dtype=torch.float32, device=joined.device)
         if joined.device.type != "meta":
             tiles = tiles or decode_tiles(joined.dtype)
-            _launch_decode(fresh, keys, values, plan, partial, extremes, output, later, tiles)
+            _launch_decode(fresh, keys, values, scales, plan, partial, extremes, output, later, tiles)
     return output
 
 
@@ -105,6 +108,7 @@ def _launch_decode(
     fresh: Fresh,
     keys: Tensor,
     values: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
     plan: BlockPlan,
     partial: Tensor,
     extremes: Tensor,
@@ -126,6 +130,7 @@ def _launch_decode(
         plan.write_slots,
         keys,
         values,
+        *(scales or (keys, values)),
         plan.table,
         plan.spans,
         partial,
@@ -153,7 +158,13 @@ def _launch_decode(
 
 
 def _launch_prefill(
-    query: Tensor, keys: Tensor, values: Tensor, plan: BlockPlan, output: Tensor, tiles: Tiles
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    plan: BlockPlan,
+    output: Tensor,
+    tiles: Tiles,
 ) -> None:
     from vlfit.engine.kernels.prefill_attention import prefill
 
@@ -162,6 +173,7 @@ def _launch_prefill(
         query,
         keys,
         values,
+        *(scales or (keys, values)),
         plan.table[plan.decoding :],
         plan.spans[plan.decoding :],
         output,
@@ -184,6 +196,9 @@ def _sizes(heads: int, keys: Tensor, plan: BlockPlan) -> dict[str, int | float]:
         "block_size": plan.block_size,
         "tile_dim": max(power_of_two(head_dim), 16),
         "factor": head_dim**-0.5 * math.log2(math.e),
+        "narrow": keys.dtype == torch.uint8,
+        "hardware": keys.dtype == torch.uint8 and converts_float8(keys.device),
+        "by_hand": keys.dtype == torch.uint8 and by_hand(keys.device),
     }
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from vlfit.engine.kernels.overlap import ask_for, wait
 from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.row_steps import turned
+from vlfit.engine.kernels.stored import exponent_of, factor_of, inverse_of, narrowed, numbers
 
 LEAST = tl.constexpr(-1e30)  # below any score
 
@@ -27,6 +28,8 @@ def decode(
     slots,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     spans,
     partial,
@@ -52,18 +55,23 @@ def decode(
     tile_tokens: tl.constexpr,
     tile_dim: tl.constexpr,
     factor: tl.constexpr,
+    narrow: tl.constexpr,
+    hardware: tl.constexpr,
+    by_hand: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """``output`` [sequences, heads, head_dim]; what is normalized and turned as in ``row_steps.py``.
 
     ``joined`` [sequences, heads + 2 * key_heads, head_dim], ``keys`` and ``values`` [slots, key_heads,
-    head_dim]. ``spans`` [sequences, 3] holds row, new tokens (1) and past of each; ``factor`` turns products
-    of queries and keys into powers of two. With ``splits`` > 1 ``partial`` is [sequences, heads, splits,
-    head_dim], ``extremes`` [sequences, heads, splits, 2], both float32, and ``arrivals`` counts the programs
-    of each sequence and key head: 0 before the first and after the last. The first ``sharing`` programs have
-    the past, the last one has the newest token. A row whose slot is negative leaves
-    nothing in the cache, and its answer is zeros. Memory has time here: each thread asks for ``later_size``
-    bytes of ``later``, weights of a product to come, ``later_step`` bytes behind the thread before it.
+    head_dim]. ``narrow``: these are codes of FP8, and ``key_scales`` and ``value_scales`` [slots, key_heads]
+    belong to them; ``hardware`` and ``by_hand`` as in ``stored.py``. ``spans`` [sequences, 3] holds row, new
+    tokens (1) and past of each; ``factor`` turns products of queries and keys into powers of two. With
+    ``splits`` > 1 ``partial`` is [sequences, heads, splits, head_dim], ``extremes`` [sequences, heads,
+    splits, 2], both float32, and ``arrivals`` counts the programs of each sequence and key head: 0 before the
+    first and after the last. The first ``sharing`` programs have the past, the last one has the newest token.
+    A row whose slot is negative leaves nothing in the cache, and its answer is zeros. Memory has time here:
+    each thread asks for ``later_size`` bytes of ``later``, weights of a product to come, ``later_step`` bytes
+    behind the thread before it.
     """
     sequence = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -80,10 +88,13 @@ def decode(
     end = tl.minimum(begin + share, past)
     blocks = table + sequence * table_stride
     token = begin + tl.arange(0, tile_tokens)
-    place = places(blocks, token, end, key_head, key_heads, block_size, head_dim) + dim
+    cell = cells(blocks, token, end, key_head, key_heads, block_size)
+    place = cell[:, None] * head_dim + dim
     there = dim < head_dim
-    key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0.0)
-    value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0.0)
+    key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0)
+    value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0)
+    key_scale = scale_at(key_scales, cell, token < end, narrow)
+    value_scale = scale_at(value_scales, cell, token < end, narrow)
     wait(overlap)
     if has_later:
         program = (sequence * key_heads + key_head) * splits + split
@@ -106,6 +117,8 @@ def decode(
         rotated,
         has_norm,
     )
+    if narrow and asked.dtype != tl.float32:
+        asked = asked.to(tl.float16)  # as codes become
     largest = tl.full((tile_heads,), LEAST, tl.float32)
     weight_sum = tl.zeros((tile_heads,), tl.float32)
     mixed = tl.zeros((tile_heads, tile_dim), tl.float32)
@@ -123,24 +136,69 @@ def decode(
             has_norm,
         )
         new_value = tl.load(own + (heads + key_heads + key_head) * head_dim, mask=there, other=0.0)
-        kept = (slot * key_heads + key_head) * head_dim + dim
+        new_cell = slot * key_heads + key_head
+        kept = new_cell * head_dim + dim
+        if narrow:  # it sees itself as all after it will
+            new_key, new_key_scale = narrowed(new_key)
+            new_value, new_value_scale = narrowed(new_value)
+            one = new_cell + tl.arange(0, 1)[:, None]
+            tl.store(key_scales + one, new_key_scale)
+            tl.store(value_scales + one, new_value_scale)
         tl.store(keys + kept, new_key, mask=there)
         tl.store(values + kept, new_value, mask=there)
+        if narrow:
+            new_key = numbers(new_key, asked.dtype, hardware, by_hand)
+            new_value = numbers(new_value, asked.dtype, hardware, by_hand)
         largest = tl.sum(asked.to(tl.float32) * new_key.to(tl.float32), 1) * factor
-        weight_sum = tl.full((tile_heads,), 1.0, tl.float32)
         mixed += new_value.to(tl.float32)
+        if narrow:
+            new_key_scale, new_value_scale = (
+                tl.reshape(new_key_scale, (1,)),
+                tl.reshape(new_value_scale, (1,)),
+            )
+            largest = largest * factor_of(new_key_scale, hardware) + exponent_of(new_value_scale, hardware)
+            weight_sum += inverse_of(new_value_scale, hardware)
+        else:
+            weight_sum += 1.0
     if begin < end:
-        largest, weight_sum, mixed = seen(asked, key, value, token < end, largest, weight_sum, mixed, factor)
+        largest, weight_sum, mixed = seen(
+            asked,
+            key,
+            value,
+            key_scale,
+            value_scale,
+            token < end,
+            largest,
+            weight_sum,
+            mixed,
+            factor,
+            narrow,
+            hardware,
+            by_hand,
+        )
     if (
         begin + tile_tokens < end
     ):  # apart from the loop, which makes itself ready even if it has nothing to do
         for first in range(begin + tile_tokens, end, tile_tokens):
             token = first + tl.arange(0, tile_tokens)
-            place = places(blocks, token, end, key_head, key_heads, block_size, head_dim) + dim
-            key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0.0)
-            value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0.0)
+            cell = cells(blocks, token, end, key_head, key_heads, block_size)
+            place = cell[:, None] * head_dim + dim
+            key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0)
+            value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0)
             largest, weight_sum, mixed = seen(
-                asked, key, value, token < end, largest, weight_sum, mixed, factor
+                asked,
+                key,
+                value,
+                scale_at(key_scales, cell, token < end, narrow),
+                scale_at(value_scales, cell, token < end, narrow),
+                token < end,
+                largest,
+                weight_sum,
+                mixed,
+                factor,
+                narrow,
+                hardware,
+                by_hand,
             )
     cell = sequence * heads + first_head
     if splits > 1:
@@ -161,30 +219,57 @@ def decode(
 
 
 @triton.jit
-def places(
+def cells(
     blocks,
     token,
     end,
     key_head,
     key_heads: tl.constexpr,
     block_size: tl.constexpr,
-    head_dim: tl.constexpr,
 ):
-    """Where the keys, and the values, of each ``token`` [tokens] begin, [tokens, 1]."""
+    """Which row of the cache each ``token`` [tokens] has at ``key_head``: of keys, values and scales."""
     block = tl.load(blocks + token // block_size, mask=token < end, other=0)
     slot = (block * block_size + token % block_size).to(tl.int64)
-    return ((slot * key_heads + key_head) * head_dim)[:, None]
+    return slot * key_heads + key_head
 
 
 @triton.jit
-def seen(asked, key, value, known, largest, weight_sum, mixed, factor: tl.constexpr):
+def scale_at(scales, cell, known, narrow: tl.constexpr):
+    """Scales of the rows ``cell`` [tokens], 1 for those that are not ``known``; nothing if not ``narrow``."""
+    return tl.load(scales + cell, mask=known, other=127) if narrow else known
+
+
+@triton.jit
+def seen(
+    asked,
+    key,
+    value,
+    key_scale,
+    value_scale,
+    known,
+    largest,
+    weight_sum,
+    mixed,
+    factor: tl.constexpr,
+    narrow: tl.constexpr,
+    hardware: tl.constexpr,
+    by_hand: tl.constexpr,
+):
     """Largest scores, sums of weights and weighted values, with a tile of tokens more: those ``known``."""
-    score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
+    if narrow:
+        key = numbers(key, asked.dtype, hardware, by_hand)
+        value = numbers(value, asked.dtype, hardware, by_hand)
+        score = tl.dot(asked, tl.trans(key), input_precision="ieee")
+        score = score * (factor_of(key_scale, hardware) * factor)[None, :]
+        score += exponent_of(value_scale, hardware)[None, :]
+    else:
+        score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
     score = tl.where(known[None, :], score, float("-inf"))
     larger = tl.maximum(largest, tl.max(score, 1))
     power = tl.exp2(score - larger[:, None])
     shrink = tl.exp2(largest - larger)
-    weight_sum = weight_sum * shrink + tl.sum(power, 1)
+    weight = power * inverse_of(value_scale, hardware)[None, :] if narrow else power
+    weight_sum = weight_sum * shrink + tl.sum(weight, 1)
     mixed = tl.dot(power.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
     return larger, weight_sum, mixed
 
@@ -231,8 +316,6 @@ def merge(
 
 @triton.jit
 def write(output, head, weight_sum, mixed, dim, inside, head_dim: tl.constexpr):
-    """``mixed`` to the rows ``head`` of ``output``. The largest score weighs 1, so a sum of less than that is
-    the sum of no token at all.
-    """
-    answer = mixed / tl.maximum(weight_sum, 0.5)[:, None]
+    """``mixed`` to the rows ``head`` of ``output``; zeros where no token was seen: then nothing weighs."""
+    answer = mixed / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
     tl.store(output + head[:, None] * head_dim + dim, answer.to(output.dtype.element_ty), mask=inside)

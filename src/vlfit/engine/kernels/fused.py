@@ -56,11 +56,17 @@ class Fresh:
     eps: float
 
 
-def rotate_and_store(fresh: Fresh, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def rotate_and_store(
+    fresh: Fresh,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Queries [rows, heads, head_dim] of ``fresh``, normalized and rotated; keys and values to the cache.
 
     ``slots`` [rows], negative for a row that leaves nothing, ``keys`` and ``values`` [slots, key_heads,
-    head_dim] of one layer.
+    head_dim] of one layer; with ``scales`` [slots, key_heads] of either they are codes of FP8, uint8.
     """
     joined, norm_weight = fresh.joined, fresh.norm_weight
     rows, heads, head_dim = joined.shape
@@ -77,6 +83,7 @@ def rotate_and_store(fresh: Fresh, slots: Tensor, keys: Tensor, values: Tensor) 
             slots,
             keys,
             values,
+            *(scales or (keys, values)),
             query,
             fresh.eps,
             query_heads=heads - 2 * key_heads,
@@ -86,6 +93,7 @@ def rotate_and_store(fresh: Fresh, slots: Tensor, keys: Tensor, values: Tensor) 
             has_norm=norm_weight is not None,
             tile_heads=_HEADS,
             tile=power_of_two(head_dim),
+            narrow=scales is not None,
             num_warps=4,
             **overlapping(joined.device),
         )

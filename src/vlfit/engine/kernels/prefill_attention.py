@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.quick import quick
+from vlfit.engine.kernels.stored import exponent_of, factor_of, inverse_of, numbers
 
 
 @quick
@@ -16,6 +17,8 @@ def prefill(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     spans,
     output,
@@ -29,11 +32,15 @@ def prefill(
     tile_tokens: tl.constexpr,
     tile_dim: tl.constexpr,
     factor: tl.constexpr,
+    narrow: tl.constexpr,
+    hardware: tl.constexpr,
+    by_hand: tl.constexpr,
 ):
     """``output`` [rows, heads, head_dim]: token i of a chunk sees the past and the chunk up to itself.
 
     ``spans`` [chunks, 3] holds first row, tokens and past of each chunk; ``factor`` turns products of
-    ``query`` and ``keys`` [slots, key_heads, head_dim] into powers of two. One program for ``tile_rows``
+    ``query`` and ``keys`` [slots, key_heads, head_dim] into powers of two. Keys and values may be ``narrow``,
+    as in ``decode_attention.py``. One program for ``tile_rows``
     rows of one head of one chunk; those past the end of a short chunk do nothing.
     """
     head = tl.program_id(1)
@@ -50,6 +57,8 @@ def prefill(
         inside = (row[:, None] < tokens) & (dim[None, :] < head_dim)
         place = (first_row + row[:, None]).to(tl.int64) * query_stride + head * head_dim + dim[None, :]
         asked = tl.load(query + place, mask=inside, other=0.0)
+        if narrow and asked.dtype != tl.float32:
+            asked = asked.to(tl.float16)
         largest = tl.full((tile_rows,), float("-inf"), tl.float32)
         weight_sum = tl.zeros((tile_rows,), tl.float32)
         mixed = tl.zeros((tile_rows, tile_dim), tl.float32)
@@ -58,17 +67,32 @@ def prefill(
             token = first + tl.arange(0, tile_tokens)
             block = tl.load(table + chunk * table_stride + token // block_size, mask=token < end, other=0)
             slot = (block * block_size + token % block_size).to(tl.int64)
-            kept = (slot[:, None] * key_heads + key_head) * head_dim + dim[None, :]
+            cell = slot * key_heads + key_head
+            kept = cell[:, None] * head_dim + dim[None, :]
             there = (token[:, None] < end) & (dim[None, :] < head_dim)
-            key = tl.load(keys + kept, mask=there, other=0.0)
-            score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
+            key = tl.load(keys + kept, mask=there, other=0)
+            if narrow:
+                key_scale = tl.load(key_scales + cell, mask=token < end, other=127)
+                value_scale = tl.load(value_scales + cell, mask=token < end, other=127)
+                key = numbers(key, asked.dtype, hardware, by_hand)
+                score = tl.dot(asked, tl.trans(key), input_precision="ieee")
+                score = score * (factor_of(key_scale, hardware) * factor)[None, :]
+                score += exponent_of(value_scale, hardware)[None, :]
+            else:
+                score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
             # Every row sees the first token, so no row is left without a finite score.
             score = tl.where(token[None, :] <= past + row[:, None], score, float("-inf"))
             larger = tl.maximum(largest, tl.max(score, 1))
             weight = tl.exp2(score - larger[:, None])
             shrink = tl.exp2(largest - larger)
-            weight_sum = weight_sum * shrink + tl.sum(weight, 1)
-            value = tl.load(values + kept, mask=there, other=0.0)
+            value = tl.load(values + kept, mask=there, other=0)
+            if narrow:
+                value = numbers(value, asked.dtype, hardware, by_hand)
+                weight_sum = weight_sum * shrink + tl.sum(
+                    weight * inverse_of(value_scale, hardware)[None, :], 1
+                )
+            else:
+                weight_sum = weight_sum * shrink + tl.sum(weight, 1)
             mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
             largest = larger
         mixed = mixed / weight_sum[:, None]

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from vlfit.engine.kernels.overlap import wait
 from vlfit.engine.kernels.quick import quick
+from vlfit.engine.kernels.stored import narrowed
 
 
 @quick
@@ -61,6 +62,8 @@ def rotate_and_store(
     slots,
     keys,
     values,
+    key_scales,
+    value_scales,
     query,
     eps,
     query_heads: tl.constexpr,
@@ -70,13 +73,15 @@ def rotate_and_store(
     has_norm: tl.constexpr,
     tile_heads: tl.constexpr,
     tile: tl.constexpr,
+    narrow: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """``tile_heads`` heads of a row of ``joined`` [rows, query_heads + 2 * key_heads, head_dim].
 
     Queries and keys are normalized and their first ``rotated`` elements turned; queries go to ``query``
     [rows, query_heads, head_dim], keys and values to the slot of the row in ``keys`` and ``values`` [slots,
-    key_heads, head_dim]. A row whose slot is negative leaves nothing in the cache.
+    key_heads, head_dim]; ``narrow``: as codes of FP8, with their scales to ``key_scales`` and
+    ``value_scales`` [slots, key_heads]. A row whose slot is negative leaves nothing in the cache.
     """
     wait(overlap)
     row = tl.program_id(0).to(tl.int64)
@@ -93,10 +98,19 @@ def rotate_and_store(
     )
     tl.store(query + (row * query_heads + head) * head_dim + dim, value, mask=in_turn & (head < query_heads))
     in_keys = in_turn & (head >= query_heads) & (slot >= 0)
-    tl.store(keys + (slot * key_heads + head - query_heads) * head_dim + dim, value, mask=in_keys)
+    key_cell = slot * key_heads + head - query_heads
     in_values = inside & (head >= query_heads + key_heads) & (slot >= 0)
-    place = (slot * key_heads + head - query_heads - key_heads) * head_dim + dim
-    tl.store(values + place, tl.load(source, mask=in_values, other=0.0), mask=in_values)
+    value_cell = key_cell - key_heads
+    other = tl.load(source, mask=in_values, other=0.0)
+    if narrow:
+        value, scale = narrowed(tl.where(head < query_heads + key_heads, value, other))
+        other = value
+        is_key = (head >= query_heads) & (head < query_heads + key_heads) & (slot >= 0)
+        is_value = (head >= query_heads + key_heads) & (head < query_heads + 2 * key_heads) & (slot >= 0)
+        tl.store(key_scales + key_cell, scale, mask=is_key)
+        tl.store(value_scales + value_cell, scale, mask=is_value)
+    tl.store(keys + key_cell * head_dim + dim, value, mask=in_keys)
+    tl.store(values + value_cell * head_dim + dim, other, mask=in_values)
 
 
 @triton.jit

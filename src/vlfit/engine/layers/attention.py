@@ -68,7 +68,7 @@ def paged_attention(
     Gives [rows, heads * head_dim]. ``later``: weights that are read soon (``attend``).
     """
     if isinstance(plan, BlockPlan):
-        return attend(fresh, cache.keys[layer], cache.values[layer], plan, later=later)
+        return attend(fresh, cache.keys[layer], cache.values[layer], plan, cache.scales(layer), later=later)
     query = rotate_and_store(fresh, plan.write_slots, layer, cache)
     return slot_attention(query, layer, cache, plan)
 
