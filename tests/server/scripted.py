@@ -18,6 +18,7 @@ class ScriptedPrepared:
     images: tuple[ImageSeen, ...]
     prompt_tokens: int
     image_tokens: int
+    most_tokens: int = 5
 
 
 @dataclass

@@ -58,6 +58,10 @@ class Prepared(Protocol):
     def prompt_tokens(self) -> int: ...
     @property
     def image_tokens(self) -> int: ...
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens a completion may have."""
+        ...
 
 
 class Ticket(Protocol):

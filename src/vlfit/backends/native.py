@@ -160,9 +160,9 @@ class NativeBackend:
     def _priced(self, prompt: "Prompt", sampling: SamplingParams, asked: float) -> "NativePrepared":
         engine = self._loop.engine
         priced = engine.price(prompt)
-        engine.max_tokens(priced.tokens, sampling)
+        most = engine.max_tokens(priced.tokens, sampling)
         engine.constraints.of(sampling.form)  # what is wrong with a form is found before anybody waits
-        return NativePrepared(priced, tuple(image.seen for image in prompt.images), asked)
+        return NativePrepared(priced, tuple(image.seen for image in prompt.images), asked, most)
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
         if not isinstance(prepared, NativePrepared):
@@ -194,6 +194,7 @@ class NativePrepared:
     priced: "PricedPrompt"
     images: tuple[ImageSeen, ...]
     asked: float
+    most_tokens: int
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,0 +1,114 @@
+"""``/openapi.json`` and ``/docs``, the price of a chat, the plan, and what the API does not have."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import NotFoundError
+from starlette.routing import Route
+
+from tests.server.harness import Running, running
+from tests.server.pictures import data_url, png
+from tests.server.scripted import ScriptedBackend
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.options import EngineOptions
+from vlfit.server.app import create_app
+from vlfit.server.openapi import document
+from vlfit.server.settings import ServerSettings
+from vlfit.server.status import expectation_of
+
+
+@pytest.fixture(scope="module")
+def mini() -> Iterator[NativeBackend]:
+    with NativeBackend.load("mini", EngineOptions(device="cpu", context=1024)) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def server(mini: NativeBackend) -> Iterator[Running]:
+    with running(mini, ServerSettings(expectation=expectation_of(mini, ()))) as running_server:
+        yield running_server
+
+
+def test_the_document_has_what_it_refers_to(server: Running) -> None:
+    told = httpx.get(f"{server.url}/openapi.json").json()
+    assert told == document()
+    names = set(re.findall(r"#/components/schemas/([A-Za-z_]+)", str(told)))
+    assert names <= set(told["components"]["schemas"])
+    assert {"ChatRequest", "ResponseRequest", "CompletionRequest", "Error"} <= names
+
+
+def test_the_document_and_the_routes_agree() -> None:
+    routes = create_app(ScriptedBackend()).routes
+    served = {
+        (route.path, method.lower())
+        for route in routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    }
+    told = {(path, method) for path, methods in document()["paths"].items() for method in methods}
+    assert told <= served
+    unsaid = {path for path, method in served - told if path.startswith("/v1/") and method != "head"}
+    assert unsaid == {"/v1/models/{name:path}", "/v1/embeddings"}
+
+
+def test_the_page_asks_nobody_for_anything(server: Running) -> None:
+    answer = httpx.get(f"{server.url}/docs")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert not re.search(r"(src|href)=.(https?:)?//", answer.text)
+    assert "<script" not in answer.text
+    for path in document()["paths"]:
+        assert path in answer.text
+    links = set(re.findall(r'href="#([^"]+)"', answer.text))
+    assert links <= set(re.findall(r'id="([^"]+)"', answer.text))
+
+
+def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
+    content = [*parts, {"type": "text", "text": "What is this?"}]
+    return {"messages": [{"role": "user", "content": content}], **fields}
+
+
+def test_a_price_is_what_the_request_then_costs(server: Running, mini: NativeBackend) -> None:
+    body = chat({"type": "image_url", "image_url": {"url": data_url(png("red", 300, 200))}}, max_tokens=7)
+    steps = mini.account().counters.steps
+    price = httpx.post(f"{server.url}/v1/vlfit/price", json={**body, "n": 2}).json()
+    assert mini.account().counters.steps == steps, "nothing ran"
+    paid = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    assert price["prompt_tokens"] == paid["usage"]["prompt_tokens"]
+    assert price["image_tokens"] == paid["usage"]["prompt_tokens_details"]["image_tokens"] > 0
+    assert price["images"] == paid["vlfit"]["images"]
+    assert (price["completions"], price["max_tokens"]) == (2, 7)
+    pool = mini.account().pool
+    each = -(-(price["prompt_tokens"] + 6) // pool.block_size)
+    bytes_of_block = mini.account().holdings.kv_cache // pool.blocks
+    assert price["kv_cache"]["blocks"] == 2 * each
+    assert price["kv_cache"]["bytes"] == 2 * each * bytes_of_block
+
+
+def test_what_cannot_run_has_no_price(server: Running) -> None:
+    for body, code in (
+        (chat(max_tokens=5000), "context_length_exceeded"),
+        (chat({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}), "invalid_image"),
+        ({"messages": []}, "invalid_request"),
+    ):
+        answer = httpx.post(f"{server.url}/v1/vlfit/price", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+
+
+def test_the_plan_adds_up(server: Running, mini: NativeBackend) -> None:
+    plan = httpx.get(f"{server.url}/v1/vlfit/plan").json()
+    assert plan["model"] == mini.model
+    assert plan["settings"]["context"] == 1024
+    assert plan["lines"]
+    assert plan["total"] == sum(line["bytes"] for line in plan["lines"])
+    ledger = httpx.get(f"{server.url}/v1/vlfit/ledger").json()
+    planned = {row["line"]: row["planned"] for row in ledger["ledger"]}
+    assert {line["line"]: line["bytes"] for line in plan["lines"]}.items() <= planned.items()
+
+
+def test_embeddings_are_not_made_up(server: Running) -> None:
+    with server.openai() as client, pytest.raises(NotFoundError, match="gives no embeddings"):
+        client.embeddings.create(model="mini", input="x")
