@@ -19,6 +19,7 @@ from vlfit.engine import engine
 from vlfit.engine.decoder.text import TextModel, VisualRows
 from vlfit.engine.images import patches_by_time
 from vlfit.engine.kernels import attention as attention_kernels
+from vlfit.engine.kernels import eight_bits as eight_bit_kernels
 from vlfit.engine.kernels import linear as linear_kernels
 from vlfit.engine.kernels.attention import BlockPlan
 from vlfit.engine.kv_cache import BlockPool, KVCache
@@ -28,6 +29,7 @@ from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.machine.cards import card
 from vlfit.plan import costs
 from vlfit.plan.ledger import NATIVE, Settings, ledger
+from vlfit.plan.many_rows import ROOMY_SCRATCH_BYTES, SCRATCH_BYTES, Means
 from vlfit.plan.model import Model, model_of
 from vlfit.plan.tiles import SPLIT_ROWS, splits_for
 
@@ -233,6 +235,21 @@ def test_peak_of_a_prompts_last_chunk(size: str, weights: str, chunk: int, conte
     close(costs.text_peak(model(entry), chunk, context, 1), counted, 1.15)
 
 
+@pytest.mark.usefixtures("without_sampling")
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_means_of_a_larger_card_are_counted(
+    size: str, weights: str, eight_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger buffer to widen in; where a card multiplies FP8, rows in FP8 and no buffer."""
+    entry, means = entry_of(size, weights), Means(ROOMY_SCRATCH_BYTES, eight_bits)
+    for module in (linear_kernels, eight_bit_kernels):
+        monkeypatch.setattr(module, "means", lambda device: means)
+    counted = run_text(entry, 1024, 7168, visual=1024)
+    close(costs.text_peak(model(entry), 1024, 8192, 1, means=means), counted, 1.15)
+
+
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 @pytest.mark.parametrize("size", SIZES)
 def test_narrow_weights_are_never_widened_whole(size: str, weights: str) -> None:
@@ -240,7 +257,7 @@ def test_narrow_weights_are_never_widened_whole(size: str, weights: str) -> None
     narrow, plain = entry_of(size, weights), entry_of(size, "bf16")
     assert run_text(narrow, 256) == run_text(plain, 256)
     more = run_text(narrow, 1024) - run_text(plain, 1024)
-    assert more <= linear_kernels.SCRATCH_BYTES == costs.SCRATCH_BYTES
+    assert more <= SCRATCH_BYTES
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -287,7 +304,6 @@ def test_peak_of_decoding(size: str, weights: str, sequences: int, context: int)
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_the_kernels_share_out_as_the_plan_says(size: str, weights: str) -> None:
     entry = entry_of(size, weights)
-    assert linear_kernels.WIDEN_ROWS == costs.WIDEN_ROWS
     layers = TextModel(config_of(entry), loader(entry)).layers
     for layer in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down):
         matrix = layer.weights  # type: ignore[attr-defined]

@@ -16,13 +16,14 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.holdings import storages_in
 from vlfit.engine.kernels import linear as kernels
-from vlfit.engine.kernels.linear import SCRATCH_BYTES, linear
+from vlfit.engine.kernels.linear import linear
 from vlfit.engine.layers.embedding import Int8Embedding
 from vlfit.engine.layers.linear import Int8Linear
 from vlfit.engine.qwen3_vl.vision import VisionTower
 from vlfit.engine.room import weight_bytes
 from vlfit.plan import costs
 from vlfit.plan.allocator import SHELVED, shelved
+from vlfit.plan.many_rows import SCRATCH_BYTES
 from vlfit.plan.model import HALF, Model, model_of
 from vlfit.plan.speed import _pass_bytes
 from vlfit.plan.tiles import splits_for

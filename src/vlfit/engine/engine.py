@@ -26,6 +26,7 @@ from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.device import choose_device, choose_dtype
 from vlfit.engine.holdings import gpu_uuid, resident_bytes, weight_holdings
 from vlfit.engine.image_cache import ImageCache
+from vlfit.engine.kernels.linear import provide
 from vlfit.engine.kv_cache import BlockPool, KVCache
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
@@ -78,6 +79,7 @@ class Engine:
         tell("planning", 0.0)
         room = self._room()
         self.waiting_layers = room.waiting
+        provide(self.device, room.means)
         budget = Budget(self.device, room.limit if options.keep_to_plan else None)
         self._budget = budget
         self._loader_class = loader_class

@@ -25,7 +25,8 @@ from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import EXACT
 from vlfit.plan.expect import expect_in_ram, expect_on_gpu
-from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.ledger import Line, Settings, means_on
+from vlfit.plan.many_rows import LEAST, Means
 from vlfit.plan.model import Model, model_of
 from vlfit.plan.offload import AUTO, Wish, check_ram, count_for, counts, offload_of
 from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, IMAGE_TOKENS
@@ -49,6 +50,7 @@ class Room:
     ``there`` bytes of them this process holds already: CUDA's context, where something used the GPU before.
     ``free`` may be had. ``kv_tokens`` are in the pool, ``image_tokens`` the most of a picture. ``limit``:
     what torch's pool on a GPU may come to; None where no plan tells. ``waiting``: layers that are in RAM.
+    ``means``: what there is for prompts and pictures.
     """
 
     lines: tuple[Line, ...]
@@ -58,6 +60,7 @@ class Room:
     image_tokens: int
     limit: int | None = None
     waiting: tuple[int, ...] = ()
+    means: Means = LEAST
 
     @property
     def spare(self) -> int:
@@ -254,6 +257,7 @@ def _room(checkpoint: Checkpoint, place: Place, settings: Settings, kv_tokens: i
         settings.image_tokens,
         limit=reserved + sum(line.bytes for line in planned) - context,
         waiting=waiting,
+        means=means_on(gpu),
     )
 
 

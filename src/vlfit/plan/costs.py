@@ -7,6 +7,7 @@ device at the true shapes of 2B, 4B and 8B and compares what lives there with th
 
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
+from vlfit.plan.many_rows import GROUP, LEAST, WIDEN_ROWS, Means
 from vlfit.plan.model import HALF, SINGLE, Matrix, Model
 from vlfit.plan.tiles import SPLIT_ROWS, splits_for, tiles_for
 
@@ -20,9 +21,6 @@ NARROW_INDEX = 4  # bytes of an int32, of which block tables are
 # Sampling one row that is not plain greedy: in float32, scores, order, sorted copies, probabilities
 # (``engine/sampler.py``).
 _SAMPLER_BYTES = 68
-# Products with narrow weights (``engine/kernels/linear.py``): those of few rows are shared out by their tiles
-# among programs; for those of many rows slices of weights are widened into a buffer.
-WIDEN_ROWS, SCRATCH_BYTES = 256, 24 * 1024**2
 
 
 def kv_tokens(context: int, sequences: int, each: int = TYPICAL_REQUEST) -> int:
@@ -45,22 +43,25 @@ def rows_reached(chunk: int, image_tokens: int) -> int:
     return (2 + whole) * image_tokens + max(rest - 3, 0)
 
 
-def vision_peak(vision: VisionConfig, image_tokens: int, *, narrow: bool = False) -> int:
+def vision_peak(
+    vision: VisionConfig, image_tokens: int, *, narrow: bool = False, means: Means = LEAST
+) -> int:
     """Peak of the vision tower on one picture of up to ``image_tokens`` (``engine/qwen3_vl/vision.py``).
 
     A somewhat smaller one may take more: the largest whose feed-forward goes whole.
     """
     whole = min(image_tokens, VISION_WHOLE // vision.spatial_merge_size**2)
-    return max(_peak_of_looking(vision, tokens, narrow) for tokens in (image_tokens, whole))
+    scratch = means.scratch if narrow else 0
+    return max(_peak_of_looking(vision, tokens, scratch) for tokens in (image_tokens, whole))
 
 
-def _peak_of_looking(vision: VisionConfig, image_tokens: int, narrow: bool) -> int:
+def _peak_of_looking(vision: VisionConfig, image_tokens: int, scratch: int) -> int:
     """Peak on a picture of just so many tokens.
 
     All along live the rows of deepstack, and for each patch the residual in bfloat16 and the angles that rows
     and columns stand for; in a block q, k and v beside a norm's output or what the patches find, then the
-    norm's output and the feed-forward of half of them. Products with ``narrow`` weights have the buffer that
-    slices of them are widened into.
+    norm's output and the feed-forward of half of them. Products with narrow weights have the ``scratch``
+    bytes that slices of them are widened into.
     """
     hidden, merge = vision.hidden_size, vision.spatial_merge_size**2
     patches = image_tokens * merge
@@ -73,8 +74,7 @@ def _peak_of_looking(vision: VisionConfig, image_tokens: int, narrow: bool) -> i
     inner = vision_half(patches, merge) * HALF * (vision.intermediate_size + hidden)
     in_blocks = max(patches * 4 * HALF * hidden, patches * HALF * hidden + inner)
     merging = output + patches * HALF * (hidden + max(hidden, vision.out_hidden_size // merge))
-    widened = SCRATCH_BYTES if narrow else 0
-    return always + max(entering, widened + max(in_blocks, merging))
+    return always + max(entering, scratch + max(in_blocks, merging))
 
 
 def vision_half(patches: int, merge: int) -> int:
@@ -82,7 +82,15 @@ def vision_half(patches: int, merge: int) -> int:
     return patches if patches <= VISION_WHOLE else -(-patches // (2 * merge)) * merge
 
 
-def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native: bool = True) -> int:
+def text_peak(
+    model: Model,
+    chunk: int,
+    context: int,
+    sequences: int,
+    *,
+    native: bool = True,
+    means: Means = LEAST,
+) -> int:
     """Peak of one forward pass of the text model: the last ``chunk`` of a context, or ``sequences`` rows.
 
     The largest phase counts, on top of what lives all along (``engine/decoder/text.py``). ``native`` False:
@@ -90,20 +98,21 @@ def text_peak(model: Model, chunk: int, context: int, sequences: int, *, native:
     """
     rows = max(chunk, sequences)
     if not native:
-        return _pass_peak(model, rows, context, sequences, native=False)
+        return _pass_peak(model, rows, context, sequences, None)
     # Products of few rows are shared out, which may take more than those of many.
-    return max(_pass_peak(model, some, context, sequences) for some in {rows, min(rows, SPLIT_ROWS)})
+    return max(_pass_peak(model, some, context, sequences, means) for some in {rows, min(rows, SPLIT_ROWS)})
 
 
-def _pass_peak(model: Model, rows: int, context: int, sequences: int, *, native: bool = True) -> int:
+def _pass_peak(model: Model, rows: int, context: int, sequences: int, means: Means | None) -> int:
+    """Peak of a pass of ``rows`` rows; without ``means``: transformers'."""
     text = model.text
     phases = [_head_phase(model, sequences)]
     always = rows * (HALF * text.hidden_size + 2 * HALF * text.head_dim + 5 * INDEX)
     always += (sequences + 1) * INDEX  # whose logits are wanted
     if model.vision is not None:
         always += feature_bytes(model.vision, rows) + rows * INDEX
-    if native:
-        phases += [_product_phases(model, rows), _attention(model, rows, sequences)]
+    if means is not None:
+        phases += [_product_phases(model, rows, means), _attention(model, rows, sequences)]
         always += (sequences + 1) * (-(-context // BLOCK_SIZE) + 3) * NARROW_INDEX  # block tables and spans
     else:
         phases += [_layer_phases(model, rows)]
@@ -136,24 +145,45 @@ def splits(outputs: int, inputs: int, rows: int, form: str) -> int:
     return splits_for(rows, outputs, inputs, tiles_for(rows, form))
 
 
-def _product_phases(model: Model, rows: int) -> int:
+def _product_phases(model: Model, rows: int, means: Means) -> int:
     """Peak of a layer's products (``engine/decoder/text.py``): what each takes, and what lives around it.
 
     All along lives what the last half of a layer found and is not added yet, as large as a norm's output.
     """
     queries, _, joined = _widths(model)
     layer = model.layer
+    if means.eight_bits and rows > WIDEN_ROWS and all(matrix.eight_bits for matrix in layer.values()):
+        return _eight_bit_phases(model, rows)
     found = rows * HALF * model.text.hidden_size
     inner = rows * HALF * model.text.intermediate_size
     return found + max(
-        found + _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows),
-        rows * HALF * (joined + 2 * queries) + _product([layer["o_proj"]], rows),
-        found + _product([layer["gate_proj"], layer["up_proj"]], rows),
-        2 * inner + _product([layer["down_proj"]], rows),
+        found + _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows, means),
+        rows * HALF * (joined + 2 * queries) + _product([layer["o_proj"]], rows, means),
+        found + _product([layer["gate_proj"], layer["up_proj"]], rows, means),
+        2 * inner + _product([layer["down_proj"]], rows, means),
     )
 
 
-def _product(parts: list[Matrix], rows: int) -> int:
+def _eight_bit_phases(model: Model, rows: int) -> int:
+    """As ``_product_phases``, where rows are rounded to FP8 (``engine/kernels/eight_bits.py``)."""
+    queries, _, joined = _widths(model)
+    hidden, inner = model.text.hidden_size, model.text.intermediate_size
+    found = rows * HALF * hidden
+    return found + max(
+        _in_eight_bits(rows, hidden) + rows * HALF * joined,
+        rows * HALF * (joined + queries) + _in_eight_bits(rows, queries) + found,
+        _in_eight_bits(rows, hidden) + rows * HALF * 2 * inner,
+        rows * HALF * 2 * inner + _in_eight_bits(rows, inner),
+        _in_eight_bits(rows, inner) + found,
+    )
+
+
+def _in_eight_bits(rows: int, width: int) -> int:
+    """Codes, and a scale for every ``GROUP`` of them."""
+    return rows * (width + width // GROUP * SINGLE)
+
+
+def _product(parts: list[Matrix], rows: int, means: Means) -> int:
     """Output of matrices that share their input; each program's sums, or the buffer to widen in.
 
     If need be, also the input in another order (``Reordered`` of ``engine/layers/linear.py``).
@@ -163,7 +193,7 @@ def _product(parts: list[Matrix], rows: int) -> int:
     if form == BF16:
         return output
     if rows > WIDEN_ROWS:
-        return output + SCRATCH_BYTES
+        return output + means.scratch
     count = splits(outputs, parts[0].columns, rows, form)
     return output + (rows * outputs * count * SINGLE if count > 1 else 0)
 

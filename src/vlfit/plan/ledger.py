@@ -10,6 +10,7 @@ from vlfit.checkpoint.config import VisionConfig
 from vlfit.machine.model import Gpu
 from vlfit.plan import allocator, calibration, costs, graphs, offload
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
+from vlfit.plan.many_rows import Means, means_of
 from vlfit.plan.model import SINGLE, Model
 from vlfit.plan.vllm import constants as vllm_constants
 from vlfit.plan.vllm import costs as vllm_costs
@@ -59,7 +60,7 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
         _context(backend, constants),
         *_weights(model, settings.offload),
         _kv_cache(model, backend, settings),
-        *_workspaces(model, backend, settings, constants),
+        *_workspaces(model, backend, settings, constants, means_on(gpu)),
         _graphs(model, backend, settings),
         _reserve(),
     )
@@ -82,6 +83,11 @@ def _context(backend: str, constants: Constants) -> Line:
 def held_by_others(gpu: Gpu) -> int:
     """All that is not free."""
     return max(gpu.total - gpu.free, gpu.desktop)
+
+
+def means_on(gpu: Gpu) -> Means:
+    """What the engine has on ``gpu`` for prompts and pictures."""
+    return means_of(gpu.total - held_by_others(gpu), gpu.compute_capability)
 
 
 def _weights(model: Model, waiting: int = 0) -> tuple[Line, ...]:
@@ -122,13 +128,15 @@ def _kv_cache(model: Model, backend: str, settings: Settings) -> Line:
     return Line("kv_cache", tokens * model.kv_bytes_per_token, EXACT, note)
 
 
-def _workspaces(model: Model, backend: str, settings: Settings, constants: Constants) -> tuple[Line, Line]:
+def _workspaces(
+    model: Model, backend: str, settings: Settings, constants: Constants, means: Means
+) -> tuple[Line, Line]:
     """Tower and text model never run at once and take their workspace from one pool.
 
     So only the larger peak is counted; of the other only what stays when it is done. What the pool has
     beside tensors stands with the text model, as nothing tells it from a workspace.
     """
-    text = round(_text_slack(backend, constants) * _text_peak(model, backend, settings))
+    text = round(_text_slack(backend, constants) * _text_peak(model, backend, settings, means))
     beside = _pool_beside(model, backend, settings) + constants.workspace.bytes
     begun = (
         f"; {beside / MIB:.0f} MiB that torch's pool takes beside weights and KV cache, "
@@ -142,7 +150,7 @@ def _workspaces(model: Model, backend: str, settings: Settings, constants: Const
     # What stays lies between what comes and goes, so the pool grows by more than either.
     slack = _vision_slack(backend, constants)
     kept = round(slack * _kept(model.vision, backend, settings))
-    vision = round(slack * _vision_peak(model, model.vision, backend, settings))
+    vision = round(slack * _vision_peak(model, model.vision, backend, settings, means))
     if backend == TRANSFORMERS:  # no keys and values are there yet while the tower runs
         instead = pool_tokens(backend, settings) * model.kv_bytes_per_token
     else:  # what the tower makes is one of the pictures that stay
@@ -229,20 +237,20 @@ def _text_note(settings: Settings) -> str:
     return f"{settings.chunk} tokens a pass at a context of {settings.context}, and logits"
 
 
-def _text_peak(model: Model, backend: str, settings: Settings) -> int:
+def _text_peak(model: Model, backend: str, settings: Settings, means: Means) -> int:
     chunk, context, sequences = settings.chunk, settings.context, settings.sequences
     if backend == NATIVE:
-        return costs.text_peak(model, chunk, context, sequences)
+        return costs.text_peak(model, chunk, context, sequences, means=means)
     # The prompts of all requests at once, padded to the longest.
     return costs.text_peak(model, chunk * sequences, context, sequences, native=False)
 
 
-def _vision_peak(model: Model, vision: VisionConfig, backend: str, settings: Settings) -> int:
+def _vision_peak(model: Model, vision: VisionConfig, backend: str, settings: Settings, means: Means) -> int:
     if backend == TRANSFORMERS:
         # The pictures of all requests in one call.
         tokens = settings.image_tokens * settings.sequences
         return round(tokens * calibration.TRANSFORMERS_VISION_PER_TOKEN.value)
-    return costs.vision_peak(vision, settings.image_tokens, narrow=model.tower_is_narrow)
+    return costs.vision_peak(vision, settings.image_tokens, narrow=model.tower_is_narrow, means=means)
 
 
 def _of_vllm(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:

@@ -12,7 +12,7 @@ from vlfit.checkpoint.cache import format_of, parameters_of
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.quantization import Quantization
+from vlfit.checkpoint.quantization import FP8, CompressedFormat, Fp8Format, Quantization
 from vlfit.checkpoint.tensors import (
     COMPRESSED_SUFFIXES,
     ORDER_SUFFIX,
@@ -25,6 +25,7 @@ from vlfit.checkpoint.tensors import (
     narrow_form,
 )
 from vlfit.plan.allocator import apart, held_for, joined, shelved
+from vlfit.plan.many_rows import fits_eight_bits
 from vlfit.units import MIB
 
 HALF = 2  # bytes of bfloat16 and float16, in which everything is computed on a GPU
@@ -43,13 +44,15 @@ _ROUNDED_FROM, _ROUNDED_TO = 10 * MIB, 2 * MIB
 class Matrix:
     """A linear layer of ``rows`` outputs and ``columns`` inputs, in ``form`` (bf16, fp8, int8 or int4).
 
-    ``ordered``: what comes in is put in another order first.
+    ``ordered``: what comes in is put in another order first. ``eight_bits``: in FP8, and scaled in a way that
+    matrix units for FP8 can multiply.
     """
 
     rows: int
     columns: int
     form: str
     ordered: bool = False
+    eight_bits: bool = False
 
     @property
     def weights(self) -> int:
@@ -223,7 +226,7 @@ def _largest(part: str, tensors: list[TensorInfo], quantization: Quantization | 
     endings = (f".{part}.weight", f".{part}{PACKED_SUFFIX}")
     found = [_matrix(info, quantization) for info in tensors if info.name.endswith(endings)]
     # Layers may be stored in several forms (a converter skips what it cannot divide): the dearest counts.
-    dearest = max(found, key=lambda matrix: (matrix.form != BF16, matrix.weights))
+    dearest = max(found, key=lambda matrix: (matrix.form != BF16, not matrix.eight_bits, matrix.weights))
     ordered = any(info.name.endswith(f".{part}{ORDER_SUFFIX}") for info in tensors)
     return replace(dearest, ordered=ordered)
 
@@ -242,4 +245,16 @@ def _matrix(info: TensorInfo, quantization: Quantization | None) -> Matrix:
     rows, columns = info.shape
     if info.name.endswith(PACKED_SUFFIX):
         columns *= codes_per_word(info.name, quantization)
-    return Matrix(rows, columns, narrow_form(info, quantization) or BF16)
+    form = narrow_form(info, quantization) or BF16
+    fits = form == FP8 and fits_eight_bits(form, columns, _shared(info.name, columns, quantization))
+    return Matrix(rows, columns, form, eight_bits=fits)
+
+
+def _shared(name: str, columns: int, quantization: Quantization | None) -> int:
+    """How many inputs of a matrix in FP8 share a scale (``engine/loader.py``)."""
+    if isinstance(quantization, Fp8Format):
+        return quantization.block_columns
+    scheme = None
+    if isinstance(quantization, CompressedFormat):
+        scheme = quantization.scheme_of(name.removesuffix(".weight"))
+    return (scheme.group_size or columns) if scheme is not None else 0

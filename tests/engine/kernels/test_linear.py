@@ -10,6 +10,7 @@ from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_e
 from vlfit.engine.kernels import linear as kernels
 from vlfit.engine.kernels.linear import NarrowWeights, linear, tiles_for, widen_rows
 from vlfit.engine.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
+from vlfit.plan.many_rows import SCRATCH_BYTES, WIDEN_ROWS, Means
 from vlfit.plan.tiles import Tiles, splits_for
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
@@ -202,9 +203,9 @@ def test_many_rows_multiply_with_the_weights_themselves(
         widen_rows(stored, first, wide, hardware)
 
     monkeypatch.setattr(kernels, "SLICE_STEP", 2)
-    monkeypatch.setattr(kernels, "SCRATCH_BYTES", 17 * weights.inputs * dtype.itemsize)
+    monkeypatch.setattr(kernels, "means", lambda device: Means(17 * weights.inputs * dtype.itemsize))
     monkeypatch.setattr(kernels, "widen_rows", widen_and_count)
-    check(weights, kernels.WIDEN_ROWS + 1, dtype, device)
+    check(weights, WIDEN_ROWS + 1, dtype, device)
     assert sum(slices) == weights.outputs
     assert max(slices) <= 16
 
@@ -212,7 +213,7 @@ def test_many_rows_multiply_with_the_weights_themselves(
 @pytest.mark.parametrize("size", TRUE_SHAPES)
 def test_slices_begin_where_products_are_fast(size: str) -> None:
     """At multiples of a tile, in the buffer's room, and as many as there have to be."""
-    room = kernels.SCRATCH_BYTES // 2
+    room = SCRATCH_BYTES // 2
     for outputs, inputs in TRUE_SHAPES[size]:
         height = kernels.slice_height(outputs, inputs, room)
         assert height % kernels.SLICE_STEP == 0

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.quantization import FP8
 from vlfit.engine.kernels.launch import power_of_two
-from vlfit.engine.kernels.linear import WIDEN_ROWS, NarrowWeights, converts_float8
+from vlfit.engine.kernels.linear import NarrowWeights, converts_float8, means
+from vlfit.plan.many_rows import GROUP, WIDEN_ROWS, fits_eight_bits
 
-USED = False  # until it is measured
-GROUP = 128  # neighbours in a row that share a scale
 LARGEST, LEAST = 448.0, 1e-12  # numbers of float8_e4m3fn; of what a scale is made
 _TILE = 1024  # elements that one program rounds
 
@@ -58,13 +56,12 @@ def tiles_for(device: torch.device) -> Tiles:
 
 def takes(weights: NarrowWeights, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``rows`` rows are multiplied with ``weights`` here: else they are widened."""
-    return USED and rows > WIDEN_ROWS and dtype != torch.float32 and converts_float8(device) and fits(weights)
+    return rows > WIDEN_ROWS and dtype != torch.float32 and means(device).eight_bits and fits(weights)
 
 
 def fits(weights: NarrowWeights) -> bool:
     """Whether weights are in FP8, with scales that change where those of rows do."""
-    inputs, width = weights.inputs, weights.block[1]
-    return weights.form == FP8 and inputs % GROUP == 0 and (width == GROUP or width >= inputs)
+    return fits_eight_bits(weights.form, weights.inputs, weights.block[1])
 
 
 def _room(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> EightBits:

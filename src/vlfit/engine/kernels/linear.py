@@ -18,16 +18,9 @@ from vlfit.engine.kernels import launch
 from vlfit.engine.kernels.launch import ahead, arrivals, overlapping
 from vlfit.engine.kernels.norm import Onto, Scaled, choices, numbers, pointers
 from vlfit.plan import tiles as plan
+from vlfit.plan.many_rows import LEAST, MULTIPLIES_FLOAT8, WIDEN_ROWS, Means
 from vlfit.plan.tiles import Tiles
 
-# Widening moves about 5 bytes a weight (1 read, 2 written, 2 read again; int4 half a byte less), unpacking on
-# the fly 1, and computes at a share s of torch's speed. With F operations for each byte that a card moves in
-# the same time, they are even at 2 F / (1/s - 1) rows. An H200 has F = 260 and s = 0.45 (FP8) or 0.2 to 0.4
-# (int4): 430, and 130 to 350. Cards for games have F = 110 to 130: 200, and 60 to 160.
-WIDEN_ROWS = 256
-# Of the buffer: a slice of so many bytes stays in the L2 cache of newer cards (24 MB and more) until it is
-# multiplied, and has tiles enough for torch's product to fill a card with 8 or 16 GB.
-SCRATCH_BYTES = 24 * 1024**2
 LONGEST_SPAN = 128  # inputs that are summed before their scale is applied, at most
 WIDEN_OUTPUTS = 32  # rows of weights that one program widens
 SLICE_STEP = 128  # outputs of a slice are a multiple of it, as tiles of torch's products are
@@ -94,8 +87,8 @@ def linear(
     ``gated``, for at most ``WIDEN_ROWS`` rows: the first half of the outputs are gates, and what comes is
     silu(gate) * other, [rows, outputs / 2]. Rows before their norm are as few.
     Allocates the output; for a product that is split as much as all outputs in float32 for each split; for
-    one of more than ``WIDEN_ROWS`` rows ``SCRATCH_BYTES``. ``tiles``, ``splits`` and ``hardware`` (whether
-    the card converts float8 itself) are chosen if not given.
+    one of more than ``WIDEN_ROWS`` rows the buffer of ``means``. ``tiles``, ``splits`` and ``hardware``
+    (whether the card converts float8 itself) are chosen if not given.
     """
     all_rows = x.rows if isinstance(x, Scaled) else x
     rows = len(all_rows)
@@ -133,7 +126,21 @@ def add_product(
 
 @cache
 def converts_float8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MULTIPLIES_FLOAT8
+
+
+_MEANS: dict[torch.device, Means] = {}
+
+
+def provide(device: torch.device, means: Means) -> None:
+    """``device`` has these ``means`` for many rows from now on, as the plan says that counts them."""
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    _MEANS[torch.device(device.type, index)] = means
+
+
+def means(device: torch.device) -> Means:
+    """What ``device`` has for many rows."""
+    return _MEANS.get(device, LEAST)
 
 
 def by_hand(device: torch.device) -> bool:
@@ -145,10 +152,11 @@ def _by_slices(
     x: Tensor, weights: NarrowWeights, bias: Tensor | None, output: Tensor, hardware: bool
 ) -> None:
     """Always a buffer of the same size, so that torch's allocator has one block for all of them."""
-    scratch = torch.empty(SCRATCH_BYTES // x.dtype.itemsize, dtype=x.dtype, device=x.device)
+    room = means(x.device).scratch // x.dtype.itemsize
+    scratch = torch.empty(room, dtype=x.dtype, device=x.device)
     if x.device.type == "meta":
         return
-    height = slice_height(weights.outputs, weights.inputs, len(scratch))
+    height = slice_height(weights.outputs, weights.inputs, room)
     wide = scratch[: height * weights.inputs].view(height, weights.inputs)
     columns = wide.T
     first = 0

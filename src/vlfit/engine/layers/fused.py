@@ -43,8 +43,10 @@ def feed_forward(
     let through of the norm of the sum.
     """
     if _in_eight_bits(gate_up, hidden) and _in_eight_bits(down, hidden):
-        x = eight_bits.add_norm(hidden, delta, weight, eps)
-        return down.multiply(eight_bits.silu_and_multiply(gate_up.multiply(x)))
+        # In one line, so that nothing outlives what reads it.
+        return down.multiply(
+            eight_bits.silu_and_multiply(gate_up.multiply(eight_bits.add_norm(hidden, delta, weight, eps)))
+        )
     return down(gated(gate_up, add_norm(hidden, delta, weight, eps)))
 
 
