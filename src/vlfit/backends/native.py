@@ -86,14 +86,17 @@ class NativeBackend:
         import_engine()
         from vlfit.engine import every_kind, rehearsal
         from vlfit.engine.engine import Engine
+        from vlfit.engine.kernels import compiled
         from vlfit.engine.loop import EngineLoop
 
         def build(report: Progress) -> Engine:
+            kernels = compiled.listen(options.device)
             engine = Engine(checkpoint, options, report)
             if engine.options.keep_to_plan and engine.device.type == "cuda":
                 report("rehearsing the worst case", 1.0)
                 rehearsal.at_start(engine)
                 every_kind.at_start(engine)
+            kernels.tell()
             return engine
 
         return cls(checkpoint, EngineLoop(build, progress))
