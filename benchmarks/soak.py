@@ -48,7 +48,7 @@ SETTLING = 3.0  # seconds after the last answer: who was hung up on ends at the 
 MOST_TRIES = 120
 READY, SETTLED, END = "ready", "settled", "the end"  # moments at which nobody asks
 EVERY = 50  # requests between two looks in between
-PLACES_PER_SEQUENCE = 8  # requests that may wait behind each (``cli/serve.py``)
+PLACES_PER_SEQUENCE = 8  # requests that may wait behind each (``cli/serving.py``)
 
 
 @dataclass

@@ -6,7 +6,8 @@ Does not know: how it is printed (cli) or sent (server).
 VlfitError
 ├── UsageError                     exit 2, HTTP 400: what was asked for makes no sense
 │   ├── InvalidRequest                 one field of a request is wrong; ``param`` names it
-│   └── RequestTooLarge                HTTP 413: the body of a request is larger than the server takes
+│   ├── RequestTooLarge                HTTP 413: the body of a request is larger than the server takes
+│   └── RequestTooSlow                 HTTP 408: the body of a request does not come
 ├── DoesNotFit                     exit 3, HTTP 400: it makes sense, but is larger than the plan
 ├── CheckpointError                the files of a model are not what they should be
 │   ├── NotACheckpoint                 the folder is missing or holds no config.json
@@ -29,8 +30,10 @@ VlfitError
 │   └── PrivateAddress                 a URL points into a private network (servers refuse it)
 ├── UnknownModel                   HTTP 404: the server runs another model
 ├── QueueFull                      HTTP 429: as many requests run and wait as the server takes; come again
+│   └── TooManyRequests                the same of one client
 ├── WrongApiKey                    HTTP 401: the server wants an API key, and this is not it
 ├── ForeignOrigin                  HTTP 403: a script of a web page that the server was not told to serve
+├── ForeignHost                    HTTP 403: the server was called by a name that it was not told is its own
 ├── CannotListen                   the address to serve on is taken, or is not ours
 ├── ModelFailed                    the model computed NaN or infinity instead of words
 ├── DeviceError                    the GPU is missing, broken or full
@@ -79,6 +82,11 @@ class InvalidRequest(UsageError):
 class RequestTooLarge(UsageError):
     http_status = 413
     code = "request_too_large"
+
+
+class RequestTooSlow(UsageError):
+    http_status = 408
+    code = "request_timeout"
 
 
 class DoesNotFit(VlfitError):
@@ -168,6 +176,12 @@ class QueueFull(VlfitError):
         self.retry_after = retry_after
 
 
+class TooManyRequests(QueueFull):
+    """One client asks too often, or too much at once."""
+
+    code = "rate_limit_exceeded"
+
+
 class WrongApiKey(VlfitError):
     http_status = 401
     code = "invalid_api_key"
@@ -176,6 +190,11 @@ class WrongApiKey(VlfitError):
 class ForeignOrigin(VlfitError):
     http_status = 403
     code = "foreign_origin"
+
+
+class ForeignHost(VlfitError):
+    http_status = 403
+    code = "foreign_host"
 
 
 class CannotListen(VlfitError):

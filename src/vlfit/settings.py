@@ -7,6 +7,7 @@ its own arguments and never looks here, so that a script behaves alike on every 
 Import it inside functions: pydantic-settings costs a fifth of a second, which ``vlfit --help`` need not pay.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -93,6 +94,16 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address that the server listens on")
     port: int = Field(8000, ge=0, le=65535, description="port that the server listens on; 0 takes a free one")
+    api_keys: Path | None = Field(None, description="file of keys that the server asks for, one a line")
+    allow_anyone: bool = Field(False, description="serve other computers without a key")
+    allow_host: str | None = Field(None, description="name by which a browser may call the server")
+    allow_files: Path | None = Field(None, description="folder whose files requests may name")
+    key_rate: int | None = Field(None, ge=1, description="requests that one key may begin in a minute")
+    key_at_once: int | None = Field(None, ge=1, description="requests that one key may have running")
+    drain: Annotated[float, BeforeValidator(_seconds)] = Field(
+        30.0, ge=0, description="time that SIGTERM leaves to requests that run, like 30s"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="lines for people, or JSON")
     allow_private_urls: bool = Field(False, description="let requests name pictures in the private network")
     allow_origin: Annotated[str | None, BeforeValidator(_origin)] = Field(
         None, description="web origin that may call the server from a browser"

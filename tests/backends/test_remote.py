@@ -200,7 +200,7 @@ def test_another_model_than_the_server_runs(server: Running) -> None:
 
 
 def test_a_key(scripted: ScriptedBackend) -> None:
-    with running(scripted, ServerSettings(api_key="secret")) as server:
+    with running(scripted, ServerSettings(api_keys=("secret",))) as server:
         with pytest.raises(WrongApiKey, match="asks for an API key"):
             RemoteBackend(server.url)
         with pytest.raises(WrongApiKey, match="wrong"):

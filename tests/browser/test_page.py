@@ -126,7 +126,7 @@ def test_a_phone_has_room_for_it(chromium: Any, server: Running) -> None:
 
 @pytest.fixture
 def guarded() -> Iterator[Running]:
-    with running(ScriptedBackend(("It is ", "<b>red</b>.")), ServerSettings(api_key="secret")) as server:
+    with running(ScriptedBackend(("It is ", "<b>red</b>.")), ServerSettings(api_keys=("secret",))) as server:
         yield server
 
 

@@ -19,7 +19,7 @@ def test_every_command_is_there_with_examples() -> None:
     commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     assert commands == {
         *("caption", "ask", "scene", "chat", "serve", "pull", "convert", "models"),
-        *("machine", "plan", "doctor", "top", "sleep", "wake", "bench"),
+        *("machine", "plan", "doctor", "top", "sleep", "wake", "bench", "status", "stop"),
     }
     for name in commands:
         section = page.split(f"## vlfit {name}\n")[1].split("\n## ")[0]

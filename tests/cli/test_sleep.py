@@ -86,7 +86,7 @@ def test_refusals(
 
 
 def test_the_key(vlfit: Vlfit, backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(backend, ServerSettings(api_key="sesame")) as server:
+    with running(backend, ServerSettings(api_keys=("sesame",))) as server:
         assert "VLFIT_API_KEY" in vlfit("sleep", "--url", server.url).err
         monkeypatch.setenv("VLFIT_API_KEY", "sesame")
         assert vlfit("sleep", "--url", server.url).code == 0

@@ -336,7 +336,7 @@ def test_intervals_that_make_no_sense(vlfit: Vlfit, interval: str) -> None:
 
 
 def test_a_server_that_wants_a_key(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(ScriptedBackend(), ServerSettings(api_key="sesame")) as server:
+    with running(ScriptedBackend(), ServerSettings(api_keys=("sesame",))) as server:
         refused = vlfit("top", "--once", "--url", server.url)
         assert refused.code == 1
         assert "set VLFIT_API_KEY" in refused.err

@@ -61,7 +61,7 @@ def test_a_server_that_wants_a_key(
     options = EngineOptions(device="cpu", context=1024, sequences=1)
     with (
         NativeBackend.load(tiny("tied"), options) as backend,
-        running(backend, ServerSettings(api_key="sesame")) as server,
+        running(backend, ServerSettings(api_keys=("sesame",))) as server,
     ):
         refused = vlfit("caption", picture, "--server", server.url)
         assert refused.code == 1

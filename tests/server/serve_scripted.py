@@ -22,7 +22,7 @@ def main() -> None:
             serve_until_stopped(
                 create_app(backend, settings),
                 listener,
-                settings.drain_seconds,
+                settings,
                 lambda: print("ready", port, flush=True),
             )
     except VlfitError as error:

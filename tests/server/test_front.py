@@ -14,7 +14,7 @@ from vlfit.server.settings import ServerSettings
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(ScriptedBackend(), ServerSettings(api_key="secret")) as server:
+    with running(ScriptedBackend(), ServerSettings(api_keys=("secret",))) as server:
         yield server
 
 

@@ -35,7 +35,7 @@ def send(server: Running, **fields: Any) -> socket.socket:
     """A request whose answer nobody has read yet."""
     body = json.dumps({"messages": [{"role": "user", "content": "Speak."}], **fields}).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     connection = server.socket()
@@ -99,7 +99,7 @@ def test_hanging_up_before_the_start_starts_nothing(server: Running, backend: Sc
 
 def test_hanging_up_in_the_middle_of_the_body(server: Running, backend: ScriptedBackend) -> None:
     connection = server.socket()
-    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 500\r\n\r\n{")
+    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::]\r\nContent-Length: 500\r\n\r\n{")
     time.sleep(0.05)
     connection.close()
     backend.delay = 0

@@ -99,16 +99,33 @@ def test_a_running_request_without_stream_gets_503() -> None:
         assert process.wait(timeout=5) == 0
 
 
-def test_nothing_new_is_taken_while_draining() -> None:
+def test_who_comes_while_it_drains_is_told_to_come_again() -> None:
+    """On a connection that is there, and on a new one."""
     with server_process() as (process, url), client_of(url) as client:
         with httpx.Client() as kept:
-            kept.get(f"{url}/health")
-            started_stream(client)
+            assert kept.get(f"{url}/ready").status_code == 200
+            stream = started_stream(client)
             process.send_signal(signal.SIGINT)
-            time.sleep(0.4)
-            with pytest.raises(httpx.TransportError):
-                kept.post(f"{url}/v1/chat/completions", json={"messages": HELLO})
+            time.sleep(0.3)
+            for asking in (kept.post, httpx.post):
+                answer = asking(f"{url}/v1/chat/completions", json={"messages": HELLO})
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "engine_stopped"
+                assert int(answer.headers["retry-after"]) > 0
+            assert httpx.get(f"{url}/ready").status_code == 503
+            assert httpx.get(f"{url}/health").json()["status"] == "stopping"
+            with pytest.raises(openai.APIError):  # it was running all the while
+                list(stream)
         assert process.wait(timeout=5) == 0
+
+
+def test_sigterm_waits_for_what_runs() -> None:
+    """For longer than Ctrl-C does, and no longer than it takes."""
+    with server_process() as (process, url), client_of(url) as client:
+        stream = started_stream(client, max_tokens=40)  # two seconds
+        process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        assert process.wait(timeout=1.5) == 0
 
 
 def test_the_second_ctrl_c_stops_on_the_spot() -> None:
@@ -129,7 +146,7 @@ def test_a_client_that_does_not_read_cannot_hold_the_server_up() -> None:
         port = int(url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as deaf:
             body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "n": 16}'
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: [::]\r\nContent-Length: {len(body)}\r\n\r\n"
             deaf.sendall(head.encode() + body)
             time.sleep(0.3)
             begun = time.perf_counter()

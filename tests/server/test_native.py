@@ -147,7 +147,7 @@ def test_a_client_that_hangs_up_frees_its_blocks(
     body = {"messages": about("go on"), "max_tokens": 400, "ignore_eos": True, "stream": stream}
     blocks = backend._loop.engine.pool.blocks
     content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: [::]\r\nContent-Length: {len(content)}\r\n\r\n"
     with server.socket() as connection:
         connection.sendall(head.encode() + content)
         wait_for(lambda: free_blocks(backend) < blocks)

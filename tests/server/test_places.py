@@ -20,7 +20,7 @@ from vlfit.backends.native import NativeBackend
 from vlfit.backends.phases import Phases
 from vlfit.backends.remote import RemoteBackend
 from vlfit.cli.printing import Printer
-from vlfit.cli.serve import _load, _server_settings
+from vlfit.cli.serving import _load, _server_settings
 from vlfit.engine.account import Counters
 from vlfit.engine.conversation import ask
 from vlfit.engine.options import EngineOptions
@@ -229,7 +229,7 @@ def test_a_place_is_free_when_the_model_is_done_not_when_its_client_has_read_on(
     backend = Paced(words=("x" * 2**20,) * 40)  # more than the buffers on the way hold
     with running(backend, ServerSettings(places=1)) as server, server.socket() as connection:
         body = b'{"messages": [{"role": "user", "content": "hello"}], "stream": true}'
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: [::]\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         wait_for(lambda: bool(backend.tickets) and backend.tickets[0].ended.is_set())
         with server.openai() as client:

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from vlfit.cli.serve import _warn_if_open
+from vlfit.cli.serving import keys_of
+from vlfit.errors import UsageError
 from vlfit.server.address import bind
 from vlfit.settings import read_settings
 
@@ -102,6 +102,8 @@ def test_a_taken_port_is_known_before_anything_is_loaded(tmp_path: Path) -> None
         ("--sequences", "0"),
         ("--kv", "0"),
         ("--kv", "all"),
+        ("--host", "0.0.0.0"),
+        ("--allow-files", "/no/such/folder"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
@@ -109,19 +111,23 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     assert code == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "warned"),
-    [
-        ({"host": "0.0.0.0"}, True),
-        ({"host": "192.168.1.2"}, True),
-        ({"host": "0.0.0.0", "api_key": "secret"}, False),
-        ({"host": "127.0.0.1"}, False),
-        ({"host": "::1"}, False),
-    ],
-)
-def test_an_open_server_is_warned_about(
-    given: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.2", "::"])
+def test_others_are_let_in_with_a_key_or_not_by_mistake(
+    host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with pytest.raises(UsageError, match="lets others use this server, and it asks for no key"):
+        keys_of(read_settings(host=host))
+    assert keys_of(read_settings(host=host, api_key="secret")) == ("secret",)
+    (tmp_path / "keys").write_text("a\nb\n")
+    assert keys_of(read_settings(host=host, api_keys=tmp_path / "keys")) == ("a", "b")
+    assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        _warn_if_open(read_settings(**given))
-    assert ("asks for no key" in caplog.text) == warned
+        assert keys_of(read_settings(host=host, allow_anyone=True)) == ()
+    assert "asks for no key" in caplog.text
+
+
+def test_this_computer_needs_no_key() -> None:
+    assert keys_of(read_settings()) == ()
+    assert keys_of(read_settings(host="::1")) == ()
+    with pytest.raises(UsageError, match="printable ASCII"):
+        keys_of(read_settings(api_key="schlüssel"))

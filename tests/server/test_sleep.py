@@ -154,7 +154,7 @@ def test_what_cannot_be_asked_for(server: Running, content: bytes, words: str) -
 
 
 def test_a_key_is_asked_for(backend: NativeBackend) -> None:
-    with running(backend, ServerSettings(api_key="sesame")) as server:
+    with running(backend, ServerSettings(api_keys=("sesame",))) as server:
         for path in (SLEEP, WAKE):
             assert post(server, path).status_code == 401
             assert post(server, path, headers={"Authorization": "Bearer sesame"}).status_code == 200

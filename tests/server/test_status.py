@@ -100,7 +100,7 @@ def test_a_key_is_asked_for_and_no_line_is_logged(
 ) -> None:
     key = {"Authorization": "Bearer sesame"}
     with (
-        running(backend, ServerSettings(api_key="sesame")) as server,
+        running(backend, ServerSettings(api_keys=("sesame",))) as server,
         caplog.at_level(logging.INFO, "vlfit.server"),
     ):
         for path in (STATUS, LEDGER):

@@ -33,6 +33,9 @@ from vlfit.cli.serve import serve
 from vlfit.cli.sleep import SLEEP_EXAMPLES as _SLEEP_EXAMPLES
 from vlfit.cli.sleep import WAKE_EXAMPLES as _WAKE_EXAMPLES
 from vlfit.cli.sleep import sleep, wake
+from vlfit.cli.status import STATUS_EXAMPLES as _STATUS_EXAMPLES
+from vlfit.cli.status import STOP_EXAMPLES as _STOP_EXAMPLES
+from vlfit.cli.status import status, stop
 from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
 from vlfit.cli.top import top
 from vlfit.errors import VlfitError
@@ -107,6 +110,8 @@ app.command()(ask)
 app.command()(scene)
 app.command()(chat)
 app.command()(serve)
+app.command(epilog=_STATUS_EXAMPLES)(status)
+app.command(epilog=_STOP_EXAMPLES)(stop)
 app.command(epilog=_SLEEP_EXAMPLES)(sleep)
 app.command(epilog=_WAKE_EXAMPLES)(wake)
 app.command(epilog=_PULL_EXAMPLES)(pull)

@@ -21,6 +21,8 @@ from vlfit.server.door import Door
 from vlfit.server.failures import JSONReply, routing_reply
 from vlfit.server.front import page_routes
 from vlfit.server.generating import Workshop
+from vlfit.server.meters import Meters
+from vlfit.server.metrics import Metrics
 from vlfit.server.routes import word_routes
 from vlfit.server.settings import ServerSettings
 from vlfit.server.sleep import SleepEndpoints
@@ -31,13 +33,19 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     """The HTTP API over ``backend``. ``app.state.closing`` ends it: see ``Closing``."""
     settings = settings or ServerSettings()
     closing = Closing(settings.drain_seconds)
+    meters = Meters()
     card = _model_card(backend, settings)
 
     async def health(_: Request) -> Response:
-        if closing.draining:
-            return JSONReply({"status": "stopping", "model": backend.model}, 503)
+        """Alive, whatever it does."""
+        status = "stopping" if closing.draining else "ok"
         rest = {"asleep": backend.asleep} if isinstance(backend, Sleeper) else {}
-        return JSONReply({"status": "ok", "model": backend.model, **rest})
+        return JSONReply({"status": status, "model": backend.model, **rest})
+
+    async def ready(_: Request) -> Response:
+        """Whether it takes requests: asleep, too, as they wake it."""
+        closing.check()
+        return JSONReply({"status": "ready", "model": backend.model})
 
     async def models(_: Request) -> Response:
         return JSONReply({"object": "list", "data": [card]})
@@ -48,13 +56,15 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
         workshop.check_model(request.path_params["name"])
         return JSONReply(card)
 
-    workshop = Workshop(backend, settings, closing)
+    workshop = Workshop(backend, settings, closing, meters)
     status = Status(backend, settings.expectation, closing, workshop.places)
     sleep = SleepEndpoints(backend, closing)
     app = Starlette(
         routes=[
             *page_routes(backend),
             Route("/health", health),
+            Route("/ready", ready),
+            Route("/metrics", Metrics(status.facts, meters).answer),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             *word_routes(workshop),
@@ -67,7 +77,8 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     )
     app.router.redirect_slashes = False
     app.state.closing = closing
-    app.add_middleware(Door, api_key=settings.api_key, allow_origins=settings.allow_origins)
+    meters.paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(Door, settings=settings, closing=closing, meters=meters)
     if settings.allow_origins:
         # Outside the door: a browser's preflight request carries no key.
         app.add_middleware(

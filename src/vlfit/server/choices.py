@@ -19,7 +19,7 @@ class Choices:
     """One completion of each of ``prepared`` (the same one may be there several times), all started on
     entering, none left running on leaving.
 
-    ``ended`` is called when one of them is over, however slowly its client reads.
+    ``ended`` is called with the last that comes of each of them, however slowly its client reads.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Choices:
         backend: LocalBackend,
         prepared: Sequence[Prepared],
         sampling: SamplingParams,
-        ended: Callable[[], None],
+        ended: Callable[[Chunk | Exception], None],
     ) -> None:
         self._backend = backend
         self._prepared = list(prepared)
@@ -88,7 +88,7 @@ class Choices:
 
     def _arrive(self, index: int, item: Chunk | Exception) -> None:
         if isinstance(item, Exception) or item.finish_reason is not None:
-            self._ended()
+            self._ended(item)
         self._arrived.put_nowait((index, item))
 
     def _cancel(self) -> None:

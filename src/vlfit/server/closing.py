@@ -5,7 +5,8 @@ its own ``finally`` what it held.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -14,6 +15,8 @@ from vlfit.errors import EngineStopped
 
 Result = TypeVar("Result")
 
+TELLING_SECONDS = 0.5  # for those who were cut to be told so
+
 
 class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
@@ -21,19 +24,39 @@ class ClientGone(Exception):
 
 class Closing:
     """The end of one server's life: it runs, then drains (finishes what runs, takes nothing new), then
-    cuts.
+    cuts. ``over`` tells when nothing runs any more, or what does has been told to end.
     """
 
     def __init__(self, drain_seconds: float) -> None:
         self._drain_seconds = drain_seconds
         self._cut = asyncio.Event()
+        self._running = 0
+        self.over = asyncio.Event()
         self.draining = False
 
-    def begin(self) -> None:
-        """Start draining; what still runs after ``drain_seconds`` is cut. Call it on the event loop."""
+    def begin(self, seconds: float | None = None) -> None:
+        """Start draining; what still runs after ``seconds`` is cut. Call it on the event loop."""
         if not self.draining:
             self.draining = True
-            asyncio.get_running_loop().call_later(self._drain_seconds, self._cut.set)
+            later = asyncio.get_running_loop().call_later
+            seconds = self._drain_seconds if seconds is None else seconds
+            later(seconds, self._cut.set)
+            later(seconds + TELLING_SECONDS, self.over.set)
+            self._look()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A request that is to be answered before the server ends."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._look()
+
+    def _look(self) -> None:
+        if self.draining and not self._running:
+            self.over.set()
 
     def check(self) -> None:
         """Raises ``EngineStopped`` if no new request is taken any more."""

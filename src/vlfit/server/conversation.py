@@ -33,6 +33,7 @@ from vlfit.server.schemas import (
 from vlfit.server.settings import ServerSettings
 from vlfit.server.threads import Threads
 
+_SCHEMES = ("data:", "http://", "https://")
 FETCHES_OF_ONE_REQUEST = 8  # so that one request with many slow pictures does not hold up the others
 
 # OpenAI renamed "system"; clients send either.
@@ -71,8 +72,8 @@ async def build_conversation(
             param="messages",
         )
     for where, url in places:
-        _check_url(where, url)
-    pictures = iter(await _fetch_all(places, settings.allow_private_urls, fetches))
+        _check_url(where, url, settings)
+    pictures = iter(await _fetch_all(places, settings, fetches))
     return tuple(
         Message(role, _parts(index, message, pictures), _calls(message))
         for index, (role, message) in enumerate(zip(roles, request.messages, strict=True))
@@ -153,9 +154,9 @@ def _frames(where: str, url: str) -> list[str]:
     return [f"data:image/jpeg;base64,{frame}" for frame in url[found.end() :].split(",")]
 
 
-def _check_url(where: str, url: str) -> None:
-    """A server opens no files: a path or ``file:`` URL would hand out what lies on its disk."""
-    if not url.lower().startswith(("data:", "http://", "https://")):
+def _check_url(where: str, url: str, settings: ServerSettings) -> None:
+    """A server opens no files unless it was given a folder: a path would hand out what lies on its disk."""
+    if not url[:8].lower().startswith(_SCHEMES if settings.files is None else (*_SCHEMES, "file:")):
         raise NotAPicture(
             f"{where} is {url[:60]!r}, which is no data:, http: or https: URL",
             "send the picture itself as data:image/jpeg;base64,... or give an https: address",
@@ -163,37 +164,47 @@ def _check_url(where: str, url: str) -> None:
         )
 
 
-async def _fetch_all(places: list[tuple[str, str]], allow_private: bool, fetches: Threads) -> list[ImagePart]:
+async def _fetch_all(
+    places: list[tuple[str, str]], settings: ServerSettings, fetches: Threads
+) -> list[ImagePart]:
+    """In order; one that comes again is fetched once."""
     mine = asyncio.Semaphore(FETCHES_OF_ONE_REQUEST)
+    first: dict[str, str] = {}
+    for where, url in places:
+        first.setdefault(url, where)
 
-    async def fetch(number: int, where: str, url: str) -> ImagePart:
+    async def fetch(url: str, where: str) -> ImagePart:
         try:
             async with mine:
-                picture = await fetches.run(_fetch, url, allow_private)
+                return await fetches.run(_fetch, url, settings)
         except PictureError as error:
             error.param = error.param or where
             raise
-        # Many pictures may be data: URLs; an error in decoding one should say which.
-        label = f"picture {number}" if url[:5].lower() == "data:" else picture.label
-        return replace(picture, label=label, place=where)
 
-    fetched = await asyncio.gather(
-        *(fetch(number, *place) for number, place in enumerate(places, 1)), return_exceptions=True
-    )
+    fetched = await asyncio.gather(*(fetch(*each) for each in first.items()), return_exceptions=True)
     failed = next((each for each in fetched if isinstance(each, BaseException)), None)
     if failed is None:
-        return cast(list[ImagePart], fetched)
+        pictures = dict(zip(first, cast(list[ImagePart], fetched), strict=True))
+        return [
+            replace(pictures[url], label=_label(number, url, pictures[url]), place=where)
+            for number, (where, url) in enumerate(places, 1)
+        ]
     try:
         raise failed
     finally:
         del failed, fetched  # an error holds this frame, which must not hold it (``threads.py``)
 
 
-def _fetch(url: str, allow_private: bool) -> ImagePart:
+def _label(number: int, url: str, picture: ImagePart) -> str:
+    """Many pictures may be data: URLs; an error in decoding one should say which."""
+    return f"picture {number}" if url[:5].lower() == "data:" else picture.label
+
+
+def _fetch(url: str, settings: ServerSettings) -> ImagePart:
     # Imported here: Pillow and httpx are wanted only once the first picture comes.
     from vlfit.tasks.pictures import load_picture
 
-    return load_picture(url, allow_private=allow_private)
+    return load_picture(url, allow_private=settings.allow_private_urls, files=settings.files)
 
 
 def _parts(index: int, message: ChatMessage, pictures: Iterator[ImagePart]) -> tuple[Part, ...]:

@@ -1,11 +1,13 @@
 """The door of the server: who may come in, an id and one log line for each request, and no naked failure.
 
-Knows: the API key, headers, seconds. Does not know: what a request asks for.
+Knows: keys, names, headers, seconds. Does not know: what a request asks for.
 """
 
-import hmac
 import logging
 import time
+from contextlib import ExitStack
+from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -13,14 +15,18 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlfit.errors import ForeignOrigin, VlfitError, WrongApiKey
-from vlfit.server.closing import ClientGone
-from vlfit.server.failures import error_reply
+from vlfit.errors import ForeignHost, ForeignOrigin, VlfitError, WrongApiKey
+from vlfit.server.closing import ClientGone, Closing
+from vlfit.server.failures import error_body, error_reply
+from vlfit.server.keys import Keys
+from vlfit.server.limits import Bodies, Limits
+from vlfit.server.meters import Meters
+from vlfit.server.settings import ServerSettings
 
 log = logging.getLogger("vlfit.server")
 
 # Asked every second by programs that watch: not worth a line each.
-LOOKS = ("/health", "/v1/vlfit/status", "/v1/vlfit/ledger")
+LOOKS = ("/health", "/ready", "/metrics", "/v1/vlfit/status", "/v1/vlfit/ledger")
 HUNG_UP = 499  # nginx's number for a client that closed the connection; seen in the log only
 
 
@@ -30,10 +36,15 @@ class Door:
     Whoever answers may set ``note`` to a few words for the log line (tokens, what went wrong).
     """
 
-    def __init__(self, app: ASGIApp, api_key: str = "", allow_origins: tuple[str, ...] = ()) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, closing: Closing, meters: Meters) -> None:
         self._app = app
-        self._api_key = api_key
-        self._allow_origins = allow_origins
+        self._keys = Keys(settings.api_keys)
+        self._allow_origins = settings.allow_origins
+        self._own_names = settings.own_names
+        self._limits = Limits(settings.a_minute, settings.at_once)
+        self._bodies = Bodies(settings.bodies_limit, settings.body_seconds)
+        self._closing = closing
+        self._meters = meters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,6 +54,7 @@ class Door:
         state = scope.setdefault("state", {})
         state["request_id"] = uuid4().hex
         state["note"] = ""
+        state["key"] = None
         status = 0
         whole = False
 
@@ -55,9 +67,10 @@ class Door:
             await send(message)
 
         try:
+            self._check_host(scope)
             self._check_origin(scope)
             self._check_key(scope)
-            await self._app(scope, receive, send_and_note)
+            await self._let_in(scope, receive, send_and_note)
         except (ClientGone, ClientDisconnect):
             status = HUNG_UP
         except Exception as error:
@@ -67,7 +80,27 @@ class Door:
             elif not whole:
                 raise  # too late for another answer; breaking off tells the client that this one is not whole
         finally:
+            self._meters.answered(scope["path"], status)
             self._log(scope, status, time.perf_counter() - started)
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as held:
+            if scope["path"] not in LOOKS:
+                held.enter_context(self._closing.running())
+            if scope["method"] == "POST":
+                held.enter_context(self._limits.take(f"key {scope['state']['key']}"))
+                receive = held.enter_context(self._bodies.reading(receive))
+            await self._app(scope, receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        """A page can have its own name lead to this computer, and is then one with us to the browser."""
+        host = Headers(scope=scope).get("host")
+        if self._own_names is None or host is None or is_own_name(host, self._own_names):
+            return
+        raise ForeignHost(
+            f"this server was called by the name {host[:200]!r}, which is not known to be its own",
+            "use http://127.0.0.1, or start it with --allow-host and that name",
+        )
 
     def _check_origin(self, scope: Scope) -> None:
         """A browser says which page a script is of, and sends some requests for any page without asking.
@@ -86,38 +119,65 @@ class Door:
         )
 
     def _check_key(self, scope: Scope) -> None:
-        if not self._api_key or not scope["path"].startswith("/v1"):
+        if not self._keys or not (scope["path"].startswith("/v1") or scope["path"] == "/metrics"):
             return
         given = Headers(scope=scope).get("authorization", "")
-        scheme, _, key = given.partition(" ")
-        given = f"{scheme.title()} {key}"  # schemes of HTTP are the same in capitals
-        expected = f"Bearer {self._api_key}"
-        # Headers arrive read as Latin-1. The comparison takes the same time for every guess, so that a clock
-        # does not tell how much of one was right.
-        if not hmac.compare_digest(given.encode("latin-1"), expected.encode()):
+        number = self._keys.number(given)
+        if number is None:
             raise WrongApiKey(
                 "the API key is wrong" if given.strip() else "this server asks for an API key",
                 "send the header Authorization: Bearer KEY",
             )
+        scope["state"]["key"] = number
 
-    def _explain(self, error: Exception, state: dict[str, str]) -> None:
-        if isinstance(error, VlfitError):
-            state["note"] = error.message[:200]
-        else:
+    def _explain(self, error: Exception, state: dict[str, Any]) -> None:
+        told = error_body(error)["error"]
+        self._meters.refused(told["code"])
+        if not isinstance(error, VlfitError):
             log.exception("%s failed by a mistake of ours", state["request_id"], exc_info=error)
+        elif error.http_status < 500:
+            # The message quotes what was sent, which is nobody's business: its sender has it, and the id.
+            state["note"] = " ".join(filter(None, (told["code"], told["param"])))
+        else:
+            state["note"] = error.message[:200]
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         quiet = scope["path"] in LOOKS and status in (200, 503)  # a wrong key is worth its line
         level = logging.DEBUG if quiet else logging.INFO
         state = scope["state"]
         note = " ".join(state["note"].split())
+        facts = {
+            "request": state["request_id"][:12],
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": status,
+            "seconds": round(seconds, 4),
+            **({"key": state["key"]} if state["key"] else {}),
+            **({"note": note} if note else {}),
+        }
         log.log(
             level,
             "%s %s %r %d %.2f s%s",
-            state["request_id"][:12],
-            scope["method"],
-            scope["path"][:200],
+            facts["request"],
+            facts["method"],
+            facts["path"],
             status,
             seconds,
             f" {note}" if note else "",
+            extra={"fields": facts},
         )
+
+
+def is_own_name(host: str, names: tuple[str, ...]) -> bool:
+    """Whether a ``Host`` header is one that only we can have: no page's owner can let an IP address or
+    ``localhost`` lead elsewhere. ``names`` are ours as well, on any port.
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    try:
+        ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost") or name in map(str.lower, names)
+    return True

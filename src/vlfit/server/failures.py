@@ -10,12 +10,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlfit.errors import CannotWake, QueueFull, VlfitError
+from vlfit.errors import CannotWake, EngineStopped, QueueFull, VlfitError
 
 ROUTES = (
-    "/health, /v1/models, /v1/models/{id}, /v1/chat/completions, "
+    "/health, /ready, /metrics, /v1/models, /v1/models/{id}, /v1/chat/completions, "
     "/v1/vlfit/status, /v1/vlfit/ledger, /v1/vlfit/sleep, /v1/vlfit/wake"
 )
+
+BACK_AFTER = 10  # seconds until a server that is started again answers; a small model takes less
 
 
 def encode(value: Any) -> bytes:
@@ -56,10 +58,13 @@ def error_reply(error: Exception) -> JSONReply:
     status = error_status(error)
     headers = {
         401: {"WWW-Authenticate": "Bearer"},
+        408: {"Connection": "close"},
         413: {"Connection": "close"},  # the rest of the body is not waited for
     }
     if isinstance(error, QueueFull | CannotWake):
         headers[status] = {"Retry-After": str(error.retry_after)}
+    elif isinstance(error, EngineStopped):
+        headers[status] = {"Retry-After": str(BACK_AFTER)}
     return JSONReply(error_body(error), status, headers.get(status))
 
 

@@ -19,6 +19,7 @@ from vlfit.server.choices import Choices
 from vlfit.server.closing import ClientGone, Closing
 from vlfit.server.failures import JSONReply, error_body
 from vlfit.server.host_memory import Trimming
+from vlfit.server.meters import Meters
 from vlfit.server.places import Held, Places
 from vlfit.server.replies import PING, event
 from vlfit.server.settings import ServerSettings
@@ -37,7 +38,10 @@ EVENT_STREAM_HEADERS = [
 class Workshop:
     """What all requests for words share. Belongs to one event loop."""
 
-    def __init__(self, backend: LocalBackend, settings: ServerSettings, closing: Closing) -> None:
+    def __init__(
+        self, backend: LocalBackend, settings: ServerSettings, closing: Closing, meters: Meters
+    ) -> None:
+        self.meters = meters
         self.backend = backend
         self.settings = settings
         self.closing = closing
@@ -155,7 +159,13 @@ class Endpoint(Generic[Asked]):
             # A request would wake it, too, but one that cannot is then told so with a status of its own.
             await asyncio.wrap_future(backend.wake())
         reply = self.reply(wishes, prepared, request.state.request_id)
-        with Choices(backend, prepared, sampling, held.give_back) as choices:
+
+        def ended(last: Chunk | Exception) -> None:
+            held.give_back()
+            if isinstance(last, Chunk):
+                self.workshop.meters.ended(last)
+
+        with Choices(backend, prepared, sampling, ended) as choices:
             if wishes.stream:
                 streaming.failed = reply.failed
                 await streaming.send(reply.opening())

@@ -2,8 +2,9 @@
 
 Knows: sockets, signals, uvicorn. Does not know: routes or models.
 
-The first Ctrl-C (or SIGTERM) drains: nothing new is taken, what runs may go on for ``drain_seconds`` and
-is then cut with an error. The second ends the process on the spot.
+The first Ctrl-C (or SIGTERM) drains: who comes now is told that the server stops (503), what runs may go on
+for some seconds and is then cut with an error: few at Ctrl-C, where somebody waits, more at SIGTERM. The
+second ends the process on the spot.
 """
 
 import asyncio
@@ -20,12 +21,13 @@ from starlette.applications import Starlette
 
 from vlfit.server.address import cannot_listen
 from vlfit.server.closing import Closing
+from vlfit.server.settings import ServerSettings
 
 BACKLOG = 2048
 
 
 def serve_until_stopped(
-    app: Starlette, listener: socket.socket, drain_seconds: float, on_ready: Callable[[], None]
+    app: Starlette, listener: socket.socket, settings: ServerSettings, on_ready: Callable[[], None]
 ) -> None:
     """Serve ``app`` until a signal has stopped it; ``on_ready`` is called once connections are taken."""
     host, port = listener.getsockname()[:2]
@@ -43,17 +45,25 @@ def serve_until_stopped(
         backlog=BACKLOG,
         ws="none",
         # A last resort for a client that does not read: everything else is over when the drain is.
-        timeout_graceful_shutdown=int(drain_seconds) + 1,
+        timeout_graceful_shutdown=1,
     )
-    _Server(config, app.state.closing, on_ready).run(sockets=[listener])
+    _Server(config, app.state.closing, settings, on_ready).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
     """uvicorn with our way of stopping."""
 
-    def __init__(self, config: uvicorn.Config, closing: Closing, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        closing: Closing,
+        settings: ServerSettings,
+        on_ready: Callable[[], None],
+    ) -> None:
         super().__init__(config)
         self._closing = closing
+        self._settings = settings
+        self._signalled = False
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -77,8 +87,20 @@ class _Server(uvicorn.Server):
                 signal.signal(each, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
+        if self._signalled:
             os._exit(128 + sig)
+        self._signalled = True
+        if self._loop is None:
+            self.should_exit = True
+            return
+        seconds = self._settings.drain_seconds if sig == signal.SIGINT else self._settings.term_seconds
+        self._loop.call_soon_threadsafe(self._drain, seconds)
+
+    def _drain(self, seconds: float) -> None:
+        """Connections are taken for as long as something runs, so that who comes is told."""
+        self._closing.begin(seconds)
+        self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        await self._closing.over.wait()
         self.should_exit = True
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._closing.begin)

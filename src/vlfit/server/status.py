@@ -53,15 +53,16 @@ class Status:
 
     async def status(self, _: Request) -> Response:
         """All of it."""
-        return JSONReply(await self._facts())
+        return JSONReply(await self.facts())
 
     async def ledger(self, _: Request) -> Response:
         """What is planned and held, line by line."""
-        facts = await self._facts()
+        facts = await self.facts()
         names = ("version", "model", "backend", "device", "settings", "ledger", "total", "over_plan", "note")
         return JSONReply({name: facts[name] for name in names if name in facts})
 
-    async def _facts(self) -> dict[str, Any]:
+    async def facts(self) -> dict[str, Any]:
+        """As they are, or were a moment ago."""
         return await self._thread.run(self._look)
 
     def _look(self) -> dict[str, Any]:

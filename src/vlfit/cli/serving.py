@@ -1,0 +1,230 @@
+"""Serving a model in this process: the order of starting and stopping, and what a person is told about it.
+
+Does not know: options (``serve.py``), routes (``server``) or how a model runs (``backends/native.py``).
+"""
+
+import logging
+import os
+import sys
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlfit.cli.printing import Printer
+from vlfit.cli.records import recorded
+from vlfit.errors import UsageError
+from vlfit.units import MIB
+
+if TYPE_CHECKING:
+    from vlfit.backends.native import NativeBackend
+    from vlfit.backends.phases import Phases
+    from vlfit.machine.model import Gpu
+    from vlfit.server.settings import ServerSettings
+    from vlfit.settings import Settings
+
+CLOSING_SECONDS = 0.7  # what is left of the three seconds of Ctrl-C when all requests are over
+
+
+def serve_here(settings: "Settings", *, json_line: bool, quiet: bool) -> None:
+    """Until a signal ends it, and the process with it."""
+    from vlfit.backends.phases import Phases
+    from vlfit.engine import head_start
+    from vlfit.server.address import bind
+    from vlfit.server.host_memory import give_memory_back, keep_what_is_loaded
+    from vlfit.server.log import log_to_stderr
+
+    phases = Phases()
+    printer = Printer(json=json_line, stream=False, quiet=quiet)
+    log_to_stderr(quiet, settings.log_format)
+    keys, folder = keys_of(settings), _folder(settings.allow_files)
+    give_memory_back()
+    with bind(settings.host, settings.port) as listener:
+        gpus = head_start.make_context(settings.device)  # the plan is made for them as they are before it
+        backend = _load(settings, printer, phases)
+        try:
+            from vlfit.server.address import address_of
+            from vlfit.server.app import create_app
+            from vlfit.server.listen import serve_until_stopped
+
+            server_settings = replace(_server_settings(settings, backend, gpus), api_keys=keys, files=folder)
+            _tell_ledger(settings, backend, server_settings, printer)
+            url = address_of(listener)
+
+            app = create_app(backend, server_settings)
+            with ExitStack() as known:
+
+                def announce() -> None:
+                    phases.end()
+                    known.enter_context(recorded(url, backend.model, settings.drain))
+                    _announce(url, backend, printer, phases, json_line)
+
+                keep_what_is_loaded()
+                serve_until_stopped(app, listener, server_settings, announce)
+        finally:
+            _close(backend)
+    printer.note("stopped")
+    _leave()
+
+
+def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "NativeBackend":
+    """The model, and meanwhile what serves it: while the GPU computes Python has time to import."""
+    from vlfit.backends.native import NativeBackend
+    from vlfit.cli.loading import import_beside, loading
+    from vlfit.client import choose_model
+    from vlfit.engine.options import EngineOptions
+
+    name = settings.model
+    if name == "auto":
+        choice = choose_model()
+        name = choice.model
+        printer.note(choice.reason)
+    options = EngineOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        context=settings.context,
+        kv_tokens=settings.kv,
+        keep_to_plan=True,
+        even=True,
+        sequences=settings.sequences,
+        image_tokens=settings.image_tokens,
+        chunk=settings.chunk,
+        offload=settings.offload,
+        prefix_cache=settings.prefix_cache,
+        idle_sleep=settings.idle_sleep,
+    )
+    if settings.max_tokens is not None:
+        options = replace(options, max_tokens=settings.max_tokens)
+    with loading(name, printer, phases) as progress:
+        server: list[threading.Thread] = []
+
+        def tell(what: str, share: float) -> None:
+            progress(what, share)
+            if what == "rehearsing the worst case" and not server:
+                server.append(
+                    import_beside("vlfit.server.app", "vlfit.server.listen", "vlfit.cli.ledger_page")
+                )
+
+        backend = NativeBackend.load(name, options, tell)
+    phases.begin("server")
+    for thread in server:
+        thread.join()
+    return backend
+
+
+def _gpus(device: str) -> "tuple[Gpu, ...]":
+    from vlfit.machine.gpu import read_gpus
+
+    return () if device == "cpu" else read_gpus()[0]
+
+
+def _server_settings(
+    settings: "Settings", backend: "NativeBackend", gpus: "tuple[Gpu, ...]"
+) -> "ServerSettings":
+    from vlfit.server.settings import ServerSettings, is_loopback
+    from vlfit.server.status import expectation_of
+
+    return ServerSettings(
+        aliases=(settings.model,),
+        context=backend.context,
+        places=settings.sequences + _queue(settings),
+        own_names=_own_names(settings) if is_loopback(settings.host) else None,
+        a_minute=settings.key_rate,
+        at_once=settings.key_at_once,
+        term_seconds=settings.drain,
+        allow_private_urls=settings.allow_private_urls,
+        allow_origins=(settings.allow_origin,) if settings.allow_origin else (),
+        expectation=expectation_of(backend, gpus),
+    )
+
+
+def _own_names(settings: "Settings") -> tuple[str, ...]:
+    return (settings.allow_host,) if settings.allow_host else ()
+
+
+def _queue(settings: "Settings") -> int:
+    """Requests that may wait. By default each sequence has eight behind it: the last of them waits nine times
+    as long as an answer takes. 16 at least, as one request may ask for so many choices.
+    """
+    return max(8 * settings.sequences, 16) if settings.queue is None else settings.queue
+
+
+def _tell_ledger(
+    settings: "Settings", backend: "NativeBackend", server_settings: "ServerSettings", printer: Printer
+) -> None:
+    """What was planned and what is held, as ``/v1/vlfit/ledger`` has it, and which lines differ."""
+    from vlfit.cli.ledger_page import differences, ledger_page
+    from vlfit.server.status import gpu_of, ledger_facts, ledger_rows
+
+    account, expectation = backend.account(), server_settings.expectation
+    gpu = gpu_of(account, _gpus(settings.device))
+    found = ledger_rows(account, gpu, expectation)
+    total = ledger_facts(found, expectation, account)["total"]
+    place = f"of {gpu.total / MIB:,.0f} on {gpu.name}" if gpu else "of this process's RAM"
+    printer.note(ledger_page(found, total, place))
+    more, less = differences(found)
+    for words in more:
+        logging.getLogger("vlfit.server").warning("warning: %s", words)
+    for words in [*less, expectation.why_not]:
+        if words:
+            printer.note(words)
+
+
+def _announce(
+    url: str, backend: "NativeBackend", printer: Printer, phases: "Phases", json_line: bool
+) -> None:
+    printer.note(
+        f"ready: {backend.model} on {backend.device}, context {backend.context} tokens, at {url}/v1\n"
+        f"after {phases.in_words()}\n"
+        f"try:   curl {url}/v1/chat/completions "
+        """-d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
+    )
+    if json_line:
+        facts = {"url": url, "model": backend.model, "context": backend.context, "device": backend.device}
+        took = {name: round(seconds, 3) for name, seconds in phases.seconds.items()}
+        printer.data({**facts, "ready_s": round(phases.total, 3), "phases_s": took})
+
+
+def keys_of(settings: "Settings") -> tuple[str, ...]:
+    """The keys that clients are asked for. Raises ``UsageError`` for one that cannot be sent, and if there is
+    none although others than this computer can reach the server.
+    """
+    from vlfit.server.keys import Keys, read_keys
+    from vlfit.server.settings import is_loopback
+
+    keys: tuple[str, ...] = (settings.api_key.get_secret_value(),) if settings.api_key else ()
+    if settings.api_keys is not None:
+        keys += read_keys(settings.api_keys)
+    Keys(keys)
+    if keys or is_loopback(settings.host):
+        return keys
+    if not settings.allow_anyone:
+        raise UsageError(
+            f"--host {settings.host} lets others use this server, and it asks for no key",
+            "set VLFIT_API_KEY or --api-keys FILE; or say --allow-anyone",
+        )
+    logging.getLogger("vlfit.server").warning(
+        "warning: anyone who can reach %s may use this server: it asks for no key", settings.host
+    )
+    return keys
+
+
+def _folder(path: Path | None) -> Path | None:
+    if path is None or path.expanduser().is_dir():
+        return path and path.expanduser().resolve()
+    raise UsageError(f"--allow-files {path} is no folder", "name one whose pictures requests may read")
+
+
+def _close(backend: "NativeBackend") -> None:
+    """Give the memory back. A forward pass under way cannot be stopped, and is not waited for very long."""
+    closing = threading.Thread(target=backend.close, daemon=True)
+    closing.start()
+    closing.join(CLOSING_SECONDS)
+
+
+def _leave() -> None:
+    """End the process now: taking torch apart can last a second, while the person at Ctrl-C waits."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,81 @@
+"""Keys that can be used, and what one client may take."""
+
+from pathlib import Path
+
+import pytest
+
+from vlfit.errors import TooManyRequests, UsageError
+from vlfit.server.keys import Keys, read_keys
+from vlfit.server.limits import Limits
+from vlfit.server.log import without_secrets
+
+
+@pytest.mark.parametrize("key", ["", "sécret", "two words", "tab\t", "line\n", "naïve", "\x7f"])
+def test_keys_that_no_client_can_send(key: str) -> None:
+    with pytest.raises(UsageError, match="API key 2 is empty or holds more") as caught:
+        Keys(("fine", key))
+    assert key == "" or key not in str(caught.value)
+
+
+def test_several_keys() -> None:
+    keys = Keys(("first", "second"))
+    assert [keys.number(f"Bearer {key}") for key in ("first", "second", "third", "")] == [1, 2, None, None]
+    assert keys.number("first") is None
+    assert keys.number("Basic first") is None
+    assert "first" not in repr(vars(keys))
+    assert not Keys()
+
+
+def test_keys_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# people\nalpha  # Anna\n\n  beta\n")
+    assert read_keys(file) == ("alpha", "beta")
+    file.write_text("# nobody\n")
+    with pytest.raises(UsageError, match="holds no key"):
+        read_keys(file)
+    with pytest.raises(UsageError, match="No such file"):
+        read_keys(tmp_path / "none")
+
+
+def test_requests_of_a_minute() -> None:
+    now = 0.0
+    limits = Limits(a_minute=2, clock=lambda: now)
+
+    def ask(client: str = "a") -> None:
+        with limits.take(client):
+            pass
+
+    ask()
+    now = 20.0
+    ask()
+    ask("b")
+    with pytest.raises(TooManyRequests) as caught:
+        ask()
+    assert caught.value.retry_after == 40
+    now = 60.0
+    ask()
+    with pytest.raises(TooManyRequests) as caught:
+        ask()
+    assert caught.value.retry_after == 20
+
+
+def test_requests_at_once() -> None:
+    limits = Limits(at_once=1)
+    with limits.take("a"), limits.take("b"), pytest.raises(TooManyRequests), limits.take("a"):
+        pass
+    with limits.take("a"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("see https://me:pw@host/a?token=abc#x now", "see https://...@host/a?... now"),
+        ("url data:image/png;base64,iVBORw0KGgo= end", "url data:... end"),
+        ("Authorization: Bearer sk-abc123", "Authorization: Bearer ..."),
+        ("key sk-proj_abcdefgh123", "key sk-..."),
+        ("nothing here: 12:30 and a/b?c", "nothing here: 12:30 and a/b?c"),
+    ],
+)
+def test_secrets_are_taken_out_of_text(text: str, clean: str) -> None:
+    assert without_secrets(text) == clean

@@ -1,0 +1,111 @@
+"""``/metrics`` as Prometheus reads it, and the log as programs read it."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.harness import running
+from tests.server.scripted import ScriptedBackend
+from vlfit.backends.native import NativeBackend
+from vlfit.engine.answer import Chunk, Timings
+from vlfit.engine.options import EngineOptions
+from vlfit.server.log import JSONLines
+from vlfit.server.meters import Meters, family
+from vlfit.server.settings import ServerSettings
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "ignore_eos": True}
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(text: str) -> Samples:
+    """As Prometheus' own reader has them."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for metric in text_string_to_metric_families(text)
+        for sample in metric.samples
+    }
+
+
+def test_what_a_scrape_tells(tiny: Callable[[str], Path]) -> None:
+    options = EngineOptions(device="cpu", context=256, sequences=2)
+    with NativeBackend.load(tiny("tied"), options) as backend:
+        with running(backend, ServerSettings(context=256)) as server:
+            assert httpx.post(f"{server.url}/v1/chat/completions", json=HELLO).status_code == 200
+            assert httpx.post(f"{server.url}/v1/chat/completions", json={}).status_code == 400
+            httpx.get(f"{server.url}/no/such/path")
+            answer = httpx.get(f"{server.url}/metrics")
+        blocks = backend.account().pool.blocks
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = samples(answer.text)
+    chat = ("path", "/v1/chat/completions")
+    assert found["vlfit_requests_total", (chat, ("status", "200"))] == 1
+    assert found["vlfit_requests_total", (chat, ("status", "400"))] == 1
+    assert found["vlfit_requests_total", (("path", "other"), ("status", "404"))] == 1
+    assert found["vlfit_refusals_total", (("reason", "invalid_request"),)] == 1
+    assert found["vlfit_tokens_total", (("kind", "generated"),)] == 3
+    assert found["vlfit_kv_blocks", (("kind", "total"),)] == blocks
+    assert found["vlfit_kv_blocks", (("kind", "used"),)] == 0
+    assert found["vlfit_engine_requests_total", (("end", "finished"),)] == 1
+    assert found["vlfit_ledger_bytes", (("kind", "actual"), ("line", "kv_cache"))] > 0
+    assert found["vlfit_state", (("state", "ready"),)] == 1
+    for phase in ("queue", "first_token", "decode", "total"):
+        assert found["vlfit_completion_seconds_count", (("phase", phase),)] == 1
+
+
+def test_a_backend_that_tells_nothing_of_itself() -> None:
+    with running(ScriptedBackend()) as server:
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=HELLO).status_code == 200
+        found = samples(httpx.get(f"{server.url}/metrics").text)
+    assert ("vlfit_places", (("kind", "taken"),)) in found
+    assert not any(name.startswith("vlfit_kv") for name, _ in found)
+
+
+def test_histograms_add_up() -> None:
+    meters = Meters()
+    for first in (0.005, 0.007, 0.3, 1000.0):
+        meters.ended(Chunk("", (), "stop", None, Timings(0.0, first, first + 0.5, 5)))
+    found = samples("\n".join(meters.lines()) + "\n")
+
+    def below(edge: str) -> float:
+        return found["vlfit_completion_seconds_bucket", (("le", edge), ("phase", "first_token"))]
+
+    assert [below(edge) for edge in ("0.005", "0.01", "0.25", "0.5", "300", "+Inf")] == [1, 2, 2, 3, 3, 4]
+    assert found["vlfit_completion_seconds_sum", (("phase", "decode"),)] == 2.0
+
+
+def test_names_with_quotes_and_lines() -> None:
+    label = 'a "b"\\c\nd'
+    assert samples("\n".join(family("x", "gauge", "X.", [({"l": label}, 1.5), ({}, None)])) + "\n") == {
+        ("x", (("l", label),)): 1.5
+    }
+
+
+def test_a_line_of_json() -> None:
+    try:
+        raise ValueError("see https://me:word@host/?q=1")
+    except ValueError as error:
+        trace = (type(error), error, error.__traceback__)
+    record = logging.LogRecord(
+        "vlfit.server", logging.ERROR, "", 1, "said %s", ("data:image/png;base64,AA",), trace
+    )
+    record.fields = {"status": 500, "note": "Bearer abcdef"}
+    line = json.loads(JSONLines().format(record))
+    assert line["message"] == "said data:..."
+    assert (line["status"], line["note"], line["level"]) == (500, "Bearer ...", "error")
+    assert line["time"].endswith("Z")
+    assert "word" not in line["trace"]
+    assert "ValueError" in line["trace"]
+
+
+def test_the_door_says_as_much_in_json(caplog: pytest.LogCaptureFixture) -> None:
+    with running(ScriptedBackend()) as server, caplog.at_level(logging.INFO, "vlfit.server"):
+        httpx.post(f"{server.url}/v1/chat/completions", json=HELLO)
+    (record,) = caplog.records
+    line = json.loads(JSONLines().format(record))
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/chat/completions", 200)
