@@ -5,11 +5,8 @@ Knows the fields, their plausible bounds and where the files lie. Does not know 
 file are never used: who asks is told why.
 """
 
-import contextlib
 import json
 import math
-import os
-import re
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.errors import UsageError
+from vlfit.plan.kept import kept_file, write_whole
 from vlfit.units import GIB, KIB
 
 VERSION = 1
@@ -77,30 +75,14 @@ def _version_of_torch() -> str:
 
 def file_of(gpu: str, driver: str, torch: str) -> Path:
     """Where the numbers for this GPU, driver and torch are kept: ``$XDG_CACHE_HOME/vlfit/calibration``."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The standard ignores a relative path there.
-    base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
-    name = "-".join(
-        re.sub(r"[^A-Za-z0-9.+]+", "-", part).strip("-.") or "none" for part in (gpu, driver, torch)
-    )
-    return base / "vlfit" / "calibration" / f"{name}.json"
+    return kept_file("calibration", gpu, driver, torch)
 
 
 def save(measured: Measured) -> Path:
     """Keep ``measured``, whole or not at all; the file. Raises ``UsageError`` if it cannot be written."""
     path = file_of(measured.gpu, measured.driver, measured.torch)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"version": VERSION, **asdict(measured)}, indent=2) + "\n", "utf-8")
-        part.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise UsageError(
-            f"cannot keep the calibration in {path}: {error.strerror}",
-            "set XDG_CACHE_HOME to a folder that can be written",
-        ) from None
+    words = json.dumps({"version": VERSION, **asdict(measured)}, indent=2) + "\n"
+    write_whole(path, words, "calibration")
     return path
 
 

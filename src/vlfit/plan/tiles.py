@@ -1,24 +1,28 @@
 """How products with narrow weights are cut into programs: the engine launches them so, and the plan counts.
 
-Knows: which tile a number of rows gets, and among how many programs the inputs of one are shared out. The
-table is fixed, so no first start waits for a search; ``benchmarks/kernels.py --sweep`` measures candidates.
-Does not know tensors; ``engine/kernels/linear.py`` says what a program does with its tile.
+Knows: which tile a number of rows gets, and among how many programs the inputs of one are shared out. What is
+built in is fixed, so no first start waits for a search; what was measured on a card itself goes before it
+(``tuned.py``). Does not know tensors; ``engine/kernels/linear.py`` says what a program does with its tile.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vlfit.checkpoint.quantization import INT4
+from vlfit.checkpoint.quantization import FP8, INT4, INT8
 
 SPLIT_ROWS = 64  # up to so many rows the inputs of a product may be shared out among programs
 BUSY = 1200  # warps that keep a card reading; programs with fewer share out their inputs
 MOST_SPLITS = 16
+FORMS = (FP8, INT8, INT4)
+REGIMES = (1, 8, 16)  # rows, up to which there is a choice for each form
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """What one program computes: rows x outputs over steps of inputs, by so many warps and load stages.
 
-    With several ``parts``, as many as warps, each warp sums over one part of every step.
+    With several ``parts``, as many as warps, each warp sums over one part of every step. ``busy``: as many
+    warps are launched at least, if there are inputs to share out.
     """
 
     rows: int
@@ -27,15 +31,31 @@ class Tiles:
     warps: int
     stages: int
     parts: int = 1
+    busy: int = BUSY
 
 
-def tiles_for(rows: int, form: str) -> Tiles:
-    """The sizes for ``rows`` rows and weights in ``form``, by regime and not by card; half precision."""
-    if rows <= 8:
-        # A step of int4 is as many bytes as one of FP8.
-        return Tiles(8, 64, 256, 4, 3) if form == INT4 else Tiles(8, 64, 128, 4, 3)
-    if rows <= 16:
-        return Tiles(16, 32, 256, 2, 3) if form == INT4 else Tiles(16, 32, 128, 2, 4)
+Table = Mapping[tuple[str, int], Tiles]  # by form and regime
+
+# One H100, four matrices of a layer of 4B: docs/log.md. Of int8 the output head of 4B.
+BUILT_IN: Table = {
+    (FP8, 1): Tiles(8, 64, 128, 4, 3),
+    (FP8, 8): Tiles(8, 64, 128, 4, 3),
+    (FP8, 16): Tiles(16, 32, 128, 2, 4, busy=640),
+    (INT8, 1): Tiles(8, 32, 256, 2, 3),
+    (INT8, 8): Tiles(8, 32, 256, 2, 3),
+    (INT8, 16): Tiles(16, 32, 128, 2, 4, busy=640),
+    # A step of int4 is as many bytes as one of FP8.
+    (INT4, 1): Tiles(8, 64, 256, 4, 3),
+    (INT4, 8): Tiles(8, 64, 256, 4, 3),
+    (INT4, 16): Tiles(16, 32, 256, 2, 4, busy=700),
+}
+
+
+def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> Tiles:
+    """The sizes for ``rows`` rows and weights in ``form``; half precision."""
+    for regime in REGIMES:
+        if rows <= regime:
+            return table[form, regime]
     if rows <= SPLIT_ROWS:
         return Tiles(32 if rows <= 32 else 64, 64, 128, 4, 3)
     return Tiles(128, 64, 64, 4, 3)
@@ -47,6 +67,6 @@ def splits_for(rows: int, outputs: int, inputs: int, tiles: Tiles) -> int:
         return 1
     warps = -(-outputs // tiles.outputs) * -(-rows // tiles.rows) * tiles.warps
     splits = 1
-    while splits < MOST_SPLITS and warps * splits < BUSY and inputs >= 4 * splits * tiles.inputs:
+    while splits < MOST_SPLITS and warps * splits < tiles.busy and inputs >= 4 * splits * tiles.inputs:
         splits *= 2
     return splits

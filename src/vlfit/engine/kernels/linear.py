@@ -17,6 +17,7 @@ from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.engine.kernels import launch
 from vlfit.engine.kernels.launch import ahead, arrivals, overlapping
 from vlfit.engine.kernels.norm import Onto, Scaled, choices, numbers, pointers
+from vlfit.engine.kernels.tables import table_on
 from vlfit.plan import tiles as plan
 from vlfit.plan.many_rows import LEAST, MULTIPLIES_FLOAT8, WIDEN_ROWS, Means
 from vlfit.plan.tiles import Tiles
@@ -70,7 +71,7 @@ def tiles_for(rows: int, weights: NarrowWeights, dtype: torch.dtype) -> Tiles:
     """The sizes for ``rows`` rows in ``dtype``."""
     if dtype == torch.float32:  # no matrix units for it, and twice the room
         return Tiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
-    return plan.tiles_for(rows, weights.form)
+    return plan.tiles_for(rows, weights.form, table_on(weights.codes.device))
 
 
 def linear(

@@ -1,0 +1,120 @@
+"""Tiles that were measured on a card: kept whole, used for that card alone, and never from a broken file."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlfit.engine import tune
+from vlfit.plan import tuned
+from vlfit.plan.tiles import BUILT_IN, FORMS, REGIMES, Tiles, splits_for, tiles_for
+from vlfit.plan.tuned import Card, save, table_of
+
+CARD = Card("NVIDIA GeForce RTX 4060", (8, 9))
+OTHER = Card("NVIDIA GeForce RTX 5060", (12, 0))
+
+
+@pytest.fixture(autouse=True)
+def _a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuned, "triton_version", lambda: "3.6.0")
+    table_of.cache_clear()
+    yield
+    table_of.cache_clear()
+
+
+def table() -> dict[tuple[str, int], Tiles]:
+    """Not what is built in, in every place."""
+    return {of: replace(tiles, busy=tiles.busy + 1) for of, tiles in BUILT_IN.items()}
+
+
+def test_what_is_kept_is_used_for_that_card_alone() -> None:
+    assert table_of(CARD) == BUILT_IN
+    path = save(CARD, table())
+    assert table_of(CARD) == table() != BUILT_IN
+    assert table_of(OTHER) == BUILT_IN
+    assert path.parent.name == "tiles"
+    assert "RTX-4060-8.9-3.6.0" in path.name
+
+
+@pytest.mark.parametrize("what", ["triton_version", "kernels_version"])
+def test_another_triton_or_other_kernels_begin_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(CARD, table())
+    monkeypatch.setattr(tuned, what, lambda: "9.9")
+    assert table_of(CARD) == BUILT_IN
+
+
+def broken(change: Any) -> str:
+    facts = json.loads(save(CARD, table()).read_text())
+    change(facts)
+    return json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: facts.update(version=2),
+        lambda facts: facts["tiles"].pop("int4"),
+        lambda facts: facts["tiles"]["fp8"].pop("8"),
+        lambda facts: facts["tiles"]["fp8"]["8"].update(outputs=48),
+        lambda facts: facts["tiles"]["fp8"]["8"].update(rows=16),
+        lambda facts: facts["tiles"]["fp8"]["8"].update(warps=True),
+        lambda facts: facts["tiles"]["fp8"]["8"].update(parts=3),
+        lambda facts: facts["tiles"]["fp8"]["8"].update(busy=0),
+        lambda facts: facts.update(tiles=[]),
+    ],
+)
+def test_a_broken_file_is_as_good_as_none(change: Any) -> None:
+    words = broken(change)
+    tuned.file_of(CARD).write_text(words)
+    table_of.cache_clear()
+    assert table_of(CARD) == BUILT_IN
+    for junk in ("", "[" * 100_000, "\x00", "3", " " * 2**17):
+        tuned.file_of(CARD).write_text(junk)
+        table_of.cache_clear()
+        assert table_of(CARD) == BUILT_IN
+
+
+def test_kernels_have_a_version() -> None:
+    assert len(tuned.kernels_version()) == 12
+
+
+def test_a_tile_says_how_many_warps_keep_a_card_busy() -> None:
+    tiles = Tiles(16, 32, 128, 2, 4, busy=640)
+    assert splits_for(16, 6144, 2560, tiles) == 2
+    assert splits_for(16, 2560, 4096, tiles) == 4
+    assert splits_for(16, 2560, 4096, replace(tiles, busy=641)) == 8
+    assert [tiles_for(rows, "int4").rows for rows in (1, 8, 9, 16, 17, 33, 65)] == [8, 8, 16, 16, 32, 64, 128]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("regime", REGIMES)
+def test_candidates_are_what_may_be_kept(form: str, regime: int) -> None:
+    candidates = tune._candidates(form, regime)
+    assert len(set(candidates)) == len(candidates) >= 6
+    for tiles in (*candidates, BUILT_IN[form, regime]):
+        path = save(CARD, {**BUILT_IN, (form, regime): tiles})
+        assert table_of(CARD)[form, regime] == tiles, path
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(0.5, True), (0.99, False)])
+def test_the_fastest_is_chosen_if_it_is_not_by_chance(
+    gain: float, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, better = BUILT_IN["fp8", 16], Tiles(16, 64, 128, 4, 4, busy=640)
+
+    def seconds(trial: tune.Trial, *_: object) -> float:
+        return 1e-5 * (gain if trial.tiles.outputs == 64 else 1.0)
+
+    class Matrix:
+        outputs, inputs = 6144, 2560
+
+    monkeypatch.setattr(tune, "_seconds", seconds)
+    matrices: Any = {name: [Matrix()] for name in tune._MATRICES}
+    device: Any = None
+    found = tune._fastest("fp8", 16, [before, better], matrices, device)
+    assert found.tiles == (better if chosen else before)
+    assert found.before == pytest.approx(4e-5)
