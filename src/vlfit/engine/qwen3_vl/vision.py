@@ -12,7 +12,7 @@ kernels of our own (``kernels/vision.py``), which compute positions where they a
 of them to make, to copy or to keep.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,6 @@ from vlfit.engine.kernels.vision import add_layer_norm as add_and_normalize
 from vlfit.engine.kernels.vision import add_positions, attend, turn_by_place
 from vlfit.engine.layers.linear import DenseLinear
 from vlfit.engine.loader import Loader
-from vlfit.engine.qwen3_vl.recorded import Recorded
 from vlfit.engine.qwen3_vl.rope import merge_order, vision_angles, vision_tables
 
 LAYER_NORM_EPS = 1e-6
@@ -70,14 +69,11 @@ class VisionTower:
             for level, block in enumerate(config.deepstack_visual_indexes)
         }
 
-    def __call__(
-        self, patches: Iterable[Tensor], grid: tuple[int, int, int], recorded: Recorded | None = None
-    ) -> VisionFeatures:
+    def __call__(self, patches: Iterable[Tensor], grid: tuple[int, int, int]) -> VisionFeatures:
         """``patches`` in merge order, those of each time step [rows * columns, channels * temporal * patch *
         patch] by themselves, in the dtype of the tower (``images.patches_by_time``).
 
         ``grid`` is (time, rows, columns) in patches. Gives features of time * rows * columns / merge^2 rows.
-        ``recorded``: what the blocks do may be replayed from there.
         """
         time, rows, columns = grid
         tokens = rows * columns // self.config.spatial_merge_size**2  # of a frame
@@ -86,23 +82,11 @@ class VisionTower:
         # Deepstack's first, as they stay: what comes and goes then finds its place again in each block.
         outputs = [self._output(time * tokens) for _ in self.deepstack_mergers]
         for first in range(0, time * tokens, tokens):
-            frame = slice(first, first + tokens)
-
-            def place(level: int, frame: slice = frame) -> Tensor:
+            hidden = self._embed(next(patches), rows, columns)
+            for level, merger in enumerate(self._through_blocks(hidden, turn)):
                 if level == len(outputs):
                     outputs.append(self._output(time * tokens))
-                return outputs[level][frame]
-
-            def look(hidden: Tensor, place: Callable[[int], Tensor]) -> None:
-                for level, merger in enumerate(self._through_blocks(hidden, turn)):
-                    merger(hidden, place(level))
-
-            hidden = self._embed(next(patches), rows, columns)
-            if recorded is None:
-                look(hidden, place)
-            else:
-                levels = range(len(self.deepstack_mergers) + 1)
-                recorded.look((rows, columns), hidden, [place(level) for level in levels], look)
+                merger(hidden, outputs[level][first : first + tokens])
             del hidden
         *deepstack, merged = outputs
         return VisionFeatures(merged, tuple(deepstack))
