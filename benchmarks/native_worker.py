@@ -34,7 +34,9 @@ def main() -> None:
     imported = time.perf_counter()
     torch.set_num_threads(job.threads)
     # Every round asks the same: without these all but the first would be remembered.
-    options = EngineOptions(device=job.device, dtype=job.dtype, image_cache_bytes=0, prefix_cache=False)
+    options = EngineOptions(
+        device=job.device, dtype=job.dtype, image_cache_bytes=0, prefix_cache=False, speculate=False
+    )
     backend = NativeBackend.load(job.folder, options)
     if job.device != "cpu":
         torch.cuda.synchronize()

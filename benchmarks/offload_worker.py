@@ -69,6 +69,7 @@ def main() -> None:
         image_tokens=job.image_tokens,
         image_cache_bytes=0,
         prefix_cache=False,
+        speculate=False,
         offload=job.offload or None,
         graphs=job.variant != "without graphs",
     )

@@ -90,7 +90,8 @@ class Watched:
 
     def __init__(self, folder: str) -> None:
         checkpoint = open_checkpoint(folder)
-        self.engine = Engine(checkpoint, EngineOptions(device="cpu", dtype="float32", prefix_cache=False))
+        options = EngineOptions(device="cpu", dtype="float32", prefix_cache=False, speculate=False)
+        self.engine = Engine(checkpoint, options)
 
     def features(self, part: ImagePart) -> Tensor:
         """All that the tower makes of a picture: [rows of all levels, hidden]."""

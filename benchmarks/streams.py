@@ -130,6 +130,7 @@ def running(checkpoint: Checkpoint, options: argparse.Namespace, sequences: int)
         even=not options.whole_chunks,
         image_cache_bytes=0,
         prefix_cache=False,
+        speculate=False,
     )
     loop = EngineLoop(lambda progress: Engine(checkpoint, engine_options, progress))
     try:

@@ -25,8 +25,18 @@ pytestmark = [
 ]
 
 
-def engine(folder: Path, device: str, dtype: str = "float32", *, graphs: bool = True) -> Engine:
-    options = EngineOptions(device=device, dtype=dtype, context=1024, chunk=64, sequences=5, graphs=graphs)
+def engine(
+    folder: Path, device: str, dtype: str = "float32", *, graphs: bool = True, speculate: bool = True
+) -> Engine:
+    options = EngineOptions(
+        device=device,
+        dtype=dtype,
+        context=1024,
+        chunk=64,
+        sequences=5,
+        graphs=graphs,
+        speculate=speculate,
+    )
     return Engine(open_checkpoint(folder), options)
 
 
@@ -81,7 +91,7 @@ def test_steps_follow_each_other_before_tokens_are_read(
 ) -> None:
     """The host says once where a request begins to decode, and not again until it needs more blocks."""
     expected = run(engine(tiny("tied"), "cpu"), CONVERSATIONS["text"], tokens=50)
-    on_gpu = engine(tiny("tied"), "cuda")
+    on_gpu = engine(tiny("tied"), "cuda", speculate=False)
     fill, filled = StepInputs.fill, []
 
     def counted(inputs: StepInputs, sequences: Any) -> None:

@@ -23,6 +23,7 @@ from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampler import Draw, sample
 from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.scheduler import Work
 from vlfit.engine.scores import Scores
 from vlfit.engine.sequence import PricedPrompt, Sequence
 
@@ -81,12 +82,14 @@ def decoding(blocks: list[int], tokens: int, **wishes: Any) -> Sequence:
     )
 
 
-def expected(sequence: Sequence) -> int:
-    at = sequence.cached
+def expected(sequence: Sequence, token: int | None = None, further: int = 0) -> int:
+    """What comes behind its newest token, or behind ``token``, so much further on."""
+    at = sequence.cached + further
     slot = sequence.blocks[at // 4] * 4 + at % 4
-    token = told(sequence.generated[-1], sequence.prompt.next_position + len(sequence.generated) - 1, slot)
-    draw = Draw(sequence.sampling, [], [], sequence.seed, sequence.position + 1)
-    return sample(torch.eye(VOCABULARY)[[token]], [token], None, [draw], str)[0].token_id
+    newest = sequence.generated[-1] if token is None else token
+    chosen = told(newest, sequence.position + further, slot)
+    draw = Draw(sequence.sampling, [], [], sequence.seed, sequence.position + further + 1)
+    return sample(torch.eye(VOCABULARY)[[chosen]], [chosen], None, [draw], str)[0].token_id
 
 
 @pytest.fixture
@@ -95,7 +98,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> DecodeGraphs
     monkeypatch.setattr(graphs, "Graph", Rerun)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(Rerun, "replays", 0)
-    return DecodeGraphs(step, CACHE, 16, 4)
+    return DecodeGraphs(step, CACHE, 16, 4, 8)
 
 
 def say(steps: DecodeGraphs, sequences: list[Sequence]) -> int:
@@ -145,6 +148,27 @@ class TestAhead:
         assert [say(steps, [second]) for _ in range(2)] == [2, 1]
         assert [say(steps, [second, third]) for _ in range(2)] == [2, 1]
         assert [say(steps, [third, second]) for _ in range(2)] == [2, 1]
+
+    def test_guesses_are_rows_and_what_was_launched_ahead_is_not_taken_for_them(
+        self, steps: DecodeGraphs
+    ) -> None:
+        one, other = decoding([3, 7, 1], 2), decoding([5, 0], 3)
+        assert say(steps, [one, other]) == 2
+        assert steps.is_ahead([one, other])
+        assert not steps.is_ahead([one])
+        batch = [Work(one, 4, (10, 20, 30)), Work(other, 2, (40,))]
+        scores = steps.run_guesses(batch)
+        at = [(one, one.generated[-1], 0), (one, 10, 1), (one, 20, 2), (one, 30, 3)]
+        at += [(other, other.generated[-1], 0), (other, 40, 1)]
+        assert scores.read()[0] == [expected(*row) for row in at]
+        inputs = steps._guesses
+        assert inputs is not None
+        assert inputs.plan.spans[:6, 2].tolist() == [4, 5, 6, 7, 5, 6]
+        assert inputs.plan.table[:6, :2].tolist() == [[3, 7]] * 4 + [[5, 0]] * 2
+        assert inputs.plan.write_slots[6:].tolist() == inputs.plan.spans[6:, 2].tolist() == [-1, -1]
+        assert inputs.plan.stored_before is not None
+        assert not steps.is_ahead([one, other])
+        assert say(steps, [one, other]) == 2
 
     def test_what_moves_is_recorded_and_computed_anew(
         self, steps: DecodeGraphs, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ class Requests:
             image_tokens=self.image_limit,
             image_cache_bytes=0,
             prefix_cache=False,
+            speculate=False,  # a step is measured, not what is said
             keep_to_plan=True,
             offload=wanted.offload,
         )

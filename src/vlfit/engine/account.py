@@ -16,7 +16,8 @@ class Counters:
     sampled; ``shared_tokens`` of prompts were in the KV cache already. Of the steps, ``decode_steps``
     computed one token of each of their requests and no prompt: they took ``decode_seconds`` and read
     ``decode_cached`` tokens of the KV cache, all layers counted once.
-    ``again`` counts passes that failed and were done again, request by request.
+    ``again`` counts passes that failed and were done again, request by request. ``guessed`` tokens were
+    computed before it was known that they come; ``came_true`` of them did and are among ``tokens``.
     """
 
     steps: int = 0
@@ -31,11 +32,22 @@ class Counters:
     cancelled: int = 0
     failed: int = 0
     again: int = 0
+    guessed: int = 0
+    came_true: int = 0
 
     def after_step(
-        self, seconds: float, *, prompt_tokens: int, sampled: int, cached: int, again: int = 0
+        self,
+        seconds: float,
+        *,
+        prompt_tokens: int,
+        sampled: int,
+        cached: int,
+        again: int = 0,
+        guessed: int = 0,
     ) -> "Counters":
-        """One more step; ``cached`` tokens were in the cache of its requests before it."""
+        """One more step; ``cached`` tokens were in the cache of its requests before it. ``sampled`` has a
+        token for each request that got any: those behind it are told by ``after_guess``.
+        """
         decoding = not prompt_tokens
         return replace(
             self,
@@ -47,7 +59,12 @@ class Counters:
             decode_seconds=self.decode_seconds + (seconds if decoding else 0.0),
             decode_cached=self.decode_cached + (cached if decoding else 0),
             again=self.again + again,
+            guessed=self.guessed + guessed,
         )
+
+    def after_guess(self) -> "Counters":
+        """One more token that was guessed has been said."""
+        return replace(self, tokens=self.tokens + 1, came_true=self.came_true + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from vlfit.engine.constraint import Constraints
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.device import choose_device, choose_dtype
+from vlfit.engine.guessing import Guesser, with_guesses
 from vlfit.engine.holdings import gpu_uuid, resident_bytes, weight_holdings
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.kernels.linear import provide
@@ -32,7 +33,7 @@ from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.pace import Pace
-from vlfit.engine.passes import Passes
+from vlfit.engine.passes import Done, Passes
 from vlfit.engine.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.pressure import Pressure, no_memory_for_the_pool
 from vlfit.engine.prompt import Prompt, PromptBuilder
@@ -41,13 +42,14 @@ from vlfit.engine.qwen3_vl.vision import VisionTower
 from vlfit.engine.refusal import too_long
 from vlfit.engine.room import Room, Wanted, find_room
 from vlfit.engine.runner import Runner
-from vlfit.engine.sampler import Sampled
+from vlfit.engine.sampler import Sampled, is_plain_greedy
 from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Scheduler
+from vlfit.engine.scheduler import Scheduler, Work
 from vlfit.engine.sequence import Listener, PricedPrompt, Sequence
 from vlfit.engine.sleep import Sleep
 from vlfit.errors import DoesNotFit, ModelFailed, UsageError
 from vlfit.plan.calibration import RESERVE
+from vlfit.plan.graphs import GUESS_ROWS
 
 DEFAULT_CONTEXT = 8192
 TYPICAL_REQUEST = 2048  # tokens of a picture, a question and a long answer
@@ -102,7 +104,8 @@ class Engine:
             )
             if self.device.type == "cuda" and options.graphs and not self.waiting_layers:
                 tell("recording decode steps", loader.share)
-                self.runner.record_graphs(self.context, options.sequences)
+                rows = GUESS_ROWS if options.speculate else 0
+                self.runner.record_graphs(self.context, options.sequences, rows)
         self.passes = Passes(self.runner, budget, self.prompts.token_text)
         self.pool = pool
         prefixes = PrefixCache() if options.prefix_cache else None
@@ -236,8 +239,9 @@ class Engine:
         completion = Completion(Detokenizer(self.prompts.tokenizer), sampling, eos, max_tokens)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         form = self.constraints.of(sampling.form)
+        guesser = Guesser(prompt) if self.options.speculate and is_plain_greedy(sampling) else None
         wishes = (prompt, sampling, max_tokens, completion, listener, asked)
-        return Sequence(*wishes, seed=seed, constraint=form)
+        return Sequence(*wishes, seed=seed, constraint=form, guesser=guesser)
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -261,8 +265,13 @@ class Engine:
         batch = self.scheduler.next_batch(self.pace.room())
         if not batch:
             return
+        alike = not self.scheduler.waiting
+        guessed = with_guesses(batch, GUESS_ROWS, self.pool.block_size)
+        if guessed is not batch:
+            # A pass that is under way already is taken as it is, but none behind it: guesses are next.
+            batch, alike = batch if self.runner.is_ahead(batch) else guessed, False
         began = time.perf_counter()
-        outcome = self.passes.run(batch, alike=not self.scheduler.waiting)
+        outcome = self.passes.run(batch, alike=alike)
         for sequence, error in outcome.failed:
             self._fail([sequence], error)
         works = [done.work for done in outcome.done]
@@ -275,6 +284,7 @@ class Engine:
             sampled=sum(done.sampled is not None for done in outcome.done),
             cached=sum(work.sequence.cached for work in works),
             again=outcome.again,
+            guessed=sum(len(work.guesses) for work in works),
         )
         if outcome.seconds is not None and works[0].sequence.decoding:
             self.pace.note(prompt_tokens, outcome.seconds)
@@ -285,6 +295,7 @@ class Engine:
                 self._fail([done.work.sequence], done.sampled)
             elif done.sampled is not None:
                 self._deliver(done.work.sequence, done.sampled)
+                self._deliver_guessed(done)
 
     def fail_all(self, error: Exception) -> None:
         """End every request with ``error``: the engine is going away."""
@@ -301,6 +312,20 @@ class Engine:
             self._tell(sequence, chunk)
         else:
             self._finish(sequence, chunk, now)
+
+    def _deliver_guessed(self, done: Done) -> None:
+        """What was guessed and has come true, as if each had come of a pass of its own."""
+        sequence = done.work.sequence
+        if sequence.guesser is not None and done.work.guesses:
+            sequence.guesser.learn(len(done.more))
+        for sampled in done.more:
+            if sequence not in self.scheduler.running:  # one of them was its last
+                return
+            if sequence.constraint is not None and not sequence.constraint.allows(sampled.token_id):
+                return  # the next pass chooses another
+            self.counters = self.counters.after_guess()
+            self.scheduler.advance(Work(sequence, 1))
+            self._deliver(sequence, sampled)
 
     def _finish(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
         self._let_go(sequence)
@@ -340,6 +365,7 @@ class Engine:
         self.scheduler.remove(sequence, failed=failed)
         sequence.features.clear()
         sequence.slots = None
+        sequence.guesser = None
 
 
 def _context(wish: int | None, checkpoint: Checkpoint) -> int:

@@ -28,6 +28,8 @@ from vlfit.engine.streams import side_stream
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
+    from vlfit.engine.scheduler import Work
+
 _ALIGNED = 4  # int32: 16 bytes, as kernels are compiled for
 _NOBODY = -1  # the past of a row without a sequence, and its slot
 
@@ -66,24 +68,30 @@ class Ahead:
 class DecodeGraphs:
     """``step`` for up to ``sequences`` sequences of up to ``context`` tokens in ``cache``."""
 
-    def __init__(self, step: Step, cache: KVCache, context: int, sequences: int) -> None:
+    def __init__(self, step: Step, cache: KVCache, context: int, sequences: int, guess_rows: int = 0) -> None:
+        """``guess_rows``: rows of passes with guesses; 0: there are none."""
+        from vlfit.engine.guess_rows import GuessInputs
+
         self._step = step
         self._inputs = [
             StepInputs(size, -(-context // cache.block_size), cache.block_size, cache.keys.device)
             for size in sizes_for(sequences)
         ]
+        shape = (guess_rows, -(-context // cache.block_size), cache.block_size, cache.keys.device)
+        self._guesses = GuessInputs(*shape) if guess_rows else None
         self._cache = cache
-        self._recorded: dict[int, Graph] = {}
+        self._recorded: dict[StepInputs, Graph] = {}
         self._recorded_at = (0, 0)
         self._ahead: Ahead | None = None
-        self._told = Told(sequences, cache.keys.device)
+        self._told = Told(max(sequences, guess_rows), cache.keys.device)
         self.nbytes = 0  # what torch took for what is recorded
         self.recordings = 0  # how often a step was recorded
         self._pool: _POOL_HANDLE | None = None
 
     def record(self) -> None:
         """All of them, the largest first: the others find room in what it took."""
-        for inputs in reversed(self._inputs):
+        guesses = [self._guesses] if self._guesses is not None else []
+        for inputs in sorted([*self._inputs, *guesses], key=lambda inputs: inputs.size, reverse=True):
             self._graph(inputs)
 
     def release(self) -> None:
@@ -114,6 +122,24 @@ class DecodeGraphs:
         graph.replay()
         return self._told.by(graph, len(sequences))
 
+    def run_guesses(self, batch: Many["Work"]) -> Scores:
+        """What comes behind the newest token of each of ``batch``, and behind each of its guesses, a row each
+        in this order; valid until the next call. What ``run_ahead`` has launched was in vain.
+        """
+        if self._guesses is None:
+            raise RuntimeError("guesses came to graphs that were made without")
+        if self._place() != self._recorded_at:
+            self.release()
+        self._ahead = None
+        graph = self._graph(self._guesses)
+        rows = self._guesses.fill_guessed(batch)
+        graph.replay()
+        return self._told.by(graph, rows)
+
+    def is_ahead(self, sequences: Many[Sequence]) -> bool:
+        """Whether ``run_ahead`` has launched what ``run`` would be asked for with ``sequences``."""
+        return self._ahead is not None and self._ahead.fits(sequences)
+
     def run_ahead(self, sequences: Many[Sequence]) -> None:
         """Launch the step after the one that ``run`` has just launched for ``sequences``, each of which goes
         on with the token that the device has chosen, and knows already.
@@ -124,7 +150,7 @@ class DecodeGraphs:
         if not inputs.reach(sequences, 1):
             return
         tokens = self._told.latest[0, : len(sequences)]
-        graph = self._recorded[inputs.size]
+        graph = self._recorded[inputs]
         graph.replay()
         self._ahead = Ahead(
             self._told.by(graph, len(sequences)),
@@ -137,14 +163,14 @@ class DecodeGraphs:
         return next(inputs for inputs in self._inputs if inputs.size >= len(sequences))
 
     def _graph(self, inputs: "StepInputs") -> "Graph":
-        graph = self._recorded.get(inputs.size)
+        graph = self._recorded.get(inputs)
         if graph is None:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             self._recorded_at = self._place()
             inputs.fill([])
             graph = Graph(partial(self._run, inputs), self._pool, self._cache.keys.device)
-            self._recorded[inputs.size] = graph
+            self._recorded[inputs] = graph
             self.recordings += 1
             self.nbytes = _bytes_of(self._pool)
         return graph

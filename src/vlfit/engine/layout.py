@@ -24,14 +24,14 @@ class Layout:
         self._table = torch.empty((0, 0), dtype=torch.int32, device=device)
 
     def plan(self, batch: Many[Work]) -> AttentionPlan:
-        """``batch`` has its decoding sequences first."""
+        """``batch`` has its decoding sequences first, of those with guesses the ones behind the others."""
         return self._by_blocks(batch) if kernels.used_on(self.device) else self._by_slots(batch)
 
     def _by_blocks(self, batch: Many[Work]) -> BlockPlan:
         lengths = [work.length for work in batch]
         starts = np.cumsum([0, *lengths[:-1]])
         spans = np.stack([starts, lengths, [work.sequence.cached for work in batch]], axis=1)
-        decoding = sum(work.sequence.decoding for work in batch)
+        decoding = sum(work.decodes for work in batch)
         return BlockPlan(
             torch.cat([_slots(work)[work.sequence.cached :] for work in batch]),
             self._table_of([work.sequence.blocks for work in batch]),
@@ -52,7 +52,7 @@ class Layout:
         return self._table
 
     def _by_slots(self, batch: Many[Work]) -> SlotPlan:
-        decoding = [work for work in batch if work.sequence.decoding]
+        decoding = [work for work in batch if work.decodes]
         chunks, start = [], len(decoding)
         for work in batch[len(decoding) :]:
             past = work.sequence.cached

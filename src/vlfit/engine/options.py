@@ -33,6 +33,8 @@ class EngineOptions:
     ``auto``: as few as make it fit; None: none, and what does not fit is refused.
     ``graphs``: on a GPU, decoding is recorded as CUDA graphs when the engine is built.
     ``prefix_cache``: a request that begins as an earlier one did takes over what is still in the KV pool.
+    ``speculate``: where what was said before tells what may come next, a pass checks several tokens at once;
+    the words of an answer that is not sampled stay the same (docs/speculation.md).
     ``idle_sleep``: seconds without a request after which it sleeps, until the next one; None: never.
     """
 
@@ -49,6 +51,7 @@ class EngineOptions:
     image_cache_bytes: int = 64 * 1024**2
     keep_to_plan: bool = False
     prefix_cache: bool = True
+    speculate: bool = True
     idle_sleep: float | None = None
     graphs: bool = True
     offload: int | Literal["auto"] | None = None

@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from vlfit.engine.budget import Budget, asked_bytes, is_shortage
+from vlfit.engine.guessing import came_true
 from vlfit.engine.kernels.draw import draws
 from vlfit.engine.kv_cache import slots_of
 from vlfit.engine.runner import Runner
@@ -37,10 +38,13 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A work that is over; ``sampled`` is None where a prompt goes on."""
+    """A work that is over; ``sampled`` is None where a prompt goes on. ``more`` comes behind it where guesses
+    have come true.
+    """
 
     work: Work
     sampled: Sampled | ModelFailed | None
+    more: tuple[Sampled, ...] = ()
 
 
 @dataclass(slots=True)
@@ -120,6 +124,8 @@ class Passes:
     def _pass(self, batch: Many[Work], alike: bool) -> list[Done]:
         """One forward pass, and a token for whoever has reached the end of its tokens."""
         speaking = [work.sequence for work in batch if work.finishes_prompt]
+        if any(work.guesses for work in batch):
+            return self._pass_with_guesses(batch)
         scores = self.runner.run(batch)
         if alike and all(_goes_on_by_itself(sequence) for sequence in speaking):
             self.runner.run_ahead(batch)
@@ -135,6 +141,30 @@ class Passes:
                 if not next(usable):
                     token = _overflow(work.sequence, self.runner.cache.dtype)
             done.append(Done(work, token))
+        return done
+
+    def _pass_with_guesses(self, batch: Many[Work]) -> list[Done]:
+        """One forward pass of sequences that all decode: what comes next, and as far as it was guessed what
+        comes then.
+        """
+        scores = self.runner.run(batch)
+        best, usable, drawn = scores.read()
+        done = []
+        row = 0
+        for work in batch:
+            here = slice(row, row + work.length)
+            token: Sampled | ModelFailed
+            first = slice(row, row + 1)
+            told = drawn and drawn[first]
+            wish = [_draw(work.sequence)]
+            (token,) = sample(scores.logits[first], best[first], told, wish, self._token_text)
+            # An answer that must have a form may not go on with the likeliest token.
+            agreed = token.token_id == best[row]
+            if not usable[row]:
+                token, agreed = _overflow(work.sequence, self.runner.cache.dtype), False
+            right = came_true(work.guesses, best[here], usable[here]) if agreed else 0
+            done.append(Done(work, token, tuple(map(Sampled, best[row + 1 : row + 1 + right]))))
+            row += work.length
         return done
 
     def _attempt(

@@ -49,15 +49,18 @@ class Runner:
         self._looked_at: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
 
     def run(self, batch: Many[Work]) -> Scores:
-        """One forward pass. ``batch`` has its decoding sequences first.
+        """One forward pass. ``batch`` has its decoding sequences first, of those with guesses the ones behind
+        the others.
 
-        Gives what is said of the next token of each work that reaches the end of its tokens; valid until the
-        next pass.
+        Gives what is said of the next token of each work that reaches the end of its tokens, and then of each
+        of its guesses; valid until the next pass.
         """
         if self.graphs is not None and all(work.sequence.decoding for work in batch):
+            if any(work.guesses for work in batch):
+                return self.graphs.run_guesses(batch)
             return self.graphs.run([work.sequence for work in batch])
         speaking = [work.sequence for work in batch if work.finishes_prompt]
-        if not speaking or not kernels.used_on(self.device):
+        if not speaking or not kernels.used_on(self.device) or any(work.guesses for work in batch):
             return scores_of(self._forward(batch))
         words = np.array(
             [(*words_of(each.sampling, each.seed), each.position) for each in speaking], np.int32
@@ -72,13 +75,19 @@ class Runner:
         if self.graphs is not None and all(work.sequence.decoding for work in batch):
             self.graphs.run_ahead([work.sequence for work in batch])
 
-    def record_graphs(self, context: int, sequences: int) -> None:
-        """Decode by graphs from now on: up to ``sequences`` at once, of up to ``context`` tokens."""
+    def is_ahead(self, batch: Many[Work]) -> bool:
+        """Whether the pass that ``batch`` asks for was launched by ``run_ahead``."""
+        return self.graphs is not None and self.graphs.is_ahead([work.sequence for work in batch])
+
+    def record_graphs(self, context: int, sequences: int, guess_rows: int = 0) -> None:
+        """Decode by graphs from now on: up to ``sequences`` at once, of up to ``context`` tokens; a pass with
+        guesses is of up to ``guess_rows`` rows.
+        """
 
         def step(token_ids: Tensor, positions: Tensor, plan: BlockPlan) -> Tensor:
             return self.text(token_ids, positions, None, self.cache, plan, None)
 
-        self.graphs = DecodeGraphs(step, self.cache, context, sequences)
+        self.graphs = DecodeGraphs(step, self.cache, context, sequences, guess_rows)
         with torch.inference_mode():
             self.graphs.record()
 
@@ -90,8 +99,6 @@ class Runner:
     def _forward(self, batch: Many[Work]) -> Tensor:
         """Logits [n, vocabulary] of the rows that speak."""
         visual = self._visual_rows(batch)
-        ends = np.cumsum([work.length for work in batch]) - 1
-        speaking = np.array([work.finishes_prompt for work in batch])
         multiplications = sum(work.length for work in batch) * self.text.multiplications_per_row
         with threads_for(self.device, multiplications):
             return self.text(
@@ -100,7 +107,7 @@ class Runner:
                 visual,
                 self.cache,
                 self.layout.plan(batch),
-                self._to_device(ends[speaking]),
+                self._to_device(_speaking(batch)),
             )
 
     def look(self, work: Work) -> None:
@@ -173,6 +180,17 @@ class Runner:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
+def _speaking(batch: Many[Work]) -> IntVector:
+    """The rows of ``batch`` behind which a token comes: the last of each work, and before it its guesses."""
+    rows: list[int] = []
+    end = 0
+    for work in batch:
+        end += work.length
+        if work.finishes_prompt:
+            rows += range(end - 1 - len(work.guesses), end)
+    return np.array(rows, dtype=np.int64)
+
+
 def _placeholders_of(work: Work) -> tuple[int, int]:
     """The first and behind the last of the prompt's placeholders that ``work`` computes."""
     begin = work.sequence.cached
@@ -208,7 +226,9 @@ def _one_by_one(sequence: Sequence) -> Iterator[PreparedImage]:
 
 
 def _token_ids(work: Work) -> IntVector:
-    return work.sequence.token_ids(work.sequence.cached, work.sequence.cached + work.length)
+    sequence = work.sequence
+    said = sequence.token_ids(sequence.cached, sequence.cached + work.length - len(work.guesses))
+    return np.concatenate((said, np.array(work.guesses, dtype=np.int64))) if work.guesses else said
 
 
 def _positions(work: Work) -> IntMatrix:

@@ -20,14 +20,23 @@ MARGIN = 64  # tokens of an answer that a request gets blocks for at a time, whi
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """``length`` tokens of ``sequence``, from its first token that is not in the cache."""
+    """``length`` tokens of ``sequence``, from its first token that is not in the cache.
+
+    The last of them are ``guesses``, which may come after all its tokens and were never said.
+    """
 
     sequence: Sequence
     length: int
+    guesses: tuple[int, ...] = ()
 
     @property
     def finishes_prompt(self) -> bool:
         return self.sequence.cached + self.length >= self.sequence.tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a row of its own, the newest token of its sequence."""
+        return self.sequence.decoding and self.length == 1
 
 
 class Scheduler:
@@ -149,10 +158,12 @@ class Scheduler:
         return work
 
     def advance(self, work: Work) -> None:
-        """``work`` is done: its tokens are in the cache, where others may share them."""
+        """``work`` is done: its tokens are in the cache, where others may share them. Of guesses that have
+        come true it is told one by one, when they have been said.
+        """
         sequence, prompt, size = work.sequence, work.sequence.prompt, self.pool.block_size
         before = sequence.cached
-        sequence.cached += work.length
+        sequence.cached += work.length - len(work.guesses)
         if self.prefixes is None or prompt.keys is None:
             return
         for end, key in prompt.keys.ends:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +15,9 @@ from vlfit.engine.images import PreparedImage
 from vlfit.engine.prefix_cache import PromptKeys
 from vlfit.engine.qwen3_vl.vision import VisionFeatures
 from vlfit.engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from vlfit.engine.guessing import Guesser
 
 IntVector = np.ndarray[tuple[int], np.dtype[np.int64]]
 IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -48,7 +52,8 @@ class Sequence:
 
     When it is admitted some are there already, the last of them perhaps in another's block: ``copy`` says
     which, which of its own they belong in, and how many they are. ``shared``: all of them, the first time.
-    ``keys``: what its full blocks hold; when it is paused, what they held.
+    ``keys``: what its full blocks hold; when it is paused, what they held. ``guesser``: guesses what it says
+    next; None: nobody does.
     """
 
     prompt: PricedPrompt
@@ -70,6 +75,7 @@ class Sequence:
     features: dict[int, VisionFeatures] = field(default_factory=dict)
     seed: int = 0
     constraint: Constraint | None = None
+    guesser: "Guesser | None" = None
     cancelled: bool = False
 
     @property

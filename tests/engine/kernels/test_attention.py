@@ -153,3 +153,29 @@ def test_torchs_own_attention_makes_no_scores_of_a_picture(head_dim: int, device
     torch.cuda.synchronize()
     scores = heads * tokens * tokens * 2
     assert torch.cuda.max_memory_allocated() - before < scores / 4
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_rows_of_one_sequence_see_each_other(splits: int, device: torch.device) -> None:
+    """Three rows of one, two of another, and one that nobody needs, find what chunks of them do."""
+    fresh, keys, values, chunks = batch(SHAPES["tiny"], [(3, 9), (2, 4), (1, 0)], 0, torch.float32, device)
+    chunks.write_slots[5] = -1
+    known_keys, known_values = keys.clone(), values.clone()
+    query = rotate_and_store(fresh, chunks.write_slots, known_keys, known_values)
+    real = replace(chunks, table=chunks.table[:2], spans=chunks.spans[:2])
+    exact = plain_attention(query.double(), known_keys.double(), known_values.double(), real)
+    past = torch.tensor([10, 11, 12, 5, 6, -1], dtype=torch.int32, device=device)
+    rows = torch.arange(6, dtype=torch.int32, device=device)
+    plan = replace(
+        chunks,
+        table=chunks.table[[0, 0, 0, 1, 1, 2]],
+        spans=torch.stack((rows, torch.ones_like(rows), past), 1),
+        decoding=6,
+        longest=0,
+        stored_before=torch.full_like(rows, -1),
+    )
+    out = attend(fresh, keys, values, plan, splits=splits)
+    assert relative_error(out[:5], exact[:5]) < TOLERANCES[torch.float32]
+    assert not out[5].any()
+    assert torch.equal(keys.nan_to_num(9), known_keys.nan_to_num(9))
+    assert torch.equal(values.nan_to_num(9), known_values.nan_to_num(9))

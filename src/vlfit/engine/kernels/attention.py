@@ -24,6 +24,8 @@ class BlockPlan:
     ``write_slots`` [rows]: where each row's key and value go. ``table`` [sequences, blocks] int32: the block
     tables, filled up with zeros. ``spans`` [sequences, 3] int32: first row, new tokens and past of each. The
     first ``decoding`` sequences have one new token each; ``longest`` is the most that one of the rest has.
+    ``stored_before`` [rows], all negative: all decode, and some of them are the same sequence at tokens that
+    follow each other, so that keys and values are stored before any row looks, and the past has its own.
     """
 
     write_slots: Tensor
@@ -32,6 +34,7 @@ class BlockPlan:
     block_size: int
     decoding: int
     longest: int
+    stored_before: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ def attend(
         if joined.device.type != "meta":
             _launch_prefill(query, keys, values, scales, plan, output, tiles or prefill_tiles(joined.dtype))
         del query
+    if plan.stored_before is not None:
+        rotate_and_store(fresh, plan.write_slots, keys, values)
     if plan.decoding:
         from_splits = (plan.decoding, heads, splits or decode_splits(plan.decoding))
         partial = torch.empty((*from_splits, head_dim), dtype=torch.float32, device=joined.device)
@@ -127,7 +132,7 @@ def _launch_decode(
         joined if fresh.norm_weight is None else fresh.norm_weight,
         fresh.cosines,
         fresh.sines,
-        plan.write_slots,
+        plan.write_slots if plan.stored_before is None else plan.stored_before,
         keys,
         values,
         *(scales or (keys, values)),
@@ -153,7 +158,8 @@ def _launch_decode(
         tile_tokens=tiles.tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **overlapping(joined.device),
+        # It reads what the kernel before stores before it waits for that.
+        **(overlapping(joined.device) if plan.stored_before is None else {"overlap": False}),
     )
 
 

@@ -1,0 +1,118 @@
+"""Guesses at the next tokens of answers, so that one pass gives several: who guesses how many, and was right.
+
+A pass that computes a few more rows of a sequence takes hardly longer, as it is the weights that take time to
+read. So where tokens that are known (``lookup.py``) say what comes next, a pass gets them as if they had been
+said; the model says of each row what it would have gone on with, and as far as that is what was guessed, it
+has come true. The first token that is not is the model's own, so a pass never gives less than one. Only who
+takes the likeliest token each time may guess: nothing is drawn.
+
+Knows sequences and their blocks; a guess never takes a block that its sequence does not hold. Does not know
+tensors, nor how rows are computed (``runner.py``, ``guess_rows.py``).
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+
+from vlfit.engine.lookup import MOST_KNOWN, Lookup
+from vlfit.engine.scheduler import Work
+from vlfit.engine.sequence import PricedPrompt, Sequence
+
+# A pass with guesses takes 1.2 to 1.7 times as long on a CPU, less on a GPU (benchmarks/speculation.py): with
+# fewer right ones than this on average they are not worth it. A choice between the two.
+WORTH = 0.5
+_NEW = 0.3  # weight of the newest pass in the average
+REST, LONGEST_REST = 4, 64  # tokens without a guess after too many wrong ones; twice as many each time
+
+
+class Guesser:
+    """What one sequence guesses. Belongs to whoever steps it, once it runs."""
+
+    def __init__(self, prompt: PricedPrompt) -> None:
+        self._lookup = Lookup()
+        *before, last = _texts(prompt)
+        for text in before:
+            self._lookup.extend(text)
+        for token in last:
+            self._lookup.add(token)
+        self._known = 0  # of the answer
+        self._right = 1.0  # tokens for each pass with guesses, on average
+        self._rest = 0
+        self._next_rest = REST
+
+    def guess(self, generated: Many[int], most: int) -> tuple[int, ...]:
+        """Up to ``most`` tokens that may follow ``generated``, which grows from call to call."""
+        came = len(generated) - self._known
+        for token in generated[self._known :]:
+            self._lookup.add(token)
+        self._known = len(generated)
+        if self._rest > 0:
+            self._rest -= came
+            return ()
+        return tuple(self._lookup.guess(most))
+
+    def learn(self, right: int) -> None:
+        """Of the last guesses ``right`` came true."""
+        self._right += _NEW * (right - self._right)
+        if self._right < WORTH:
+            # It begins anew with as much trust as it takes: the next wrong one is one too many again.
+            self._rest, self._right = self._next_rest, WORTH
+            self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+        elif right:
+            self._next_rest = REST
+
+
+def with_guesses(batch: list[Work], rows: int, block_size: int) -> list[Work]:
+    """``batch`` with guesses, and in the order that a pass wants: who has none comes first.
+
+    Of at most ``rows`` rows, shared out evenly. ``batch`` itself where there are none, or somebody in it may
+    not guess.
+    """
+    room = rows - len(batch)
+    if room <= 0 or not all(_may_guess(work.sequence) for work in batch):
+        return batch
+    guessed = [_guesses(work.sequence, room, block_size) for work in batch]
+    guessing = sum(map(bool, guessed))
+    if not guessing:
+        return batch
+    each = max(room // guessing, 1)
+    works = []
+    for work, guesses in zip(batch, guessed, strict=True):
+        kept = guesses[: min(each, room)]
+        room -= len(kept)
+        works.append(Work(work.sequence, 1 + len(kept), kept))
+    return sorted(works, key=lambda work: bool(work.guesses))
+
+
+def came_true(guesses: Many[int], best: Many[int], usable: Many[bool]) -> int:
+    """How many of ``guesses`` are what the model says itself, from the first on.
+
+    ``best`` and ``usable``: the likeliest token behind the one before all guesses, then behind each of them,
+    and whether the numbers there are any.
+    """
+    count = 0
+    while count < len(guesses) and guesses[count] == best[count] and usable[count + 1]:
+        count += 1
+    return count
+
+
+def _may_guess(sequence: Sequence) -> bool:
+    return sequence.decoding and sequence.guesser is not None
+
+
+def _guesses(sequence: Sequence, most: int, block_size: int) -> tuple[int, ...]:
+    """Where blocks end, and the answer, so do guesses: its last token is never fed back."""
+    if sequence.guesser is None:
+        return ()
+    room = len(sequence.blocks) * block_size - sequence.cached - 1
+    left = sequence.max_tokens - len(sequence.generated) - 1
+    return sequence.guesser.guess(sequence.generated, max(min(most, room, left), 0))
+
+
+def _texts(prompt: PricedPrompt) -> Iterator[list[int]]:
+    """What stands between the pictures of ``prompt``, and at last what the answer follows on."""
+    begin = max(prompt.tokens - MOST_KNOWN, 0)
+    for place in prompt.placeholders.tolist():
+        if place > begin:
+            yield prompt.token_ids[begin:place].tolist()
+        begin = max(begin, place + 1)
+    yield prompt.token_ids[begin:].tolist()

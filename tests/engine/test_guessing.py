@@ -1,0 +1,134 @@
+"""Who guesses how many tokens: within its blocks and answer, shared out, less often where many were wrong."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlfit.engine.guessing import LONGEST_REST, REST, Guesser, came_true, with_guesses
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.scheduler import Work
+from vlfit.engine.sequence import PricedPrompt, Sequence
+
+SIZE = 4  # tokens of a block
+
+
+def prompt(tokens: list[int], placeholders: tuple[int, ...] = ()) -> PricedPrompt:
+    positions = np.zeros((3, len(tokens)), np.int64)
+    return PricedPrompt(np.array(tokens), np.array(placeholders, np.int64), positions, len(tokens), ())
+
+
+def decoding(
+    tokens: list[int], *, blocks: int = 10, max_tokens: int = 99, guesses: bool = True, generated: int = 1
+) -> Work:
+    """A sequence whose last token is not in the cache yet."""
+    completion: Any = None
+    said = prompt(tokens[:-generated])
+    sequence = Sequence(
+        *(said, SamplingParams(), max_tokens, completion, lambda _: None, 0.0),
+        cached=len(tokens) - 1,
+        generated=tokens[-generated:],
+        blocks=list(range(blocks)),
+        guesser=Guesser(said) if guesses else None,
+    )
+    return Work(sequence, 1)
+
+
+REPEATS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
+NEW = [1, 2, 3]
+
+
+def test_guesses_are_rows_behind_the_newest_token() -> None:
+    work = decoding(REPEATS)
+    (guessed,) = with_guesses([work], 8, SIZE)
+    assert guessed == Work(work.sequence, 8, (3, 4, 5, 6, 7, 8, 9))
+    assert guessed.finishes_prompt
+    assert not guessed.decodes
+
+
+def test_without_a_guess_the_batch_stays_what_it_is() -> None:
+    batch = [decoding(NEW), decoding(NEW, guesses=False)]
+    assert with_guesses(batch, 8, SIZE) is batch
+    batch = [decoding(NEW)]
+    assert with_guesses(batch, 8, SIZE) is batch
+
+
+@pytest.mark.parametrize("other", ["draws by chance", "reads its prompt"])
+def test_who_may_not_guess_keeps_all_from_it(other: str) -> None:
+    second = decoding(REPEATS, guesses=other != "draws by chance")
+    if other == "reads its prompt":
+        second.sequence.cached = 3
+    batch = [decoding(REPEATS), second]
+    assert with_guesses(batch, 8, SIZE) is batch
+
+
+def test_rows_are_shared_out_and_who_has_no_guess_goes_first() -> None:
+    batch = [decoding(REPEATS), decoding(NEW), decoding(REPEATS)]
+    guessed = with_guesses(batch, 8, SIZE)
+    assert [work.sequence for work in guessed] == [batch[at].sequence for at in (1, 0, 2)]
+    assert [work.guesses for work in guessed] == [(), (3, 4), (3, 4)]
+    many = with_guesses([decoding(REPEATS) for _ in range(6)], 8, SIZE)
+    assert sorted(work.length for work in many) == [1, 1, 1, 1, 2, 2]
+    full = [decoding(REPEATS) for _ in range(8)]
+    assert with_guesses(full, 8, SIZE) is full
+
+
+def test_no_guess_takes_a_block_or_reaches_behind_the_answer() -> None:
+    """11 tokens and 10 in the cache; three blocks have room for one more than the newest."""
+    (guessed,) = with_guesses([decoding(REPEATS, blocks=3)], 8, SIZE)
+    assert guessed.guesses == (3,)
+    # Three more tokens are wanted: the pass says one, two guesses make it three.
+    (guessed,) = with_guesses([decoding(REPEATS, max_tokens=4)], 8, SIZE)
+    assert guessed.guesses == (3, 4)
+    last = [decoding(REPEATS, max_tokens=2)]
+    assert with_guesses(last, 8, SIZE) is last
+
+
+def test_pictures_are_gaps() -> None:
+    guesser = Guesser(prompt([1, 2, 50, 50, 3, 4, 5, 1, 2, 50, 1], placeholders=(2, 3, 9)))
+    assert guesser.guess([2], 7) == ()
+    assert guesser.guess([2, 9, 3, 4], 3) == (5, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("best", "usable", "right"),
+    [
+        ([5, 6, 7, 8], [True] * 4, 3),
+        ([5, 6, 0, 8], [True] * 4, 2),
+        ([0, 6, 7, 8], [True] * 4, 0),
+        ([5, 6, 7, 8], [True, True, False, True], 1),
+        ([5, 6, 7, 8], [True, False, True, True], 0),
+    ],
+)
+def test_true_is_what_the_model_says_itself(best: list[int], usable: list[bool], right: int) -> None:
+    assert came_true((5, 6, 7), best, usable) == right
+
+
+def test_who_is_mostly_wrong_rests_ever_longer_until_one_is_right() -> None:
+    guesser = Guesser(prompt([1, 2, 1]))
+    answer = [2]
+
+    def passes_without() -> int:
+        """A token comes, then another, always with something to guess."""
+        count = 0
+        while not guesser.guess(answer, 7):
+            answer.append(2 - len(answer) % 2)
+            count += 1
+        return count
+
+    def wrong() -> None:
+        guesser.learn(0)
+        answer.append(2 - len(answer) % 2)
+
+    assert passes_without() == 0
+    wrong()  # it had trust enough for this one
+    assert passes_without() == 0
+    wrong()
+    rests = []
+    for _ in range(6):
+        rests.append(passes_without())
+        wrong()
+    assert rests == [REST, 8, 16, 32, LONGEST_REST, LONGEST_REST]
+    guesser.learn(7)
+    assert passes_without() <= LONGEST_REST
+    assert passes_without() == 0
