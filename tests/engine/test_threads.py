@@ -35,11 +35,15 @@ def test_threads_come_back_after_a_failure() -> None:
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize(("cores", "user", "expected"), [(1, None, 1), (9, None, 2), (1, "2", 2)])
+@pytest.mark.parametrize(
+    ("cores", "whole", "user", "expected"),
+    [(1, 2, None, 1), (9, 9, None, 2), (2, 1, None, 1), (1, 1, "2", 2)],
+)
 def test_no_more_threads_than_cores_unless_the_user_said_so(
-    monkeypatch: pytest.MonkeyPatch, cores: int, user: str | None, expected: int
+    monkeypatch: pytest.MonkeyPatch, cores: int, whole: int, user: str | None, expected: int
 ) -> None:
     monkeypatch.setattr(threads_of_torch, "own_cores", lambda: cores)
+    monkeypatch.setattr(threads_of_torch, "whole_cores", lambda: whole)
     if user is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from vlfit.machine.host import read_host as read
+from vlfit.machine.host import whole_cores
 from vlfit.machine.model import Host
 from vlfit.units import GIB, KIB, MIB
 
@@ -126,6 +127,25 @@ def test_a_share_of_the_cores_counts_as_so_many(
     for name, text in files.items():
         write(tmp_path / "groups" / name, text)
     assert read_host(proc, tmp_path / "groups").cores == cores
+
+
+@pytest.mark.parametrize(
+    ("ours", "siblings", "cores"),
+    [
+        ({0, 1, 2, 3}, {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, 2),
+        ({0, 1}, {0: "0,2", 1: "1,3"}, 2),  # one thread of each of two cores
+        ({0, 2}, {0: "0,2", 2: "0,2"}, 1),  # both threads of one
+        ({0, 1, 2}, {0: "0", 1: "1", 2: "2"}, 3),
+        ({0, 1, 2}, {}, 3),  # nothing is told
+    ],
+)
+def test_two_threads_of_a_core_are_one_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: set[int], siblings: dict[int, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: ours)
+    for number, text in siblings.items():
+        write(tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list", f"{text}\n")
+    assert whole_cores(tmp_path) == cores
 
 
 def test_swap_cores_and_system(proc: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vlfit.machine.host import own_cores
+from vlfit.machine.host import own_cores, whole_cores
 
 # Multiplications that one core does in a millisecond or two. A pass with fewer ends sooner alone: waking the
 # other threads for each of its hundreds of operations takes longer than what they would take over.
@@ -19,10 +19,11 @@ def keep_to_own_cores() -> None:
     """Let torch compute on no more threads here than this process has cores; what the user set stands.
 
     torch knows ``taskset``, and not that a container has a share of the cores' time: its threads then wait
-    for one another. To be called by the thread that computes.
+    for one another. That two processors may be one core it knows where MKL tells it. To be called by the
+    thread that computes.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), own_cores()))
+        torch.set_num_threads(min(torch.get_num_threads(), own_cores(), whole_cores()))
 
 
 @contextmanager

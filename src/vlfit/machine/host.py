@@ -61,6 +61,15 @@ def own_cores(proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/c
     return cores
 
 
+def whole_cores(processors: Path = Path("/sys/devices/system/cpu")) -> int:
+    """How many of the processors that this process may run on do not share one core's units with another of
+    them: a core that runs two threads at once shows as two processors.
+    """
+    ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    told = (_read(processors / f"cpu{number}" / "topology" / "thread_siblings_list") for number in ours)
+    return len({siblings.strip() or number for siblings, number in zip(told, ours, strict=True)})
+
+
 def _share_of_cores(group: Path, is_version_2: bool) -> int | None:
     """How many cores a group may use, rounded up; None when it has no limit or is not visible."""
     if is_version_2:
