@@ -17,6 +17,7 @@ from vlfit.engine.sampling import SamplingParams
 from vlfit.tasks.ask import stream_ask
 from vlfit.tasks.caption import CaptionDetail, stream_caption
 from vlfit.tasks.chat import Chat
+from vlfit.tasks.detect import Detection, detect
 from vlfit.tasks.sampling_options import SamplingOptions, with_options
 from vlfit.tasks.scene import Scene, scene
 
@@ -163,6 +164,17 @@ class VisionModel:
         """
         sampling = with_options(SamplingParams(), options)
         return scene(self._backend, _load_picture(picture), sampling)
+
+    def detect(self, picture: Picture, things: str, **options: Unpack[SamplingOptions]) -> Detection:
+        """Find ``things`` (``"cups"``, ``"cups, plates"``) in ``picture``, with boxes in its own pixels.
+
+        for cup in vlm.detect("photo.jpg", "cups").objects:
+            print(cup.box)
+
+        Raises ``UnreadableAnswer`` when the model does not answer in the form that was asked for.
+        """
+        sampling = with_options(SamplingParams(), options)
+        return detect(self._backend, _load_picture(picture), things, sampling)
 
     def chat(self, *, system: str = "", **options: Unpack[SamplingOptions]) -> ChatSession:
         """Start a conversation with memory; sampled by the checkpoint's own settings, ``options`` on top."""

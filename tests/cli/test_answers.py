@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.cli.conftest import Terminal, Vlfit
 from tests.scripted_backend import ScriptedBackend, png
@@ -335,6 +336,35 @@ def test_scene_that_is_no_json(vlfit: Vlfit, scripted: ScriptedBackend, red: Pat
     ended = vlfit("scene", red, blue, "-m", "mini")
     assert ended.code == 1
     assert ended.out.startswith(f"{blue}: A cat.\n")
+
+
+CUPS = json.dumps([{"bbox_2d": [100, 250, 500, 750], "label": "cup"}])
+
+
+def test_detect_in_words_and_drawn(
+    vlfit: Vlfit, scripted: ScriptedBackend, red: Path, tmp_path: Path
+) -> None:
+    scripted.answers = [CUPS]
+    ended = vlfit("detect", red, "cups", "--draw", tmp_path / "found.png", "-m", "mini")
+    assert (ended.code, ended.out) == (0, "cup  (64, 120, 320, 360) pixels  [100, 250, 500, 750] of 1000\n")
+    assert '"cups"' in asked(scripted)[1]
+    with Image.open(tmp_path / "found.png") as drawn:
+        assert drawn.size == (640, 480)
+        assert drawn.getpixel((64, 240)) != drawn.getpixel((50, 240))
+
+
+def test_detect_in_json_and_nothing_found(vlfit: Vlfit, scripted: ScriptedBackend, red: Path) -> None:
+    scripted.answers = [CUPS, "[]", "none"]
+    facts = json.loads(vlfit("detect", red, "cups", "-m", "mini", "--json").out)
+    assert facts["objects"] == [
+        {"label": "cup", "box": [64, 120, 320, 360], "box_1000": [100, 250, 500, 750]}
+    ]
+    assert (facts["width"], facts["height"]) == (640, 480)
+    ended = vlfit("detect", red, "cups", "-m", "mini")
+    assert (ended.code, ended.out) == (0, "")
+    assert "none found: cups" in ended.err
+    assert vlfit("detect", red, "cups", "-m", "mini").code == 1
+    assert vlfit("detect", red, " ", "-m", "mini").code == 2
 
 
 def test_interrupted_in_the_middle(

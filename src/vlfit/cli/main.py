@@ -19,6 +19,7 @@ from vlfit.cli.bench import bench
 from vlfit.cli.caption import caption
 from vlfit.cli.chat import chat
 from vlfit.cli.convert import convert
+from vlfit.cli.detect import detect
 from vlfit.cli.doctor import EXAMPLES as _DOCTOR_EXAMPLES
 from vlfit.cli.doctor import doctor
 from vlfit.cli.machine import EXAMPLES as _MACHINE_EXAMPLES
@@ -75,6 +76,7 @@ def vlfit(
       vlfit caption photo.jpg
       vlfit ask photo.jpg "What colour is the car?"
       vlfit scene photo.jpg --json
+      vlfit detect photo.jpg "cups" --draw found.png
       vlfit chat photo.jpg
       vlfit serve
     """
@@ -108,6 +110,7 @@ Examples:
 app.command()(caption)
 app.command()(ask)
 app.command()(scene)
+app.command()(detect)
 app.command()(chat)
 app.command()(serve)
 app.command(epilog=_STATUS_EXAMPLES)(status)

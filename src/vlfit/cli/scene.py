@@ -9,7 +9,8 @@ from vlfit.cli.options import CommonOptions, takes_common_options
 
 if TYPE_CHECKING:
     from vlfit.cli.printing import Printer
-    from vlfit.tasks.scene import Scene, SceneObject
+    from vlfit.tasks.boxes import SceneObject
+    from vlfit.tasks.scene import Scene
 
 
 @takes_common_options
@@ -56,16 +57,17 @@ def _words(scene: "Scene", prefix: str) -> str:
     lines = [prefix + (scene.summary or "(no summary)")]
     if scene.objects:
         width = max(len(thing.label) for thing in scene.objects)
-        lines += ["", "objects", *(_object_line(thing, width) for thing in scene.objects)]
+        lines += ["", "objects", *(f"  {object_line(thing, width)}" for thing in scene.objects)]
     if scene.text:
         lines += ["", "text", *(f"  {word}" for word in scene.text)]
     return "\n".join(lines)
 
 
-def _object_line(thing: "SceneObject", width: int) -> str:
+def object_line(thing: "SceneObject", width: int) -> str:
+    """Its label in ``width`` letters, and its box."""
     pixels = ", ".join(map(str, thing.box))
     thousandths = ", ".join(f"{edge:g}" for edge in thing.box_1000)
-    return f"  {thing.label:{width}}  ({pixels}) pixels  [{thousandths}] of 1000"
+    return f"{thing.label:{width}}  ({pixels}) pixels  [{thousandths}] of 1000"
 
 
 def _facts(name: str, scene: "Scene") -> dict[str, Any]:

@@ -1,0 +1,148 @@
+"""Boxes as models write them, and where they land: in pixels of the original picture.
+
+Knows the form that Qwen3-VL answers in (``bbox_2d`` in thousandths of width and height, whatever the picture
+was resized to) and holds a model to it that runs here. What it has to drop or mend of an answer it says in
+``warnings``; it invents nothing.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlfit.engine.answer import Answer
+from vlfit.engine.conversation import ImagePart
+from vlfit.engine.sampling import Form
+from vlfit.errors import UnreadableAnswer
+
+# The prompts ask for the first of each; models that were taught otherwise write the others.
+BOX_NAMES = ("bbox_2d", "bbox", "box_2d", "box")
+_LABEL_NAMES = ("label", "name")
+_MOST_SHOWN = 500  # letters of an unreadable answer in the error's message; the error carries all of it
+
+_BOX = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 1000}}
+_EXACTLY_FOUR = {**_BOX, "minItems": 4, "maxItems": 4}
+
+
+def _ordered(*names: str) -> dict[str, Any]:
+    """A schema fixes the order of fields, and models have their own."""
+    kinds = {"label": {"type": "string", "minLength": 1}, "bbox_2d": _EXACTLY_FOUR}
+    return {
+        "type": "object",
+        "properties": {name: kinds[name] for name in names},
+        "required": list(names),
+        "additionalProperties": False,
+    }
+
+
+BOXES: dict[str, Any] = {
+    "type": "array",
+    "items": {"anyOf": [_ordered("label", "bbox_2d"), _ordered("bbox_2d", "label")]},
+}
+
+
+def fenced_json(schema: dict[str, Any]) -> Form:
+    """JSON of ``schema``, bare or between fences as Qwen3-VL likes to put it, with any spaces."""
+    body = json.dumps({**schema, "x-guidance": {"whitespace_flexible": True}})
+    return Form("grammar", f'%llguidance {{}}\nstart: "```json\\n" body "\\n```" | body\nbody: %json {body}')
+
+
+@dataclass(frozen=True, slots=True)
+class SceneObject:
+    """One thing in a picture.
+
+    ``box`` is (left, top, right, bottom) in pixels of the original picture, inside it and at least one pixel
+    wide and high. ``box_1000`` holds the four numbers as the model gave them, meant as thousandths.
+    """
+
+    label: str
+    box: tuple[int, int, int, int]
+    box_1000: tuple[float, float, float, float]
+
+
+def unreadable(answer: Answer) -> UnreadableAnswer:
+    said = repr(answer.text.strip()[:_MOST_SHOWN]) + ("..." if len(answer.text) > _MOST_SHOWN else "")
+    if answer.finish_reason == "length":
+        tokens = answer.usage.completion_tokens
+        message = f"{answer.model} was cut off at {tokens} tokens, before any of its JSON was whole: {said}"
+        return UnreadableAnswer(message, "give it more room with max_tokens", answer=answer.text)
+    message = f"{answer.model} answered without JSON, so there are no boxes to read: {said}"
+    hint = "try a larger model, or ask for what you need in your own words"
+    return UnreadableAnswer(message, hint, answer=answer.text)
+
+
+def original_size(answer: Answer, picture: ImagePart) -> tuple[int, int]:
+    """Width and height in pixels, from the backend; servers that are not ours do not tell it."""
+    if answer.images:
+        return answer.images[0].width, answer.images[0].height
+    from vlfit.engine.picture_files import decode
+
+    return decode(picture.data, picture.label).image.size
+
+
+@dataclass(slots=True)
+class BoxReader:
+    """Takes what is sound for a picture of ``width`` x ``height`` pixels and notes the rest."""
+
+    width: int
+    height: int
+    warnings: list[str] = field(default_factory=list)
+
+    def read_objects(self, value: Any) -> tuple[SceneObject, ...]:
+        entries = [value] if isinstance(value, dict) else value or []
+        if not isinstance(entries, list):
+            self.warnings.append(f"the objects are no list and are dropped: {value!r}")
+            return ()
+        objects = (self.read_object(number, entry) for number, entry in enumerate(entries, start=1))
+        return tuple(thing for thing in objects if thing is not None)
+
+    def read_object(self, number: int, entry: Any) -> SceneObject | None:
+        fields = entry if isinstance(entry, dict) else {}
+        label = next((fields[name] for name in _LABEL_NAMES if isinstance(fields.get(name), str)), "").strip()
+        numbers = _four_numbers(next((fields[name] for name in BOX_NAMES if name in fields), None))
+        if not label or numbers is None:
+            missing = "box of four numbers" if label else "label"
+            self.warnings.append(f"object {number} has no {missing} and is dropped: {entry!r}")
+            return None
+        box = self.to_pixels(f"object {number} ({label})", numbers)
+        return SceneObject(label, box, numbers) if box else None
+
+    def to_pixels(
+        self, name: str, raw: tuple[float, float, float, float]
+    ) -> tuple[int, int, int, int] | None:
+        """``raw`` thousandths as pixels: corners put in order, kept inside; None when no area is left."""
+        left, right = sorted((raw[0], raw[2]))
+        top, bottom = sorted((raw[1], raw[3]))
+        if (left, top, right, bottom) != raw:
+            self.warnings.append(f"{name}: corners {_plain(raw)} were in the wrong order and are swapped")
+        kept = tuple(min(max(edge, 0), 1000) for edge in (left, top, right, bottom))
+        if kept[0] == kept[2] or kept[1] == kept[3]:
+            self.warnings.append(f"{name}: box {_plain(raw)} has no area inside the picture and is dropped")
+            return None
+        if kept != (left, top, right, bottom):
+            self.warnings.append(f"{name}: box {_plain(raw)} goes beyond 0-1000 and is cut to the picture")
+        left_edge, right_edge = _edges(kept[0], kept[2], self.width)
+        top_edge, bottom_edge = _edges(kept[1], kept[3], self.height)
+        return left_edge, top_edge, right_edge, bottom_edge
+
+
+def _four_numbers(value: Any) -> tuple[float, float, float, float] | None:
+    if not isinstance(value, list) or len(value) != 4:
+        return None
+    if any(isinstance(edge, bool) or not isinstance(edge, int | float) for edge in value):
+        return None
+    # JSON as Python reads it knows NaN and Infinity, and integers too long for a float.
+    if any(abs(edge) > 1e9 or not math.isfinite(edge) for edge in value):
+        return None
+    left, top, right, bottom = value
+    return left, top, right, bottom
+
+
+def _edges(start: float, end: float, length: int) -> tuple[int, int]:
+    """Thousandths of ``length`` pixels as whole pixels, at least one apart."""
+    first = min(round(start * length / 1000), length - 1)
+    return first, max(round(end * length / 1000), first + 1)
+
+
+def _plain(numbers: tuple[float, ...]) -> str:
+    return "[" + ", ".join(f"{number:g}" for number in numbers) + "]"

@@ -1,0 +1,62 @@
+"""Boxes drawn over a picture, each with its label, in a file of one's own.
+
+Knows pixels and colours. Does not know where boxes come from.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from vlfit.engine.conversation import ImagePart
+from vlfit.engine.picture_files import decode
+from vlfit.errors import UsageError
+from vlfit.tasks.boxes import SceneObject
+
+# Told apart by most eyes that see few colours (Okabe and Ito, "Color universal design", 2008).
+_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+
+
+def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Image:
+    """``picture`` upright, at its own size, with every box outlined. Things of one label have one colour."""
+    image = decode(picture.data, picture.label).image.convert("RGB")
+    pen = ImageDraw.Draw(image)
+    width = max(2, round(max(image.size) / 300))
+    font = ImageFont.load_default(max(12, round(max(image.size) / 45)))
+    labels = list(dict.fromkeys(thing.label for thing in objects))
+    for thing in objects:
+        colour = _COLOURS[labels.index(thing.label) % len(_COLOURS)]
+        left, top, right, bottom = thing.box
+        pen.rectangle((left, top, max(right - 1, left), max(bottom - 1, top)), outline=colour, width=width)
+        text = _drawable(thing.label)
+        _, _, text_width, text_height = pen.textbbox((0, 0), text, font=font)
+        # Above its box where there is room, else inside.
+        x = max(min(left, image.width - round(text_width) - 4), 0)
+        y = top - round(text_height) - 4 if top >= text_height + 4 else top
+        pen.rectangle((x, y, x + text_width + 4, y + text_height + 4), fill=colour)
+        pen.text((x + 2, y + 1), text, fill="black", font=font)
+    return image
+
+
+def save_drawing(image: Image.Image, path: Path, source: str) -> None:
+    """Write ``image`` to ``path``, in the format of its name. Raises ``UsageError`` where that cannot be.
+
+    ``source``: what the picture was called; a drawing does not take its place.
+    """
+    original = Path(source)
+    try:
+        if original.exists() and path.exists() and path.samefile(original):
+            raise UsageError(f"{path} is the picture itself", "draw into another file")
+        image.save(path)
+    except ValueError as error:
+        raise UsageError(f"{path} has no name of a picture", "use .png, .jpg or .webp") from error
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror or error}", "choose another file"
+        ) from error
+
+
+def _drawable(label: str) -> str:
+    """One line, no longer than a label is."""
+    line = " ".join(label.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
