@@ -7,6 +7,7 @@ First 1, 2, 4, ... requests of text decode at once, greedily; tokens are counted
 has its first to when the first has its last. Then some of them go on while requests with a picture each, no
 two alike, arrive at a fixed rhythm, until all pictures are answered. The time between two tokens of a running
 request is what is told: its median, its 99th percentile and the longest. Prompts are made of one token.
+Fair is who gave the one that got fewest tokens as many as the one that got most: their ratio is told, too.
 """
 
 import argparse
@@ -49,6 +50,15 @@ class Feel:
     p99: float
     longest: float
     first_token: float  # median of the pictures' requests
+    fairness: float  # tokens of the stream that got fewest, by those of the one that got most
+
+
+@dataclass(frozen=True)
+class Together:
+    """Of requests that decode at once: tokens per second of all, and how fair it was (as above)."""
+
+    speed: float
+    fairness: float
 
 
 @dataclass
@@ -99,22 +109,29 @@ def measure(checkpoint: Checkpoint, options: argparse.Namespace) -> dict[str, ob
     """Print what one model does, and give it."""
     at_once = [int(count) for count in options.at_once.split(",")]
     with running(checkpoint, options, max(*at_once, options.streams + 2)) as loop:
-        throughput = {count: tokens_per_second(loop, count, options) for count in at_once}
+        throughput = {count: decode_together(loop, count, options) for count in at_once}
         feel = while_pictures_arrive(loop, options)
     print(f"\n{checkpoint.name}\n")
-    alone = throughput[at_once[0]]
-    rows = [["requests at once", "tokens/s", f"times {at_once[0]}"]]
-    rows += [[str(n), f"{speed:.0f}", f"{speed / alone:.2f}"] for n, speed in throughput.items()]
+    alone = throughput[at_once[0]].speed
+    rows = [["requests at once", "tokens/s", f"times {at_once[0]}", "slowest / fastest"]]
+    rows += [
+        [str(n), f"{each.speed:.0f}", f"{each.speed / alone:.2f}", f"{each.fairness:.2f}"]
+        for n, each in throughput.items()
+    ]
     print_rows(rows)
     print(
         f"\n{feel.streams} streams, {feel.pictures} pictures of {options.image_tokens} tokens, one every "
         f"{feel.every} s: between two tokens {feel.alone * 1e3:.2f} ms before them; then median "
         f"{feel.median * 1e3:.2f} ms, 99 % under {feel.p99 * 1e3:.2f} ms ({feel.p99 / feel.median:.1f} x), "
-        f"longest {feel.longest * 1e3:.1f} ms, of {feel.tokens}; first token of a picture after "
-        f"{feel.first_token * 1e3:.0f} ms",
+        f"longest {feel.longest * 1e3:.1f} ms, of {feel.tokens}; slowest / fastest stream "
+        f"{feel.fairness:.2f}; first token of a picture after {feel.first_token * 1e3:.0f} ms",
         flush=True,
     )
-    return {"tokens_per_second": throughput, "while_pictures_arrive": asdict(feel)}
+    return {
+        "tokens_per_second": {count: each.speed for count, each in throughput.items()},
+        "fairness": {count: each.fairness for count, each in throughput.items()},
+        "while_pictures_arrive": asdict(feel),
+    }
 
 
 @contextmanager
@@ -139,16 +156,17 @@ def running(checkpoint: Checkpoint, options: argparse.Namespace, sequences: int)
         loop.close()
 
 
-def tokens_per_second(loop: EngineLoop, count: int, options: argparse.Namespace) -> float:
-    """The median of three rounds, after one that warms up."""
-    speeds = []
+def decode_together(loop: EngineLoop, count: int, options: argparse.Namespace) -> Together:
+    """The median of three rounds, after one that warms up; the least fair of them."""
+    speeds, shares = [], []
     for _ in range(4):
         heard = [ask(loop, text(options.prompt + number), options.tokens) for number in range(count)]
         wait(heard)
         begin, end = max(each.times[0] for each in heard), min(each.times[-1] for each in heard)
-        tokens = sum(begin < at <= end for each in heard for at in each.times)
-        speeds.append(tokens / (end - begin))
-    return statistics.median(speeds[1:])
+        tokens = [sum(begin < at <= end for at in each.times) for each in heard]
+        speeds.append(sum(tokens) / (end - begin))
+        shares.append(min(tokens) / max(tokens))
+    return Together(statistics.median(speeds[1:]), min(shares[1:]))
 
 
 def while_pictures_arrive(loop: EngineLoop, options: argparse.Namespace) -> Feel:
@@ -177,9 +195,11 @@ def while_pictures_arrive(loop: EngineLoop, options: argparse.Namespace) -> Feel
     alone = [gap for at, gap in gaps[20:] if at < began]
     during = sorted(gap for at, gap in gaps if began <= at <= ended)
     firsts = [each.times[0] - each.asked for each in pictures]
+    tokens = [sum(began <= at <= ended for at in each.times) for each in streams]
     return Feel(
         *(len(streams), len(pictures), options.every, len(during), statistics.median(alone)),
         *(statistics.median(during), during[int(len(during) * 0.99)], during[-1], statistics.median(firsts)),
+        min(tokens) / max(tokens),
     )
 
 
