@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.plan.on_meta import META, Live
 from vlfit.engine import tune
-from vlfit.plan import tuned
+from vlfit.engine.kernels.draw import FIELDS, choose_tokens
+from vlfit.plan import costs, tuned
+from vlfit.plan.subjects import subjects
 from vlfit.plan.tiles import BUILT_IN, FORMS, REGIMES, Tiles, splits_for, tiles_for
 from vlfit.plan.tuned import Card, save, table_of
 
@@ -118,3 +122,22 @@ def test_the_fastest_is_chosen_if_it_is_not_by_chance(
     found = tune._fastest("fp8", 16, [before, better], matrices, device)
     assert found.tiles == (better if chosen else before)
     assert found.before == pytest.approx(4e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [151_936, 5000])
+def test_what_choosing_a_token_takes(vocabulary: int) -> None:
+    """Counted on the meta device, for 16 rows."""
+    logits = torch.empty((16, vocabulary), dtype=torch.bfloat16, device=META)
+    asked = torch.empty((FIELDS + 1, 16), dtype=torch.int32, device=META)
+    asked, positions = asked[:-1], asked[-1]
+    with Live() as live:
+        choose_tokens(logits, asked, positions)
+    assert live.peak == 16 * costs.drawing(vocabulary)
+
+
+def test_the_plan_counts_with_the_tiles_of_the_card() -> None:
+    """More programs that share a product out leave more for one another."""
+    shared = {of: replace(tiles, busy=100_000) for of, tiles in BUILT_IN.items()}
+    assert costs.splits(2560, 4096, 8, "fp8") < costs.splits(2560, 4096, 8, "fp8", shared)
+    (model,) = subjects("4B", "fp8")
+    assert costs.text_peak(model, 8, 1024, 8, table=shared) > costs.text_peak(model, 8, 1024, 8)

@@ -9,7 +9,7 @@ from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.plan.many_rows import GROUP, LEAST, WIDEN_ROWS, Means
 from vlfit.plan.model import HALF, SINGLE, Matrix, Model
-from vlfit.plan.tiles import SPLIT_ROWS, splits_for, tiles_for
+from vlfit.plan.tiles import BUILT_IN, SPLIT_ROWS, Table, splits_for, tiles_for
 
 BLOCK_SIZE = 16  # tokens of a KV block (``engine/options.py``)
 VISION_WHOLE = 3072  # patches; of more the feed-forward goes in two halves (``engine/qwen3_vl/vision.py``)
@@ -21,6 +21,7 @@ NARROW_INDEX = 4  # bytes of an int32, of which block tables are
 # Sampling one row that is not plain greedy: in float32, scores, order, sorted copies, probabilities
 # (``engine/sampler.py``).
 _SAMPLER_BYTES = 68
+_PART, _LISTED = 4096, 64  # logits, and tokens that are listed of so many (``engine/kernels/draw.py``)
 
 
 def kv_tokens(context: int, sequences: int, each: int = TYPICAL_REQUEST) -> int:
@@ -90,20 +91,24 @@ def text_peak(
     *,
     native: bool = True,
     means: Means = LEAST,
+    table: Table = BUILT_IN,
 ) -> int:
     """Peak of one forward pass of the text model: the last ``chunk`` of a context, or ``sequences`` rows.
 
     The largest phase counts, on top of what lives all along (``engine/decoder/text.py``). ``native`` False:
-    no kernels of ours and no chunks: transformers with sdpa.
+    no kernels of ours and no chunks: transformers with sdpa. ``table``: the card's tiles.
     """
     rows = max(chunk, sequences)
     if not native:
-        return _pass_peak(model, rows, context, sequences, None)
+        return _pass_peak(model, rows, context, sequences, None, table)
     # Products of few rows are shared out, which may take more than those of many.
-    return max(_pass_peak(model, some, context, sequences, means) for some in {rows, min(rows, SPLIT_ROWS)})
+    some = {rows, min(rows, SPLIT_ROWS)}
+    return max(_pass_peak(model, each, context, sequences, means, table) for each in some)
 
 
-def _pass_peak(model: Model, rows: int, context: int, sequences: int, means: Means | None) -> int:
+def _pass_peak(
+    model: Model, rows: int, context: int, sequences: int, means: Means | None, table: Table
+) -> int:
     """Peak of a pass of ``rows`` rows; without ``means``: transformers'."""
     text = model.text
     phases = [_head_phase(model, sequences)]
@@ -112,7 +117,7 @@ def _pass_peak(model: Model, rows: int, context: int, sequences: int, means: Mea
     if model.vision is not None:
         always += feature_bytes(model.vision, rows) + rows * INDEX
     if means is not None:
-        phases += [_product_phases(model, rows, means), _attention(model, rows, sequences)]
+        phases += [_product_phases(model, rows, means, table), _attention(model, rows, sequences)]
         always += (sequences + 1) * (-(-context // BLOCK_SIZE) + 3) * NARROW_INDEX  # block tables and spans
     else:
         phases += [_layer_phases(model, rows)]
@@ -140,12 +145,12 @@ def _layer_phases(model: Model, rows: int) -> int:
     return max(norm, head_norm, output, gate_up)
 
 
-def splits(outputs: int, inputs: int, rows: int, form: str) -> int:
+def splits(outputs: int, inputs: int, rows: int, form: str, table: Table = BUILT_IN) -> int:
     """Among how many programs a product with narrow weights is shared out (``kernels/linear.py``)."""
-    return splits_for(rows, outputs, inputs, tiles_for(rows, form))
+    return splits_for(rows, outputs, inputs, tiles_for(rows, form, table))
 
 
-def _product_phases(model: Model, rows: int, means: Means) -> int:
+def _product_phases(model: Model, rows: int, means: Means, table: Table) -> int:
     """Peak of a layer's products (``engine/decoder/text.py``): what each takes, and what lives around it.
 
     All along lives what the last half of a layer found and is not added yet, as large as a norm's output.
@@ -157,10 +162,10 @@ def _product_phases(model: Model, rows: int, means: Means) -> int:
     found = rows * HALF * model.text.hidden_size
     inner = rows * HALF * model.text.intermediate_size
     return found + max(
-        found + _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows, means),
-        rows * HALF * (joined + 2 * queries) + _product([layer["o_proj"]], rows, means),
-        found + _product([layer["gate_proj"], layer["up_proj"]], rows, means),
-        2 * inner + _product([layer["down_proj"]], rows, means),
+        found + _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows, means, table),
+        rows * HALF * (joined + 2 * queries) + _product([layer["o_proj"]], rows, means, table),
+        found + _product([layer["gate_proj"], layer["up_proj"]], rows, means, table),
+        2 * inner + _product([layer["down_proj"]], rows, means, table),
     )
 
 
@@ -183,7 +188,7 @@ def _in_eight_bits(rows: int, width: int) -> int:
     return rows * (width + width // GROUP * SINGLE)
 
 
-def _product(parts: list[Matrix], rows: int, means: Means) -> int:
+def _product(parts: list[Matrix], rows: int, means: Means, table: Table) -> int:
     """Output of matrices that share their input; each program's sums, or the buffer to widen in.
 
     If need be, also the input in another order (``Reordered`` of ``engine/layers/linear.py``).
@@ -194,7 +199,7 @@ def _product(parts: list[Matrix], rows: int, means: Means) -> int:
         return output
     if rows > WIDEN_ROWS:
         return output + means.scratch
-    count = splits(outputs, parts[0].columns, rows, form)
+    count = splits(outputs, parts[0].columns, rows, form, table)
     return output + (rows * outputs * count * SINGLE if count > 1 else 0)
 
 
@@ -218,6 +223,16 @@ def _attention(model: Model, rows: int, sequences: int) -> int:
 
 
 def _head_phase(model: Model, sequences: int) -> int:
-    """Logits of each sequence in bfloat16, and one row being sampled."""
+    """Logits of each sequence in bfloat16; and lists that all are drawn from, or one row being sampled."""
     vocabulary = model.text.vocab_size
-    return sequences * vocabulary * HALF + vocabulary * _SAMPLER_BYTES
+    drawn = max(sequences * drawing(vocabulary), vocabulary * _SAMPLER_BYTES)
+    return sequences * vocabulary * HALF + drawn
+
+
+def drawing(vocabulary: int) -> int:
+    """What choosing a row's next token takes: for each part its likeliest, their weight and a list, and one
+    list more; and what is told of the row (``engine/kernels/draw.py``).
+    """
+    parts = -(-vocabulary // _PART)
+    lists = (parts + 1) * _LISTED * (SINGLE + NARROW_INDEX)
+    return parts * (2 * SINGLE + NARROW_INDEX) + lists + 3 * INDEX

@@ -12,6 +12,8 @@ from vlfit.plan import allocator, calibration, costs, graphs, offload
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
 from vlfit.plan.many_rows import Means, means_of
 from vlfit.plan.model import SINGLE, Model
+from vlfit.plan.tiles import Table
+from vlfit.plan.tuned import Card, table_of
 from vlfit.plan.vllm import constants as vllm_constants
 from vlfit.plan.vllm import costs as vllm_costs
 from vlfit.units import MIB
@@ -60,7 +62,7 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
         _context(backend, constants),
         *_weights(model, settings.offload),
         _kv_cache(model, backend, settings),
-        *_workspaces(model, backend, settings, constants, means_on(gpu)),
+        *_workspaces(model, backend, settings, constants, means_on(gpu), table_of(_card(gpu))),
         _graphs(model, backend, settings),
         _reserve(),
     )
@@ -83,6 +85,11 @@ def _context(backend: str, constants: Constants) -> Line:
 def held_by_others(gpu: Gpu) -> int:
     """All that is not free."""
     return max(gpu.total - gpu.free, gpu.desktop)
+
+
+def _card(gpu: Gpu) -> Card:
+    """What tiles are kept for: what was measured on such a card counts on any of its kind."""
+    return Card(gpu.name, gpu.compute_capability)
 
 
 def means_on(gpu: Gpu) -> Means:
@@ -129,14 +136,14 @@ def _kv_cache(model: Model, backend: str, settings: Settings) -> Line:
 
 
 def _workspaces(
-    model: Model, backend: str, settings: Settings, constants: Constants, means: Means
+    model: Model, backend: str, settings: Settings, constants: Constants, means: Means, table: Table
 ) -> tuple[Line, Line]:
     """Tower and text model never run at once and take their workspace from one pool.
 
     So only the larger peak is counted; of the other only what stays when it is done. What the pool has
     beside tensors stands with the text model, as nothing tells it from a workspace.
     """
-    text = round(_text_slack(backend, constants) * _text_peak(model, backend, settings, means))
+    text = round(_text_slack(backend, constants) * _text_peak(model, backend, settings, means, table))
     beside = _pool_beside(model, backend, settings) + constants.workspace.bytes
     begun = (
         f"; {beside / MIB:.0f} MiB that torch's pool takes beside weights and KV cache, "
@@ -237,10 +244,10 @@ def _text_note(settings: Settings) -> str:
     return f"{settings.chunk} tokens a pass at a context of {settings.context}, and logits"
 
 
-def _text_peak(model: Model, backend: str, settings: Settings, means: Means) -> int:
+def _text_peak(model: Model, backend: str, settings: Settings, means: Means, table: Table) -> int:
     chunk, context, sequences = settings.chunk, settings.context, settings.sequences
     if backend == NATIVE:
-        return costs.text_peak(model, chunk, context, sequences, means=means)
+        return costs.text_peak(model, chunk, context, sequences, means=means, table=table)
     # The prompts of all requests at once, padded to the longest.
     return costs.text_peak(model, chunk * sequences, context, sequences, native=False)
 
