@@ -26,7 +26,6 @@ _POSSIBLE = {
     "stages": (1, 2, 3, 4, 5, 6),
 }
 _MOST_BUSY = 100_000  # warps; the largest card has 10,000 at once
-_SOURCES = ("matmul.py", "unpack.py", "finish.py", "overlap.py")  # of a product (``engine/kernels``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ def triton_version() -> str:
 
 @lru_cache(maxsize=1)
 def kernels_version() -> str:
-    """What changes when a product's kernel does: a hash of its sources, shortened."""
-    folder = Path(__file__).parent.parent / "engine" / "kernels"
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in _SOURCES)).hexdigest()[:12]
+    """What changes when a kernel does: a hash of their sources, shortened."""
+    sources = sorted((Path(__file__).parent.parent / "engine" / "kernels").glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
 def file_of(card: Card) -> Path:
