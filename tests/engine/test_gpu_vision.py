@@ -20,8 +20,9 @@ from vlfit.engine.images import patches_by_time, patchify
 from vlfit.engine.loader import Loader
 from vlfit.engine.made_up import MadeUpLoader
 from vlfit.engine.qwen3_vl import vision
+from vlfit.engine.qwen3_vl.recorded import Recorded
 from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower, attention
-from vlfit.plan import costs
+from vlfit.plan import costs, graphs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -131,3 +132,30 @@ def test_features_are_those_of_the_cpu(
     assert relative(seen["cuda", torch.float32], seen["cpu", torch.float32]) < 1e-4
     # Rounded at each step of four blocks; on a CPU the same comes to 0.020 to 0.027.
     assert relative_error(seen["cuda", torch.bfloat16], seen["cpu", torch.float32]) < 0.04
+
+
+def test_what_is_recorded_finds_the_same(true_shapes: tuple[VisionConfig, VisionTower]) -> None:
+    """Of the third picture of a grid in a row, and of a fourth; another grid goes its own way meanwhile."""
+    config, tower = true_shapes
+    recorded = Recorded(tower.device, vision.WHOLE_ROWS)
+
+    def found(rows: int, columns: int, seed: int, by: Recorded | None) -> VisionFeatures:
+        pixels = np.random.default_rng(seed).integers(0, 256, (1, rows * 16, columns * 16, 3), dtype=np.uint8)
+        patches = patches_by_time(pixels, PROCESSING, tower.device, tower.dtype)
+        with torch.inference_mode():
+            return tower(patches, (1, rows, columns), by)
+
+    settle()
+    before = torch.cuda.memory_reserved()
+    for seed, (rows, columns) in enumerate([(48, 64)] * 4 + [(32, 32), (48, 64)]):
+        plain, other = found(rows, columns, seed, None), found(rows, columns, seed, recorded)
+        for one, two in zip((plain.rows, *plain.deepstack), (other.rows, *other.deepstack), strict=True):
+            assert relative(two, one) < 1e-3
+        assert (recorded.nbytes > 0) == (seed >= 2)
+    # cuBLAS has at most 32 MiB to work in, on a Hopper.
+    planned = graphs.tower_bytes(config, 768, 32 * 1024**2, 0)
+    assert recorded.nbytes <= planned
+    recorded.release()
+    settle()
+    # The workspace of the stream that records stays, for the next recording.
+    assert torch.cuda.memory_reserved() - before <= planned

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.plan.on_meta import META, Live, loader
 from vlfit.checkpoint import catalog
@@ -25,9 +26,10 @@ from vlfit.engine.kernels.attention import BlockPlan
 from vlfit.engine.kv_cache import BlockPool, KVCache
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.qwen3_vl import vision
+from vlfit.engine.qwen3_vl.recorded import Look, Place, Recorded, Recording
 from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.machine.cards import card
-from vlfit.plan import costs
+from vlfit.plan import costs, graphs
 from vlfit.plan.ledger import NATIVE, Settings, ledger
 from vlfit.plan.many_rows import ROOMY_SCRATCH_BYTES, SCRATCH_BYTES, Means
 from vlfit.plan.model import Model, model_of
@@ -158,6 +160,56 @@ def test_a_clip_takes_no_more_than_one_of_its_frames_and_its_features(size: str)
     grids = [(6, 64, 40), (9, 16, 16), (4, 80, 128)]
     for (_, rows, columns), (counted, features) in zip(grids, peaks_of_looking(size, grids), strict=True):
         assert counted - features.nbytes <= costs.vision_peak(config, rows * columns // 4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_recording_of_the_tower_holds_no_more_than_planned(size: str) -> None:
+    """What it is given and what it finds stay, beside what comes and goes in blocks."""
+    config = replace(config_of(entry_of(size, "fp8")).eyes, depth=5, deepstack_visual_indexes=(0, 1, 2))
+    tokens = costs.VISION_WHOLE // 4
+    looked: list[int] = []
+
+    class Noted(Recorded):
+        def look(self, grid: tuple[int, int], hidden: Tensor, place: Place, levels: int, look: Look) -> None:
+            before = counter.now
+            counter.restart()
+            kept = torch.empty_like(hidden)
+            found = [kept.new_empty(tokens, config.out_hidden_size) for _ in range(levels)]
+            look(kept, found.__getitem__)
+            looked.append(counter.peak - before)
+            look(hidden, place)
+
+    with live() as counter:
+        tower = VisionTower(config, loader(entry_of(size, "fp8")))
+        patches = torch.empty(4 * tokens, 3 * 2 * 16 * 16, dtype=torch.bfloat16, device=META)
+        tower([patches], (1, 48, 64), Noted(META, vision.WHOLE_ROWS))
+    close(graphs.tower_bytes(config, tokens, 0, 0), looked[0], 2.0)
+
+
+def test_pictures_of_one_grid_in_a_row_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    recorded = Recorded(META, 4096)
+
+    def record(grid: tuple[int, int], hidden: Tensor, outputs: list[Tensor], look: Look) -> Recording:
+        asked.append(grid)
+        recorded._recording = Recording(grid, hidden, outputs, look, lambda: None)
+        return recorded._recording
+
+    monkeypatch.setattr(recorded, "_record", record)
+    small, large = torch.empty(4, 8, device=META), torch.empty(5000, 8, device=META)
+    looked: list[int] = []
+
+    def look(hidden: Tensor, place: Place) -> None:
+        looked.append(len(hidden))
+
+    for grid, hidden in [((2, 2), small)] * 4 + [((1, 4), small), ((2, 2), small)] + [((50, 100), large)] * 4:
+        recorded.look(grid, hidden, lambda level: small, 2, look)
+    assert asked == [(2, 2)]
+    assert looked == [4, 4, 4, 5000, 5000, 5000, 5000]
+    recorded.release()
+    recorded.look((50, 100), large, lambda level: small, 2, look)
+    recorded.look((2, 2), small, lambda level: small, 2, look)
+    assert asked == [(2, 2)]
 
 
 @pytest.mark.parametrize("patches", [4, 1024, 3072, 3076, 5120, 10240, 10244])

@@ -36,7 +36,7 @@ def account_of(engine: "Engine") -> EngineAccount:
             runner.image_cache.limit_bytes,
             resident=resident_bytes(),
             resident_before=engine.resident_before,
-            graphs=runner.graphs.nbytes if runner.graphs is not None else 0,
+            graphs=sum(each.nbytes for each in (runner.graphs, runner.recorded) if each is not None),
             **torch_statistics(engine.device),
         ),
         engine.counters,
@@ -58,4 +58,5 @@ def _settings(engine: "Engine") -> EngineSettings:
         kv_tokens=engine.pool.blocks * engine.pool.block_size,
         offload=len(engine.waiting_layers),
         halves=halves_on(engine.device, engine.dtype),
+        kv_dtype=engine.kv_dtype,
     )

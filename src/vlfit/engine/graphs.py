@@ -23,7 +23,7 @@ from vlfit.engine.kernels.ends import next_inputs
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.scores import Scores, scores_of
 from vlfit.engine.sequence import Sequence
-from vlfit.engine.streams import side_stream
+from vlfit.engine.streams import bytes_of, side_stream
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -172,7 +172,7 @@ class DecodeGraphs:
             graph = Graph(partial(self._run, inputs), self._pool, self._cache.keys.device)
             self._recorded[inputs] = graph
             self.recordings += 1
-            self.nbytes = _bytes_of(self._pool)
+            self.nbytes = bytes_of(self._pool)
         return graph
 
     def _place(self) -> tuple[int, int]:
@@ -209,12 +209,6 @@ class Told:
         if ready is not None:
             ready.record()
         return Scores(graph.scores.logits[:count], self.latest[:, :count], ready)
-
-
-def _bytes_of(pool: "_POOL_HANDLE") -> int:
-    """What torch took from the driver for ``pool``."""
-    segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)
 
 
 class Graph:

@@ -18,9 +18,11 @@ from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.images import PreparedImage, patches_by_time
 from vlfit.engine.kernels.attention import BlockPlan
 from vlfit.engine.kernels.draw import words_of
+from vlfit.engine.kernels.linear import means
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layout import Layout
-from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
+from vlfit.engine.qwen3_vl.recorded import Recorded
+from vlfit.engine.qwen3_vl.vision import WHOLE_ROWS, VisionFeatures, VisionTower
 from vlfit.engine.scheduler import Work
 from vlfit.engine.scores import Scores, scores_of
 from vlfit.engine.sequence import IntMatrix, IntVector, Sequence
@@ -45,6 +47,7 @@ class Runner:
         self.device = device
         self.layout = Layout(cache.block_size, device)
         self.graphs: DecodeGraphs | None = None
+        self.recorded: Recorded | None = None
         # What sequences hold, by content; gone with the last of them.
         self._looked_at: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
 
@@ -88,6 +91,8 @@ class Runner:
             return self.text(token_ids, positions, None, self.cache, plan, None)
 
         self.graphs = DecodeGraphs(step, self.cache, context, sequences, guess_rows)
+        if self.vision is not None and means(self.device).tower:
+            self.recorded = Recorded(self.device, WHOLE_ROWS)
         with torch.inference_mode():
             self.graphs.record()
 
@@ -95,6 +100,8 @@ class Runner:
         """What was recorded is forgotten: tensors move, or memory is wanted."""
         if self.graphs is not None:
             self.graphs.release()
+        if self.recorded is not None:
+            self.recorded.release()
 
     def _forward(self, batch: Many[Work]) -> Tensor:
         """Logits [n, vocabulary] of the rows that speak."""
@@ -137,7 +144,7 @@ class Runner:
         features = self._looked_at.get(image.key) or self.image_cache.get(image.key, self.device)
         if features is None:
             patches = patches_by_time(image.pixels, self.processing, self.device, self.cache.dtype)
-            features = self.vision(patches, image.grid)
+            features = self.vision(patches, image.grid, self.recorded)
         self._looked_at[image.key] = features
         return features
 

@@ -1,11 +1,15 @@
-"""A stream of work on a GPU beside the one that everything runs on."""
+"""A stream of work on a GPU beside the one that everything runs on, and what recordings take."""
 
 import ctypes
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from vlfit.errors import DeviceError
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 _NOT_WITH_OTHERS = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the stream that everything runs on
 
@@ -26,3 +30,9 @@ def side_stream(device: torch.device, purpose: str = "") -> torch.cuda.Stream:
     if error or handle.value is None:
         raise DeviceError(f"CUDA makes no stream (error {error})", "try again; restart what uses the GPU")
     return torch.cuda.ExternalStream(handle.value, device=device)
+
+
+def bytes_of(pool: "_POOL_HANDLE") -> int:
+    """What torch took from the driver for ``pool``, which recordings have their tensors in."""
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)

@@ -1,10 +1,13 @@
-"""What the native engine's CUDA graphs of decode steps hold on a GPU (``engine/graphs.py``).
+"""What the native engine's CUDA graphs hold on a GPU: of decode steps (``engine/graphs.py``) and of the tower
+(``engine/qwen3_vl/recorded.py``).
 
 Knows: which tensors of a step live in the pool that its recordings share. What the driver takes for a
 recording is less than can be told: five of 36 layers each were within 4 MiB on an H200 (docs/log.md).
 """
 
+from vlfit.checkpoint.config import VisionConfig
 from vlfit.plan import allocator
+from vlfit.plan.costs import VISION_WHOLE
 from vlfit.plan.model import HALF, Model
 
 # Rows of a pass with guesses, at most (``engine/guessing.py``): products read weights once for so many.
@@ -19,3 +22,21 @@ def pool_bytes(model: Model, sequences: int, guess_rows: int = GUESS_ROWS) -> in
     """
     logits = max(sequences, guess_rows) * model.text.vocab_size
     return allocator.held_for((logits * HALF,)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
+
+
+def tower_bytes(vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
+    """What torch takes for one recording of the tower's blocks, for pictures of up to ``image_tokens``.
+
+    It shares nothing with what is not recorded: the residual and what is found stay, beside it come and go a
+    norm's output, q, k and v, or what is inside of the feed-forward, and what they are added to. Recordings
+    have a ``workspace`` for matrix products of their own, and narrow weights the ``scratch`` bytes that
+    slices of them are widened into.
+    """
+    merge = vision.spatial_merge_size**2
+    patches = min(image_tokens * merge, VISION_WHOLE)
+    row = patches * HALF * vision.hidden_size
+    output = patches // merge * HALF * vision.out_hidden_size
+    found = [output] * (1 + len(vision.deepstack_visual_indexes))
+    inner = patches * HALF * vision.intermediate_size
+    sizes = [row, *found, row, row, row, 3 * row, inner, workspace, scratch]
+    return allocator.held_for(size for size in sizes if size) + allocator.SMALL_SEGMENT

@@ -6,12 +6,14 @@ or how it is shown (``report.py``).
 
 from dataclasses import dataclass
 
+from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
+from vlfit.checkpoint.quantization import FP8
 from vlfit.machine.model import Gpu
 from vlfit.plan import allocator, calibration, costs, graphs, offload
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
 from vlfit.plan.many_rows import Means, means_of
-from vlfit.plan.model import SINGLE, Model
+from vlfit.plan.model import HALF, SINGLE, Model, kv_bytes_per_token
 from vlfit.plan.tiles import Table
 from vlfit.plan.tuned import Card, table_of
 from vlfit.plan.vllm import constants as vllm_constants
@@ -29,7 +31,7 @@ class Settings:
     ``image_tokens`` is 0 for a model without eyes. ``graphs``: whether vLLM compiles the model and captures
     CUDA graphs; the native engine captures its own wherever it can. ``offload``: how many text layers wait in
     RAM, and ``tight``: whether requests share a smaller pool than the engine takes by itself; both of the
-    native engine only.
+    native engine only. ``kv_dtype`` of the KV cache: bf16, which stands for any 16 bits, or fp8.
     """
 
     weights: str
@@ -40,6 +42,7 @@ class Settings:
     graphs: bool = False
     offload: int = 0
     tight: bool = False
+    kv_dtype: str = BF16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Li
         *_weights(model, settings.offload),
         _kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings, constants, means_on(gpu), table_of(_card(gpu))),
-        _graphs(model, backend, settings),
+        _graphs(model, backend, settings, constants, means_on(gpu)),
         _reserve(),
     )
 
@@ -131,8 +134,20 @@ def _kv_cache(model: Model, backend: str, settings: Settings) -> Line:
     tokens = pool_tokens(backend, settings)
     size = {NATIVE: costs.BLOCK_SIZE, VLLM: vllm_costs.LARGEST_BLOCK}.get(backend)
     blocks = f", in blocks of {size}" if size else ""
-    note = f"{tokens} tokens of {model.kv_bytes_per_token:,} bytes{blocks}"
-    return Line("kv_cache", tokens * model.kv_bytes_per_token, EXACT, note)
+    each = kv_bytes(model, backend, settings)
+    return Line("kv_cache", tokens * each, EXACT, f"{kv_words(tokens, each, settings)}{blocks}")
+
+
+def kv_words(tokens: int, each: int, settings: Settings) -> str:
+    """A pool in words: ``tokens`` of ``each`` so many bytes."""
+    return f"{tokens} tokens of {each:,} bytes{' in FP8' if settings.kv_dtype == FP8 else ''}"
+
+
+def kv_bytes(model: Model, backend: str, settings: Settings) -> int:
+    """Keys and values of one token in all layers; in FP8 vLLM has one scale for all, the engine many."""
+    if settings.kv_dtype == FP8 and backend == VLLM:
+        return model.kv_bytes_per_token // HALF
+    return kv_bytes_per_token(model.text, settings.kv_dtype)
 
 
 def _workspaces(
@@ -159,7 +174,7 @@ def _workspaces(
     kept = round(slack * _kept(model.vision, backend, settings))
     vision = round(slack * _vision_peak(model, model.vision, backend, settings, means))
     if backend == TRANSFORMERS:  # no keys and values are there yet while the tower runs
-        instead = pool_tokens(backend, settings) * model.kv_bytes_per_token
+        instead = pool_tokens(backend, settings) * kv_bytes(model, backend, settings)
     else:  # what the tower makes is one of the pictures that stay
         features = costs.feature_bytes(model.vision, settings.image_tokens)
         instead = round(slack * features)
@@ -185,7 +200,7 @@ def _workspaces(
 
 def _pool_beside(model: Model, backend: str, settings: Settings) -> int:
     """What torch takes more than weights and KV cache are, once both are there (``allocator.py``)."""
-    kv_cache = pool_tokens(backend, settings) * model.kv_bytes_per_token
+    kv_cache = pool_tokens(backend, settings) * kv_bytes(model, backend, settings)
     if backend == TRANSFORMERS:  # a tensor for the keys and one for the values of each layer
         tensors = 2 * model.text.num_hidden_layers
         segments = allocator.held_for([kv_cache // tensors] * tensors)
@@ -198,14 +213,21 @@ def _pool_beside(model: Model, backend: str, settings: Settings) -> int:
     return weights + 2 * allocator.beside(kv_cache // 2) + allocator.BEGUN
 
 
-def _graphs(model: Model, backend: str, settings: Settings) -> Line:
-    """Of decode steps, in the native engine; layers that are streamed from RAM cannot be recorded."""
+def _graphs(model: Model, backend: str, settings: Settings, constants: Constants, means: Means) -> Line:
+    """Of decode steps and, where there is room, of the tower, in the native engine; layers that are streamed
+    from RAM cannot be recorded.
+    """
     if backend != NATIVE:
         return Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs")
     if settings.offload:
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
     pool = graphs.pool_bytes(model, settings.sequences)
-    return Line("graphs", pool, MODELLED, f"tensors of recorded decode steps of up to {settings.sequences}")
+    note = f"tensors of recorded decode steps of up to {settings.sequences}"
+    if means.tower and model.vision is not None and settings.image_tokens:
+        scratch = means.scratch if model.tower_is_narrow else 0
+        pool += graphs.tower_bytes(model.vision, settings.image_tokens, constants.workspace.bytes, scratch)
+        note += ", and of the vision tower"
+    return Line("graphs", pool, MODELLED, note)
 
 
 def _vision_slack(backend: str, constants: Constants) -> float:

@@ -28,6 +28,7 @@ from vlfit.engine.kernels.vision import add_layer_norm as add_and_normalize
 from vlfit.engine.kernels.vision import add_positions, attend, turn_by_place
 from vlfit.engine.layers.linear import DenseLinear
 from vlfit.engine.loader import Loader
+from vlfit.engine.qwen3_vl.recorded import Place, Recorded
 from vlfit.engine.qwen3_vl.rope import merge_order, vision_angles, vision_tables
 
 LAYER_NORM_EPS = 1e-6
@@ -69,11 +70,14 @@ class VisionTower:
             for level, block in enumerate(config.deepstack_visual_indexes)
         }
 
-    def __call__(self, patches: Iterable[Tensor], grid: tuple[int, int, int]) -> VisionFeatures:
+    def __call__(
+        self, patches: Iterable[Tensor], grid: tuple[int, int, int], recorded: Recorded | None = None
+    ) -> VisionFeatures:
         """``patches`` in merge order, those of each time step [rows * columns, channels * temporal * patch *
         patch] by themselves, in the dtype of the tower (``images.patches_by_time``).
 
         ``grid`` is (time, rows, columns) in patches. Gives features of time * rows * columns / merge^2 rows.
+        ``recorded``: what the blocks do may be replayed from there.
         """
         time, rows, columns = grid
         tokens = rows * columns // self.config.spatial_merge_size**2  # of a frame
@@ -82,11 +86,22 @@ class VisionTower:
         # Deepstack's first, as they stay: what comes and goes then finds its place again in each block.
         outputs = [self._output(time * tokens) for _ in self.deepstack_mergers]
         for first in range(0, time * tokens, tokens):
-            hidden = self._embed(next(patches), rows, columns)
-            for level, merger in enumerate(self._through_blocks(hidden, turn)):
+            frame = slice(first, first + tokens)
+
+            def place(level: int, frame: slice = frame) -> Tensor:
                 if level == len(outputs):
                     outputs.append(self._output(time * tokens))
-                merger(hidden, outputs[level][first : first + tokens])
+                return outputs[level][frame]
+
+            def look(hidden: Tensor, place: Place) -> None:
+                for level, merger in enumerate(self._through_blocks(hidden, turn)):
+                    merger(hidden, place(level))
+
+            hidden = self._embed(next(patches), rows, columns)
+            if recorded is None:
+                look(hidden, place)
+            else:
+                recorded.look((rows, columns), hidden, place, len(self.deepstack_mergers) + 1, look)
             del hidden
         *deepstack, merged = outputs
         return VisionFeatures(merged, tuple(deepstack))
