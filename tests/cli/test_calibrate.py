@@ -11,8 +11,10 @@ from tests.cli.conftest import Vlfit
 from tests.machine import nvml
 from tests.plan.test_calibration import NUMBERS
 from vlfit.machine.model import Gpu
-from vlfit.plan import measured
+from vlfit.plan import measured, tuned
 from vlfit.plan.measured import Measured, file_of
+from vlfit.plan.tiles import BUILT_IN
+from vlfit.plan.tuned import Card, save
 from vlfit.units import MIB
 
 CARD = nvml.FakeCard()
@@ -36,7 +38,13 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
         nvml.install(monkeypatch, replace(CARD, free=CARD.free - 1024))
         return replace(NUMBERS, gpu=gpu.name, driver=gpu.driver)
 
+    def tune_gpu(gpu: Gpu, say: object) -> Path:
+        assert callable(say)
+        say("tiles")
+        return save(Card(gpu.name, gpu.compute_capability), BUILT_IN)
+
     monkeypatch.setattr("vlfit.engine.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("vlfit.engine.tune.tune_gpu", tune_gpu)
 
 
 @pytest.mark.usefixtures("measuring")
@@ -47,6 +55,7 @@ def test_the_plan_that_follows_counts_with_what_was_measured(vlfit: Vlfit) -> No
     assert "CUDA and its libraries: 420 MiB; matrix products 8 MiB" in ended.err
     assert str(file_of(*FILE)) in ended.err
     assert file_of(*FILE).is_file()
+    assert str(tuned.file_of(Card(str(CARD.name), (12, 0)))) in ended.err
     assert "measured on this machine, 2026-11-21" not in before.out
     assert "measured on this machine, 2026-11-21" in ended.out
     assert re.search(r"desktop +951 ", ended.out)  # and not what measuring itself took

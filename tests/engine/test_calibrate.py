@@ -103,13 +103,13 @@ def some_devices(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
 
 def test_the_gpu_is_found_among_torchs_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     some_devices(monkeypatch, "bbbb", "aaaa")
-    assert calibrate._device_of(GPU).index == 1
+    assert calibrate.device_of(GPU).index == 1
     some_devices(monkeypatch, "unknown")
-    assert calibrate._device_of(GPU).index == 0
+    assert calibrate.device_of(GPU).index == 0
     for uuids in ((), ("bbbb", "cccc")):
         some_devices(monkeypatch, *uuids)
         with pytest.raises(DeviceError, match=f"sees {len(uuids)} CUDA"):
-            calibrate._device_of(GPU)
+            calibrate.device_of(GPU)
 
 
 def test_a_gpu_that_is_full_or_in_use_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,9 +135,10 @@ def test_what_choosing_a_token_takes(vocabulary: int) -> None:
     assert live.peak == 16 * costs.drawing(vocabulary)
 
 
-def test_the_plan_counts_with_the_tiles_of_the_card() -> None:
+def test_the_plan_counts_with_the_tiles_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """More programs that share a product out leave more for one another."""
+    monkeypatch.setattr(costs, "_SAMPLER_BYTES", 0)  # a row being sampled is more than a layer of 8 rows
     shared = {of: replace(tiles, busy=100_000) for of, tiles in BUILT_IN.items()}
     assert costs.splits(2560, 4096, 8, "fp8") < costs.splits(2560, 4096, 8, "fp8", shared)
     (model,) = subjects("4B", "fp8")
-    assert costs.text_peak(model, 8, 1024, 8, table=shared) > costs.text_peak(model, 8, 1024, 8)
+    assert costs.text_peak(model, 8, 1024, 1, table=shared) > costs.text_peak(model, 8, 1024, 1)

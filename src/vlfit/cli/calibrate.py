@@ -1,6 +1,7 @@
 """``vlfit plan --calibrate``: measures this machine's GPU, keeps the numbers, and says what they are.
 
-Knows words. Does not know how anything is measured (``engine/calibrate.py``) or kept (``plan/measured.py``).
+Knows words. Does not know how anything is measured (``engine/calibrate.py``, ``engine/tune.py``) or kept
+(``plan/measured.py``, ``plan/tuned.py``).
 """
 
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ def measure(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None:
 
     try:
         from vlfit.engine.calibrate import calibrate
+        from vlfit.engine.tune import tune_gpu
     except ImportError as error:
         raise DeviceError(
             f"measuring needs torch, which cannot be imported: {error}", "vlfit doctor looks for the cause"
@@ -45,6 +47,9 @@ def measure(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None:
     for line in summary(measured):
         printer.note(f"  {line}")
     printer.note(f"Kept in {path}; plans for this GPU, driver and torch count with it from now on.")
+    printer.note("Measuring its kernels, for one to sixteen rows at once.")
+    tiles = tune_gpu(gpu, lambda what: printer.note(f"  {what}"))
+    printer.note(f"Kept in {tiles}; the engine and its plans on such a GPU use it from now on.")
 
 
 def summary(measured: "Measured") -> list[str]:

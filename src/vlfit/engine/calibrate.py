@@ -52,7 +52,7 @@ def calibrate(gpu: Gpu, say: Say) -> Measured:
     # Asked first: torch starts CUDA to tell one device from another.
     if torch.cuda.is_initialized():
         raise DeviceError("this process uses the GPU already", "run vlfit plan --calibrate on its own")
-    device = _device_of(gpu)
+    device = device_of(gpu)
     if gpu.free < NEEDED:
         raise DeviceError(
             f"measuring takes {format_bytes(NEEDED)} of GPU memory; {format_bytes(gpu.free)} are free",
@@ -93,7 +93,7 @@ def _measured(gpu: Gpu, device: torch.device, say: Say) -> Measured:
     )
 
 
-def _device_of(gpu: Gpu) -> torch.device:
+def device_of(gpu: Gpu) -> torch.device:
     """torch's device for ``gpu``: the two count GPUs in different orders."""
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", index) for index in range(count)]

@@ -15,13 +15,19 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
+from vlfit.engine.calibrate import device_of
 from vlfit.engine.kernels.linear import NarrowWeights, linear
+from vlfit.engine.kernels.tables import card_of
 from vlfit.engine.streams import side_stream
+from vlfit.errors import DeviceError
+from vlfit.machine.model import Gpu
 from vlfit.plan.tiles import BUILT_IN, FORMS, REGIMES, Table, Tiles, splits_for
+from vlfit.plan.tuned import save
 from vlfit.units import MIB
 
 # Outputs and inputs; gates and what they are for end in one kernel with their product.
@@ -79,6 +85,22 @@ class Trial:
     def key(self) -> tuple[str, int, str, Tiles, int]:
         """The same for trials that launch the same."""
         return self.form, self.regime, self.name, replace(self.tiles, busy=1), self.splits
+
+
+def tune_gpu(gpu: Gpu, say: Say) -> Path:
+    """Measure ``gpu`` and keep what was found; the file. ``say`` is told what is being done.
+
+    Raises ``DeviceError`` where torch does not see the GPU or too little of it is free.
+    """
+    device = device_of(gpu)
+    try:
+        table, _ = tune(device, say)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"the GPU ran out of memory while its kernels were measured: {error}",
+            "close programs that use the GPU, and measure again",
+        ) from None
+    return save(card_of(device), table)
 
 
 def tune(device: torch.device, say: Say) -> tuple[Table, list[Found]]:
