@@ -78,6 +78,7 @@ class Settings(BaseSettings):
     kv: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = Field(
         None, description="tokens of the KV cache that all requests share, or auto"
     )
+    kv_dtype: Literal["auto", "bf16", "fp8"] = Field("auto", description="dtype of the KV cache")
     sequences: int = Field(4, ge=1, description="requests that run at once at full context")
     queue: int | None = Field(None, ge=0, description="requests that may wait while others run")
     prefix_cache: bool = Field(True, description="take over what earlier requests computed of a prompt")
@@ -103,6 +104,7 @@ class Settings(BaseSettings):
     drain: Annotated[float, BeforeValidator(_seconds)] = Field(
         30.0, ge=0, description="time that SIGTERM leaves to requests that run, like 30s"
     )
+    restart: bool = Field(False, description="run the engine apart, and start it again if it dies")
     log_format: Literal["text", "json"] = Field("text", description="lines for people, or JSON")
     allow_private_urls: bool = Field(False, description="let requests name pictures in the private network")
     allow_origin: Annotated[str | None, BeforeValidator(_origin)] = Field(

@@ -17,12 +17,12 @@ from vlfit.engine.conversation import ImagePart, ask
 from vlfit.engine.holdings import bytes_of, resident_bytes
 from vlfit.engine.layers.embedding import DenseEmbedding
 from vlfit.engine.options import EngineOptions
-from vlfit.engine.room import kv_bytes_per_token
 from vlfit.engine.sampling import SamplingParams
 from vlfit.machine.gpu import read_gpus
 from vlfit.plan.actual import held_on_gpu
 from vlfit.plan.expect import expect_on_gpu
 from vlfit.plan.ledger import Settings
+from vlfit.plan.model import kv_bytes_per_token
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_what_is_held(backend: NativeBackend) -> None:
     account = backend.account()
     held, settings = account.holdings, account.settings
     engine = backend._loop.engine
-    per_token = kv_bytes_per_token(backend.checkpoint.config.text, torch.float32)
+    per_token = kv_bytes_per_token(backend.checkpoint.config.text, "bf16", 4)
     assert held.kv_cache == settings.kv_tokens * per_token == account.pool.blocks * 16 * per_token
     table = engine.runner.text.embedding
     assert isinstance(table, DenseEmbedding)

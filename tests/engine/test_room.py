@@ -25,7 +25,7 @@ from vlfit.engine.room import Room, Wanted, find_room
 from vlfit.errors import DoesNotFit
 from vlfit.machine.gpu import read_gpus
 from vlfit.plan.ledger import NATIVE, Settings, ledger
-from vlfit.plan.model import model_of
+from vlfit.plan.model import kv_bytes_per_token, model_of
 from vlfit.plan.preference import IMAGE_TOKENS
 from vlfit.units import GIB, MIB
 
@@ -215,7 +215,7 @@ def test_pictures_are_as_large_as_there_is_room_for(
 def test_the_pool_takes_what_is_left(monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint) -> None:
     least = on_card(monkeypatch, CARD, four_billion, replace(WANTED, kv_tokens=4096))
     rest = on_card(monkeypatch, CARD, four_billion, replace(WANTED, kv_tokens=None))
-    block = 16 * room.kv_bytes_per_token(four_billion.config.text, torch.bfloat16)
+    block = 16 * kv_bytes_per_token(four_billion.config.text, "bf16")
     assert rest.kv_tokens == min(4096 + least.spare // block * 16, 8192) > 4096
     assert (
         on_card(
@@ -272,7 +272,7 @@ def test_without_a_plan_what_is_exact_must_fit(
     assert found.limit is None
     assert sum(line.bytes for line in found.lines) == (
         room.weight_bytes(four_billion, torch.float32, CUDA)
-        + 4096 * room.kv_bytes_per_token(four_billion.config.text, torch.float32)
+        + 4096 * kv_bytes_per_token(four_billion.config.text, "bf16", 4)
     )
     install(monkeypatch, failure=15)
     assert find_room(four_billion, CUDA, torch.bfloat16, WANTED).limit is None

@@ -3,6 +3,7 @@
 from vlfit._version import __version__
 from vlfit.bench.measure import Decoding, Many, Measured
 from vlfit.bench.surroundings import processor, versions_of
+from vlfit.checkpoint.quantization import FP8
 from vlfit.units import MIB, format_bandwidth, format_bytes
 
 _CALLED = {
@@ -41,11 +42,12 @@ def _about(measured: Measured) -> list[str]:
         names = ", ".join(picture.label for picture in wanted.pictures)
         seen = f"picture: {names or 'made up, {}x{}'.format(*wanted.size)}; "
     waiting = f", {settings.offload} layers wait in RAM" if settings.offload else ""
+    narrow = ", KV cache in fp8" if settings.kv_dtype == FP8 else ""
     return [
         f"vlfit {__version__}, {versions}",
         _where(measured),
         f"{checkpoint.name}: {checkpoint.weights_format}, "
-        f"{_parameters(checkpoint.parameter_count)}, {size}{waiting}",
+        f"{_parameters(checkpoint.parameter_count)}, {size}{narrow}{waiting}",
         f"{seen}prompt of {requests.prompt_tokens} tokens ({picture}passes of {settings.chunk} at most), "
         f"{wanted.tokens} out, greedy; medians of {wanted.repeat} ± standard deviation",
     ]

@@ -41,6 +41,7 @@ class Wanted:
     image_tokens: int | None = None
     chunk: int = 1024
     offload: int | Literal["auto"] | None = None
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.tokens < 2:
@@ -84,6 +85,7 @@ class Requests:
             speculate=False,  # a step is measured, not what is said
             keep_to_plan=True,
             offload=wanted.offload,
+            kv_dtype=wanted.kv_dtype,
         )
 
 

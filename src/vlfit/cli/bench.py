@@ -82,6 +82,14 @@ def bench(
     dtype: Annotated[
         Text, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.  [env VLFIT_DTYPE]")
     ] = None,
+    kv_dtype: Annotated[
+        Text,
+        typer.Option(
+            metavar="NAME",
+            help="Of the KV cache: auto (as computed), bf16, or fp8: half the bytes, rounded."
+            "  [env VLFIT_KV_DTYPE]",
+        ),
+    ] = None,
     image_tokens: Annotated[
         Count,
         typer.Option(
@@ -127,6 +135,7 @@ def bench(
         model=model or model_argument,
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         image_tokens=image_tokens,
         chunk=chunk,
         offload=offload,
@@ -140,6 +149,7 @@ def bench(
         context=context,
         device=settings.device,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         image_tokens=settings.image_tokens,
         chunk=settings.chunk,
         offload=settings.offload,

@@ -54,6 +54,15 @@ class CommonOptions:
             "--context", metavar="N", help="Most tokens of prompt and answer together.  [env VLFIT_CONTEXT]"
         ),
     ] = None
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-dtype",
+            metavar="NAME",
+            help="Of the KV cache: auto (as computed), bf16, or fp8: half the bytes, rounded."
+            "  [env VLFIT_KV_DTYPE]",
+        ),
+    ] = None
     image_tokens: Annotated[
         int | None,
         typer.Option(

@@ -30,6 +30,7 @@ Examples:
   vlfit plan --calibrate
   vlfit plan 4B --backend vllm --vllm-version 0.22
   vlfit plan 8B --weights fp8 --gpu "RTX 5060" --desktop 951MiB --offload auto
+  vlfit plan 4B --kv-dtype fp8 --context 16384
 """
 
 
@@ -39,6 +40,14 @@ class Weights(StrEnum):
     bf16 = "bf16"
     fp8 = "fp8"
     int4 = "int4"
+
+
+class KvDtype(StrEnum):
+    """What ``--kv-dtype`` takes."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp8 = "fp8"
 
 
 class Backend(StrEnum):
@@ -69,6 +78,10 @@ def plan(
     weights: Annotated[
         Weights | None, typer.Option("--weights", "-w", help="Weights format.", show_default=False)
     ] = None,
+    kv_dtype: Annotated[
+        KvDtype,
+        typer.Option(help="Of the KV cache: auto and bf16 are 16 bits; fp8: half the bytes, rounded."),
+    ] = KvDtype.auto,
     backend: Annotated[
         Backend | None,
         typer.Option(help="Who runs the model.  [default: native]"),
@@ -121,6 +134,7 @@ def plan(
         backend.value if backend else None,
         vllm_version,
         parse_wish(offload) if offload is not None else None,
+        None if kv_dtype == KvDtype.auto else kv_dtype.value,
     )
     if svg is not None and model is None:
         raise UsageError("--svg draws the ledger of one model", "name it: vlfit plan MODEL --svg FILE")

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vlfit.checkpoint.catalog import BF16
 from vlfit.cli.printing import plain
 from vlfit.machine.remarks import BFLOAT16_FROM
 from vlfit.plan.svg import COLOURS
@@ -145,9 +146,10 @@ def _head(plan: "Plan") -> str:
 def _settings(plan: "Plan") -> str:
     settings = plan.settings
     pictures = f", {settings.image_tokens} image tokens" if settings.image_tokens else ""
+    narrow = f", KV cache in {settings.kv_dtype}" if settings.kv_dtype != BF16 else ""
     return (
         f"{settings.weights} weights, context {settings.context}{pictures}, {settings.sequences} at once, "
-        f"{settings.chunk} tokens a pass"
+        f"{settings.chunk} tokens a pass{narrow}"
     )
 
 

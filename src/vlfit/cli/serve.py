@@ -19,6 +19,7 @@ def serve(
     dtype: options.Dtype = None,
     context: options.Context = None,
     kv: options.Kv = None,
+    kv_dtype: options.KvDtype = None,
     sequences: options.Sequences = None,
     queue: options.Queue = None,
     image_tokens: options.ImageTokens = None,
@@ -38,6 +39,7 @@ def serve(
     allow_host: options.AllowHost = None,
     drain: options.Drain = None,
     log_format: options.LogFormat = None,
+    restart: options.Restart = None,
     daemon: options.Daemon = False,
     systemd: options.Systemd = False,
     json_line: options.JsonLine = False,
@@ -73,6 +75,7 @@ def serve(
         dtype=dtype,
         context=context,
         kv=kv,
+        kv_dtype=kv_dtype,
         sequences=sequences,
         queue=queue,
         prefix_cache=False if no_prefix_cache else None,
@@ -91,6 +94,7 @@ def serve(
         allow_origin=allow_origin,
         allow_host=allow_host,
         drain=drain,
+        restart=restart,
         log_format=log_format,
     )
     if systemd:

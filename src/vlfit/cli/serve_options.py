@@ -50,6 +50,14 @@ Kv = Annotated[
         "  [default: 2048 for each sequence, at least one context; env VLFIT_KV]",
     ),
 ]
+KvDtype = Annotated[
+    _Text,
+    typer.Option(
+        metavar="NAME",
+        help="Of the KV cache: auto (as computed), bf16, or fp8: half the bytes, rounded."
+        "  [env VLFIT_KV_DTYPE]",
+    ),
+]
 Sequences = Annotated[
     _Count,
     typer.Option(
@@ -189,6 +197,15 @@ LogFormat = Annotated[
     _Text,
     typer.Option(
         metavar="NAME", help="text, or json: an object a line.  [default: text; env VLFIT_LOG_FORMAT]"
+    ),
+]
+Restart = Annotated[
+    bool | None,
+    typer.Option(
+        "--restart",
+        help="Serve from a process of its own: if it dies, requests get 503 and it is started again."
+        " So do --daemon and --systemd.  [env VLFIT_RESTART]",
+        show_default=False,
     ),
 ]
 Daemon = Annotated[

@@ -34,6 +34,7 @@ class Session:
             device=options.device,
             dtype=options.dtype,
             context=options.context,
+            kv_dtype=options.kv_dtype,
             image_tokens=options.image_tokens,
             offload=options.offload,
         )
@@ -69,6 +70,7 @@ class Session:
                 device=settings.device,
                 dtype=settings.dtype,
                 context=settings.context,
+                kv_dtype=settings.kv_dtype,
                 sequences=1,  # a command asks one thing at a time: memory for more would lie idle
                 image_tokens=settings.image_tokens,
                 offload=settings.offload,
@@ -115,13 +117,14 @@ class Session:
             device=settings.device,
             dtype=settings.dtype,
             context=settings.context,
+            kv_dtype=settings.kv_dtype,
             image_tokens=settings.image_tokens,
             offload=settings.offload,
         )
 
     def _refuse_engine_options(self) -> None:
         """A server's engine is what it is: an option that cannot act must not be accepted in silence."""
-        names = ("device", "dtype", "context", "image_tokens", "offload")
+        names = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload")
         typed = [f"--{name.replace('_', '-')}" for name in names if getattr(self._typed, name) is not None]
         if typed:
             raise UsageError(

@@ -109,7 +109,8 @@ class Holdings:
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What the engine runs with. ``value_bytes`` are those of one value that is computed with; ``offload``
-    text layers wait in RAM; ``halves``: a CPU multiplies with large matrices in 16 bits whatever values have.
+    text layers wait in RAM; ``halves``: a CPU multiplies with large matrices in 16 bits whatever values have;
+    ``kv_dtype``: fp8, or bf16 for a KV cache of ``value_bytes`` for each number.
     """
 
     device: str
@@ -123,6 +124,7 @@ class EngineSettings:
     kv_tokens: int
     offload: int = 0
     halves: bool = False
+    kv_dtype: str = "bf16"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ import logging
 
 import torch
 
+from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.kernels.toolchain import check_toolchain
 from vlfit.engine.mapped_files import torch_dtype
@@ -91,3 +93,15 @@ def _lack_of_bfloat16(device: torch.device) -> str:
     if have >= BFLOAT16_FROM:
         return ""
     return f"{torch.cuda.get_device_name(device)} (compute capability {have[0]}.{have[1]}) has no bfloat16"
+
+
+def choose_kv_dtype(wish: str, dtype: torch.dtype) -> str:
+    """Of the KV cache: fp8, or bf16, which stands for whatever is computed in. Raises ``UsageError``."""
+    if wish == BF16 and dtype != torch.bfloat16:
+        raise UsageError(
+            f"--kv-dtype is {BF16}; without fp8 the KV cache is in what is computed in, which is "
+            f"{str(dtype).removeprefix('torch.')}",
+            "leave it out, or add --dtype bfloat16",
+            param="kv_dtype",
+        )
+    return FP8 if wish == FP8 else BF16

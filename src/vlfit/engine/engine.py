@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.sidecar import GenerationDefaults, ImageProcessing
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.account import Counters, EngineAccount
@@ -23,7 +24,7 @@ from vlfit.engine.completion import Completion
 from vlfit.engine.constraint import Constraints
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.detokenizer import Detokenizer
-from vlfit.engine.device import choose_device, choose_dtype
+from vlfit.engine.device import choose_device, choose_dtype, choose_kv_dtype
 from vlfit.engine.guessing import Guesser, with_guesses
 from vlfit.engine.holdings import gpu_uuid, resident_bytes, weight_holdings
 from vlfit.engine.image_cache import ImageCache
@@ -75,6 +76,7 @@ class Engine:
         self.resident_before = resident_bytes()
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
+        self.kv_dtype = choose_kv_dtype(options.kv_dtype, self.dtype)
         self.context = _context(options.context, checkpoint)
         self.processing = ImageProcessing.read(checkpoint.folder) if config.vision else None
         tell = progress or (lambda what, share: None)
@@ -93,7 +95,8 @@ class Engine:
             self.generation = GenerationDefaults.read(checkpoint.folder)
             self.constraints = Constraints(self.prompts.tokenizer, self.generation.eos_token_ids)
             pool = BlockPool(room.kv_tokens, options.block_size)
-            cache = KVCache(config.text, pool.blocks, pool.block_size, self.dtype, self.device)
+            narrow = self.kv_dtype == FP8
+            cache = KVCache(config.text, pool.blocks, pool.block_size, self.dtype, self.device, narrow=narrow)
             self.runner = Runner(
                 text,
                 vision,
@@ -167,6 +170,7 @@ class Engine:
             most_image_tokens,
             options.block_size,
             options.offload,
+            self.kv_dtype,
         )
         room = find_room(self.checkpoint, self.device, self.dtype, wanted)
         self.image_tokens = room.image_tokens

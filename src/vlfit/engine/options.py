@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 
 Park = Literal["auto", "ram", "files"]  # where weights wait while an engine sleeps
 DTYPES = ("float32", "bfloat16", "float16")  # what may be asked for by name
+KV_DTYPES = ("auto", BF16, FP8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,9 @@ class EngineOptions:
     ``sequences``: how many run at once, at most.
     ``kv_tokens``: tokens in the KV pool that they share; None: 2048 for each sequence; ``auto``: what the
     memory that is free leaves, up to ``context`` for each sequence. At least one context.
+    ``kv_dtype``: of the KV pool: ``auto``, the dtype of the computation; ``bf16``, the same where that is
+    bfloat16, and refused elsewhere; ``fp8``: a byte for each number and one for each row of a head, half of
+    16 bits; what is in it is rounded to three bits of fraction.
     ``chunk``: most tokens of one forward pass; longer prompts are prefilled in chunks of it.
     ``even``: while others decode, prompts are read in chunks that hold those up for no longer than a step of
     theirs takes, where there are such chunks; what that is, is learnt from the passes.
@@ -55,10 +61,15 @@ class EngineOptions:
     idle_sleep: float | None = None
     graphs: bool = True
     offload: int | Literal["auto"] | None = None
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
             raise UsageError(f"unknown dtype {self.dtype!r}", f"use auto, {', '.join(DTYPES)}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise UsageError(
+                f"--kv-dtype is {self.kv_dtype!r}", f"use {', '.join(KV_DTYPES)}", param="kv_dtype"
+            )
         for name in ("sequences", "chunk", "block_size", "max_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", f"{name} must be at least 1")

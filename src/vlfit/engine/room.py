@@ -12,8 +12,9 @@ from itertools import groupby
 import torch
 
 from vlfit.checkpoint.cache import count_weights
-from vlfit.checkpoint.config import TextConfig
+from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
 from vlfit.engine import head_start
@@ -27,7 +28,7 @@ from vlfit.plan.calibration import EXACT
 from vlfit.plan.expect import expect_in_ram, expect_on_gpu
 from vlfit.plan.ledger import Line, Settings, means_on
 from vlfit.plan.many_rows import LEAST, Means
-from vlfit.plan.model import Model, model_of
+from vlfit.plan.model import Model, kv_bytes_per_token, model_of
 from vlfit.plan.offload import AUTO, Wish, check_ram, count_for, counts, offload_of
 from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, IMAGE_TOKENS
 from vlfit.units import format_bytes
@@ -74,7 +75,8 @@ class Wanted:
 
     ``kv_tokens`` None: a pool of as many as there is room for, at least one context and at most what all
     sequences can fill. ``image_tokens`` None: the largest pictures that there is room for, at most
-    ``most_image_tokens``. ``offload``: as in ``EngineOptions``.
+    ``most_image_tokens``. ``offload``: as in ``EngineOptions``. ``kv_dtype``: fp8, or bf16 for the dtype of
+    the computation.
     """
 
     context: int
@@ -85,6 +87,7 @@ class Wanted:
     most_image_tokens: int
     block_size: int
     offload: Wish | None = None
+    kv_dtype: str = BF16
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ def _largest_pictures(checkpoint: Checkpoint, place: Place, wanted: Wanted, wait
             wanted.sequences,
             wanted.chunk,
             offload=waiting,
+            kv_dtype=wanted.kv_dtype,
         )
         room = _with_pool(checkpoint, place, settings, wanted)
         if room.spare >= 0:
@@ -181,7 +185,8 @@ def _with_pool(checkpoint: Checkpoint, place: Place, settings: Settings, wanted:
     least = _one_context(wanted)
     room = _room(checkpoint, place, settings, wanted.kv_tokens or least)
     if wanted.kv_tokens is None and room.spare > 0:
-        block = kv_bytes_per_token(checkpoint.config.text, place.dtype) * wanted.block_size
+        text, value_bytes = checkpoint.config.text, place.dtype.itemsize
+        block = kv_bytes_per_token(text, wanted.kv_dtype, value_bytes) * wanted.block_size
         most = least + room.spare // block * wanted.block_size
         room = _room(checkpoint, place, settings, min(most, wanted.sequences * least))
     return room
@@ -190,11 +195,6 @@ def _with_pool(checkpoint: Checkpoint, place: Place, settings: Settings, wanted:
 def _one_context(wanted: Wanted) -> int:
     """Tokens of the smallest pool: one context, in whole blocks."""
     return -(-wanted.context // wanted.block_size) * wanted.block_size
-
-
-def kv_bytes_per_token(config: TextConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
@@ -227,7 +227,9 @@ def _room(checkpoint: Checkpoint, place: Place, settings: Settings, kv_tokens: i
     device, dtype, gpu = place.device, place.dtype, place.gpu
     if device.type == "cpu":
         halves = halves_on(device, dtype)
-        lines = expect_in_ram(checkpoint, kv_tokens, dtype.itemsize, halves=halves).lines
+        lines = expect_in_ram(
+            checkpoint, kv_tokens, dtype.itemsize, halves=halves, kv_dtype=settings.kv_dtype
+        ).lines
         return Room(lines, 0, free_bytes(device), kv_tokens, settings.image_tokens)
     reserved = torch.cuda.memory_reserved(device)
     pool_spare = reserved - torch.cuda.memory_allocated(device)
@@ -246,7 +248,7 @@ def _room(checkpoint: Checkpoint, place: Place, settings: Settings, kv_tokens: i
         )
     if gpu is None or not planned:
         # No plan is made for this (values of 32 bits) or of this (no driver's library): what is exact.
-        lines = _exact_lines(checkpoint, device, dtype, kv_tokens)
+        lines = _exact_lines(checkpoint, device, dtype, settings.kv_dtype, kv_tokens)
         return Room(lines, 0, free_bytes(device) + pool_spare, kv_tokens, settings.image_tokens)
     context = next(line.bytes for line in planned if line.line == "context")
     return Room(
@@ -262,10 +264,10 @@ def _room(checkpoint: Checkpoint, place: Place, settings: Settings, kv_tokens: i
 
 
 def _exact_lines(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, kv_tokens: int
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, kv_dtype: str, kv_tokens: int
 ) -> tuple[Line, ...]:
     weights = weight_bytes(checkpoint, dtype, device)
-    cache = kv_tokens * kv_bytes_per_token(checkpoint.config.text, dtype)
+    cache = kv_tokens * kv_bytes_per_token(checkpoint.config.text, kv_dtype, dtype.itemsize)
     note = f"in {str(dtype).removeprefix('torch.')}"
     return Line("weights.text", weights, EXACT, note), Line("kv_cache", cache, EXACT, note)
 
@@ -284,6 +286,7 @@ def _context_there(gpu: Gpu, reserved: int, context: int) -> int:
 def _too_little(checkpoint: Checkpoint, place: Place, room: Room, wanted: Wanted) -> DoesNotFit:
     device = place.device
     half = " or --dtype bfloat16" if place.dtype == torch.float32 else ""
+    half += "" if wanted.kv_dtype == FP8 else ", --kv-dtype fp8"
     fewer = f"a smaller --context or --image-tokens{half}, a smaller checkpoint, FP8 or int4 weights"
     if wanted.kv_tokens is not None and wanted.kv_tokens > _one_context(wanted):
         fewer = f"fewer --sequences (a smaller --kv where that is given), {fewer}"

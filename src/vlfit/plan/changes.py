@@ -1,13 +1,14 @@
 """What to change when a plan does not fit, and what each change frees.
 
 Knows: the changes that there are, in the order of what they cost a person: nothing of the answers first, then
-requests at once, a rounding of the weights, smaller pictures, a shorter context, and another model last. Does
-not know how a plan was chosen.
+requests at once, a rounding of the KV cache, of the weights, smaller pictures, a shorter context, and another
+model last. Does not know how a plan was chosen.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from vlfit.checkpoint.quantization import FP8
 from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan import calibration
@@ -100,6 +101,7 @@ def _all(
     settings = refused.settings
     yield from _setting(refused, "sequences", settings.sequences, sequences)
     yield from _own_engine(refused)
+    yield from _narrow_cache(refused)
     yield from _formats(refused)
     yield from _setting(refused, "image tokens", settings.image_tokens, image_tokens)
     yield from _setting(refused, "context", settings.context, contexts)
@@ -148,6 +150,15 @@ def _own_engine(refused: Refused) -> Iterator[Change]:
         before = total(refused.model, refused.gpu, VLLM, refused.settings)
         freed = before - total(refused.model, refused.gpu, NATIVE, settings)
         yield Change("vlfit's own engine instead of vLLM (leave out --backend)", freed)
+
+
+def _narrow_cache(refused: Refused) -> Iterator[Change]:
+    """Of the native engine, which has it on every card."""
+    settings = refused.settings
+    if refused.backend == NATIVE and settings.kv_dtype != FP8:
+        narrow = replace(settings, kv_dtype=FP8)
+        what = f"KV cache {settings.kv_dtype} -> {FP8} (--kv-dtype {FP8})"
+        yield Change(what, _freed(refused, refused.model, narrow))
 
 
 def _formats(refused: Refused) -> Iterator[Change]:

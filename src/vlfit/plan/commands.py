@@ -4,6 +4,7 @@ Knows: the options of ``vlfit serve``; those of ``vllm serve`` are in ``vllm/com
 no command (a library, or one whose settings no option carries) has none here.
 """
 
+from vlfit.checkpoint.catalog import BF16
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.ledger import NATIVE, VLLM, Line, Settings, pool_tokens
 from vlfit.plan.model import Model
@@ -43,6 +44,8 @@ def _native(model: Model, settings: Settings, machine: Machine, gpu: Gpu) -> Sta
         words += ["--image-tokens", str(settings.image_tokens)]
     if settings.tight:
         words += ["--kv", str(pool_tokens(NATIVE, settings))]
+    if settings.kv_dtype != BF16:
+        words += ["--kv-dtype", settings.kv_dtype]
     if settings.chunk != SERVE_CHUNK:
         words += ["--chunk", str(settings.chunk)]
     if settings.offload:

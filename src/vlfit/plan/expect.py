@@ -6,14 +6,16 @@ really held (``actual.py``).
 
 from dataclasses import dataclass, replace
 
+from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import VlfitError
 from vlfit.machine.model import Gpu
 from vlfit.plan.actual import Pace
 from vlfit.plan.calibration import EXACT, with_bandwidth
 from vlfit.plan.in_ram import weights_in_ram
-from vlfit.plan.ledger import NATIVE, Line, Settings, ledger
-from vlfit.plan.model import Model, model_of
+from vlfit.plan.ledger import NATIVE, Line, Settings, kv_bytes, kv_words, ledger
+from vlfit.plan.model import Model, kv_bytes_per_token, model_of
 from vlfit.plan.offload import offload_of
 from vlfit.plan.speed import TEXT_TOKENS, predict
 
@@ -49,7 +51,7 @@ def expect_on_gpu(
         lines = ledger(model, gpu, NATIVE, replace(settings, weights=model.weights))
         if kv_tokens is not None:
             lines = tuple(
-                _pool(line, model, kv_tokens) if line.line == "kv_cache" else line for line in lines
+                _pool(line, model, settings, kv_tokens) if line.line == "kv_cache" else line for line in lines
             )
     except VlfitError as error:
         return Expectation(why_not=error.message)
@@ -68,12 +70,12 @@ def expect_on_gpu(
     return Expectation(lines, expected, slowest, waiting=waiting)
 
 
-def _pool(planned: Line, model: Model, tokens: int) -> Line:
+def _pool(planned: Line, model: Model, settings: Settings, tokens: int) -> Line:
     """The line of a KV pool of ``tokens``, the planned one if that is as large."""
-    size = tokens * model.kv_bytes_per_token
-    if size == planned.bytes:
+    each = kv_bytes(model, NATIVE, settings)
+    if tokens * each == planned.bytes:
         return planned
-    return replace(planned, bytes=size, note=f"{tokens} tokens of {model.kv_bytes_per_token:,} bytes")
+    return replace(planned, bytes=tokens * each, note=kv_words(tokens, each, settings))
 
 
 def _pace(few: float, many: float, tokens: int) -> Pace:
@@ -82,19 +84,27 @@ def _pace(few: float, many: float, tokens: int) -> Pace:
 
 
 def expect_in_ram(
-    checkpoint: Checkpoint, kv_tokens: int, value_bytes: int, *, halves: bool = False
+    checkpoint: Checkpoint,
+    kv_tokens: int,
+    value_bytes: int,
+    *,
+    halves: bool = False,
+    kv_dtype: str = BF16,
 ) -> Expectation:
     """What a CPU must hold: weights and KV cache, both exact. Workspaces and speed are not planned there.
 
-    ``halves``: large matrices are kept in 16 bits though values have ``value_bytes``.
+    ``halves``: large matrices are kept in 16 bits though values have ``value_bytes``. ``kv_dtype``: fp8, or
+    whatever stands for values as they are.
     """
     sizes = weights_in_ram(checkpoint, value_bytes, halves=halves)
-    text = checkpoint.config.text
-    per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * value_bytes
+    per_token = kv_bytes_per_token(checkpoint.config.text, kv_dtype, value_bytes)
+    narrow = " in FP8" if kv_dtype == FP8 else ""
     widened = f"values of {value_bytes} bytes" + (", large matrices in 2" if halves else "")
     return Expectation(
         (
             *(Line(f"weights.{part}", size, EXACT, widened) for part, size in sizes.items()),
-            Line("kv_cache", kv_tokens * per_token, EXACT, f"{kv_tokens} tokens of {per_token:,} bytes"),
+            Line(
+                "kv_cache", kv_tokens * per_token, EXACT, f"{kv_tokens} tokens of {per_token:,} bytes{narrow}"
+            ),
         )
     )

@@ -119,8 +119,7 @@ class Model:
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers, in bfloat16."""
-        text = self.text
-        return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * HALF
+        return kv_bytes_per_token(self.text, BF16)
 
     @property
     def head_and_layer_weights(self) -> int:
@@ -181,6 +180,14 @@ def model_of(
         own_head=not config.tie_word_embeddings,
         tower_is_narrow=any(kind.form and ledger_part(kind.one.name) == "vision" for kind in kinds),
     )
+
+
+def kv_bytes_per_token(text: TextConfig, kv_dtype: str, value_bytes: int = HALF) -> int:
+    """Keys and values of one token in all layers, in the engine's own cache: values of ``value_bytes`` or, in
+    FP8, a byte each and one more for each row of a head (``engine/float8.py``).
+    """
+    row = text.head_dim + 1 if kv_dtype == FP8 else text.head_dim * value_bytes
+    return 2 * text.num_hidden_layers * text.num_key_value_heads * row
 
 
 def _loaded(info: TensorInfo, text: TextConfig) -> int:

@@ -9,6 +9,7 @@ steps. Does not know what settings take (``ledger.py``).
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vlfit.checkpoint.catalog import BF16
 from vlfit.errors import UsageError
 from vlfit.plan import costs
 from vlfit.plan.calibration import MODELLED
@@ -137,6 +138,7 @@ def _candidates(
                                 chunk,
                                 graphs=graphs,
                                 tight=tight,
+                                kv_dtype=wishes.kv_dtype or BF16,
                             )
                             yield settings, model, backend
 

@@ -31,6 +31,7 @@ def facts(plan: Plan) -> dict[str, Any]:
             "sequences": settings.sequences,
             "chunk": settings.chunk,
             "kv_tokens": pool_tokens(plan.backend, settings),
+            "kv_dtype": settings.kv_dtype,
             **({"graphs": settings.graphs} if plan.backend == VLLM else {}),
         },
         "ledger": [

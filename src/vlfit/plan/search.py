@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlfit.checkpoint.catalog import FORMATS
-from vlfit.checkpoint.quantization import INT4
+from vlfit.checkpoint.catalog import BF16, FORMATS
+from vlfit.checkpoint.quantization import FP8, INT4
 from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.remarks import OLDEST
@@ -44,6 +44,7 @@ class Wishes:
     """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for what makes no sense.
 
     ``offload``: bytes of weights that leave the card, ``auto``: as few as make it fit; None: none ever.
+    ``kv_dtype``: of the KV cache; None: 16 bits.
     """
 
     context: int | None = None
@@ -53,6 +54,7 @@ class Wishes:
     backend: str | None = None
     vllm_version: str | None = None
     offload: Wish | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         least = {"context": _LEAST_CONTEXT, "image_tokens": _LEAST_IMAGE_TOKENS, "sequences": 1}
@@ -61,12 +63,19 @@ class Wishes:
             if value is not None and value < lowest:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} is {value}", f"it must be at least {lowest}", param=name)
-        for name, known in (("weights", FORMATS), ("backend", BACKENDS)):
+        for name, known in (("weights", FORMATS), ("backend", BACKENDS), ("kv_dtype", (BF16, FP8))):
             value = getattr(self, name)
             if value is not None and value not in known:
+                option = name.replace("_", "-")
                 raise UsageError(
-                    f"--{name} is {value!r}", f"plans are made for {', '.join(known)}", param=name
+                    f"--{option} is {value!r}", f"plans are made for {', '.join(known)}", param=name
                 )
+        if self.kv_dtype == FP8 and self.backend == TRANSFORMERS:
+            raise UsageError(
+                "transformers keeps its KV cache in the dtype of the computation",
+                "leave out --kv-dtype, or --backend",
+                param="kv_dtype",
+            )
         if self.vllm_version is not None:
             if self.backend != VLLM:
                 raise UsageError(

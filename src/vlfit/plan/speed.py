@@ -11,7 +11,7 @@ from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.machine.model import Gpu
 from vlfit.plan import calibration
 from vlfit.plan.calibration import Constants
-from vlfit.plan.ledger import NATIVE, VLLM, Settings
+from vlfit.plan.ledger import NATIVE, VLLM, Settings, kv_bytes
 from vlfit.plan.model import HALF, Matrix, Model
 from vlfit.plan.offload import copy_seconds, offload_of
 from vlfit.plan.vllm.constants import LAUNCH_OF_GRAPHS, LAUNCH_OF_GRAPHS_LOW
@@ -68,7 +68,7 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
         launch = min(launch, calibration.STEP_OF_GRAPH.value)
     cached = settings.image_tokens + TEXT_TOKENS
     weights = _pass_bytes(model)
-    moved = weights + cached * model.kv_bytes_per_token
+    moved = weights + cached * kv_bytes(model, backend, settings)
     layers = model.text.num_hidden_layers
     # Kernels are launched ahead of the GPU, so the longer of the two counts; at worst nothing overlaps.
     fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * launch_low)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from vlfit._version import __version__
 from vlfit.backends.base import Accountable, LocalBackend
+from vlfit.checkpoint.quantization import FP8
 from vlfit.engine.account import EngineAccount
 from vlfit.machine.gpu import gpu_behind
 from vlfit.machine.model import Gpu
@@ -121,7 +122,11 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
     wishes = account.settings
     if wishes.device == "cpu":
         return expect.expect_in_ram(
-            backend.checkpoint, wishes.kv_tokens, wishes.value_bytes, halves=wishes.halves
+            backend.checkpoint,
+            wishes.kv_tokens,
+            wishes.value_bytes,
+            halves=wishes.halves,
+            kv_dtype=wishes.kv_dtype,
         )
     gpu = gpu_of(account, gpus)
     if gpu is None:
@@ -133,6 +138,7 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
         wishes.sequences,
         wishes.chunk,
         offload=wishes.offload,
+        kv_dtype=wishes.kv_dtype,
     )
     return expect.expect_on_gpu(backend.checkpoint, gpu, settings, wishes.value_bytes, wishes.kv_tokens)
 
@@ -168,6 +174,7 @@ def engine_facts(account: EngineAccount) -> dict[str, Any]:
             "sequences": settings.sequences,
             "chunk": settings.chunk,
             "kv_tokens": settings.kv_tokens,
+            "kv_dtype": settings.kv_dtype if settings.kv_dtype == FP8 else settings.dtype,
         },
         "engine_s": round(account.seconds, 6),
         "requests": {

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import MINI, mini_folder
 from vlfit.machine.model import Gpu
 from vlfit.machine.remarks import BFLOAT16_FROM
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 NO_LINE = "-"  # a flag that moves nothing on the GPU
 _OUTSIDE = ("desktop", "reserve")  # lines that are not vLLM's
 _DIGITS = 1000  # a share is written with three digits, rounded down
+_FLOAT8_FROM = (8, 9)  # the first compute capability with instructions for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: G
         "kv_cache",
         "taken as it is; without it the cache takes whatever the share leaves",
     )
+    if settings.kv_dtype == FP8:
+        yield Flag("--kv-cache-dtype", "fp8", "kv_cache", "keys and values in FP8: half the bytes")
     yield Flag(
         "--gpu-memory-utilization",
         f"{taken:g}",
@@ -192,6 +196,11 @@ def remarks(version: Version, settings: "Settings", *, capability: tuple[int, in
         yield (
             f"vLLM {version.text} lets a request bring sizes of its own (mm_processor_kwargs), beyond this "
             "plan; from 0.31 on it refuses them."
+        )
+    if settings.kv_dtype == FP8 and capability < _FLOAT8_FROM:
+        yield (
+            "Which of vLLM's kernels read a KV cache in FP8 on a card without float8 of its own was not "
+            "looked at: the start may be refused."
         )
     if capability < BFLOAT16_FROM and settings.image_tokens:
         yield "On a card this old the tower has no flash attention; its workspace there was not measured."
