@@ -7,7 +7,7 @@ device at the true shapes of 2B, 4B and 8B and compares what lives there with th
 
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
-from vlfit.plan.many_rows import GROUP, LEAST, WIDEN_ROWS, Means
+from vlfit.plan.many_rows import EIGHT_BIT_ROWS, GROUP, LEAST, WIDEN_ROWS, Means
 from vlfit.plan.model import HALF, SINGLE, Matrix, Model
 from vlfit.plan.tiles import BUILT_IN, SPLIT_ROWS, Table, splits_for, tiles_for
 
@@ -173,6 +173,7 @@ def _eight_bit_phases(model: Model, rows: int) -> int:
     """As ``_product_phases``, where rows are rounded to FP8 (``engine/kernels/eight_bits.py``)."""
     queries, _, joined = _widths(model)
     hidden, inner = model.text.hidden_size, model.text.intermediate_size
+    rows += -rows % EIGHT_BIT_ROWS
     found = rows * HALF * hidden
     return found + max(
         _in_eight_bits(rows, hidden) + rows * HALF * joined,

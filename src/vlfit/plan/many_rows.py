@@ -21,8 +21,8 @@ SCRATCH_BYTES = 24 * MIB
 # holds gate and up of 2B whole and of 4B in two, down of 4B whole and of 8B in two.
 ROOMY_SCRATCH_BYTES = 48 * MIB
 ROOMY = 18 * GIB  # of memory that is free: it does not matter there
-EIGHT_BITS = False  # until it is measured
 MULTIPLIES_FLOAT8 = (8, 9)  # compute capability from which on matrix units do
+EIGHT_BIT_ROWS = 16  # rows in FP8 are allocated in multiples of it
 GROUP = 128  # inputs that share a scale, in rows that are rounded to FP8 and in weights
 
 
@@ -45,7 +45,7 @@ def means_of(free: int, capability: tuple[int, int]) -> Means:
     """The means of a card with ``free`` bytes of memory that nobody else holds."""
     roomy = free >= ROOMY
     scratch = ROOMY_SCRATCH_BYTES if roomy else SCRATCH_BYTES
-    return Means(scratch, EIGHT_BITS and capability >= MULTIPLIES_FLOAT8, roomy)
+    return Means(scratch, capability >= MULTIPLIES_FLOAT8, roomy)
 
 
 def fits_eight_bits(form: str, inputs: int, shared: int) -> bool:

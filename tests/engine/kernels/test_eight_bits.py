@@ -37,7 +37,9 @@ def check(found: EightBits, x: Tensor, *, exactly: bool = False) -> None:
     has rounded on the way there, for it cuts bits off (Triton 3.7).
     """
     exact = eight_bits.plain_quantize(x)
-    assert found.codes.shape == x.shape
+    assert found.rows == len(x)
+    rows = slice(0, found.rows)
+    found = EightBits(found.codes[rows], found.scale[:, rows], found.rows, found.dtype)
     assert found.scale.shape == exact.scale.shape
     edge = 1e-6 if exactly else 2.0**-7 if ON_GPU else 2.0**-9
     torch.testing.assert_close(found.scale.cpu(), exact.scale.cpu(), rtol=edge, atol=0)
@@ -100,19 +102,6 @@ def test_products(rows: int, outputs: int, inputs: int, block: tuple[int, int], 
     assert out.dtype == DTYPE
     # Matrix units of Hopper keep 14 bits of what they add up, of 128 inputs at a time.
     assert relative_error(out, exact) < TOLERANCES[DTYPE] + (2.0**-13 if ON_GPU else 0)
-
-
-@pytest.mark.parametrize("block", [(128, 128), (1, 256), (64, 128)])
-def test_products_whose_gates_are_applied(block: tuple[int, int], device: torch.device) -> None:
-    torch.manual_seed(0)
-    weights = on(fp8(512, 256, block), device)
-    x = eight_bits.quantize(torch.randn(70, 256).to(device, DTYPE))
-    found = eight_bits.multiply_gated(x, weights)
-    gate, other = (eight_bits.plain_wide(x) @ widened(weights).T).chunk(2, dim=1)
-    exact = torch.nn.functional.silu(gate) * other
-    assert found.codes.shape == (70, 256)
-    assert found.scale.shape == (2, 70)
-    assert relative_error(eight_bits.plain_wide(found), exact) < ROUNDED
 
 
 def test_which_weights_and_rows_it_is_for() -> None:

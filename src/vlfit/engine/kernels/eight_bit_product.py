@@ -8,7 +8,6 @@ code: ``eight_bits.py``.
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.eight_bit_steps import LARGEST, LEAST, on_grid
 from vlfit.engine.kernels.quick import quick
 
 
@@ -54,7 +53,7 @@ def scaled(found, factor, scale, whole: tl.constexpr):
 
 
 @quick
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "room"])
 def multiply(
     x,
     x_scale,
@@ -63,6 +62,7 @@ def multiply(
     bias,
     output,
     rows,
+    room,
     outputs,
     inputs,
     scale_columns,
@@ -74,7 +74,7 @@ def multiply(
     tile_outputs: tl.constexpr,
     together: tl.constexpr,
 ):
-    """``output`` [rows, outputs] of ``x`` [rows, inputs], scaled by ``x_scale`` [inputs / group, rows], and
+    """``output`` [rows, outputs] of ``x`` [rows, inputs], scaled by ``x_scale`` [inputs / group, room], and
     ``weight`` [outputs, inputs], of which ``scale_rows`` outputs and ``group`` inputs (all of them if
     ``one_group``) share one of ``scale``.
     """
@@ -99,7 +99,7 @@ def multiply(
             total += scaled(found, factor, tl.load(scale_at + step).to(tl.float32), whole)
         x += group
         weight += group
-        x_scale += rows
+        x_scale += room
     if one_group:
         last = tl.load(scale_at).to(tl.float32)
         total *= last if whole else last[None, :]
@@ -108,74 +108,3 @@ def multiply(
     place = row[:, None].to(tl.int64) * outputs + index[None, :]
     inside = (row[:, None] < rows) & (index[None, :] < outputs)
     tl.store(output + place, total.to(output.dtype.element_ty), mask=inside)
-
-
-@quick
-@triton.jit(do_not_specialize=["rows"])
-def multiply_gated(
-    x,
-    x_scale,
-    weight,
-    scale,
-    codes,
-    code_scale,
-    rows,
-    units,
-    inputs,
-    scale_columns,
-    scale_rows: tl.constexpr,
-    one_group: tl.constexpr,
-    group: tl.constexpr,
-    tile_rows: tl.constexpr,
-    together: tl.constexpr,
-    hardware: tl.constexpr,
-):
-    """silu(gate) * other in FP8, rounded once: to ``codes`` [rows, units] and
-    ``code_scale`` [units / group, rows].
-
-    ``weight`` [2 * units, inputs] has the gates, then what they are for; all else is as in ``multiply``. A
-    program computes ``group`` units, so that it knows their largest.
-    """
-    whole: tl.constexpr = scale_rows % group == 0
-    across, down = units // group, tl.cdiv(rows, tile_rows)
-    of_units, of_rows = tile_of(tl.program_id(0), across, down, together)
-    first_row, first = of_rows * tile_rows, of_units * group
-    row, unit = first_row + tl.arange(0, tile_rows), first + tl.arange(0, group)
-    in_x = places(first_row, rows, inputs, tile_rows, group)
-    in_weight = places(first, units, inputs, group, group)
-    x += first_row.to(tl.int64) * inputs
-    weight += first.to(tl.int64) * inputs
-    weight_other = weight + units.to(tl.int64) * inputs
-    safe_row = tl.minimum(row, rows - 1)
-    gate_scale = scale_of(scale, first, units, scale_columns, scale_rows, group)
-    other_scale = scale_of(scale, units + first, 2 * units, scale_columns, scale_rows, group)
-    gate = tl.zeros((tile_rows, group), tl.float32)
-    other = tl.zeros((tile_rows, group), tl.float32)
-    for step in range(inputs // group):
-        tile_x = tl.load(x + in_x)
-        found = tl.dot(tile_x, tl.trans(tl.load(weight + in_weight)))
-        found_other = tl.dot(tile_x, tl.trans(tl.load(weight_other + in_weight)))
-        factor = tl.load(x_scale + safe_row)
-        if one_group:
-            gate += found * factor[:, None]
-            other += found_other * factor[:, None]
-        else:
-            gate += scaled(found, factor, tl.load(gate_scale + step).to(tl.float32), whole)
-            other += scaled(found_other, factor, tl.load(other_scale + step).to(tl.float32), whole)
-        x += group
-        weight += group
-        weight_other += group
-        x_scale += rows
-    if one_group:
-        last, last_other = tl.load(gate_scale).to(tl.float32), tl.load(other_scale).to(tl.float32)
-        gate *= last if whole else last[None, :]
-        other *= last_other if whole else last_other[None, :]
-    value = gate / (1.0 + tl.exp(-gate)) * other
-    largest = tl.maximum(tl.max(tl.abs(value), 1), LEAST)
-    inverse = 448.0 / largest
-    number = value * inverse[:, None]
-    if not hardware:
-        number = on_grid(number)
-    place = row[:, None].to(tl.int64) * units + unit[None, :]
-    tl.store(codes + place, number.to(tl.float8e4nv), mask=row[:, None] < rows)
-    tl.store(code_scale + of_units.to(tl.int64) * rows + row, largest / LARGEST, mask=row < rows)

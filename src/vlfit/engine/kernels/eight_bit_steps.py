@@ -30,7 +30,7 @@ def write_codes(
     codes,
     scale,
     row,
-    rows,
+    room,
     start,
     width: tl.constexpr,
     tile: tl.constexpr,
@@ -38,7 +38,7 @@ def write_codes(
     hardware: tl.constexpr,
 ):
     """``value`` [tile], elements ``start`` and on of a ``row``, to ``codes`` [rows, width] and ``scale``
-    [width / group, rows]. ``value`` is 0 past the end of the row. ``hardware``: the card rounds by itself.
+    [width / group, room]. ``value`` is 0 past the end of the row. ``hardware``: the card rounds by itself.
     """
     count: tl.constexpr = tile // group
     grouped = tl.reshape(value.to(tl.float32), (count, group))
@@ -54,16 +54,16 @@ def write_codes(
     inside = index < width // group
     place = row.to(tl.int64) * width + column
     tl.store(codes + place, code, mask=inside[:, None])
-    tl.store(scale + index.to(tl.int64) * rows + row, factor, mask=inside)
+    tl.store(scale + index.to(tl.int64) * room + row, factor, mask=inside)
 
 
 @quick
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["room"])
 def quantize(
     x,
     codes,
     scale,
-    rows,
+    room,
     stride,
     width: tl.constexpr,
     tile: tl.constexpr,
@@ -75,18 +75,18 @@ def quantize(
     start = tl.program_id(1) * tile
     column = start + tl.arange(0, tile)
     value = tl.load(x + row.to(tl.int64) * stride + column, mask=column < width, other=0.0)
-    write_codes(value, codes, scale, row, rows, start, width, tile, group, hardware)
+    write_codes(value, codes, scale, row, room, start, width, tile, group, hardware)
 
 
 @quick
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["room"])
 def add_norm(
     hidden,
     delta,
     weight,
     codes,
     scale,
-    rows,
+    room,
     eps,
     width: tl.constexpr,
     has_delta: tl.constexpr,
@@ -106,17 +106,17 @@ def add_norm(
         tl.store(hidden + place, value, mask=inside)
     factor = tl.load(weight + column, mask=inside, other=0.0)
     write_codes(
-        normalized(value, factor, width, eps), codes, scale, row, rows, 0, width, tile, group, hardware
+        normalized(value, factor, width, eps), codes, scale, row, room, 0, width, tile, group, hardware
     )
 
 
 @quick
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["room"])
 def silu_and_multiply(
     gate_up,
     codes,
     scale,
-    rows,
+    room,
     width: tl.constexpr,
     tile: tl.constexpr,
     group: tl.constexpr,
@@ -133,4 +133,4 @@ def silu_and_multiply(
     wide = gate.to(tl.float32)
     active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     value = (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
-    write_codes(value, codes, scale, row, rows, start, width, tile, group, hardware)
+    write_codes(value, codes, scale, row, room, start, width, tile, group, hardware)

@@ -3,18 +3,20 @@
 Each row is rounded to float8_e4m3fn with a scale for every 128 neighbours: what transformers and vLLM do with
 the official FP8 checkpoints, whose weights have a scale for each 128 x 128. Of checkpoints with a scale for
 each output, which are meant for one scale a row, the rows are rounded the same, finer way. It costs about 3 %
-of relative error a product, and saves widening the weights. Knows: when this is done, what it allocates, and
-how many programs it gets. Few rows are not rounded (``linear.py``).
+of relative error a product, and saves widening the weights. On a Hopper cuBLAS multiplies so, at 640 to 970
+TFLOP/s where the kernel here reaches 600 (docs/log.md); it takes only rows that are a multiple of 4. Knows:
+when this is done, what it allocates, and how many programs it gets. Few rows are not rounded (``linear.py``).
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from vlfit.engine.kernels.launch import power_of_two
 from vlfit.engine.kernels.linear import NarrowWeights, converts_float8, means
-from vlfit.plan.many_rows import GROUP, WIDEN_ROWS, fits_eight_bits
+from vlfit.plan.many_rows import EIGHT_BIT_ROWS, GROUP, WIDEN_ROWS, fits_eight_bits
 
 LARGEST, LEAST = 448.0, 1e-12  # numbers of float8_e4m3fn; of what a scale is made
 _TILE = 1024  # elements that one program rounds
@@ -24,11 +26,13 @@ _TILE = 1024  # elements that one program rounds
 class EightBits:
     """Rows in FP8: ``codes`` [rows, width] float8_e4m3fn times ``scale`` [width / 128, rows] float32.
 
-    ``dtype`` is what they were, and what products of them are.
+    Both may have more rows than ``rows``, with nothing in them. ``dtype`` is what they were, and what
+    products of them are.
     """
 
     codes: Tensor
     scale: Tensor
+    rows: int
     dtype: torch.dtype
 
 
@@ -43,15 +47,10 @@ class Tiles:
     outputs: int
     warps: int
     stages: int
-    together: int = 8
+    together: int = 4
 
 
-GATED = Tiles(64, 2 * GROUP, 8, 2, 8)  # of a product whose gates are applied
-
-
-def tiles_for(device: torch.device) -> Tiles:
-    """By what matrix units are told: a Hopper's read shared memory, and need fewer registers."""
-    return Tiles(64, 128, 4, 3)
+TILES = Tiles(64, 128, 4, 3)  # the fastest of ten on an H100, for all shapes of 2B and 4B (docs/log.md)
 
 
 def takes(weights: NarrowWeights, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -65,8 +64,10 @@ def fits(weights: NarrowWeights) -> bool:
 
 
 def _room(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> EightBits:
-    codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=device)
-    return EightBits(codes, torch.empty((width // GROUP, rows), dtype=torch.float32, device=device), dtype)
+    room = rows + -rows % EIGHT_BIT_ROWS
+    codes = torch.empty((room, width), dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty((width // GROUP, room), dtype=torch.float32, device=device)
+    return EightBits(codes, scale, rows, dtype)
 
 
 def _sizes(x: Tensor, width: int, tile: int) -> dict[str, int | bool]:
@@ -81,7 +82,13 @@ def quantize(x: Tensor) -> EightBits:
         from vlfit.engine.kernels.eight_bit_steps import quantize as kernel
 
         kernel[(rows, -(-width // _TILE))](
-            x, output.codes, output.scale, rows, x.stride(0), **_sizes(x, width, _TILE), num_warps=4
+            x,
+            output.codes,
+            output.scale,
+            len(output.codes),
+            x.stride(0),
+            **_sizes(x, width, _TILE),
+            num_warps=4,
         )
     return output
 
@@ -100,7 +107,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
             weight,
             output.codes,
             output.scale,
-            rows,
+            len(output.codes),
             eps,
             has_delta=delta is not None,
             **_sizes(hidden, width, tile),
@@ -118,7 +125,12 @@ def silu_and_multiply(gate_up: Tensor) -> EightBits:
         from vlfit.engine.kernels.eight_bit_steps import silu_and_multiply as kernel
 
         kernel[(rows, -(-width // _TILE))](
-            gate_up, output.codes, output.scale, rows, **_sizes(gate_up, width, _TILE), num_warps=4
+            gate_up,
+            output.codes,
+            output.scale,
+            len(output.codes),
+            **_sizes(gate_up, width, _TILE),
+            num_warps=4,
         )
     return output
 
@@ -126,71 +138,71 @@ def silu_and_multiply(gate_up: Tensor) -> EightBits:
 def multiply(x: EightBits, weights: NarrowWeights, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
     """``x`` [rows, inputs] times ``weights`` (``fits``) plus ``bias``: [rows, outputs] in ``x.dtype``.
 
-    Allocates what it gives.
+    Allocates what it gives, in multiples of ``EIGHT_BIT_ROWS`` rows.
     """
-    rows, inputs = x.codes.shape
-    outputs, device = weights.outputs, x.codes.device
-    output = torch.empty((rows, outputs), dtype=x.dtype, device=device)
+    device = x.codes.device
+    if tiles is None and x.dtype == torch.bfloat16 and _blocks(weights) and by_library(device):
+        scale = weights.scale.t()
+        found = torch._scaled_mm(x.codes, weights.codes.t(), x.scale.t(), scale, out_dtype=x.dtype)
+        found = found[: x.rows]
+        return found if bias is None else found.add_(bias)
+    output = torch.empty((len(x.codes), weights.outputs), dtype=x.dtype, device=device)[: x.rows]
     if device.type != "meta":
-        from vlfit.engine.kernels.eight_bit_product import multiply as kernel
-
-        tiles = tiles or tiles_for(device)
-        kernel[(-(-rows // tiles.rows) * -(-outputs // tiles.outputs),)](
-            x.codes,
-            x.scale,
-            weights.codes,
-            weights.scale,
-            output if bias is None else bias,
-            output,
-            rows,
-            outputs,
-            inputs,
-            weights.scale.shape[1],
-            has_bias=bias is not None,
-            scale_rows=weights.block[0],
-            one_group=weights.block[1] != GROUP,
-            group=GROUP,
-            tile_rows=tiles.rows,
-            tile_outputs=tiles.outputs,
-            together=tiles.together,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+        _launch(x, weights, bias, output, tiles or TILES)
     return output
 
 
-def multiply_gated(x: EightBits, weights: NarrowWeights, tiles: Tiles | None = None) -> EightBits:
-    """silu(gate) * other [rows, outputs / 2] in FP8, where the first half of the outputs of ``weights``
-    (``fits``; outputs a multiple of 256) are gates. Allocates what it gives.
-    """
-    rows, inputs = x.codes.shape
-    units, device = weights.outputs // 2, x.codes.device
-    output = _room(rows, units, x.dtype, device)
-    if device.type != "meta":
-        from vlfit.engine.kernels.eight_bit_product import multiply_gated as kernel
+def _blocks(weights: NarrowWeights) -> bool:
+    """Whether weights are scaled as cuBLAS takes them."""
+    groups = weights.inputs // GROUP
+    return weights.block == (GROUP, GROUP) and weights.scale.dtype == torch.float32 and groups % 4 == 0
 
-        tiles = tiles or GATED
-        kernel[(-(-rows // tiles.rows) * (units // GROUP),)](
-            x.codes,
-            x.scale,
-            weights.codes,
-            weights.scale,
-            output.codes,
-            output.scale,
-            rows,
-            units,
-            inputs,
-            weights.scale.shape[1],
-            scale_rows=weights.block[0],
-            one_group=weights.block[1] != GROUP,
-            group=GROUP,
-            tile_rows=tiles.rows,
-            together=tiles.together,
-            hardware=converts_float8(device),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-    return output
+
+@cache
+def by_library(device: torch.device) -> bool:
+    """Whether torch multiplies such rows and weights on ``device``: asked by a product whose result is known.
+
+    cuBLAS does on compute capability 9.0, from CUDA 12.9 on.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    x = torch.ones((EIGHT_BIT_ROWS, 4 * GROUP), device=device).to(torch.float8_e4m3fn)
+    weight = torch.ones((2 * GROUP, 4 * GROUP), device=device).to(torch.float8_e4m3fn)
+    steps = torch.arange(1.0, 5.0, device=device)
+    scale, weight_scale = steps.repeat(EIGHT_BIT_ROWS, 1).t().contiguous(), steps.repeat(2, 1)
+    try:
+        found = torch._scaled_mm(x, weight.t(), scale.t(), weight_scale.t(), out_dtype=torch.bfloat16)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    return bool((found == GROUP * 30).all())  # 1 + 4 + 9 + 16
+
+
+def _launch(x: EightBits, weights: NarrowWeights, bias: Tensor | None, output: Tensor, tiles: Tiles) -> None:
+    from vlfit.engine.kernels.eight_bit_product import multiply as kernel
+
+    outputs, inputs = weights.outputs, weights.inputs
+    kernel[(-(-x.rows // tiles.rows) * -(-outputs // tiles.outputs),)](
+        x.codes,
+        x.scale,
+        weights.codes,
+        weights.scale,
+        output if bias is None else bias,
+        output,
+        x.rows,
+        len(x.codes),
+        outputs,
+        inputs,
+        weights.scale.shape[1],
+        has_bias=bias is not None,
+        scale_rows=weights.block[0],
+        one_group=weights.block[1] != GROUP,
+        group=GROUP,
+        tile_rows=tiles.rows,
+        tile_outputs=tiles.outputs,
+        together=tiles.together,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
 
 
 def plain_quantize(x: Tensor) -> EightBits:
@@ -198,10 +210,10 @@ def plain_quantize(x: Tensor) -> EightBits:
     grouped = x.float().unflatten(1, (-1, GROUP))
     largest = grouped.abs().amax(2).clamp_min(LEAST)
     codes = (grouped * (LARGEST / largest).unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)
-    return EightBits(codes, (largest / LARGEST).T.contiguous(), x.dtype)
+    return EightBits(codes, (largest / LARGEST).T.contiguous(), len(x), x.dtype)
 
 
 def plain_wide(x: EightBits) -> Tensor:
     """The numbers that ``x`` stands for [rows, width], in float64."""
     wide: Tensor = x.codes.double().unflatten(1, (-1, GROUP)) * x.scale.T.double().unsqueeze(2)
-    return wide.flatten(1)
+    return wide[: x.rows].flatten(1)
