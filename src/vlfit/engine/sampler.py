@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlfit.engine import kernels
 from vlfit.engine.answer import TokenLogprob
 from vlfit.engine.chance import point
 from vlfit.engine.constraint import Constraint
+from vlfit.engine.kernels.draw import choose_tokens, may_draw, written
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.sequence import IntVector
 
@@ -152,9 +154,21 @@ def _sample_row(row: Tensor, draw: Draw, token_text: TokenText, allowed: Tensor 
     if sampling.greedy:
         token_id = int(adjusted.argmax())
     else:
+        drawn = None if allowed is not None else _drawn_where_it_is(adjusted, draw)
         turn = 0 if allowed is None else 1  # what is chosen again owes nothing to the first choice
-        token_id = _draw(adjusted / sampling.temperature, sampling, point(draw.seed, draw.position, turn))
+        at = point(draw.seed, draw.position, turn)
+        token_id = _draw(adjusted / sampling.temperature, sampling, at) if drawn is None else drawn
     return Sampled(token_id, _logprobs(row, token_id, sampling.top_logprobs, token_text))
+
+
+def _drawn_where_it_is(row: Tensor, draw: Draw) -> int | None:
+    """What a GPU draws from ``row``, which is sorted whole otherwise; None where it does not know."""
+    if not kernels.used_on(row.device) or not may_draw(draw.sampling):
+        return None
+    words = np.append(written(draw.sampling, draw.seed), np.int32(draw.position - 1))
+    asked = torch.from_numpy(words).to(row.device)
+    (token_id,), _, (drawn,) = choose_tokens(row[None], asked[:-1, None], asked[-1:]).tolist()
+    return int(token_id) if drawn else None
 
 
 def _penalize(row: Tensor, draw: Draw) -> Tensor:

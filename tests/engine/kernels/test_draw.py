@@ -1,6 +1,7 @@
 """Tokens chosen by the kernel, against the host's choices and against the distribution itself."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.kernels.conftest import DTYPES, ON_GPU
-from vlfit.engine import chance
+from vlfit.engine import chance, kernels, sampler
 from vlfit.engine.kernels import draw
 from vlfit.engine.kernels.launch import arrivals
 from vlfit.engine.sampler import Draw, sample
@@ -84,8 +85,11 @@ def test_the_kernel_draws_as_the_host_does(
 def test_a_list_that_does_not_say_what_comes_leaves_it_to_the_host(device: torch.device) -> None:
     """All of 1,000 tokens are alike: of those listed are 64, and what lies beyond may be drawn too."""
     flat = torch.zeros(4, 1000)
-    for wishes in ({}, {"top_p": 0.5}, {"min_p": 0.5}):
-        sampling = SamplingParams(temperature=1.0, **wishes)
+    for sampling in (
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_p=0.5),
+        SamplingParams(temperature=1.0, min_p=0.5),
+    ):
         tokens, _, drawn = chosen(flat, sampling, 3, device)
         wanted = by_the_host(flat, sampling, 3)
         assert all(token < 64 for token, known in zip(wanted, drawn, strict=True) if known)
@@ -109,6 +113,30 @@ def test_a_list_that_does_not_say_what_comes_leaves_it_to_the_host(device: torch
 def test_wishes_that_are_not_for_the_device(sampling: SamplingParams) -> None:
     assert not draw.draws(sampling)
     assert not draw.words_of(sampling, 5).any()
+
+
+def test_a_row_with_penalties_is_drawn_where_it_is(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the host would; and where nobody knows without the whole row, the host does."""
+    monkeypatch.setattr(draw, "_TILE", 64)
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3)) * 2
+    logits[2] /= 100
+    sampling = SamplingParams(temperature=1.0, top_k=10, presence_penalty=1.5)
+    draws = [Draw(sampling, [1], [5, 7], 2, row) for row in range(3)]
+    draws[2] = replace(draws[2], sampling=SamplingParams(temperature=2.0, top_p=0.9, presence_penalty=1.5))
+    expected = sample(logits, [0] * 3, None, draws, str)
+    monkeypatch.setattr(kernels, "used_on", lambda device: True)
+    known = []
+
+    def watched(*of: Tensor) -> Tensor:
+        told = draw.choose_tokens(*of)
+        known.append(int(told[2]))
+        return told
+
+    monkeypatch.setattr(sampler, "choose_tokens", watched)
+    assert sample(logits.to(device), [0] * 3, [False] * 3, draws, str) == expected
+    assert known == [1, 1, 0]
 
 
 def test_the_share_of_each_token_is_what_was_asked_for(

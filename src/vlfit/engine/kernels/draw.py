@@ -20,22 +20,22 @@ Words = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 def draws(sampling: SamplingParams) -> bool:
-    """Whether rows with such wishes can be drawn here: nothing but temperature, top-k, top-p and min-p."""
-    return (
-        not sampling.greedy
-        and sampling.top_k <= MOST_LISTED
-        and sampling.top_logprobs is None
-        and not sampling.penalizes
-    )
+    """Whether rows are drawn here as they come: by temperature, top-k, top-p and min-p alone."""
+    return may_draw(sampling) and sampling.top_logprobs is None and not sampling.penalizes
+
+
+def may_draw(sampling: SamplingParams) -> bool:
+    """Whether a row that all else has been done to can be drawn here."""
+    return not sampling.greedy and sampling.top_k <= MOST_LISTED
 
 
 def words_of(sampling: SamplingParams, seed: int) -> Words:
-    """[FIELDS] int32: temperature, top-p and min-p as the bits of float32, top-k, and the seed's halves.
+    """What is asked of a row, [FIELDS] int32; all 0, which is greedy, where ``draws`` says no."""
+    return written(sampling, seed) if draws(sampling) else np.zeros(FIELDS, dtype=np.int32)
 
-    All 0, which is greedy, where ``draws`` says no.
-    """
-    if not draws(sampling):
-        return np.zeros(FIELDS, dtype=np.int32)
+
+def written(sampling: SamplingParams, seed: int) -> Words:
+    """[FIELDS] int32: temperature, top-p and min-p as the bits of float32, top-k, and the seed's halves."""
     shares = np.array((sampling.temperature, sampling.top_p, sampling.min_p), dtype=np.float32)
     halves = np.array((seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), dtype=np.uint32)
     top_k = np.array([sampling.top_k], dtype=np.int32)
