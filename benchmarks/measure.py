@@ -37,7 +37,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one worker saw. Bytes for memory; ``gpu_bytes`` is the process's peak in torch's allocator."""
+    """What one worker saw. Bytes for memory; ``gpu_bytes`` is the process's peak in torch's allocator.
+
+    ``read_bytes`` of weights for each token, where the engine tells; 0: one for each parameter, in the dtype.
+    """
 
     engine: str
     import_s: float
@@ -49,6 +52,7 @@ class Run:
     rss_loaded: int
     rss_peak: int
     gpu_bytes: int = 0
+    read_bytes: int = 0
     versions: dict[str, str] = field(default_factory=dict)
 
     def median_s(self, phase: str) -> float:

@@ -32,6 +32,8 @@ def main() -> None:
     import torch
 
     imported = time.perf_counter()
+    from vlfit.engine.timing import step_bytes
+
     torch.set_num_threads(job.threads)
     # Every round asks the same: without these all but the first would be remembered.
     options = EngineOptions(
@@ -46,6 +48,7 @@ def main() -> None:
         # The first round warms up, and is the one that is asked for its token ids.
         first = answer(backend, job, with_ids=True)
         rounds = [answer(backend, job, with_ids=False).round for _ in range(job.rounds)]
+        read = step_bytes(backend.engine)
     print_run(
         Run(
             engine="native",
@@ -58,6 +61,7 @@ def main() -> None:
             rss_loaded=rss_loaded,
             rss_peak=memory_of_this_process("VmHWM"),
             gpu_bytes=torch.cuda.max_memory_allocated() if job.device != "cpu" else 0,
+            read_bytes=read.weights if read is not None else 0,
             versions=versions_of("torch", "tokenizers", "pillow"),
         )
     )
