@@ -1,29 +1,39 @@
 """A server process without a model, for tests: ``python -m tests.server.serve_scripted``.
 
-Takes a port; prints ``ready`` and the port when connections are taken, ``stopped`` after a stop in order.
+Takes a port, and ``kept`` if it is to be started again when it dies (``broken``: in vain); prints ``ready``
+and the port when connections are taken, ``stopped`` after a stop in order.
 """
 
+import os
 import sys
 
 from tests.server.scripted import ScriptedBackend
 from vlfit.errors import VlfitError
 from vlfit.server.address import bind
 from vlfit.server.app import create_app
+from vlfit.server.keeper import keep
 from vlfit.server.listen import serve_until_stopped
 from vlfit.server.settings import ServerSettings
 
 
 def main() -> None:
-    settings = ServerSettings()
     backend = ScriptedBackend(words=("word ",) * 1000, delay=0.05)
     try:
         with bind("127.0.0.1", int(sys.argv[1])) as listener:
             port = listener.getsockname()[1]
+            kept = keep(listener) if "kept" in sys.argv else None
+            if "broken" in sys.argv and kept and kept.restarts:
+                os._exit(9)
+
+            settings = ServerSettings(restarts=kept.restarts if kept else 0)
+
+            def ready() -> None:
+                if kept:
+                    kept.tell_ready()
+                print("ready", port, flush=True)
+
             serve_until_stopped(
-                create_app(backend, settings),
-                listener,
-                settings,
-                lambda: print("ready", port, flush=True),
+                create_app(backend, settings), kept.listener if kept else listener, settings, ready
             )
     except VlfitError as error:
         print(error, file=sys.stderr)

@@ -38,7 +38,13 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
     keys_of(settings)
     log = log_file()
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "vlfit", *(each for each in arguments if each != "--daemon")]
+    command = [
+        sys.executable,
+        "-m",
+        "vlfit",
+        *(each for each in arguments if each not in ("--daemon", "--restart")),
+    ]
+    command.append("--restart")
     if "--json" not in command:
         command.append("--json")
     with log.open("ab") as errors:

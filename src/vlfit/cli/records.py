@@ -45,9 +45,12 @@ def folder() -> Path:
 
 
 @contextmanager
-def recorded(url: str, model: str, drain: float) -> Iterator[None]:
-    """This process serves at ``url``, for as long as the block lasts. Where no file can be left, none is."""
-    record = Record(url, model, os.getpid(), began(os.getpid()), time.time(), drain)
+def recorded(url: str, model: str, drain: float, pid: int | None = None) -> Iterator[None]:
+    """``model`` is served at ``url`` for as long as the block lasts, by this process or the one that keeps it
+    (``pid``). Where no file can be left, none is.
+    """
+    pid = pid or os.getpid()
+    record = Record(url, model, pid, began(pid), time.time(), drain)
     place = folder() / f"{record.pid}.json"
     with suppress(OSError):
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from vlfit.cli.printing import Printer
 if TYPE_CHECKING:
     from vlfit.settings import Settings
 
+_OURS = ("--systemd", "--daemon", "--restart")
 NOTES = """\
 # vlfit: a server for Qwen3-VL. As a user's own service:
 #   mkdir -p ~/.config/systemd/user
@@ -32,8 +33,8 @@ def print_unit(settings: "Settings", arguments: list[str]) -> None:
 
 def unit(arguments: list[str], drain: float) -> str:
     """The unit for ``vlfit`` with ``arguments``, less ``--systemd`` and a key; ``drain`` in seconds."""
-    kept = without_key([each for each in arguments if each not in ("--systemd", "--daemon")])
-    start = " ".join(map(quoted, [sys.executable, "-m", "vlfit", *kept]))
+    kept = without_key([each for each in arguments if each not in _OURS])
+    start = " ".join(map(quoted, [sys.executable, "-m", "vlfit", *kept, "--restart"]))
     return f"""{NOTES.format(command="vlfit serve ... --systemd")}
 [Unit]
 Description=vlfit: pictures and words over an OpenAI-compatible API

@@ -33,7 +33,7 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     """The HTTP API over ``backend``. ``app.state.closing`` ends it: see ``Closing``."""
     settings = settings or ServerSettings()
     closing = Closing(settings.drain_seconds)
-    meters = Meters()
+    meters = Meters(restarts=settings.restarts)
     card = _model_card(backend, settings)
 
     async def health(_: Request) -> Response:

@@ -41,7 +41,8 @@ class Histogram:
 class Meters:
     """Sums over the life of a server. ``paths`` are told apart, all others are one. Of one event loop."""
 
-    def __init__(self, paths: Iterable[str] = ()) -> None:
+    def __init__(self, paths: Iterable[str] = (), restarts: int = 0) -> None:
+        self._restarts = restarts
         self.paths = frozenset(paths)
         self._answered: Counter[tuple[str, int]] = Counter()
         self._refused: Counter[str] = Counter()
@@ -69,6 +70,8 @@ class Meters:
             self._phases[phase].add(seconds)
 
     def lines(self) -> Iterable[str]:
+        about = "How often the server died and was started again."
+        yield from family("vlfit_restarts_total", "counter", about, [({}, self._restarts)])
         yield from family(
             "vlfit_requests_total",
             "counter",

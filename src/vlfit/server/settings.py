@@ -30,6 +30,7 @@ class ServerSettings:
     ``drain_seconds``: how long running requests may go on after Ctrl-C before they are cut;
     ``term_seconds``: the same after SIGTERM, where nobody sits and waits.
     ``ping_seconds``: a silent stream sends a comment this often, so that proxies do not hang up.
+    ``restarts``: how often the server was started again, having died (``keeper.py``).
     ``expectation``: what the plan says that is held, for ``/v1/vlfit/ledger`` to compare.
     """
 
@@ -50,6 +51,7 @@ class ServerSettings:
     drain_seconds: float = 1.0
     term_seconds: float = 30.0
     ping_seconds: float = 15.0
+    restarts: int = 0
     expectation: Expectation = field(default_factory=Expectation)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,272 @@
+"""Hands the bytes of clients to the process that serves them and back, and answers for it when it dies.
+
+Knows: sockets, and as much of HTTP as tells whether an answer is whole. Does not know: what is asked. It runs
+in a process of its own, without the model: whatever happens to that one, the connections of clients stay.
+
+A request that was under way gets 503, a stream its last event, as if the server had told it itself; where
+neither can be said any more the connection breaks. Each direction waits for the other side to take what it
+was given, so that who reads slowly has memory for 64 KiB.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+BACK_AFTER = 5  # seconds; mini is back after three
+MOST_HEAD = 64 * 1024
+LAST_CALL = signal.SIGUSR1  # nobody serves any more: say what is left to say, and end
+LAST_SECONDS = 1.0
+DISCARDING = 2.0  # seconds in which a client that was refused may still send
+
+_DIED = {
+    "error": {
+        "message": "the process that runs the model died, and is being started again; try again in a moment",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_died",
+    }
+}
+
+
+class Answers:
+    """Follows the answers on one connection. ``feed`` takes what the server sent, ``asked`` what it was."""
+
+    def __init__(self) -> None:
+        self.waiting = False  # for an answer, or the rest of one
+        self.begun = False  # some of its bytes have gone out
+        self.events = False  # it is a stream of events ...
+        self.between = False  # ... and what has gone out of it is whole events
+        self._head = b""
+        self._only_head = False
+        self._step: Callable[[bytes], bytes] = self._in_head
+        self._left = 0
+
+    def asked(self, data: bytes) -> None:
+        if not self.waiting:
+            self.waiting = True
+            self._only_head = data.startswith(b"HEAD ")
+
+    def feed(self, data: bytes) -> None:
+        while data:
+            self.begun = True
+            data = self._step(data)
+
+    def _in_head(self, data: bytes) -> bytes:
+        self._head += data
+        head, end, rest = self._head.partition(b"\r\n\r\n")
+        if not end:
+            return b""
+        self._head = b""
+        first, *lines = head.lower().split(b"\r\n")
+        status = first.split(b" ")[1:2]
+        if status and status[0].startswith(b"1"):  # "continue": the answer itself is still to come
+            self.begun = False
+            return rest
+        fields = dict(line.split(b":", 1) for line in lines if b":" in line)
+        self.events = b"text/event-stream" in fields.get(b"content-type", b"")
+        if self._only_head or status in ([b"204"], [b"304"]):
+            self._over()
+        elif b"chunked" in fields.get(b"transfer-encoding", b""):
+            self.between = self.events
+            self._step = self._in_size
+        else:
+            self._left = int(fields.get(b"content-length", b"0").strip() or 0)
+            self._step = self._in_body
+            if not self._left:
+                self._over()
+        return rest
+
+    def _in_body(self, data: bytes) -> bytes:
+        rest = data[self._left :]
+        self._left -= len(data) - len(rest)
+        if not self._left:
+            self._over()
+        return rest
+
+    def _in_size(self, data: bytes) -> bytes:
+        self.between = False
+        size, end, rest = (self._head + data).partition(b"\r\n")
+        if not end:
+            self._head = size
+            return b""
+        self._head = b""
+        self._left = int(size.split(b";")[0], 16) + 2  # and the end of its line
+        self._step = self._in_last if self._left == 2 else self._in_chunk
+        return rest
+
+    def _in_chunk(self, data: bytes) -> bytes:
+        rest = data[self._left :]
+        self._left -= len(data) - len(rest)
+        if not self._left:
+            self.between = self.events
+            self._step = self._in_size
+        return rest
+
+    def _in_last(self, data: bytes) -> bytes:
+        rest = data[self._left :]
+        self._left -= len(data) - len(rest)
+        if not self._left:
+            self._over()
+        return rest
+
+    def _over(self) -> None:
+        self.waiting = self.begun = self.events = self.between = self._only_head = False
+        self._step = self._in_head
+
+    def last_words(self) -> bytes | None:
+        """What ends the answer under way for a server that has died; None if nothing can."""
+        if not self.begun:
+            return refusal()
+        if self.events and self.between:
+            event = b"data: " + json.dumps(_DIED).encode() + b"\n\n"
+            return b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)
+        return None
+
+
+def refusal() -> bytes:
+    """503, whole."""
+    body = json.dumps(_DIED).encode()
+    return (
+        b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        b"retry-after: %d\r\ncontent-length: %d\r\n\r\n%s" % (BACK_AFTER, len(body), body)
+    )
+
+
+def alive() -> bytes:
+    """What ``/health`` is answered meanwhile: alive, but not ready."""
+    body = b'{"status":"restarting"}'
+    return (
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
+
+
+class _Client(asyncio.Protocol):
+    """A connection of a client, and that to the server which belongs to it."""
+
+    def __init__(self, path: str, is_up: Callable[[], bool], clients: "set[_Client]") -> None:
+        self._clients = clients
+        self._path = path
+        self._is_up = is_up
+        self._early = b""
+        self._refused = False
+        self._task: asyncio.Task[None] | None = None
+        self.answers = Answers()
+        self.transport: Any = None
+        self.server: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self._clients.add(self)
+        if self._is_up():
+            self.transport.pause_reading()
+            self._task = asyncio.ensure_future(self._connect())
+
+    async def _connect(self) -> None:
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: _Server(self), self._path)
+        except OSError:  # it died a moment ago
+            self.server = None
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self.server is not None:
+            self.answers.asked(data)
+            self.server.write(data)
+        elif not self._refused:
+            self._refuse(data)
+
+    def _refuse(self, data: bytes) -> None:
+        """There is nobody to serve it."""
+        self._early += data
+        head, end, _ = self._early.partition(b"\r\n\r\n")
+        if end or len(self._early) > MOST_HEAD:
+            self._refused = True
+            asks_health = head.startswith((b"GET /health ", b"GET /health?"))
+            self.end(alive() if asks_health else refusal())
+
+    def end(self, words: bytes | None) -> None:
+        """Say ``words`` and close; None: break off."""
+        if words is None:
+            self.transport.abort()
+            return
+        self.transport.write(words)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        # Closed at once, what the client still sends would make its system throw away what it was told.
+        asyncio.get_running_loop().call_later(DISCARDING, self.transport.close)
+
+    def pause_writing(self) -> None:
+        if self.server is not None:
+            self.server.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.server is not None and not self.server.is_closing():
+            self.server.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._clients.discard(self)
+        if self.server is not None:
+            self.server.abort()  # what the client has not taken nobody will
+
+
+class _Server(asyncio.Protocol):
+    """The other half."""
+
+    def __init__(self, client: _Client) -> None:
+        self._client = client
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._client.server = transport
+        if self._client.transport.is_closing():
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._client.answers.feed(data)
+        self._client.transport.write(data)
+
+    def pause_writing(self) -> None:
+        self._client.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if not self._client.transport.is_closing():
+            self._client.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        client = self._client
+        client.server = None
+        client._refused = True
+        if client.transport.is_closing():
+            return
+        if client.answers.waiting:
+            client.end(client.answers.last_words())
+        else:
+            client.transport.close()
+
+
+async def _end(server: asyncio.Server, clients: "set[_Client]") -> None:
+    server.close()
+    end = time.monotonic() + LAST_SECONDS
+    while time.monotonic() < end and any(client.transport.get_write_buffer_size() for client in clients):
+        await asyncio.sleep(0.01)
+    os._exit(0)
+
+
+async def relay(listener: socket.socket, path: str, is_up: Callable[[], bool]) -> None:
+    """Take clients from ``listener`` until ``LAST_CALL``, and end the process then; ``path`` is where the
+    server listens.
+    """
+    loop = asyncio.get_running_loop()
+    clients: set[_Client] = set()
+    server = await loop.create_server(lambda: _Client(path, is_up, clients), sock=listener, backlog=2048)
+    ending: list[asyncio.Task[None]] = []
+    loop.add_signal_handler(LAST_CALL, lambda: ending.append(loop.create_task(_end(server, clients))))
+    await asyncio.Event().wait()

@@ -1,0 +1,125 @@
+"""A server in the background: started, shown, ended; and by systemd."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from vlfit.cli import records
+from vlfit.cli.records import began, recorded, servers
+from vlfit.cli.unit import quoted, unit, without_key
+
+VLFIT = [sys.executable, "-m", "vlfit"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home of its own, in which no other server runs; what a test leaves running is ended."""
+    for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+        (tmp_path / name.lower()).mkdir()
+    yield tmp_path
+    for record in servers():
+        os.kill(record.pid, signal.SIGKILL)
+
+
+def vlfit(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run([*VLFIT, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_server_in_the_background(tiny: Callable[[str], Path], home: Path) -> None:
+    assert "no server of yours runs" in vlfit("status", code=1)
+    ready = json.loads(
+        vlfit("serve", str(tiny("tied")), "--port", "0", "--device", "cpu", "--daemon", "--json")
+    )
+    assert httpx.get(f"{ready['url']}/ready").status_code == 200
+    assert os.getsid(ready["pid"]) == ready["pid"]  # apart from this terminal
+    shown = vlfit("status")
+    assert ready["url"] in shown
+    assert f"process {ready['pid']}" in shown
+    assert "ready, 0 running, 0 waiting, holds" in shown
+    told = json.loads(vlfit("status", "--json"))
+    assert (told["pid"], told["status"]["model"]) == (ready["pid"], ready["model"])
+    assert "no server of yours runs on port 1" in vlfit("stop", "--port", "1", code=1)
+    begun = time.perf_counter()
+    assert f"at {ready['url']}" in vlfit("stop")
+    assert time.perf_counter() - begun < 10
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{ready['url']}/health")
+    assert servers() == []
+    assert Path(ready["log"]).read_text().endswith("stopped\n")
+
+
+def test_a_server_that_does_not_start_says_why(home: Path) -> None:
+    told = vlfit("serve", str(home / "none"), "--port", "0", "--daemon", code=1)
+    assert "the server did not start" in told
+    assert "none" in told.split("hint:")[0]
+    assert servers() == []
+
+
+def test_records_of_processes_that_are_gone(home: Path) -> None:
+    with recorded("http://127.0.0.1:1", "here", 30.0):
+        assert [record.model for record in servers()] == ["here"]
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        place = records.folder() / f"{os.getpid()}.json"
+        facts = json.loads(place.read_text())
+        # A number that is no process's, and one that is by now another's.
+        for name, pid, start in (("gone", ended.pid, "1"), ("other", os.getpid(), "1")):
+            (records.folder() / f"{name}.json").write_text(json.dumps({**facts, "pid": pid, "began": start}))
+        (records.folder() / "broken.json").write_text("{")
+        assert [record.model for record in servers()] == ["here"]
+        assert {each.name for each in records.folder().glob("*.json")} == {place.name, "broken.json"}
+    assert servers() == []
+    assert began(ended.pid) is None
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("there is no systemd here")
+    file = tmp_path / "vlfit.service"
+    file.write_text(
+        unit(["serve", "my model", "--host", "0.0.0.0", "--allow-origin", "https://a.b/$x%y"], 30.0)
+    )
+    done = subprocess.run(
+        [analyze, "--user", "verify", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_unit_names_no_key(capfd: pytest.CaptureFixture[str]) -> None:
+    text = vlfit("serve", "mini", "--api-key", "hidden-1", "--port", "8001", "--drain", "5s", "--systemd")
+    assert "hidden" not in text
+    assert f"ExecStart={sys.executable} -m vlfit serve mini --port 8001 --drain 5s --restart\n" in text
+    assert "TimeoutStopSec=20" in text
+    assert without_key(["--api-key=x", "a", "--api-key", "y", "b"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        ("plain", "plain"),
+        ("two words", '"two words"'),
+        ('a"b\\', '"a\\"b\\\\"'),
+        ("100%", "100%%"),
+        ("$x", "$$x"),
+    ],
+)
+def test_words_as_systemd_reads_them(word: str, written: str) -> None:
+    assert quoted(word) == written

@@ -1,0 +1,183 @@
+"""A server that dies: who was being answered is told, and it is there again. Real processes, killed."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+
+from tests.server.harness import wait_for
+from tests.server.test_listen import HELLO, client_of, server_process, started_stream
+from vlfit.server.keeper import why
+from vlfit.server.relay import Answers, refusal
+
+
+@contextmanager
+def kept(*how: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with server_process(0, "kept", *how) as found:
+        yield found
+
+
+def serving(url: str) -> int:
+    """The process that does."""
+    return int(httpx.get(f"{url}/v1/vlfit/status").json()["pid"])
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_kill_is_told_to_all_and_mended() -> None:
+    with kept() as (process, url), client_of(url) as client:
+        worker = serving(url)
+        assert worker != process.pid
+        stream = started_stream(client)
+        killer = subprocess.Popen(["sh", "-c", f"sleep 0.4; kill -9 {worker}"])
+        begun = time.perf_counter()
+        whole = httpx.post(f"{url}/v1/chat/completions", json={"messages": HELLO}, timeout=10)
+        assert time.perf_counter() - begun < 2.4
+        killer.wait()
+        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "engine_died")
+        assert int(whole.headers["retry-after"]) > 0
+        with pytest.raises(openai.APIError, match="the process that runs the model died"):
+            list(stream)
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        assert serving(url) != worker
+        assert "vlfit_restarts_total 1" in httpx.get(f"{url}/metrics").text
+        again = client.chat.completions.create(model="scripted", messages=HELLO, max_tokens=2)
+        assert again.choices[0].finish_reason == "length"
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=5)
+    assert process.returncode == 0
+    assert output.splitlines()[-1] == "stopped"
+    assert "SIGKILL" in errors
+
+
+def test_what_is_asked_meanwhile_gets_503_at_once() -> None:
+    with kept() as (process, url), httpx.Client(timeout=2) as client:
+        os.kill(process.pid, signal.SIGSTOP)  # the keeper does not notice yet
+        os.kill(serving(url), signal.SIGKILL)
+        time.sleep(0.1)
+        os.kill(process.pid, signal.SIGCONT)
+        seen = {client.get(f"{url}/ready").status_code for _ in range(20)}
+        assert seen <= {200, 503}
+        wait_for(lambda: client.get(f"{url}/ready").status_code == 200)
+
+
+def test_it_stops_as_a_server_that_nobody_keeps() -> None:
+    """What runs is finished, to the last byte; the second signal ends it all on the spot."""
+    with kept() as (process, url), client_of(url) as client:
+        worker = serving(url)
+        stream = started_stream(client, max_tokens=30)
+        process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        assert process.wait(timeout=3) == 0
+        assert not alive(worker)
+    with kept() as (process, url), client_of(url) as client:
+        stream = started_stream(client)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=2) == 128 + signal.SIGTERM
+
+
+def test_nothing_is_left_of_one_whose_keeper_dies() -> None:
+    with kept() as (process, url):
+        worker = serving(url)
+        process.kill()
+        wait_for(lambda: not alive(worker))
+        wait_for(lambda: not answers(url))
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code > 0
+    except httpx.TransportError:
+        return False
+
+
+def test_one_that_cannot_start_again_says_so_and_is_tried_on() -> None:
+    with kept("broken") as (process, url):
+        os.kill(serving(url), signal.SIGSEGV)
+        wait_for(lambda: httpx.get(f"{url}/health").json() == {"status": "restarting"})
+        refused = httpx.get(f"{url}/v1/models")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_died")
+        process.terminate()
+        _, errors = process.communicate(timeout=5)
+    assert "SIGSEGV, it touched memory that is not its own" in errors
+    assert "it ended by itself with 9" in errors
+    assert process.returncode == 0
+
+
+def test_a_client_that_hangs_up_is_noticed_behind_the_relay() -> None:
+    with kept() as (_, url), client_of(url) as client:
+        stream = started_stream(client)
+
+        def taken() -> int:
+            return int(httpx.get(f"{url}/v1/vlfit/status").json()["places"]["taken"])
+
+        wait_for(lambda: taken() == 1)
+        stream.close()  # type: ignore[attr-defined]
+        wait_for(lambda: taken() == 0, seconds=1.5)
+
+
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+EMPTY = b"HTTP/1.1 204 No Content\r\n\r\n"
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKS = b"6\r\nabcdef\r\n" + b"10\r\n0123456789abcdef\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [WHOLE, EMPTY, EVENTS + CHUNKS + b"0\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE, refusal()],
+)
+def test_where_an_answer_ends_is_known_however_it_comes(answer: bytes) -> None:
+    for step in (1, 2, 3, 7, 1000):
+        answers = Answers()
+        answers.asked(b"POST / HTTP/1.1\r\n")
+        for begin in range(0, len(answer), step):
+            assert answers.waiting
+            answers.feed(answer[begin : begin + step])
+        assert not answers.waiting
+        assert not answers.begun
+
+
+def test_an_answer_to_head_has_no_body() -> None:
+    answers = Answers()
+    answers.asked(b"HEAD /health HTTP/1.1\r\n\r\n")
+    answers.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
+    assert not answers.waiting
+
+
+def test_last_words_are_said_where_there_is_a_place_for_them() -> None:
+    def after(*sent: bytes) -> bytes | None:
+        answers = Answers()
+        answers.asked(b"POST / HTTP/1.1\r\n")
+        for each in sent:
+            answers.feed(each)
+        return answers.last_words()
+
+    assert after() == refusal()
+    assert after(b"HTTP/1.1 100 Continue\r\n\r\n") == refusal()
+    ending = after(EVENTS, CHUNKS)
+    assert ending is not None
+    assert ending.endswith(b"}\n\n\r\n0\r\n\r\n")
+    assert int(ending.split(b"\r\n")[0], 16) == len(ending) - len(ending.split(b"\r\n")[0]) - 9
+    assert after(EVENTS, CHUNKS[:-3]) is None  # half an event
+    assert after(WHOLE[:-1]) is None
+    assert after(b"HTTP/1.1 200") is None
+
+
+def test_ends_in_words() -> None:
+    assert why(3) == "it ended by itself with 3"
+    assert why(-9).startswith("SIGKILL, killed")
+    assert why(-15) == "SIGTERM"
