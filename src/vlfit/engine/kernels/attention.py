@@ -98,7 +98,7 @@ def attend(
             _launch_prefill(query, keys, values, scales, plan, output, tiles or prefill_tiles(joined.dtype))
         del query
     if plan.stored_before is not None:
-        rotate_and_store(fresh, plan.write_slots, keys, values)
+        rotate_and_store(fresh, plan.write_slots, keys, values, scales)
     if plan.decoding:
         from_splits = (plan.decoding, heads, splits or decode_splits(plan.decoding))
         partial = torch.empty((*from_splits, head_dim), dtype=torch.float32, device=joined.device)
