@@ -17,7 +17,8 @@ SUGGESTION = "Qwen/Qwen3-VL-2B-Instruct-FP8"
 # What a GPU holds beside the weights: about 0.5 GiB of CUDA context, 1.1 GiB of KV cache for 8192 tokens of
 # 4B or 8B, and 0.3 GiB of workspace. The ledger will count this; until then it is a stated margin.
 GPU_MARGIN = 1900 * MIB
-# On a CPU every weight becomes float32, and the system wants some air.
+# On a CPU a weight takes at most what float32 does (large matrices half of it, where the CPU multiplies with
+# them), and the system wants some air.
 CPU_BYTES_PER_PARAMETER = 4
 CPU_MARGIN = 2 * GIB
 # Each token reads every weight. Above the 2B model (2.13 G) that takes a desktop CPU seconds per token.

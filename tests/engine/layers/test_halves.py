@@ -1,6 +1,7 @@
 """Weights in float16 with products in float32: numbers, the bytes that the plan knows, sleep, and words."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.conversation import ask
 from vlfit.engine.holdings import halves_in
+from vlfit.engine.layers import halves
 from vlfit.engine.layers.halves import HalfLinear, Packing, halves_on, piece_rows
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
@@ -114,3 +116,27 @@ def test_what_computes_otherwise_has_none() -> None:
 def say(backend: NativeBackend) -> str:
     sampling = SamplingParams(max_tokens=24, ignore_eos=True)
     return backend.stream(ask("what is this?"), sampling).answer().text
+
+
+def test_little_waits_to_be_laid_out(monkeypatch: pytest.MonkeyPatch, packing: Packing) -> None:
+    """And what is larger than all that may wait, waits alone."""
+    monkeypatch.setattr(halves, "_WAITING", 3 * 32 * 512)
+    waiting: list[int] = []
+    fill = halves.Half.fill
+
+    def watched(half: halves.Half, weight: torch.Tensor) -> Callable[[], None]:
+        pack = fill(half, weight)
+
+        def slowly() -> None:
+            time.sleep(0.01)
+            waiting.append(packing._waiting)
+            pack()
+
+        return slowly
+
+    monkeypatch.setattr(halves.Half, "fill", watched)
+    packed = [packing.half(torch.ones(rows, 512)) for rows in (32, 32, 64, 32, 128, 32)]
+    packing.settle()
+    assert max(waiting) == 128 * 512
+    assert sorted(waiting)[-2] <= 3 * 32 * 512
+    assert [float(half(torch.ones(1, 512))[0, 0]) for half in packed] == [512.0] * 6

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from threading import BoundedSemaphore
+from threading import Condition
 from typing import Any
 
 import torch
@@ -27,7 +27,10 @@ from vlfit.plan.in_ram import BLOCK_OUTPUTS, half_bytes
 # be more than one in a thousand; above lies the end of float16, 65,504.
 SMALL, LARGE = 2.0**-4, 2.0**15
 
-_PIECE = 2**26  # weights that are widened at a time on their way: 256 MiB in float32
+# Weights that are widened at a time on their way, and that wait to be laid out: 256 MiB and 1 GiB in float32.
+# The KV cache, whose pages are not taken before they are used, leaves room for as much.
+_PIECE = 2**26
+_WAITING = 2**28
 
 
 def halves_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -125,19 +128,28 @@ class Packing:
     """Lays matrices out beside whoever reads the next ones: it takes long, and a core each."""
 
     def __init__(self) -> None:
-        cores = own_cores()
-        self._threads = ThreadPoolExecutor(cores, "vlfit-packing")
-        self._places = BoundedSemaphore(cores + 1)  # what waits is in float32: never much of it
+        self._threads = ThreadPoolExecutor(own_cores(), "vlfit-packing")
+        self._changed = Condition()
+        self._waiting = 0  # weights that are not laid out yet
         self._pending: list[Future[None]] = []
 
     def half(self, weight: Tensor) -> Half:
         """``weight`` [rows, columns] float32, not to be used any more; to be called after ``settle``."""
-        half = Half(*weight.shape)
+        half, count = Half(*weight.shape), weight.numel()
         pack = half.fill(weight)
-        self._places.acquire()
-        future = self._threads.submit(pack)
-        future.add_done_callback(lambda _: self._places.release())
-        self._pending.append(future)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._waiting + count <= _WAITING)
+            self._waiting += count
+
+        def run() -> None:
+            try:
+                pack()
+            finally:
+                with self._changed:
+                    self._waiting -= count
+                    self._changed.notify()
+
+        self._pending.append(self._threads.submit(run))
         return half
 
     def head(self, table: Tensor) -> HalfLinear:
