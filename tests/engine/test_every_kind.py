@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tests.engine.kernels.conftest import ON_GPU
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine import every_kind, kernels, rehearsal
+from vlfit.engine import every_kind, kernels, rehearsal, sampler
 from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
+from vlfit.engine.kernels.draw import choose_tokens
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.prompt import Prompt
 from vlfit.engine.rehearsal import about_a_picture, answer_all, text
@@ -91,6 +92,7 @@ class Launches:
             if self._counting:
                 apart = kernel.kwargs.get("do_not_specialize") or ()
                 given = dict(zip(kernel.arg_names, arguments, strict=False))
+                apart = (*apart, *(kernel.kwargs.get("do_not_specialize_on_alignment") or ()))
                 kinds = tuple((name, kind_of(value, name not in apart)) for name, value in given.items())
                 self.seen.add((kernel.fn.__name__, kinds, tuple(sorted(named.items(), key=str))))
 
@@ -110,10 +112,15 @@ class Launches:
 
         monkeypatch.setattr(InterpretedFunction, "run", look)
         monkeypatch.setattr(Runner, "run", watched)
-        monkeypatch.setattr(
-            Scores, "read", lambda scores: ([0] * len(scores.logits), [True] * len(scores.logits))
-        )
+        monkeypatch.setattr(Scores, "read", read)
+        monkeypatch.setattr(sampler, "choose_tokens", lambda *of: choose_tokens(*of).zero_())
         monkeypatch.setattr(kernels, "used_on", lambda _: True)
+
+
+def read(scores: Scores) -> tuple[list[int], list[bool], list[bool]]:
+    """Nothing was drawn where it could have been, so that the host's ways are gone through as well."""
+    count = len(scores.logits)
+    return [0] * count, [True] * count, [False] * count
 
 
 def kind_of(argument: Any, specialized: bool) -> Any:

@@ -97,8 +97,8 @@ def no_memory_for(built: Engine, guilty: set[Sequence], stage: str) -> Iterator[
         refuse(stage == "vision" and any(image in one.prompt.images for one in guilty))
         return features
 
-    def broken_sample(logits: Tensor, best: Any, draws: Any, token_text: Any) -> Any:
-        found = sample(logits, best, draws, token_text)
+    def broken_sample(logits: Tensor, tokens: Any, drawn: Any, draws: Any, token_text: Any) -> Any:
+        found = sample(logits, tokens, drawn, draws, token_text)
         theirs = [one.generated for one in guilty]
         refuse(stage == "sampling" and any(draw.generated is one for draw in draws for one in theirs))
         return found
