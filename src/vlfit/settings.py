@@ -82,6 +82,7 @@ class Settings(BaseSettings):
     sequences: int = Field(4, ge=1, description="requests that run at once at full context")
     queue: int | None = Field(None, ge=0, description="requests that may wait while others run")
     prefix_cache: bool = Field(True, description="take over what earlier requests computed of a prompt")
+    speculate: bool = Field(True, description="check several tokens a pass where text before tells them")
     image_tokens: int | None = Field(None, ge=1, description="most tokens of one picture")
     chunk: int = Field(1024, ge=1, description="most tokens of one pass through the model")
     max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")

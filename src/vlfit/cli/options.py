@@ -81,6 +81,15 @@ class CommonOptions:
             " make it fit. Slow: they are copied for every word.  [env VLFIT_OFFLOAD]",
         ),
     ] = None
+    speculate: Annotated[
+        bool | None,
+        typer.Option(
+            "--speculate/--no-speculate",
+            help="Check several tokens at once where text before tells what may come: the same words."
+            "  [default: speculate; env VLFIT_SPECULATE]",
+            show_default=False,
+        ),
+    ] = None
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.  [env VLFIT_MAX_TOKENS]"),

@@ -110,6 +110,15 @@ NoPrefixCache = Annotated[
         help="Compute every prompt whole, also if another began alike.  [env VLFIT_PREFIX_CACHE=0]",
     ),
 ]
+Speculate = Annotated[
+    bool | None,
+    typer.Option(
+        "--speculate/--no-speculate",
+        help="Check several tokens at once where text before tells what may come: the same words."
+        "  [default: speculate; env VLFIT_SPECULATE]",
+        show_default=False,
+    ),
+]
 IdleSleep = Annotated[
     _Text,
     typer.Option(

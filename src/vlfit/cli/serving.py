@@ -93,6 +93,7 @@ def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "NativeBa
         chunk=settings.chunk,
         offload=settings.offload,
         prefix_cache=settings.prefix_cache,
+        speculate=settings.speculate,
         idle_sleep=settings.idle_sleep,
     )
     if settings.max_tokens is not None:

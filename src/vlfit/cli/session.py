@@ -37,6 +37,7 @@ class Session:
             kv_dtype=options.kv_dtype,
             image_tokens=options.image_tokens,
             offload=options.offload,
+            speculate=options.speculate,
         )
         self.sampling = self._read_sampling()
         if self._settings.server is not None:
@@ -74,6 +75,7 @@ class Session:
                 sequences=1,  # a command asks one thing at a time: memory for more would lie idle
                 image_tokens=settings.image_tokens,
                 offload=settings.offload,
+                speculate=settings.speculate,
                 progress=progress,
             )
         phases.end()
@@ -126,6 +128,8 @@ class Session:
         """A server's engine is what it is: an option that cannot act must not be accepted in silence."""
         names = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload")
         typed = [f"--{name.replace('_', '-')}" for name in names if getattr(self._typed, name) is not None]
+        if self._typed.speculate is not None:
+            typed.append("--speculate" if self._typed.speculate else "--no-speculate")
         if typed:
             raise UsageError(
                 f"{', '.join(typed)} cannot change the server at {self._settings.server}",

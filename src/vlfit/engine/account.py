@@ -125,6 +125,7 @@ class EngineSettings:
     offload: int = 0
     halves: bool = False
     kv_dtype: str = "bf16"
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,4 +59,5 @@ def _settings(engine: "Engine") -> EngineSettings:
         offload=len(engine.waiting_layers),
         halves=halves_on(engine.device, engine.dtype),
         kv_dtype=engine.kv_dtype,
+        speculate=engine.options.speculate,
     )

@@ -171,6 +171,7 @@ class Engine:
             options.block_size,
             options.offload,
             self.kv_dtype,
+            options.speculate,
         )
         room = find_room(self.checkpoint, self.device, self.dtype, wanted)
         self.image_tokens = room.image_tokens

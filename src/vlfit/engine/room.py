@@ -88,6 +88,7 @@ class Wanted:
     block_size: int
     offload: Wish | None = None
     kv_dtype: str = BF16
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ def _largest_pictures(checkpoint: Checkpoint, place: Place, wanted: Wanted, wait
             wanted.chunk,
             offload=waiting,
             kv_dtype=wanted.kv_dtype,
+            speculate=wanted.speculate,
         )
         room = _with_pool(checkpoint, place, settings, wanted)
         if room.spare >= 0:

@@ -15,7 +15,7 @@ GUESS_ROWS = 8
 _SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
 
 
-def pool_bytes(model: Model, sequences: int, guess_rows: int = GUESS_ROWS) -> int:
+def pool_bytes(model: Model, sequences: int, guess_rows: int = 0) -> int:
     """What torch takes for recordings of up to ``sequences``: logits in bfloat16, and the rest.
 
     They share one pool, and the largest is recorded first: that of ``guess_rows`` where fewer requests run.

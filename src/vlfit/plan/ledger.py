@@ -32,6 +32,7 @@ class Settings:
     CUDA graphs; the native engine captures its own wherever it can. ``offload``: how many text layers wait in
     RAM, and ``tight``: whether requests share a smaller pool than the engine takes by itself; both of the
     native engine only. ``kv_dtype`` of the KV cache: bf16, which stands for any 16 bits, or fp8.
+    ``speculate``: in the native engine a step of several rows of one request is recorded, too.
     """
 
     weights: str
@@ -43,6 +44,7 @@ class Settings:
     offload: int = 0
     tight: bool = False
     kv_dtype: str = BF16
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +223,11 @@ def _graphs(model: Model, backend: str, settings: Settings, constants: Constants
         return Line("graphs", 0, EXACT, f"the {backend} backend captures no CUDA graphs")
     if settings.offload:
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
-    pool = graphs.pool_bytes(model, settings.sequences)
+    guess_rows = graphs.GUESS_ROWS if settings.speculate else 0
+    pool = graphs.pool_bytes(model, settings.sequences, guess_rows)
     note = f"tensors of recorded decode steps of up to {settings.sequences}"
+    if guess_rows:
+        note += f", and of {guess_rows} rows for guesses"
     if means.tower and model.vision is not None and settings.image_tokens:
         scratch = means.scratch if model.tower_is_narrow else 0
         pool += graphs.tower_bytes(model.vision, settings.image_tokens, constants.workspace.bytes, scratch)

@@ -139,6 +139,7 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
         wishes.chunk,
         offload=wishes.offload,
         kv_dtype=wishes.kv_dtype,
+        speculate=wishes.speculate,
     )
     return expect.expect_on_gpu(backend.checkpoint, gpu, settings, wishes.value_bytes, wishes.kv_tokens)
 
@@ -189,6 +190,8 @@ def engine_facts(account: EngineAccount) -> dict[str, Any]:
             "prompt": counters.prompt_tokens,
             "shared": counters.shared_tokens,
             "generated": counters.tokens,
+            "guessed": counters.guessed,
+            "came_true": counters.came_true,
         },
         "steps": {
             "count": counters.steps,
