@@ -3,16 +3,17 @@
     python -m benchmarks.server                          mini on the CPU: both
     python -m benchmarks.server --model FOLDER --device cuda --clients 0
 
-**Added**: one client streams answers of ``--tokens`` tokens. Each tells how long the engine took for the first
-token and for the last (``vlfit.timings``: from when the request was read, decoding of pictures included), and
-what the client waited beyond that is HTTP's: its parsing, its threads, its sockets. That it slows the engine
-down would not be seen there, so the engine also runs in this process, in turns with the server, and the time
-of a token is compared. **Clients**: ``--clients`` of them ask ``--rounds`` times each, all at once; the slowest
-client's time over the fastest's, errors, and the server's RAM before and after are told.
+**Added**: one client streams answers of ``--tokens`` tokens. Each tells how long the engine took for the
+first token and for the last (``vlfit.timings``: from when the request was read, decoding of pictures
+included), and what the client waited beyond that is HTTP's: its parsing, its threads, its sockets. That it
+slows the engine down would not be seen there, so the engine also runs in this process, in turns with the
+server, and the time of a token is compared. **Clients**: ``--clients`` of them ask ``--rounds`` times each,
+all at once; the slowest client's time over the fastest's, errors, and the server's RAM before and after are
+told.
 
-Exit code 1 if HTTP adds more than 3 ms to the first token or 0.15 ms to each, if a client had an error, if the
-slowest took three times the fastest, or if RAM grew by 50 MiB. On a machine with other work a wait is that of
-the scheduler, most of all for the first token, which several threads hand on.
+Exit code 1 if HTTP adds more than 3 ms to the first token or 0.15 ms to each, if a client had an error, if
+the slowest took three times the fastest, or if RAM grew by 50 MiB. On a machine with other work a wait is
+that of the scheduler, most of all for the first token, which several threads hand on.
 """
 
 import argparse
