@@ -1,0 +1,71 @@
+"""Plans with a KV cache in FP8: half the bytes, in every line and number that they are part of."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.test_changes import EXAMPLE, planned
+from vlfit.errors import UsageError
+from vlfit.machine.cards import card
+from vlfit.plan.ledger import ledger
+from vlfit.plan.report import facts
+from vlfit.plan.search import Wishes
+
+
+def test_a_row_of_128_takes_129_bytes_instead_of_256() -> None:
+    wide = planned("Qwen3-VL-2B-Instruct-FP8", context=8192, sequences=1)
+    narrow = replace(wide.settings, kv_dtype="fp8")
+    before, after = (
+        {line.line: line for line in ledger(wide.model, wide.gpu, wide.backend, settings)}
+        for settings in (wide.settings, narrow)
+    )
+    assert before["kv_cache"].bytes == 8192 * 114_688
+    assert after["kv_cache"].bytes == 8192 * 57_792 == before["kv_cache"].bytes * 129 // 256
+    assert "in FP8" in after["kv_cache"].note
+    others = set(before) - {"kv_cache", "text_workspace"}  # that has what torch rounds the pool up by
+    assert {name: before[name] for name in others} == {name: after[name] for name in others}
+
+
+def test_more_context_fits_and_the_command_says_how() -> None:
+    wide, narrow = (
+        planned("Qwen3-VL-4B-Instruct-FP8", context=16384, image_tokens=1024, sequences=1, kv_dtype=each)
+        for each in ("bf16", "fp8")
+    )
+    assert (wide.fits, narrow.fits) == (False, True)
+    assert narrow.command is not None
+    assert narrow.command[narrow.command.index("--kv-dtype") + 1] == "fp8"
+    assert facts(narrow)["settings"]["kv_dtype"] == "fp8"
+    changes = [change for change in wide.changes if "--kv-dtype fp8" in change.what]
+    assert [change.enough for change in changes] == [True]
+    lines = ledger(wide.model, wide.gpu, wide.backend, replace(wide.settings, kv_dtype="fp8"))
+    assert changes[0].frees == wide.total - sum(line.bytes for line in lines)
+
+
+def test_a_step_reads_half_as_much_of_the_cache() -> None:
+    wide, narrow = (
+        planned("Qwen3-VL-2B-Instruct-FP8", context=4096, image_tokens=1024, sequences=1, kv_dtype=each)
+        for each in ("bf16", "fp8")
+    )
+    assert wide.speed is not None
+    assert narrow.speed is not None
+    tokens = 1024 + 40  # a picture and a question
+    assert wide.speed.bytes_per_token - narrow.speed.bytes_per_token == tokens * (114_688 - 57_792)
+
+
+def test_vllm_has_a_flag_for_it_and_one_scale_for_all() -> None:
+    made = planned("Qwen3-VL-2B-Instruct-FP8", backend="vllm", kv_dtype="fp8", context=4096)
+    assert made.command is not None
+    assert made.command[made.command.index("--kv-cache-dtype") + 1] == "fp8"
+    pool = next(line.bytes for line in made.ledger if line.line == "kv_cache")
+    assert pool % (114_688 // 2) == 0
+    assert not any("was not looked at" in remark for remark in made.remarks)
+    older = planned("2B", card("RTX 3060 12GB"), backend="vllm", kv_dtype="fp8", context=4096)
+    assert any("was not looked at" in remark for remark in older.remarks)
+
+
+def test_wishes_that_nobody_can_have() -> None:
+    with pytest.raises(UsageError, match="transformers"):
+        Wishes(backend="transformers", kv_dtype="fp8")
+    with pytest.raises(UsageError, match="--kv-dtype is 'int8'"):
+        Wishes(kv_dtype="int8")
+    assert planned("2B", EXAMPLE, kv_dtype="bf16").settings == planned("2B", EXAMPLE).settings
