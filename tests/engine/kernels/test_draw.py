@@ -52,39 +52,38 @@ def test_the_likeliest_token(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    ("wishes", "equal"),
     [
-        {"top_k": 20, "top_p": 0.8, "temperature": 0.7},
-        {"top_k": 64, "min_p": 0.02},
-        {"top_p": 0.6, "temperature": 0.5},
-        {"min_p": 0.05, "temperature": 1.3},
-        {},
+        ({"top_k": 20, "top_p": 0.8, "temperature": 0.7}, False),
+        ({"top_k": 64, "min_p": 0.02}, True),
+        ({"top_p": 0.6, "temperature": 0.5}, True),
+        ({"min_p": 0.05, "temperature": 1.3}, False),
+        ({}, False),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("equal", [False, True])
 def test_the_kernel_draws_as_the_host_does(
     wishes: dict[str, Any], equal: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of three parts, the last one of few tokens; ``equal``: rounded, so that many scores are alike."""
     monkeypatch.setattr(draw, "_TILE", 256)
-    logits = torch.randn(6, 520, generator=torch.Generator().manual_seed(1)) * 4
+    logits = torch.randn(4, 520, generator=torch.Generator().manual_seed(1)) * 4
     logits = logits.round() if equal else logits
     logits[0, :500] = -torch.inf  # of what can be drawn there are fewer than are listed
     sampling = SamplingParams(**({"temperature": 1.0} | wishes))
     tokens, usable, drawn = chosen(logits, sampling, -5, device)
-    assert usable == [1] * 6
+    assert usable == [1] * 4
     wanted = by_the_host(logits, sampling, -5)
     assert [token for token, known in zip(tokens, drawn, strict=True) if known] == [
         token for token, known in zip(wanted, drawn, strict=True) if known
     ]
-    assert sum(drawn) == 6 or sampling.top_k == 0
-    assert sum(drawn) >= 3  # a list says enough where the distribution has a peak
+    assert sum(drawn) == 4 or sampling.top_k == 0
+    assert sum(drawn) >= 2  # a list says enough where the distribution has a peak
 
 
 def test_a_list_that_does_not_say_what_comes_leaves_it_to_the_host(device: torch.device) -> None:
     """All of 1,000 tokens are alike: of those listed are 64, and what lies beyond may be drawn too."""
-    flat = torch.zeros(4, 1000)
+    flat = torch.zeros(3, 1000)
     for sampling in (
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=1.0, top_p=0.5),
@@ -94,9 +93,9 @@ def test_a_list_that_does_not_say_what_comes_leaves_it_to_the_host(device: torch
         wanted = by_the_host(flat, sampling, 3)
         assert all(token < 64 for token, known in zip(wanted, drawn, strict=True) if known)
         assert [t for t, known in zip(tokens, drawn, strict=True) if not known] == [0] * drawn.count(0)
-        assert drawn.count(0) >= 3
+        assert drawn.count(0) >= 2
     tokens, _, drawn = chosen(flat, SamplingParams(temperature=1.0, top_k=3), 3, device)
-    assert drawn == [1] * 4
+    assert drawn == [1] * 3
     assert set(tokens) <= {0, 1, 2}
 
 
