@@ -5,17 +5,23 @@ from typing import Any
 import pytest
 import torch
 
-from vlfit.engine.kernels.quick import Quick
+from vlfit.engine.kernels.quick import Quick, bound
 
 ON_GPU = torch.cuda.is_available()
 
 
 class Compiled:
+    """As Triton's: launched by grid, stream, function, what the launcher is told, hooks and arguments."""
+
+    function = "function"
+    packed_metadata = "metadata"
+
     def __init__(self, launches: list[tuple[Any, ...]]) -> None:
         self.launches = launches
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *arguments: self.launches.append((grid, *arguments))
+    def run(self, *all_of_it: Any) -> None:
+        assert all_of_it[3:9] == ("stream 0", "function", "metadata", None, None, None)
+        self.launches.append((all_of_it[:3], *all_of_it[9:]))
 
 
 class Kernel:
@@ -35,9 +41,13 @@ class Kernel:
         return launch
 
 
+def stream_of(device: int) -> Any:
+    return f"stream {device}"
+
+
 def test_a_kernel_is_looked_up_once_and_gets_its_constants_in_order() -> None:
     kernel = Kernel()
-    quick = Quick(kernel, lambda: 0)
+    quick = Quick(kernel, lambda: 0, stream_of)
     x = torch.zeros(32)
     for rows in (32, 48):
         quick[(rows,)](x, rows, 1e-6, tile=64, has_bias=True, num_warps=4)
@@ -59,7 +69,7 @@ def test_a_kernel_is_looked_up_once_and_gets_its_constants_in_order() -> None:
 )
 def test_what_is_compiled_anew_is_looked_up_anew(x: torch.Tensor, rows: int, named: dict[str, int]) -> None:
     kernel = Kernel()
-    quick = Quick(kernel, lambda: 0)
+    quick = Quick(kernel, lambda: 0, stream_of)
     usual = {"has_bias": True, "tile": 64, "num_warps": 4}
     quick[(1,)](torch.zeros(32), 32, 1e-6, **usual)
     quick[(1,)](x, rows, 1e-6, **usual | named)
@@ -67,9 +77,21 @@ def test_what_is_compiled_anew_is_looked_up_anew(x: torch.Tensor, rows: int, nam
     assert not kernel.launches
 
 
+def test_constants_that_are_bound_are_told_apart() -> None:
+    kernel = Kernel()
+    quick = Quick(kernel, lambda: 0, stream_of)
+    x = torch.zeros(32)
+    one, other = (bound(quick, tile=tile, has_bias=False, num_warps=4) for tile in (32, 64))
+    for rows in (32, 48):
+        one[(rows,)](x, rows, 1e-6)
+    other[(8,)](x, 64, 1e-6)
+    assert [named["tile"] for named in kernel.compiled] == [32, 64]
+    assert kernel.launches == [((48, 1, 1), x, 48, 1e-6, False, 32)]
+
+
 def test_another_device_has_a_kernel_of_its_own() -> None:
     kernel, devices = Kernel(), iter((0, 1, 0))
-    quick = Quick(kernel, lambda: next(devices))
+    quick = Quick(kernel, lambda: next(devices), stream_of)
     for _ in range(3):
         quick[(1,)](torch.zeros(32), 32, 1e-6, has_bias=False, tile=64)
     assert (len(kernel.compiled), len(kernel.launches)) == (2, 1)

@@ -9,8 +9,10 @@ matrix at a time is widened into a buffer of fixed size. How many programs there
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
@@ -93,14 +95,13 @@ def linear(
     """
     all_rows = x.rows if isinstance(x, Scaled) else x
     rows = len(all_rows)
-    width = weights.outputs // 2 if gated else weights.outputs
-    output = torch.empty((rows, width), dtype=all_rows.dtype, device=all_rows.device)
-    if rows == 0:
-        return output
     if hardware is None:
         hardware = converts_float8(all_rows.device)
     if rows > WIDEN_ROWS and tiles is None:
-        _by_slices(all_rows, weights, bias, output, hardware)
+        return _by_slices(all_rows, weights, bias, hardware)
+    width = weights.outputs // 2 if gated else weights.outputs
+    output = torch.empty((rows, width), dtype=all_rows.dtype, device=all_rows.device)
+    if rows == 0:
         return output
     tiles = tiles or tiles_for(rows, weights, all_rows.dtype)
     _launch_matmul(x, weights, bias, output, tiles, splits, hardware, gated=gated)
@@ -149,16 +150,20 @@ def by_hand(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _by_slices(
-    x: Tensor, weights: NarrowWeights, bias: Tensor | None, output: Tensor, hardware: bool
-) -> None:
+def _by_slices(x: Tensor, weights: NarrowWeights, bias: Tensor | None, hardware: bool) -> Tensor:
     """Always a buffer of the same size, so that torch's allocator has one block for all of them."""
     room = means(x.device).scratch // x.dtype.itemsize
     scratch = torch.empty(room, dtype=x.dtype, device=x.device)
+    outputs, inputs = weights.outputs, weights.inputs
+    height = slice_height(outputs, inputs, room)
+    if height >= outputs and x.device.type != "meta":
+        whole = scratch[: outputs * inputs].view(outputs, inputs)
+        widen_rows(weights, 0, whole, hardware)
+        return F.linear(x, whole, bias)
+    output = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
     if x.device.type == "meta":
-        return
-    height = slice_height(weights.outputs, weights.inputs, room)
-    wide = scratch[: height * weights.inputs].view(height, weights.inputs)
+        return output
+    wide = scratch[: height * inputs].view(height, inputs)
     columns = wide.T
     first = 0
     for part in output.split(height, dim=1):
@@ -170,6 +175,7 @@ def _by_slices(
         first += rows
     if bias is not None:
         output += bias
+    return output
 
 
 def slice_height(outputs: int, inputs: int, room: int) -> int:
@@ -187,21 +193,38 @@ def slice_height(outputs: int, inputs: int, room: int) -> int:
 
 def widen_rows(weights: NarrowWeights, first: int, wide: Tensor, hardware: bool) -> None:
     """Fills ``wide`` [outputs, inputs] with the rows of ``weights`` from ``first`` on, in its dtype."""
+    outputs, inputs = wide.shape
+    form = weights.form
+    kernel = _widening(
+        form,
+        hardware and form == FP8,
+        weights.zero_point is not None,
+        weights.block,
+        weights.span,
+        WIDEN_OUTPUTS,
+    )
+    kernel[(-(-outputs // WIDEN_OUTPUTS), -(-inputs // LONGEST_SPAN))](
+        *_stored(weights), wide, first, first + outputs, inputs, weights.scale.shape[1]
+    )
+
+
+@cache
+def _widening(
+    form: str, hardware: bool, has_zero_point: bool, block: tuple[int, int], span: int, outputs: int
+) -> Any:
+    """The kernel with its constants, which a prompt launches hundreds of times."""
+    from vlfit.engine.kernels.quick import bound
     from vlfit.engine.kernels.widen import widen
 
-    codes, scale, zero_point = _stored(weights)
-    widen[(-(-len(wide) // WIDEN_OUTPUTS), -(-weights.inputs // LONGEST_SPAN))](
-        codes,
-        scale,
-        zero_point,
-        wide,
-        first,
-        first + len(wide),
-        weights.inputs,
-        weights.scale.shape[1],
-        **_form(weights, hardware),
-        span=weights.span,
-        tile_outputs=WIDEN_OUTPUTS,
+    return bound(
+        widen,
+        form=form,
+        hardware=hardware,
+        has_zero_point=has_zero_point,
+        scale_rows=block[0],
+        scale_width=block[1],
+        span=span,
+        tile_outputs=outputs,
         tile_inputs=LONGEST_SPAN,
         num_warps=4,
     )
@@ -280,7 +303,9 @@ def _launch_matmul(
 
 def _stored(weights: NarrowWeights) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors as the kernels take them; codes stand in for zero points that are not there."""
-    codes = weights.codes.view(torch.uint8 if weights.form == FP8 else torch.int32)
+    codes = weights.codes
+    if codes.dtype != torch.int32:
+        codes = codes.view(torch.uint8 if codes.dtype == torch.float8_e4m3fn else torch.int32)
     return codes, weights.scale, codes if weights.zero_point is None else weights.zero_point
 
 
