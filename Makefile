@@ -2,6 +2,7 @@
 #   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
 #   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
 #   make slow        the tests that take half a minute and more each
+#   make test-clients  langchain-openai, llm and litellm against a server with mini, in an environment of their own
 #   make test-browser  the page in a real browser: installs Debian's Chromium, as root
 #   make docs        writes docs/cli.md and the list of modules in docs/structure.md from the code
 #   make bench       the native engine against transformers, on this CPU
@@ -47,6 +48,9 @@ test-browser: $(DEV)
 	@scripts/install-browser
 	@$(IN_VENV) -m pytest -m browser tests/browser
 
+test-clients: $(DEV) .venv/clients/.installed
+	@$(PYTEST) -n 0 -m clients tests/clients
+
 venv: $(DEV)
 
 docs: $(DEV)
@@ -61,6 +65,13 @@ eval-mini: $(DEV)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache benchmarks/cache
+
+.venv/clients/.installed: pyproject.toml | $(DEV)
+	$(IN_VENV) -m venv .venv/clients
+	$(IN_VENV) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print("\n".join(project["optional-dependencies"]["clients"]))' > .venv/clients/requirements.txt
+	.venv/clients/bin/python -m pip install --quiet --prefer-binary -r .venv/clients/requirements.txt
+	@touch $@
 
 $(RUN): pyproject.toml constraints.txt scripts/set-up
 	@scripts/set-up run

@@ -20,7 +20,7 @@ CODE_FOLDERS = ("src", "tests", "examples", "benchmarks", "training", "scripts")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LONGEST_MODULE = 400
 # Parts of a declared package that go by a name of their own.
-COMES_WITH = {"triton": "torch"}
+COMES_WITH = {"triton": "torch", "httpcore": "httpx", "langchain_core": "langchain-openai"}
 
 
 def python_files(*folders: str) -> Iterator[Path]:
@@ -138,7 +138,7 @@ def foreign_imports(path: Path) -> set[str]:
     [
         ("src", DECLARED),
         ("examples", DECLARED),
-        ("tests", DECLARED | EXTRAS["dev"]),
+        ("tests", DECLARED | EXTRAS["dev"] | EXTRAS["clients"]),
         ("benchmarks", DECLARED | EXTRAS["dev"]),
         ("training", DECLARED | EXTRAS["dev"] | EXTRAS.get("training", set())),
     ],

@@ -1,0 +1,64 @@
+"""``langchain-openai`` against a server: ``python with_langchain.py URL PICTURE``. Fails by an exception."""
+
+import asyncio
+import base64
+import sys
+from pathlib import Path
+from typing import Literal
+
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+
+class Thing(BaseModel):
+    """What is seen."""
+
+    sort: Literal["animal", "number"]
+    sure: bool
+
+
+class LookCloser(BaseModel):
+    """Shows a part of the picture larger."""
+
+    part: Literal["left", "right"]
+
+
+def main(url: str, picture: Path) -> None:
+    data = base64.b64encode(picture.read_bytes()).decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    question = HumanMessage(content=[image, {"type": "text", "text": "What is this?"}])
+    model = ChatOpenAI(base_url=url, api_key="none", model="mini", temperature=0, max_retries=0)
+    short = model.bind(max_tokens=40)
+
+    whole = short.invoke([question])
+    assert "elephant" in whole.text.lower(), whole
+    assert whole.usage_metadata["input_tokens"] > 0
+    streamed = "".join(chunk.text for chunk in short.stream([question]))
+    assert streamed == whole.text, streamed
+
+    for method in ("json_schema", "function_calling"):
+        found = model.with_structured_output(Thing, method=method).invoke([question])
+        assert isinstance(found, Thing), found
+
+    calling = model.bind_tools([LookCloser], tool_choice="required", strict=True)
+    called = calling.invoke([question])
+    call, *_ = called.tool_calls  # the model may ask for several
+    assert call["name"] == "LookCloser", call
+    assert call["args"]["part"] in ("left", "right"), call
+    told = [question, AIMessage("", tool_calls=[call]), ToolMessage("An elephant.", tool_call_id=call["id"])]
+    assert isinstance(short.invoke(told), AIMessage)
+
+    several = asyncio.run(short.abatch([[question], [question]]))
+    assert [each.text for each in several] == [whole.text] * 2
+
+    responses = ChatOpenAI(
+        base_url=url, api_key="none", model="mini", temperature=0, max_tokens=40, use_responses_api=True
+    )
+    assert "elephant" in responses.invoke([question]).text.lower()
+    assert "elephant" in "".join(chunk.text for chunk in responses.stream([question])).lower()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
+    print("langchain-openai: fine")
