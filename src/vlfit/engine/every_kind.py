@@ -9,21 +9,27 @@ Does not know kernels: what their tables tell apart lies at powers of two, and t
 """
 
 from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
+from vlfit.engine.guessing import Guesser
 from vlfit.engine.holdings import tensors_in
 from vlfit.engine.offload import StreamedLayers
 from vlfit.engine.prompt import Prompt
 from vlfit.engine.rehearsal import about_a_picture, answer_all, text, too_much
+from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import OutOfMemory
+from vlfit.plan.graphs import GUESS_ROWS
 
 _ANSWER = 2  # tokens: the first comes from the prompt's pass, the second is decoded
 _SHORT = 16  # tokens of a prompt
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of a prompt's pass; the largest is the rehearsal's
 TOGETHER = (1, 3, 5, 9, 17, 33, 65, 257)  # sequences that speak at once, and then decode beside a prompt
+GUESSES = (2, 3, 5, GUESS_ROWS)  # rows of a pass with guesses
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"top_k": 20},
@@ -86,10 +92,42 @@ def _run(engine: Engine) -> None:
             answer_all(engine, [(text(1), _ANSWER)] * count, late)
     answer_all(engine, [(about_a_picture(engine, size, number), 1) for number, size in enumerate(sizes)])
     answer_all(engine, [short] * len(SAMPLINGS), wishes=SAMPLINGS)
+    if engine.options.speculate and engine.runner.graphs is None:  # else such passes are recorded
+        for rows in GUESSES:
+            _guess(engine, rows - 1)
     if engine.image_tokens:
         prompt = between_large_ones(engine)
         if len(prompt.token_ids) <= engine.context - _ANSWER:
             answer_all(engine, [(prompt, 1)])
+
+
+class _Guesses(Guesser):
+    """As many as there may be, up to ``count``, each time."""
+
+    count = 0
+
+    def guess(self, generated: Many[int], most: int) -> tuple[int, ...]:
+        return (0,) * min(self.count, most)
+
+
+def _guess(engine: Engine, count: int) -> None:
+    """A request in whose passes ``count`` tokens are guessed."""
+    failures: list[Exception] = []
+
+    def listen(arrival: object) -> None:
+        if isinstance(arrival, Exception):
+            failures.append(arrival)
+
+    prompt = engine.price(text(min(_SHORT, engine.context - count - _ANSWER)))
+    sampling = SamplingParams(max_tokens=count + _ANSWER, ignore_eos=True)
+    sequence = engine.sequence(replace(prompt, keys=None), sampling, listen)
+    sequence.guesser = _Guesses(prompt)
+    sequence.guesser.count = count
+    engine.add(sequence)
+    while engine.busy:
+        engine.step()
+    if failures:
+        raise failures[0]
 
 
 def between_large_ones(engine: Engine) -> Prompt:

@@ -155,6 +155,20 @@ def test_torchs_own_attention_makes_no_scores_of_a_picture(head_dim: int, device
     assert torch.cuda.max_memory_allocated() - before < scores / 4
 
 
+def as_rows(chunks: BlockPlan) -> BlockPlan:
+    """A plan for chunks of 3 tokens behind 9, 2 behind 4, and 1 that nobody needs, with a row for each."""
+    past = torch.tensor([10, 11, 12, 5, 6, -1], dtype=torch.int32, device=chunks.spans.device)
+    rows = torch.arange(6, dtype=torch.int32, device=past.device)
+    return replace(
+        chunks,
+        table=chunks.table[[0, 0, 0, 1, 1, 2]],
+        spans=torch.stack((rows, torch.ones_like(rows), past), 1),
+        decoding=6,
+        longest=0,
+        stored_before=torch.full_like(rows, -1),
+    )
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3])
 def test_rows_of_one_sequence_see_each_other(splits: int, device: torch.device) -> None:
     """Three rows of one, two of another, and one that nobody needs, find what chunks of them do."""
@@ -164,16 +178,7 @@ def test_rows_of_one_sequence_see_each_other(splits: int, device: torch.device) 
     query = rotate_and_store(fresh, chunks.write_slots, known_keys, known_values)
     real = replace(chunks, table=chunks.table[:2], spans=chunks.spans[:2])
     exact = plain_attention(query.double(), known_keys.double(), known_values.double(), real)
-    past = torch.tensor([10, 11, 12, 5, 6, -1], dtype=torch.int32, device=device)
-    rows = torch.arange(6, dtype=torch.int32, device=device)
-    plan = replace(
-        chunks,
-        table=chunks.table[[0, 0, 0, 1, 1, 2]],
-        spans=torch.stack((rows, torch.ones_like(rows), past), 1),
-        decoding=6,
-        longest=0,
-        stored_before=torch.full_like(rows, -1),
-    )
+    plan = as_rows(chunks)
     out = attend(fresh, keys, values, plan, splits=splits)
     assert relative_error(out[:5], exact[:5]) < TOLERANCES[torch.float32]
     assert not out[5].any()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
-from tests.engine.kernels.test_attention import BATCHES, LARGE, SHAPES, Shape, batch
+from tests.engine.kernels.test_attention import BATCHES, LARGE, SHAPES, Shape, as_rows, batch
 from tests.engine.test_float8 import rows_of_many_sizes
 from vlfit.engine.float8 import NOT_FINITE, narrowed, widened
 from vlfit.engine.kernels import attention, fused
@@ -131,6 +131,17 @@ def test_a_row_that_nobody_needs_leaves_nothing_and_finds_zeros(splits: int, dev
     for part, then in zip((keys, values, *scales), before, strict=True):
         changed = (part != then).flatten(1).any(1).nonzero().flatten().tolist()
         assert changed == [int(plan.write_slots[0])]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_of_one_sequence_see_each_other(splits: int, device: torch.device) -> None:
+    fresh, keys, values, chunks = batch(SHAPES["tiny"], [(3, 9), (2, 4), (1, 0)], 0, torch.float32, device)
+    chunks.write_slots[5] = -1
+    keys, values, scales = in_fp8(keys, values)
+    out = attend(fresh, keys, values, as_rows(chunks), scales, splits=splits)
+    real = replace(chunks, table=chunks.table[:2], spans=chunks.spans[:2])
+    assert relative_error(out[:5], exact_of(fresh, keys, values, scales, real)[:5]) < 2e-6
+    assert not out[5].any()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, which interprets
