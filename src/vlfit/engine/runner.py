@@ -4,6 +4,7 @@ forward pass, returns logits. Decides nothing about who runs.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -64,7 +65,8 @@ class Runner:
             return self.graphs.run([work.sequence for work in batch])
         speaking = [work.sequence for work in batch if work.finishes_prompt]
         if not speaking or not kernels.used_on(self.device) or any(work.guesses for work in batch):
-            return scores_of(self._forward(batch))
+            with self._threads(batch):
+                return scores_of(self._forward(batch))
         words = np.array(
             [(*words_of(each.sampling, each.seed), each.position) for each in speaking], np.int32
         )
@@ -106,8 +108,7 @@ class Runner:
     def _forward(self, batch: Many[Work]) -> Tensor:
         """Logits [n, vocabulary] of the rows that speak."""
         visual = self._visual_rows(batch)
-        multiplications = sum(work.length for work in batch) * self.text.multiplications_per_row
-        with threads_for(self.device, multiplications):
+        with self._threads(batch):
             return self.text(
                 self._to_device(np.concatenate([_token_ids(work) for work in batch])),
                 self._to_device(np.concatenate([_positions(work) for work in batch], axis=1)),
@@ -116,6 +117,11 @@ class Runner:
                 self.layout.plan(batch),
                 self._to_device(_speaking(batch)),
             )
+
+    def _threads(self, batch: Many[Work]) -> AbstractContextManager[None]:
+        """As many of the CPU's threads as a pass of ``batch`` is worth."""
+        rows = sum(work.length for work in batch)
+        return threads_for(self.device, rows * self.text.multiplications_per_row)
 
     def look(self, work: Work) -> None:
         """Encode the pictures that ``work`` reaches. What was encoded stays with its sequence."""
