@@ -11,6 +11,7 @@ Knows keys and block numbers. Does not know tensors, nor who holds a block (``Bl
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,13 +88,19 @@ def prompt_keys(
 ) -> PromptKeys:
     """Keys of a prompt whose k-th placeholder takes the k-th feature row of ``images``."""
     shareable = len(token_ids) - 1
+    rows = np.cumsum([image.tokens for image in images]).tolist()
+    # How many placeholders stand before each block: asked for all at once, as there are many.
+    before = np.searchsorted(placeholders, np.arange(0, shareable + 1, block_size)).tolist()
     blocks: list[bytes] = []
-    for begin in range(0, shareable - block_size + 1, block_size):
-        inside = images_between(placeholders, images, begin, begin + block_size)
+    for number, begin in enumerate(range(0, shareable - block_size + 1, block_size)):
+        inside: Many[PreparedImage] = ()
+        if before[number] < before[number + 1]:
+            last = bisect_right(rows, before[number + 1] - 1)
+            inside = images[bisect_right(rows, before[number]) : last + 1]
         blocks.append(key_of(blocks[-1] if blocks else ROOT, token_ids[begin : begin + block_size], inside))
     ends = []
-    for rows in np.cumsum([image.tokens for image in images]):
-        end = int(placeholders[rows - 1]) + 1
+    for count in rows:
+        end = int(placeholders[count - 1]) + 1
         number, part = divmod(end, block_size)
         if part and end <= shareable:
             begin = number * block_size
