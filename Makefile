@@ -70,7 +70,7 @@ clean:
 	$(IN_VENV) -m venv .venv/clients
 	$(IN_VENV) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print("\n".join(project["optional-dependencies"]["clients"]))' > .venv/clients/requirements.txt
-	.venv/clients/bin/python -m pip install --quiet --prefer-binary -r .venv/clients/requirements.txt
+	.venv/clients/bin/python -m pip install --quiet --only-binary :all: -r .venv/clients/requirements.txt
 	@touch $@
 
 $(RUN): pyproject.toml constraints.txt scripts/set-up
