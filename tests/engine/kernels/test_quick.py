@@ -52,7 +52,7 @@ def test_a_kernel_is_looked_up_once_and_gets_its_constants_in_order() -> None:
     for rows in (32, 48):
         quick[(rows,)](x, rows, 1e-6, tile=64, has_bias=True, num_warps=4)
     assert len(kernel.compiled) == 1
-    assert kernel.launches == [((48, 1, 1), x, 48, 1e-6, True, 64)]
+    assert kernel.launches == [((48, 1, 1), x.data_ptr(), 48, 1e-6, True, 64)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_constants_that_are_bound_are_told_apart() -> None:
         one[(rows,)](x, rows, 1e-6)
     other[(8,)](x, 64, 1e-6)
     assert [named["tile"] for named in kernel.compiled] == [32, 64]
-    assert kernel.launches == [((48, 1, 1), x, 48, 1e-6, False, 32)]
+    assert kernel.launches == [((48, 1, 1), x.data_ptr(), 48, 1e-6, False, 32)]
 
 
 def test_another_device_has_a_kernel_of_its_own() -> None:

@@ -63,18 +63,32 @@ class Quick:
     ) -> None:
         """``constants``: what tells ``named`` from others."""
         device = self._device()
-        key = (device, constants, *map(_kind, arguments))
-        found = self._known.get(key)
+        key: list[Any] = [device, constants]
+        passed: list[Any] = []
+        # What Triton compiles a kernel anew for: types, addresses and numbers that are multiples of 16, ones.
+        for argument in arguments:
+            kind = type(argument)
+            if kind is Tensor:  # not by isinstance, which torch carries out in Python for what is none
+                # An address is taken as it is, where the driver would be asked about a tensor's.
+                key.append(argument.dtype)
+                argument = argument.data_ptr()
+                key.append(argument & 15 == 0)
+            elif kind is int:
+                key.append((argument & 15 == 0) + 2 * (argument == 1) + 4 * (-_SHORT <= argument < _SHORT))
+            else:
+                key.append(kind)
+            passed.append(argument)
+        found = self._known.get(tuple(key))
         if found is None:
             compiled = self.kernel[grid](*arguments, **named)
             values = tuple(named[name] for name in self.kernel.arg_names[len(arguments) :])
-            self._known[key] = Launch(compiled, values)
+            self._known[tuple(key)] = Launch(compiled, values)
             return
         x, y, z = (*grid, 1, 1)[:3]
         # The hooks are for Triton's own profiler, which sees a kernel's first launch alone.
         found.run(
             *(x, y, z, self._stream(device), found.function, found.metadata, None, None, None),
-            *arguments,
+            *passed,
             *found.constants,
         )
 
@@ -111,13 +125,3 @@ class _Bound:
 
 # A torch without CUDA has no such function, and nothing to launch.
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-
-
-def _kind(argument: Any) -> Any:
-    """What Triton compiles a kernel anew for: types, addresses and numbers that are multiples of 16, ones."""
-    kind = type(argument)
-    if kind is Tensor:  # not by isinstance, which torch carries out in Python for what is none
-        return argument.dtype, argument.data_ptr() & 15 == 0
-    if kind is int:
-        return argument & 15 == 0, argument == 1, -_SHORT <= argument < _SHORT
-    return kind

@@ -42,7 +42,7 @@ class DenseLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        if kernels.used_on(x.device) and len(x) <= FEW_ROWS:
+        if x.shape[0] <= FEW_ROWS and kernels.used_on(x.device):
             return multiply(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
@@ -75,7 +75,7 @@ class Fp8Linear:
 
     def in_eight_bits(self, x: Tensor) -> bool:
         """Whether rows as many as those of ``x``, and of its dtype, are rounded to FP8 before the product."""
-        return eight_bits.takes(self.weights, len(x), x.dtype, x.device)
+        return eight_bits.takes(self.weights, x.shape[0], x.dtype, x.device)
 
     def multiply(self, x: EightBits) -> Tensor:
         """What is computed of rows that are rounded already."""
