@@ -136,8 +136,9 @@ _MEANS: dict[torch.device, Means] = {}
 
 def provide(device: torch.device, means: Means) -> None:
     """``device`` has these ``means`` for many rows from now on, as the plan says that counts them."""
-    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-    _MEANS[torch.device(device.type, index)] = means
+    _MEANS[device] = means
+    if device.type == "cuda" and device.index is None:  # tensors tell its number
+        _MEANS[torch.device("cuda", torch.cuda.current_device())] = means
 
 
 def means(device: torch.device) -> Means:
