@@ -66,11 +66,13 @@ eval-mini: $(DEV)
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache benchmarks/cache
 
-.venv/clients/.installed: pyproject.toml | $(DEV)
-	$(IN_VENV) -m venv .venv/clients
-	$(IN_VENV) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print("\n".join(project["optional-dependencies"]["clients"]))' > .venv/clients/requirements.txt
-	.venv/clients/bin/python -m pip install --quiet --only-binary :all: -r .venv/clients/requirements.txt
+# One environment for each: they want different versions of the same packages.
+.venv/clients/.installed: tests/clients/langchain-openai.txt tests/clients/litellm.txt tests/clients/llm.txt | $(DEV)
+	@for wanted in $^; do \
+	    place=.venv/clients/$$(basename $$wanted .txt); \
+	    $(IN_VENV) -m venv $$place; \
+	    $$place/bin/python -m pip install --quiet --only-binary :all: -r $$wanted; \
+	done
 	@touch $@
 
 $(RUN): pyproject.toml constraints.txt scripts/set-up

@@ -121,6 +121,13 @@ EXTRAS = {
     for extra, requirements in PROJECT["optional-dependencies"].items()
 }
 
+# Programs that are tried against a server, in environments of their own.
+CLIENTS = {
+    plain_name(requirement)
+    for path in (ROOT / "tests" / "clients").glob("*.txt")
+    for requirement in path.read_text("utf-8").splitlines()
+}
+
 
 def foreign_imports(path: Path) -> set[str]:
     """Top-level names of imported packages that are neither ours nor Python's own."""
@@ -138,7 +145,7 @@ def foreign_imports(path: Path) -> set[str]:
     [
         ("src", DECLARED),
         ("examples", DECLARED),
-        ("tests", DECLARED | EXTRAS["dev"] | EXTRAS["clients"]),
+        ("tests", DECLARED | EXTRAS["dev"] | CLIENTS),
         ("benchmarks", DECLARED | EXTRAS["dev"]),
         ("training", DECLARED | EXTRAS["dev"] | EXTRAS.get("training", set())),
     ],

@@ -1,7 +1,7 @@
 """Programs that people use with OpenAI's API, against a server with mini: ``make test-clients``.
 
-They are heavy, and want other versions of what vlfit wants, so they have an environment of their own
-(``.venv/clients``); without it these tests are skipped.
+They are heavy, and want different versions of the same packages, so each has an environment of its own in
+``.venv/clients``; without it its test is skipped.
 """
 
 import subprocess
@@ -16,13 +16,10 @@ from vlfit.engine.options import EngineOptions
 from vlfit.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv" / "clients" / "bin" / "python"
+ENVIRONMENTS = ROOT / ".venv" / "clients"
 PICTURE = ROOT / "examples" / "pictures" / "number-25.png"
 
-pytestmark = [
-    pytest.mark.clients,
-    pytest.mark.skipif(not PYTHON.exists(), reason="run make test-clients"),
-]
+pytestmark = pytest.mark.clients
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +31,15 @@ def server() -> Iterator[Running]:
         yield running_server
 
 
-@pytest.mark.parametrize("name", ["langchain", "llm", "litellm"])
-def test_a_client_works(server: Running, name: str) -> None:
-    script = Path(__file__).with_name(f"with_{name}.py")
+@pytest.mark.parametrize("name", ["langchain-openai", "llm", "litellm"])
+def test_a_client_works(request: pytest.FixtureRequest, name: str) -> None:
+    python = ENVIRONMENTS / name / "bin" / "python"
+    if not python.exists():
+        pytest.skip("run make test-clients")
+    server: Running = request.getfixturevalue("server")
+    script = Path(__file__).with_name(f"with_{name.partition('-')[0]}.py")
     ended = subprocess.run(
-        [PYTHON, script, f"{server.url}/v1", PICTURE], capture_output=True, text=True, timeout=100
+        [python, script, f"{server.url}/v1", PICTURE], capture_output=True, text=True, timeout=100
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.strip().endswith("fine")
