@@ -40,6 +40,7 @@ def serve(
     allow_host: options.AllowHost = None,
     drain: options.Drain = None,
     log_format: options.LogFormat = None,
+    restart: options.Restart = None,
     daemon: options.Daemon = False,
     systemd: options.Systemd = False,
     json_line: options.JsonLine = False,
@@ -95,6 +96,7 @@ def serve(
         allow_origin=allow_origin,
         allow_host=allow_host,
         drain=drain,
+        restart=restart,
         log_format=log_format,
     )
     if systemd:

@@ -208,6 +208,15 @@ LogFormat = Annotated[
         metavar="NAME", help="text, or json: an object a line.  [default: text; env VLFIT_LOG_FORMAT]"
     ),
 ]
+Restart = Annotated[
+    bool | None,
+    typer.Option(
+        "--restart",
+        help="Serve from a process of its own: if it dies, requests get 503 and it is started again."
+        " So do --daemon and --systemd.  [env VLFIT_RESTART]",
+        show_default=False,
+    ),
+]
 Daemon = Annotated[
     bool,
     typer.Option(

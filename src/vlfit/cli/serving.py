@@ -5,6 +5,7 @@ Does not know: options (``serve.py``), routes (``server``) or how a model runs (
 
 import logging
 import os
+import socket
 import sys
 import threading
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vlfit.backends.native import NativeBackend
     from vlfit.backends.phases import Phases
     from vlfit.machine.model import Gpu
+    from vlfit.server.keeper import Kept
     from vlfit.server.settings import ServerSettings
     from vlfit.settings import Settings
 
@@ -31,7 +33,7 @@ def serve_here(settings: "Settings", *, json_line: bool, quiet: bool) -> None:
     """Until a signal ends it, and the process with it."""
     from vlfit.backends.phases import Phases
     from vlfit.engine import head_start
-    from vlfit.server.address import bind
+    from vlfit.server.address import address_of, bind
     from vlfit.server.host_memory import give_memory_back, keep_what_is_loaded
     from vlfit.server.log import log_to_stderr
 
@@ -41,31 +43,51 @@ def serve_here(settings: "Settings", *, json_line: bool, quiet: bool) -> None:
     keys, folder = keys_of(settings), _folder(settings.allow_files)
     give_memory_back()
     with bind(settings.host, settings.port) as listener:
+        url = address_of(listener)
+        kept = _kept(listener) if settings.restart else None
+        if kept and kept.restarts:
+            phases = Phases()  # those of the one before are over
         gpus = head_start.make_context(settings.device)  # the plan is made for them as they are before it
         backend = _load(settings, printer, phases)
         try:
-            from vlfit.server.address import address_of
             from vlfit.server.app import create_app
             from vlfit.server.listen import serve_until_stopped
 
-            server_settings = replace(_server_settings(settings, backend, gpus), api_keys=keys, files=folder)
+            server_settings = replace(
+                _server_settings(settings, backend, gpus),
+                api_keys=keys,
+                files=folder,
+                restarts=kept.restarts if kept else 0,
+            )
             _tell_ledger(settings, backend, server_settings, printer)
-            url = address_of(listener)
-
             app = create_app(backend, server_settings)
             with ExitStack() as known:
 
                 def announce() -> None:
                     phases.end()
-                    known.enter_context(recorded(url, backend.model, settings.drain))
-                    _announce(url, backend, printer, phases, json_line)
+                    known.enter_context(
+                        recorded(url, backend.model, settings.drain, kept.keeper if kept else None)
+                    )
+                    if kept:
+                        kept.tell_ready()
+                    again = bool(kept and kept.restarts)
+                    _announce(url, backend, printer, phases, json_line and not again)
 
                 keep_what_is_loaded()
-                serve_until_stopped(app, listener, server_settings, announce)
+                serve_until_stopped(app, kept.listener if kept else listener, server_settings, announce)
         finally:
             _close(backend)
     printer.note("stopped")
     _leave()
+
+
+def _kept(listener: socket.socket) -> "Kept":
+    """Returns in the processes that serve; this one stays behind and keeps them."""
+    if not hasattr(os, "fork"):
+        raise UsageError("this system cannot run a server apart", "leave --restart out")
+    from vlfit.server.keeper import keep
+
+    return keep(listener)
 
 
 def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "NativeBackend":
