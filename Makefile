@@ -3,6 +3,7 @@
 #   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
 #   make slow        the tests that take half a minute and more each
 #   make test-clients  langchain-openai, llm and litellm against a server with mini, in an environment of their own
+#   make fuzz        thousands of requests made up from the API's description (six minutes), in an environment too
 #   make test-browser  the page in a real browser: installs Debian's Chromium, as root
 #   make docs        writes docs/cli.md and the list of modules in docs/structure.md from the code
 #   make bench       the native engine against transformers, on this CPU
@@ -13,7 +14,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests slow test-browser venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow test-browser fuzz venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -51,6 +52,9 @@ test-browser: $(DEV)
 test-clients: $(DEV) .venv/clients/.installed
 	@$(PYTEST) -n 0 -m clients tests/clients
 
+fuzz: $(DEV) .venv/fuzz/.installed
+	@$(PYTEST) -n 0 -m fuzz tests/fuzz
+
 venv: $(DEV)
 
 docs: $(DEV)
@@ -73,6 +77,11 @@ clean:
 	    $(IN_VENV) -m venv $$place; \
 	    $$place/bin/python -m pip install --quiet --only-binary :all: -r $$wanted; \
 	done
+	@touch $@
+
+.venv/fuzz/.installed: tests/fuzz/schemathesis.txt | $(DEV)
+	@$(IN_VENV) -m venv .venv/fuzz
+	@.venv/fuzz/bin/python -m pip install --quiet --only-binary :all: -r $<
 	@touch $@
 
 $(RUN): pyproject.toml constraints.txt scripts/set-up

@@ -222,3 +222,14 @@ def test_wrong_completions_are_refused(
 ) -> None:
     answer = httpx.post(f"{server[0].url}/v1/completions", json=fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_tool_may_be_named(backend: ScriptedBackend, server: tuple[Running, ScriptedBackend]) -> None:
+    """One that is there, one that is not, and none."""
+    backend.words = (NOW,)
+    for name, status in (("clock", 200), ("watch", 400), ("", 400)):
+        body = {"input": "When?", "tools": [CLOCK], "tool_choice": {"type": "function", "name": name}}
+        answer = httpx.post(f"{server[0].url}/v1/responses", json=body)
+        assert answer.status_code == status, answer.text
+    body = {"input": "", "tool_choice": {"type": "function", "name": ""}}
+    assert httpx.post(f"{server[0].url}/v1/responses", json=body).status_code == 400

@@ -163,7 +163,7 @@ class ToolChoice(Strict):
 
 
 def _kind_of_choice(choice: Any) -> str:
-    return "one" if isinstance(choice, dict) else "word"
+    return "one" if isinstance(choice, dict | ToolChoice) else "word"
 
 
 AnyToolChoice = Annotated[

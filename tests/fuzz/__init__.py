@@ -1,0 +1,1 @@
+"""Requests that a program makes up from the API's own description: ``make fuzz``."""
