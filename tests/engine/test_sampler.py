@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -105,14 +106,18 @@ def test_logprobs_may_be_the_chosen_tokens_alone() -> None:
 
 
 @pytest.mark.parametrize("places", [0, 1, 3])
-@pytest.mark.parametrize("top_k", [1, 20, 100])
+@pytest.mark.parametrize(
+    "wishes",
+    [{"top_k": 1}, {"top_k": 20}, {"top_k": 100}, {}, {"top_p": 0.4}, {"top_p": 1.0}, {"min_p": 0.3}],
+    ids=str,
+)
 def test_a_few_likely_tokens_are_drawn_as_if_all_had_been_sorted(
-    places: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+    places: int, wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounded to ``places``, many scores are equal, some of them across the border of those looked at."""
     rows = torch.stack([torch.randn(1000, generator=torch.Generator().manual_seed(row)) for row in range(40)])
     rows = (rows * 3).round(decimals=places)
-    sampling = SamplingParams(temperature=0.7, top_k=top_k, top_p=0.95, seed=1)
+    sampling = SamplingParams(**({"temperature": 0.7, "top_p": 0.95, "seed": 1} | wishes))
 
     def tokens() -> list[int]:
         draws = [Draw(sampling, [], [], row, 0) for row in range(len(rows))]

@@ -11,6 +11,7 @@ does not allow is chosen again among those that it does, which gives each the sh
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import torch
@@ -68,8 +69,8 @@ def sample(
     for number, (row, draw) in enumerate(zip(logits, draws, strict=True)):
         if is_plain_greedy(draw.sampling) or (drawn is not None and drawn[number]):
             chosen = Sampled(tokens[number])
-        elif number in likely:
-            chosen = Sampled(likely[number].draw(draw))
+        elif number in likely and (token_id := likely[number].draw(draw)) is not None:
+            chosen = Sampled(token_id)
         else:
             chosen = _sample_row(row.float(), draw, token_text)
         sampled.append(_kept_to_form(chosen, row, draw, token_text))
@@ -87,17 +88,23 @@ def _kept_to_form(chosen: Sampled, row: Tensor, draw: Draw, token_text: TokenTex
 
 @dataclass(frozen=True, slots=True)
 class Likely:
-    """The tokens that a row is drawn from, the likeliest first: ``scores`` float32 and ``token_ids``."""
+    """The tokens that a row is drawn from, the likeliest first: ``scores`` float32 and ``token_ids``.
+
+    Or those at the head of them, and then ``everything``: what all weigh, the likeliest's weight being 1.
+    """
 
     scores: Floats
     token_ids: IntVector
+    everything: float | None = None
 
-    def draw(self, draw: Draw) -> int:
-        return int(self.token_ids[_pick(self.scores, draw.sampling, point(draw.seed, draw.position))])
+    def draw(self, draw: Draw) -> int | None:
+        """None where it comes after all that are here, for all that they say."""
+        place = _pick(self.scores, draw.sampling, point(draw.seed, draw.position), self.everything)
+        return None if place is None else int(self.token_ids[place])
 
 
 def _likely(logits: Tensor, draws: Sequence[Draw]) -> dict[int, Likely]:
-    """The rows that are drawn from a few tokens and nothing else is asked of, all found in one go.
+    """The rows that are mostly drawn from a few tokens and nothing else is asked of, all found in one go.
 
     Sorting a whole vocabulary row by row takes as long as a decode step. Equal scores stand in the order of
     their tokens, as when all are sorted; where more may be equal than were looked at, the row is left out.
@@ -113,7 +120,11 @@ def _likely(logits: Tensor, draws: Sequence[Draw]) -> dict[int, Likely]:
         scores = row_values / np.float32(sampling.temperature)
         order = np.lexsort((row_ids, -scores))
         scores, token_ids = scores[order], row_ids[order]
-        if count == logits.shape[-1] or scores[-1] < scores[sampling.top_k - 1]:
+        if not sampling.top_k:
+            head = count if count == logits.shape[-1] else int((scores > scores[-1]).sum())
+            weights = (logits[number].float() / sampling.temperature - float(scores[0])).double().exp()
+            found[number] = Likely(scores[:head], token_ids[:head], float(weights.sum()))
+        elif count == logits.shape[-1] or scores[-1] < scores[sampling.top_k - 1]:
             found[number] = Likely(scores[: sampling.top_k], token_ids[: sampling.top_k])
     return found
 
@@ -134,7 +145,7 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _is_cut(sampling: SamplingParams) -> bool:
     return (
         not sampling.greedy
-        and 0 < sampling.top_k < _LOOKED_AT
+        and sampling.top_k < _LOOKED_AT
         and sampling.top_logprobs is None
         and not sampling.penalizes
     )
@@ -194,19 +205,36 @@ def _draw(scores: Tensor, sampling: SamplingParams, at: float) -> int:
     return int(order[_pick(scores[order].cpu().numpy(), sampling, at)])
 
 
-def _pick(scores: Floats, sampling: SamplingParams, at: float) -> int:
-    """Which of ``scores``, the largest first, is drawn ``at`` a point from 0 to below 1."""
+@overload
+def _pick(scores: Floats, sampling: SamplingParams, at: float) -> int: ...
+
+
+@overload
+def _pick(scores: Floats, sampling: SamplingParams, at: float, everything: float | None) -> int | None: ...
+
+
+def _pick(scores: Floats, sampling: SamplingParams, at: float, everything: float | None = None) -> int | None:
+    """Which of ``scores``, the largest first, is drawn ``at`` a point from 0 to below 1.
+
+    ``everything``: what these and others behind them weigh; None: there are no others. Gives None where one
+    of the others may be it.
+    """
     with np.errstate(invalid="ignore"):  # a row that holds no numbers is found and told by ``passes.py``
-        weights = np.exp((scores - scores[0]).astype(np.float64))
-        probabilities = weights / weights.sum()
+        weights = np.exp((scores - scores[:1]).astype(np.float64))
+        probabilities = weights / (weights.sum() if everything is None else everything)
     if sampling.top_p < 1.0:
         # Keep the smallest set that reaches top_p: a token stays while those before it have not.
         before = probabilities.cumsum() - probabilities
         probabilities = probabilities[before < sampling.top_p]
     if sampling.min_p > 0.0:
-        probabilities = probabilities[probabilities >= sampling.min_p * probabilities[0]]
+        probabilities = probabilities[probabilities >= sampling.min_p * probabilities[:1]]
     cumulative = probabilities.cumsum()
-    return min(int((cumulative <= at * cumulative[-1]).sum()), len(probabilities) - 1)
+    if everything is None or len(probabilities) < len(scores):
+        return min(int((cumulative <= at * cumulative[-1]).sum()), len(probabilities) - 1)
+    if sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        return None  # how much of the others is kept, nobody knows
+    passed = int((cumulative <= at).sum())
+    return passed if passed < len(probabilities) else None
 
 
 def _logprobs(row: Tensor, token_id: int, top: int | None, token_text: TokenText) -> tuple[TokenLogprob, ...]:
