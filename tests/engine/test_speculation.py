@@ -32,7 +32,8 @@ class Oracle:
     period = 4
     answers: dict[bytes, list[int]]
 
-    def __init__(self, prompt: PricedPrompt) -> None:
+    def __init__(self, prompt: PricedPrompt, worth: float) -> None:
+        assert 0 < worth < 1
         self._answer = self.answers[prompt.token_ids.tobytes()]
 
     def guess(self, generated: Many[int], most: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from vlfit.engine.constraint import Constraints
 from vlfit.engine.decoder.text import TextModel
 from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.device import choose_device, choose_dtype, choose_kv_dtype
-from vlfit.engine.guessing import Guesser, with_guesses
+from vlfit.engine.guessing import WORTH_ON_CPU, WORTH_ON_GPU, Guesser, with_guesses
 from vlfit.engine.holdings import gpu_uuid, resident_bytes, weight_holdings
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.kernels.linear import provide
@@ -244,7 +244,9 @@ class Engine:
         completion = Completion(Detokenizer(self.prompts.tokenizer), sampling, eos, max_tokens)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         form = self.constraints.of(sampling.form)
-        guesser = Guesser(prompt) if self.options.speculate and is_plain_greedy(sampling) else None
+        guesser = None
+        if self.options.speculate and is_plain_greedy(sampling):
+            guesser = Guesser(prompt, WORTH_ON_CPU if self.device.type == "cpu" else WORTH_ON_GPU)
         wishes = (prompt, sampling, max_tokens, completion, listener, asked)
         return Sequence(*wishes, seed=seed, constraint=form, guesser=guesser)
 

@@ -17,17 +17,22 @@ from vlfit.engine.lookup import MOST_KNOWN, Lookup
 from vlfit.engine.scheduler import Work
 from vlfit.engine.sequence import PricedPrompt, Sequence
 
-# A pass with guesses takes 1.2 to 1.7 times as long on a CPU, less on a GPU (benchmarks/speculation.py): with
-# fewer right ones than this on average they are not worth it. A choice between the two.
-WORTH = 0.5
+# With fewer right ones than this on average, guesses are not worth the longer pass. Eight rows took 1.6 times
+# as long as one with mini on a CPU, two rows 1.3 (this is between them); on an H100 1.20 (2B FP8), 1.17 (4B
+# FP8) and 1.06 (4B int4), waiting for the tokens included (``benchmarks/guess_rows.py``).
+WORTH_ON_CPU, WORTH_ON_GPU = 0.5, 0.2
 _NEW = 0.3  # weight of the newest pass in the average
 REST, LONGEST_REST = 4, 64  # tokens without a guess after too many wrong ones; twice as many each time
 
 
 class Guesser:
-    """What one sequence guesses. Belongs to whoever steps it, once it runs."""
+    """What one sequence guesses. Belongs to whoever steps it, once it runs.
 
-    def __init__(self, prompt: PricedPrompt) -> None:
+    ``worth``: how many right tokens a pass must give on average.
+    """
+
+    def __init__(self, prompt: PricedPrompt, worth: float = WORTH_ON_CPU) -> None:
+        self._worth = worth
         self._lookup = Lookup()
         *before, last = _texts(prompt)
         for text in before:
@@ -53,9 +58,9 @@ class Guesser:
     def learn(self, right: int) -> None:
         """Of the last guesses ``right`` came true."""
         self._right += _NEW * (right - self._right)
-        if self._right < WORTH:
+        if self._right < self._worth:
             # It begins anew with as much trust as it takes: the next wrong one is one too many again.
-            self._rest, self._right = self._next_rest, WORTH
+            self._rest, self._right = self._next_rest, self._worth
             self._next_rest = min(2 * self._next_rest, LONGEST_REST)
         elif right:
             self._next_rest = REST

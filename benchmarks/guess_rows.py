@@ -1,0 +1,104 @@
+"""What a recorded pass with guesses takes on a GPU, against a decode step of one row.
+
+    python -m benchmarks.guess_rows 2B-fp8 4B-fp8 4B-int4
+
+On hollow checkpoints of the true sizes: what is said does not matter here, and time does not depend on it.
+``on the card``: recordings replayed one behind the other. ``waited``: a pass is launched and its tokens are
+read, as with guesses it must be; a plain step is launched before the last token is read, so that its time on
+the card is all that it takes. What that ratio is above one, guesses must come true for.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.facts import card, commit
+from benchmarks.hollow import write_hollow
+from benchmarks.report import print_rows
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import Engine
+from vlfit.engine.graphs import DecodeGraphs, Graph
+from vlfit.engine.kernels.attention import BlockPlan
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.rehearsal import text
+from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.scheduler import Work
+from vlfit.engine.sequence import Sequence
+
+ROUNDS, WARM_UP = 60, 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="SIZE-FORMAT", help="2B-bf16, 4B-fp8, ...")
+    parser.add_argument("--rows", default="2,4,8", help="of a pass with guesses, one line for each")
+    parser.add_argument("--prompt", type=int, default=1000, help="tokens before the answer")
+    options = parser.parse_args()
+    print(f"commit {commit()}; {card()}; behind a prompt of {options.prompt} tokens\n")
+    rows = [["model", "rows", "plain step, ms", "on the card, ms", "ratio", "waited, ms", "ratio"]]
+    for model in options.models:
+        size, _, weights = model.partition("-")
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = open_checkpoint(write_hollow(Path(folder) / model, size, weights))
+            wishes = EngineOptions(device="cuda", context=2048, sequences=1, speculate=False)
+            engine = Engine(checkpoint, wishes)
+        sequence = begun(engine, options.prompt)
+        for count in map(int, options.rows.split(",")):
+            with torch.inference_mode():
+                rows.append([model, str(count), *measure(engine, sequence, count)])
+    print_rows(rows)
+
+
+def begun(engine: Engine, prompt: int) -> Sequence:
+    """A request that has begun to decode, and says nothing more by itself."""
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+    sequence = engine.sequence(engine.price(text(prompt)), sampling, lambda _: None)
+    engine.add(sequence)
+    while len(sequence.generated) < 3:
+        engine.step()
+    return sequence
+
+
+def measure(engine: Engine, sequence: Sequence, count: int) -> list[str]:
+    runner = engine.runner
+
+    def step(token_ids: Tensor, positions: Tensor, plan: BlockPlan) -> Tensor:
+        return runner.text(token_ids, positions, None, runner.cache, plan, None)
+
+    graphs = DecodeGraphs(step, runner.cache, engine.context, 1, count)
+    graphs.record()
+    work = [Work(sequence, count, tuple(range(100, 99 + count)))]
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        graphs.run_guesses(work).read()
+        seconds.append(time.perf_counter() - began)
+    waited = statistics.median(seconds[WARM_UP:]) * 1e3
+    graphs.run([sequence]).read()
+    plain, several = (
+        on_the_card(graph) for _, graph in sorted(graphs._recorded.items(), key=lambda each: each[0].size)
+    )
+    ratios = (f"{several / plain:.2f}", f"{waited / plain:.2f}")
+    return [f"{plain:.3f}", f"{several:.3f}", ratios[0], f"{waited:.3f}", ratios[1]]
+
+
+def on_the_card(graph: Graph) -> float:
+    """Milliseconds of one replay among many."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(WARM_UP):
+        graph.replay()
+    begin.record()
+    for _ in range(ROUNDS):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / ROUNDS
+
+
+if __name__ == "__main__":
+    main()
