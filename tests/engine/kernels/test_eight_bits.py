@@ -6,9 +6,12 @@ from torch import Tensor
 
 from tests.engine.kernels.conftest import ON_GPU, TOLERANCES, relative_error
 from tests.engine.kernels.test_linear import fp8, int4, on, widened
+from vlfit.engine import kernels
 from vlfit.engine.kernels import eight_bits
 from vlfit.engine.kernels.eight_bits import EightBits, Tiles
 from vlfit.engine.layers import fused
+from vlfit.engine.layers.linear import Fp8Linear
+from vlfit.plan.many_rows import Means
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -102,6 +105,39 @@ def test_products(rows: int, outputs: int, inputs: int, block: tuple[int, int], 
     assert out.dtype == DTYPE
     # Matrix units of Hopper keep 14 bits of what they add up, of 128 inputs at a time.
     assert relative_error(out, exact) < TOLERANCES[DTYPE] + (2.0**-13 if ON_GPU else 0)
+
+
+def test_a_layers_halves_hand_rows_on_in_eight_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm, products and gates against float64: what three roundings of rows cost, and no more."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(kernels, "used_on", lambda device: True)
+    monkeypatch.setattr(eight_bits, "means", lambda device: Means(eight_bits=True))
+    monkeypatch.setattr(eight_bits, "WIDEN_ROWS", 8)
+    made: list[int] = []
+    room = eight_bits._room
+
+    def counted(rows: int, width: int, dtype: torch.dtype, there: torch.device) -> EightBits:
+        made.append(width)
+        return room(rows, width, dtype, there)
+
+    monkeypatch.setattr(eight_bits, "_room", counted)
+    gate_up, down = (on(fp8(*shape, (128, 128)), device) for shape in ((256, 256), (256, 128)))
+    first, last = (Fp8Linear(each.codes, each.scale, each.block) for each in (gate_up, down))
+    hidden, delta = (torch.randn(9, 256).to(device, DTYPE) for _ in range(2))
+    weight = torch.ones(256).to(device, DTYPE)
+    wide = hidden.double() + delta.double()
+    x = wide / (wide.square().mean(1, keepdim=True) + 1e-6).sqrt()
+    gate, up = (x @ widened(gate_up).T).chunk(2, dim=1)
+    exact = (torch.nn.functional.silu(gate) * up) @ widened(down).T
+    found = fused.feed_forward(first, last, hidden.clone(), delta, weight, 1e-6)
+    assert made == [256, 128]
+    assert relative_error(found, exact) < 2 * ROUNDED
+    joined = fused.normed(first, hidden.clone(), delta, weight, 1e-6)
+    assert relative_error(joined, x @ widened(gate_up).T) < ROUNDED
+    assert relative_error(first(x.to(DTYPE)), x @ widened(gate_up).T) < ROUNDED
+    assert made == [256, 128, 256, 256]
 
 
 def test_which_weights_and_rows_it_is_for() -> None:
