@@ -9,7 +9,6 @@ torch. Does not know where the choice is kept (``plan/tuned.py``) or what a kern
 
 import contextlib
 import io
-import os
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ from vlfit.engine.kernels.linear import NarrowWeights, linear
 from vlfit.engine.kernels.tables import card_of
 from vlfit.engine.streams import side_stream
 from vlfit.errors import DeviceError
+from vlfit.machine.host import own_cores
 from vlfit.machine.model import Gpu
 from vlfit.plan.tiles import BUILT_IN, FORMS, REGIMES, Table, Tiles, splits_for
 from vlfit.plan.tuned import save
@@ -145,7 +145,7 @@ def _candidates(form: str, regime: int) -> list[Tiles]:
 
 def _compile(trials: list[Trial], device: torch.device) -> None:
     free = torch.cuda.mem_get_info(device)[0]
-    workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS, free // (2 * _WORKER))
+    workers = min(own_cores(), _MOST_WORKERS, free // (2 * _WORKER))
     once = list({trial.key: trial for trial in trials}.values())
     if workers > 1:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
