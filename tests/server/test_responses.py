@@ -121,6 +121,14 @@ def test_calls_are_items_of_output(client: OpenAI, backend: ScriptedBackend, str
     assert (call.type, call.name, call.arguments) == ("function_call", "clock", "{}")
 
 
+def test_one_tool_that_must_be_called(client: OpenAI, backend: ScriptedBackend) -> None:
+    choice: Any = {"type": "function", "name": "clock"}
+    client.responses.create(model="scripted", input="Time?", tools=[CLOCK], tool_choice=choice)
+    form = backend.started[0].form
+    assert form is not None
+    assert "start: calls\n" in form.text
+
+
 class Circle(BaseModel):
     colour: str
     radius: int
@@ -158,6 +166,7 @@ def test_a_failure_in_a_stream_is_told(client: OpenAI, backend: ScriptedBackend)
         ({"input": "x", "previous_response_id": "r"}, "previous_response_id", "remembers"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"input": "x", "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not among"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "0"),
     ],
 )
