@@ -120,7 +120,7 @@ def test_who_comes_or_goes_meanwhile_changes_no_word(tiny: Callable[[str], Path]
     later: list[Sequence] = []
     while on_gpu.busy:
         gone.cancelled = len(gone.generated) >= 10
-        if len(first.generated) == 20 and not later:
+        if len(first.generated) >= 20 and not later:
             later = [ask("picture", greedy), ask("text", by_chance)]
         on_gpu.step()
     assert [first.generated, later[0].generated] == expected

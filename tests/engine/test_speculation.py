@@ -16,6 +16,8 @@ from vlfit.engine.conversation import Conversation, ImagePart, ask
 from vlfit.engine.engine import Engine
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import Form, SamplingParams
+from vlfit.engine.scheduler import Work
+from vlfit.engine.scores import Scores
 from vlfit.engine.sequence import PricedPrompt
 from vlfit.plan.graphs import GUESS_ROWS
 from vlfit.tasks.prompts import CAPTION_SHORT, SCENE
@@ -121,6 +123,23 @@ def test_every_ending_is_the_same(
     else:
         assert counters.came_true > counters.tokens / 3
         assert counters.steps < 0.75 * counters.tokens / len(SPOKEN) + counters.finished
+
+
+def test_a_pass_has_no_more_rows_than_were_planned(
+    tiny: Callable[[str], Path], oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, guessing = (build(tiny("tied"), speculate=wish, chunk=3, sequences=1) for wish in (False, True))
+    learn(plain, SPOKEN[1:2])
+    run, rows = guessing.runner.run, []
+
+    def watched(batch: list[Work]) -> Scores:
+        rows.append(sum(work.length for work in batch))
+        return run(batch)
+
+    monkeypatch.setattr(guessing.runner, "run", watched)
+    assert hear(guessing, SPOKEN[1:2], GREEDY) == hear(plain, SPOKEN[1:2], GREEDY)
+    assert guessing.account().counters.came_true > 0
+    assert max(rows) == 3
 
 
 def test_a_context_is_filled_to_its_end(tiny: Callable[[str], Path], oracle: type[Oracle]) -> None:

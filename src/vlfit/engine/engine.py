@@ -273,7 +273,7 @@ class Engine:
         if not batch:
             return
         alike = not self.scheduler.waiting
-        guessed = with_guesses(batch, GUESS_ROWS, self.pool.block_size)
+        guessed = with_guesses(batch, min(GUESS_ROWS, self.options.chunk), self.pool.block_size)
         if guessed is not batch:
             # A pass that is under way already is taken as it is, but none behind it: guesses are next.
             batch, alike = batch if self.runner.is_ahead(batch) else guessed, False
