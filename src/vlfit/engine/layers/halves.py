@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from vlfit.engine.layers.linear import Linear
-from vlfit.machine.host import own_cores
 from vlfit.plan.in_ram import BLOCK_OUTPUTS, half_bytes
 
 # Largest weights with which numbers are taken as they are. Below, the weights that float16 cannot hold would
@@ -125,10 +124,10 @@ class HalfEmbedding:
 
 
 class Packing:
-    """Lays matrices out beside whoever reads the next ones: it takes long, and a core each."""
+    """Lays matrices out beside whoever reads the next ones, on as many threads as torch has: it takes long."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(own_cores(), "vlfit-packing")
+        self._threads = ThreadPoolExecutor(torch.get_num_threads(), "vlfit-packing")
         self._changed = Condition()
         self._waiting = 0  # weights that are not laid out yet
         self._pending: list[Future[None]] = []
