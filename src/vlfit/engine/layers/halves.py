@@ -124,7 +124,7 @@ class HalfEmbedding:
 
 
 class Packing:
-    """Lays matrices out beside whoever reads the next ones, on as many threads as torch has: it takes long."""
+    """Lays matrices out beside whoever reads the next ones, on as many threads as torch has."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(torch.get_num_threads(), "vlfit-packing")
