@@ -48,9 +48,9 @@ def test_bytes_are_those_of_the_formula() -> None:
     assert cache.nbytes == 16 * per_token
 
 
-def test_in_fp8_a_row_is_its_codes_and_a_byte() -> None:
+def test_in_fp8_a_row_is_its_codes_and_two_bytes() -> None:
     cache = KVCache(TEXT, blocks=4, block_size=4, dtype=torch.bfloat16, device=CPU, narrow=True)
-    per_token = 2 * TEXT.num_hidden_layers * TEXT.num_key_value_heads * (TEXT.head_dim + 1)
+    per_token = 2 * TEXT.num_hidden_layers * TEXT.num_key_value_heads * (TEXT.head_dim + 2)
     assert cache.nbytes == 16 * per_token
     assert cache.block_bytes == 4 * per_token
     assert sum(len(part.untyped_storage()) for part in (cache.keys, cache.values)) == cache.nbytes

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from vlfit.engine.float8 import narrowed, widened
 
+_SCALE = 2  # bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """``numbers`` [layers, slots, kv_heads, head_dim] of ``dtype``, the computation's.
 
-    With ``scales`` [layers, slots, kv_heads] uint8 they are codes of FP8, uint8 (``float8.py``).
+    With ``scales`` [layers, slots, kv_heads] int16 they are codes of FP8, uint8 (``float8.py``).
     """
 
     numbers: Tensor
@@ -39,7 +41,8 @@ class Rows:
     def _within(cls, whole: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
         """Codes and scales in ``whole``, which has as many bytes as they take."""
         codes = prod(shape)
-        return cls(whole[:codes].view(shape), whole[codes:].view(shape[:-1]), dtype)
+        scales = whole[codes + codes % _SCALE :].view(torch.int16)
+        return cls(whole[:codes].view(shape), scales.view(shape[:-1]), dtype)
 
     def resized(self, slots: int) -> Self:
         """Others like these, unwritten, of ``slots``."""
@@ -105,5 +108,6 @@ class Rows:
 
 
 def _bytes(shape: tuple[int, ...]) -> int:
-    """Of codes of that shape and their scales."""
-    return prod(shape) + prod(shape[:-1])
+    """Of codes of that shape and their scales, which begin at an even byte."""
+    codes = prod(shape)
+    return codes + codes % _SCALE + prod(shape[:-1]) * _SCALE

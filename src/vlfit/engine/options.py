@@ -23,8 +23,8 @@ class EngineOptions:
     ``kv_tokens``: tokens in the KV pool that they share; None: 2048 for each sequence; ``auto``: what the
     memory that is free leaves, up to ``context`` for each sequence. At least one context.
     ``kv_dtype``: of the KV pool: ``auto``, the dtype of the computation; ``bf16``, the same where that is
-    bfloat16, and refused elsewhere; ``fp8``: a byte for each number and one for each row of a head, half of
-    16 bits; what is in it is rounded to three bits of fraction.
+    bfloat16, and refused elsewhere; ``fp8``: a byte for each number and two for each row of a head, half
+    of 16 bits; what is in it is rounded to three bits of fraction.
     ``chunk``: most tokens of one forward pass; longer prompts are prefilled in chunks of it.
     ``even``: while others decode, prompts are read in chunks that hold those up for no longer than a step of
     theirs takes, where there are such chunks; what that is, is learnt from the passes.

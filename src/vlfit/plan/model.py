@@ -184,9 +184,9 @@ def model_of(
 
 def kv_bytes_per_token(text: TextConfig, kv_dtype: str, value_bytes: int = HALF) -> int:
     """Keys and values of one token in all layers, in the engine's own cache: values of ``value_bytes`` or, in
-    FP8, a byte each and one more for each row of a head (``engine/float8.py``).
+    FP8, a byte each and two more for each row of a head (``engine/float8.py``).
     """
-    row = text.head_dim + 1 if kv_dtype == FP8 else text.head_dim * value_bytes
+    row = text.head_dim + 2 if kv_dtype == FP8 else text.head_dim * value_bytes
     return 2 * text.num_hidden_layers * text.num_key_value_heads * row
 
 

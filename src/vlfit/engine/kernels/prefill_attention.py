@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.quick import quick
-from vlfit.engine.kernels.stored import exponent_of, factor_of, inverse_of, numbers
+from vlfit.engine.kernels.stored import ONE, factor_of, numbers
 
 
 @quick
@@ -72,12 +72,13 @@ def prefill(
             there = (token[:, None] < end) & (dim[None, :] < head_dim)
             key = tl.load(keys + kept, mask=there, other=0)
             if narrow:
-                key_scale = tl.load(key_scales + cell, mask=token < end, other=127)
-                value_scale = tl.load(value_scales + cell, mask=token < end, other=127)
+                key_factor = factor_of(tl.load(key_scales + cell, mask=token < end, other=ONE), hardware)
+                value_scale = tl.load(value_scales + cell, mask=token < end, other=ONE)
+                exponent = tl.log2(factor_of(value_scale, hardware))
                 key = numbers(key, asked.dtype, hardware, by_hand)
                 score = tl.dot(asked, tl.trans(key), input_precision="ieee")
-                score = score * (factor_of(key_scale, hardware) * factor)[None, :]
-                score += exponent_of(value_scale, hardware)[None, :]
+                score = score * (key_factor * factor)[None, :]
+                score += exponent[None, :]
             else:
                 score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
             # Every row sees the first token, so no row is left without a finite score.
@@ -88,9 +89,7 @@ def prefill(
             value = tl.load(values + kept, mask=there, other=0)
             if narrow:
                 value = numbers(value, asked.dtype, hardware, by_hand)
-                weight_sum = weight_sum * shrink + tl.sum(
-                    weight * inverse_of(value_scale, hardware)[None, :], 1
-                )
+                weight_sum = weight_sum * shrink + tl.sum(weight * tl.exp2(-exponent)[None, :], 1)
             else:
                 weight_sum = weight_sum * shrink + tl.sum(weight, 1)
             mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")

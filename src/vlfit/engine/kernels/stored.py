@@ -1,42 +1,42 @@
 """How keys and values lie in a cache of FP8: codes, and for each row a scale. Functions for kernels.
 
 The same numbers as ``engine/float8.py`` makes, bit for bit. Codes are multiplied as they are: a key's scale
-is a factor of its score; a value's is added to the exponent of its weight, so that the largest weight is 1
-whatever the values are, and the sum of weights is taken without it.
+is a factor of its score; a value's makes its weight larger or smaller, by its logarithm before the largest of
+them is taken, so that the largest weight is 1 whatever the values are; and the sum of weights is taken
+without it.
 """
 
 import triton
 import triton.language as tl
 
-# As in ``engine/float8.py``. Exponents count from 127, so the one of 1/x is 254 less that of x.
+# As in ``engine/float8.py``.
 LARGEST = tl.constexpr(448.0)
-LEAST = tl.constexpr(127 - 32)
-MOST = tl.constexpr(127 + 118)
-NOT_FINITE = tl.constexpr(255)
+LEAST = tl.constexpr(2.0**-40)
+ONE = tl.constexpr(0x3F80)  # 1 as bits of bfloat16
+NOT_A_NUMBER = tl.constexpr(0x7FC0)
 
 
 @triton.jit
 def narrowed(rows):
-    """Codes [some, width] and scales [some, 1] of ``rows`` [some, width], both uint8: rounded by hand, as
+    """Codes [some, width] uint8 and scales [some, 1] int16 of ``rows`` [some, width]: rounded by hand, as
     cards below compute capability 8.9 have no instruction for it.
     """
     wide = rows.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)[:, None]
-    scale = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
-    scale = tl.minimum(tl.maximum(scale, LEAST), MOST)
-    number = wide * ((254 - scale) << 23).to(tl.float32, bitcast=True)
-    bits = number.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
+    bits = tl.maximum(tl.div_rn(largest, LARGEST), LEAST).to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    number = wide * tl.div_rn(1.0, (bits << 16).to(tl.float32, bitcast=True))
+    sign = (number.to(tl.int32, bitcast=True) >> 24) & 0x80
     size = tl.minimum(tl.abs(number), LARGEST)
-    bits = size.to(tl.int32, bitcast=True)
+    code = size.to(tl.int32, bitcast=True)
     # 20 of float32's bits of fraction go, and exponents count from 7 instead of 127.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    normal = ((code + 0x7FFFF + ((code >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2^-6 codes count 512ths: beside 2^23 float32 has no bits for less.
     small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
     code = sign | tl.where(size < 0.015625, small, normal)
-    # Also false of NaN, which ``max`` may pass over: it is not equal to itself.
+    # Not by the largest one: a maximum may pass NaN over.
     finite = tl.min(tl.where(tl.abs(wide) < float("inf"), 1, 0), 1)[:, None] == 1
-    return code.to(tl.uint8), tl.where(finite, scale, NOT_FINITE).to(tl.uint8)
+    return code.to(tl.uint8), tl.where(finite, bits, NOT_A_NUMBER).to(tl.int16)
 
 
 @triton.jit
@@ -79,21 +79,6 @@ def numbers(codes, dtype: tl.constexpr, hardware: tl.constexpr, by_hand: tl.cons
 
 @triton.jit
 def factor_of(scale, hardware: tl.constexpr):
-    """What ``numbers`` are multiplied by; NaN for rows that are not finite."""
-    exponent = scale.to(tl.int32) + (0 if hardware else 8)
-    factor = (exponent << 23).to(tl.float32, bitcast=True)
-    return tl.where(scale == NOT_FINITE, float("nan"), factor)
-
-
-@triton.jit
-def exponent_of(scale, hardware: tl.constexpr):
-    """The exponent of ``factor_of`` in float32; NaN for rows that are not finite."""
-    exponent = scale.to(tl.float32) - (127.0 if hardware else 119.0)
-    return tl.where(scale == NOT_FINITE, float("nan"), exponent)
-
-
-@triton.jit
-def inverse_of(scale, hardware: tl.constexpr):
-    """One over ``factor_of``, of rows that are finite."""
-    exponent = (254 if hardware else 246) - scale.to(tl.int32)
-    return (exponent << 23).to(tl.float32, bitcast=True)
+    """What ``numbers`` are multiplied by, in float32."""
+    factor = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return factor if hardware else factor * 256.0
