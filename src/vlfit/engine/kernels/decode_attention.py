@@ -10,7 +10,7 @@ product. Reference: ``attention.plain_attention``.
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.overlap import wait
+from vlfit.engine.kernels.overlap import ask_for, wait
 from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.row_steps import turned
 from vlfit.engine.kernels.stored import ONE, factor_of, narrowed, numbers
@@ -19,7 +19,7 @@ LEAST = tl.constexpr(-1e30)  # below any score
 
 
 @quick
-@triton.jit(do_not_specialize=["table", "spans", "table_stride"])
+@triton.jit(do_not_specialize=["table", "spans", "table_stride", "later_step", "later_size"])
 def decode(
     joined,
     norm_weight,
@@ -38,6 +38,10 @@ def decode(
     output,
     eps,
     table_stride,
+    later,
+    later_step,
+    later_size,
+    has_later: tl.constexpr,
     key_heads: tl.constexpr,
     shared: tl.constexpr,
     head_dim: tl.constexpr,
@@ -65,7 +69,9 @@ def decode(
     ``splits`` > 1 ``partial`` is [sequences, heads, splits, head_dim], ``extremes`` [sequences, heads,
     splits, 2], both float32, and ``arrivals`` counts the programs of each sequence and key head: 0 before the
     first and after the last. The first ``sharing`` programs have the past, the last one has the newest token.
-    A row whose slot is negative leaves nothing in the cache, and its answer is zeros.
+    A row whose slot is negative leaves nothing in the cache, and its answer is zeros. Memory has time here:
+    each thread asks for ``later_size`` bytes of ``later``, weights of a product to come, ``later_step`` bytes
+    behind the thread before it.
     """
     sequence = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -90,6 +96,10 @@ def decode(
     key_scale = scale_at(key_scales, cell, token < end, narrow)
     value_scale = scale_at(value_scales, cell, token < end, narrow)
     wait(overlap)
+    if has_later:
+        program = (sequence * key_heads + key_head) * splits + split
+        thread = program * tl.extra.cuda.num_threads() + tl.arange(0, tl.extra.cuda.num_threads())
+        ask_for(later.to(tl.int64) + thread.to(tl.int64) * later_step, later_size)
     inside = (head < shared) & there
     own = joined + sequence.to(tl.int64) * (heads + 2 * key_heads) * head_dim + dim
     weight = norm_weight + dim
