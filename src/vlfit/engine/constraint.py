@@ -127,7 +127,7 @@ class Constraints:
         if matcher.is_error():
             raise InvalidRequest(
                 f"the form cannot be followed: {_words(matcher)}",
-                "see docs/server.md for what a schema may hold",
+                "see docs/api.md for what a schema may hold",
                 param=form.place,
             )
         return matcher
