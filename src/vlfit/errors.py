@@ -43,6 +43,7 @@ VlfitError
 ├── RemoteError                    a server answered with an error
 ├── UnreadableAnswer               the model answered in another form than the task asked for
 └── EngineStopped                  HTTP 503: the engine is shutting down
+    └── EngineLost                     it ended by a mistake of ours, and stays so until it is started again
 """
 
 from typing import ClassVar
@@ -250,3 +251,7 @@ class UnreadableAnswer(VlfitError):
 class EngineStopped(VlfitError):
     http_status = 503
     code = "engine_stopped"
+
+
+class EngineLost(EngineStopped):
+    code = "engine_lost"

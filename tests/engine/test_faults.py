@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.pictures import picture
 from tests.plan.on_meta import Live
+from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.answer import Chunk
 from vlfit.engine.budget import asked_bytes, is_shortage
@@ -23,7 +24,7 @@ from vlfit.engine.sampler import sample
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scores import Scores
 from vlfit.engine.sequence import Sequence
-from vlfit.errors import OutOfMemory
+from vlfit.errors import EngineLost, OutOfMemory
 
 # As torch 2.11 says it.
 NO_MEMORY = (
@@ -323,3 +324,18 @@ def test_a_shortage_is_known_by_its_words(said: Exception, asked: int | None) ->
 @pytest.mark.parametrize("said", [ValueError("out of memory"), RuntimeError("shapes do not match")])
 def test_other_failures_are_none(said: Exception) -> None:
     assert not is_shortage(said)
+
+
+def test_a_thread_that_ends_by_a_mistake_leaves_nobody_waiting(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits and whoever comes is told that the engine is lost."""
+    with NativeBackend.load(tiny("tied"), EngineOptions(device="cpu", context=128)) as backend:
+
+        def fail(sequence: object) -> None:
+            raise RuntimeError("a mistake")
+
+        monkeypatch.setattr(backend.engine, "add", fail)
+        for _ in range(2):
+            with pytest.raises(EngineLost):
+                backend.stream(ask("hello"), SamplingParams(max_tokens=2)).answer()

@@ -1,7 +1,8 @@
 """A server process without a model, for tests: ``python -m tests.server.serve_scripted``.
 
-Takes a port, and ``kept`` if it is to be started again when it dies (``broken``: in vain); prints ``ready``
-and the port when connections are taken, ``stopped`` after a stop in order.
+Takes a port, and ``kept`` if it is to be started again when it dies (``broken``: in vain,
+``faulty``: it loses its engine once); prints ``ready`` and the port when connections are taken, ``stopped``
+after a stop in order.
 """
 
 import os
@@ -32,9 +33,12 @@ def main() -> None:
                     kept.tell_ready()
                 print("ready", port, flush=True)
 
-            serve_until_stopped(
-                create_app(backend, settings), kept.listener if kept else listener, settings, ready
-            )
+            if "faulty" in sys.argv and not settings.restarts:
+                backend.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+            app = create_app(backend, settings)
+            serve_until_stopped(app, kept.listener if kept else listener, settings, ready)
+            if app.state.closing.crashed:
+                os._exit(70)
     except VlfitError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -271,7 +271,7 @@ def test_a_body_without_end_is_cut_off(server: Running) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/nothing", 404, "not_found"),
-        ("POST", "/v1/completions", 404, "not_found"),
+        ("POST", "/v1/edits", 404, "not_found"),
         ("POST", "/v1/chat/completions/", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),

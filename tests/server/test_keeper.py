@@ -73,6 +73,21 @@ def test_what_is_asked_meanwhile_gets_503_at_once() -> None:
         wait_for(lambda: client.get(f"{url}/ready").status_code == 200)
 
 
+def test_an_engine_that_is_lost_without_dying_is_started_again() -> None:
+    """As after a fault of the card: every later request would fail as well."""
+    with kept("faulty") as (process, url), client_of(url) as client:
+        worker = serving(url)
+        with pytest.raises(openai.APIError):
+            client.chat.completions.create(model="scripted", messages=HELLO)
+        wait_for(lambda: "vlfit_restarts_total 1" in httpx.get(f"{url}/metrics").text)
+        assert serving(url) != worker
+        again = client.chat.completions.create(model="scripted", messages=HELLO, max_tokens=2)
+        assert again.choices[0].finish_reason == "length"
+        process.terminate()
+        _, errors = process.communicate(timeout=5)
+    assert "the engine is lost: CUDA error: an illegal memory access" in errors
+
+
 def test_it_stops_as_a_server_that_nobody_keeps() -> None:
     """What runs is finished, to the last byte; the second signal ends it all on the spot."""
     with kept() as (process, url), client_of(url) as client:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vlfit.server.settings import ServerSettings
     from vlfit.settings import Settings
 
+CRASHED = 70  # EX_SOFTWARE of sysexits.h: to be started again
 CLOSING_SECONDS = 0.7  # what is left of the three seconds of Ctrl-C when all requests are over
 
 
@@ -77,6 +78,8 @@ def serve_here(settings: "Settings", *, json_line: bool, quiet: bool) -> None:
                 serve_until_stopped(app, kept.listener if kept else listener, server_settings, announce)
         finally:
             _close(backend)
+    if app.state.closing.crashed:
+        _leave(CRASHED)
     printer.note("stopped")
     _leave()
 
@@ -247,8 +250,8 @@ def _close(backend: "NativeBackend") -> None:
     closing.join(CLOSING_SECONDS)
 
 
-def _leave() -> None:
+def _leave(code: int = 0) -> None:
     """End the process now: taking torch apart can last a second, while the person at Ctrl-C waits."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)

@@ -18,7 +18,7 @@ from vlfit.engine.engine import Engine, Progress
 from vlfit.engine.options import Park
 from vlfit.engine.sequence import Sequence
 from vlfit.engine.threads import keep_to_own_cores
-from vlfit.errors import EngineStopped, VlfitError
+from vlfit.errors import EngineLost, EngineStopped, VlfitError
 from vlfit.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class EngineLoop:
         self._active = time.monotonic()
         self._wake = threading.Condition()
         self._closing = False
+        self._lost: EngineLost | None = None
         built: Future[Engine] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(build, progress, built), name="vlfit-engine", daemon=True
@@ -102,7 +103,7 @@ class EngineLoop:
 
     def _check_open(self) -> None:
         if self._closing:
-            raise _stopped()
+            raise self._lost or _stopped()
 
     def _run(
         self, build: Callable[[Progress], Engine], progress: Progress | None, built: Future[Engine]
@@ -121,8 +122,22 @@ class EngineLoop:
             return
         self._active = time.monotonic()
         built.set_result(engine)
-        while self._turn(engine):
-            pass
+        try:
+            while self._turn(engine):
+                pass
+        except BaseException as error:
+            # Nobody is to wait for an engine that is not there, neither who has come nor who comes now.
+            logger.exception("the engine's thread ended by a mistake of ours")
+            self._end_by(EngineLost(f"the engine is lost: {type(error).__name__}", "start it again"), engine)
+
+    def _end_by(self, error: EngineLost, engine: Engine) -> None:
+        with self._wake:
+            self._closing, self._lost = True, error
+            late, wishes = [*self._inbox], [*self._wakers, *(wish for _, wish in self._sleepers)]
+        for sequence in late:
+            sequence.listener(error)
+        _settle(wishes, partial(_raise, error))
+        engine.fail_all(error)
 
     def _turn(self, engine: Engine) -> bool:
         """Wait for work, and do one step of it. False when it is time to end."""
@@ -131,7 +146,6 @@ class EngineLoop:
                 if not self._wake.wait(self._patience(engine)):
                     break  # a step with nobody in it looks at the memory that is left
             arrivals = list(self._inbox)
-            self._inbox.clear()
             closing = self._closing
             wakers, self._wakers = self._wakers, []
             sleepers: list[tuple[Park, Future[Rest]]] = []
@@ -139,6 +153,7 @@ class EngineLoop:
                 sleepers, self._sleepers = self._sleepers, []
         for sequence in arrivals:
             engine.add(sequence)
+            self._inbox.popleft()  # not before: who is nowhere would wait for ever
         if closing:
             engine.fail_all(_stopped())
             for wish in [*wakers, *(wish for _, wish in sleepers)]:
@@ -228,6 +243,10 @@ def _settle(wishes: list[Future[Rest]], do: Callable[[], Rest]) -> None:
         return
     for wish in wanted:
         wish.set_result(rest)
+
+
+def _raise(error: Exception) -> Rest:
+    raise error
 
 
 def _stopped() -> EngineStopped:

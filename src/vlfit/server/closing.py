@@ -5,17 +5,29 @@ its own ``finally`` what it held.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from vlfit.errors import EngineStopped
+from vlfit.errors import EngineLost, EngineStopped, VlfitError
+
+log = logging.getLogger("vlfit.server")
 
 Result = TypeVar("Result")
 
 TELLING_SECONDS = 0.5  # for those who were cut to be told so
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether ``error`` is one that outlives its request. CUDA goes on failing in a process once a kernel has
+    read where it may not; memory that was not there may be there the next time.
+    """
+    words = str(error)
+    lost = "CUDA error" in words and "out of memory" not in words
+    return isinstance(error, EngineLost) or (lost and not isinstance(error, VlfitError))
 
 
 class ClientGone(Exception):
@@ -33,6 +45,8 @@ class Closing:
         self._running = 0
         self.over = asyncio.Event()
         self.draining = False
+        self.crashed = False
+        self.on_crash: Callable[[], None] = self.begin
 
     def begin(self, seconds: float | None = None) -> None:
         """Start draining; what still runs after ``seconds`` is cut. Call it on the event loop."""
@@ -43,6 +57,15 @@ class Closing:
             later(seconds, self._cut.set)
             later(seconds + TELLING_SECONDS, self.over.set)
             self._look()
+
+    def judge(self, error: Exception) -> None:
+        """End the server if ``error`` says that the engine will never answer again: a server that fails all
+        that it is asked is worth less than one that is started again.
+        """
+        if not self.draining and is_fatal(error):
+            log.error("the engine is lost: %s", str(error).splitlines()[0] if str(error) else repr(error))
+            self.crashed = True
+            self.on_crash()
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -131,6 +131,7 @@ class Endpoint(Generic[Asked]):
         except ClientGone:
             raise
         except Exception as error:
+            shop.closing.judge(error)
             if not streaming.started:
                 raise
             # The status line is long gone, so the failure is told as an event, and the stream ends without

@@ -70,6 +70,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        self._closing.on_crash = lambda: self._drain(self._settings.drain_seconds)
         self._on_ready()
 
     @contextmanager
