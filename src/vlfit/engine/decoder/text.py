@@ -16,10 +16,12 @@ from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.config import ModelConfig, TextConfig
 from vlfit.engine.decoder.rope import TextRope
 from vlfit.engine.kernels.fused import Fresh
+from vlfit.engine.kernels.norm import Onto, Scaled
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layers.attention import AttentionPlan, paged_attention
+from vlfit.engine.layers.folded import Folded, add_product, few, foldable, folded, product
 from vlfit.engine.layers.fused import add_norm, feed_forward, normed
-from vlfit.engine.layers.linear import Linear, weights_of
+from vlfit.engine.layers.linear import Linear
 from vlfit.engine.loader import Loader
 from vlfit.engine.offload import StreamedLayers
 from vlfit.engine.shelf import concatenated
@@ -89,6 +91,8 @@ class TextModel:
         if visual is not None:
             hidden[visual.index] = visual.rows
         tables = self.rope.tables(positions, hidden.dtype)
+        if visual is None and wanted is None and few(hidden) and (layers := self._folded()):
+            return self._few(layers, hidden, tables, cache, plan)
         delta: Tensor | None = None  # what the last half of a layer found, not yet added
         for index, layer in enumerate(self.layers):
             delta = layer.attend(hidden, delta, tables, cache, plan)
@@ -102,6 +106,35 @@ class TextModel:
                 delta = None
                 hidden[visual.index] += visual.deepstack[index]
         return self.head(add_norm(hidden, delta, self.norm, self.eps))
+
+    def _folded(self) -> list[tuple["DecoderLayer", Folded]]:
+        """The layers, if products can do what stands between them; else none.
+
+        A product then does what the next layer begins with, too, so that no layer may wait in RAM.
+        """
+        if not isinstance(self.layers, list):
+            return []
+        products = [folded(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers]
+        pairs = zip(self.layers, products, strict=True)
+        found = [(layer, parts) for layer, parts in pairs if parts is not None]
+        return found if len(found) == len(self.layers) else []
+
+    def _few(
+        self,
+        layers: list[tuple["DecoderLayer", Folded]],
+        hidden: Tensor,
+        tables: tuple[Tensor, Tensor],
+        cache: KVCache,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Logits of few rows ``hidden`` [rows, hidden], which are overwritten."""
+        before: Scaled | None = None
+        norms = [*(layer.input_norm for layer, _ in layers[1:]), self.norm]
+        for (layer, parts), following in zip(layers, norms, strict=True):
+            before = layer.few(parts, hidden, before, following, tables, cache, plan)
+        if before is not None and foldable(self.head):
+            return product(self.head, before)
+        return self.head(add_norm(hidden, None, self.norm, self.eps))
 
 
 class DecoderLayer:
@@ -137,8 +170,32 @@ class DecoderLayer:
         joined = normed(self.qkv, hidden, delta, self.input_norm, self.eps)
         joined = joined.view(len(joined), sum(self.heads), -1)  # [rows, heads, head_dim]
         fresh = Fresh(joined, self.query_key_norm, *tables, self.eps)
-        later = weights_of(self.gate_up)
-        return self.output(paged_attention(fresh, self.index, cache, plan, later))
+        return self.output(paged_attention(fresh, self.index, cache, plan))
+
+    def few(
+        self,
+        parts: Folded,
+        hidden: Tensor,
+        before: Scaled | None,
+        following: Tensor,
+        tables: tuple[Tensor, Tensor],
+        cache: KVCache,
+        plan: AttentionPlan,
+    ) -> Scaled:
+        """Adds what the layer finds to ``hidden`` [rows, hidden] in place, which ``before`` was left with.
+
+        What it leaves is ready for the norm of weight ``following`` [hidden], the next.
+        """
+        if before is None:
+            joined = normed(self.qkv, hidden, None, self.input_norm, self.eps)
+        else:
+            joined = product(parts.qkv, before)
+        joined = joined.view(len(joined), sum(self.heads), -1)
+        fresh = Fresh(joined, self.query_key_norm, *tables, self.eps)
+        found = paged_attention(fresh, self.index, cache, plan)
+        before = add_product(parts.output, found, Onto(hidden, self.post_attention_norm, self.eps))
+        found = product(parts.gate_up, before, gated=True)
+        return add_product(parts.down, found, Onto(hidden, following, self.eps))
 
     def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
         """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what the second half would add."""

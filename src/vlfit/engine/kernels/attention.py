@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vlfit.engine.kernels.fused import Fresh, rotate_and_store
-from vlfit.engine.kernels.launch import arrivals, asked_for, overlapping, power_of_two
+from vlfit.engine.kernels.launch import arrivals, overlapping, power_of_two
 from vlfit.engine.kernels.linear import by_hand, converts_float8
 
 ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockPlan.spans``
@@ -74,7 +74,6 @@ def attend(
     plan: BlockPlan,
     scales: tuple[Tensor, Tensor] | None = None,
     *,
-    later: Tensor | None = None,
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -83,9 +82,8 @@ def attend(
     either codes of FP8, uint8.
 
     Allocates the answer; where there are chunks of prompts the queries; for sequences that decode ``splits``
-    times (head_dim + 2) float32 for each head. ``later``: weights that are read soon, but not by the next
-    product; while sequences decode a part of them comes to the cache. ``splits`` and ``tiles`` are chosen if
-    not given.
+    times (head_dim + 2) float32 for each head. ``splits`` and ``tiles`` are
+    chosen if not given.
     """
     joined = fresh.joined
     rows, heads, head_dim = joined.shape
@@ -105,7 +103,7 @@ def attend(
         extremes = torch.empty((*from_splits, 2), dtype=torch.float32, device=joined.device)
         if joined.device.type != "meta":
             tiles = tiles or decode_tiles(joined.dtype)
-            _launch_decode(fresh, keys, values, scales, plan, partial, extremes, output, later, tiles)
+            _launch_decode(fresh, keys, values, scales, plan, partial, extremes, output, tiles)
     return output
 
 
@@ -118,7 +116,6 @@ def _launch_decode(
     partial: Tensor,
     extremes: Tensor,
     output: Tensor,
-    later: Tensor | None,
     tiles: Tiles,
 ) -> None:
     from vlfit.engine.kernels.decode_attention import decode
@@ -126,7 +123,6 @@ def _launch_decode(
     joined = fresh.joined
     sequences, heads, splits, _ = partial.shape
     key_heads = keys.shape[1]
-    step, size = asked_for(later, sequences * key_heads * splits * tiles.warps * 32)
     decode[(sequences, key_heads, splits)](
         joined,
         joined if fresh.norm_weight is None else fresh.norm_weight,
@@ -144,10 +140,6 @@ def _launch_decode(
         output,
         fresh.eps,
         plan.table.stride(0),
-        joined if later is None else later,
-        step,
-        size,
-        has_later=size > 0,
         **_sizes(heads, keys, plan),
         rotated=fresh.cosines.shape[-1],
         has_norm=fresh.norm_weight is not None,

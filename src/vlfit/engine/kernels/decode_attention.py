@@ -10,16 +10,16 @@ product. Reference: ``attention.plain_attention``.
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.overlap import ask_for, wait
+from vlfit.engine.kernels.overlap import wait
 from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.row_steps import turned
-from vlfit.engine.kernels.stored import ONE, factor_of, narrowed, numbers
+from vlfit.engine.kernels.stored import exponent_of, factor_of, inverse_of, narrowed, numbers
 
 LEAST = tl.constexpr(-1e30)  # below any score
 
 
 @quick
-@triton.jit(do_not_specialize=["table", "spans", "table_stride", "later_step", "later_size"])
+@triton.jit(do_not_specialize=["table", "spans", "table_stride"])
 def decode(
     joined,
     norm_weight,
@@ -38,10 +38,6 @@ def decode(
     output,
     eps,
     table_stride,
-    later,
-    later_step,
-    later_size,
-    has_later: tl.constexpr,
     key_heads: tl.constexpr,
     shared: tl.constexpr,
     head_dim: tl.constexpr,
@@ -69,9 +65,7 @@ def decode(
     ``splits`` > 1 ``partial`` is [sequences, heads, splits, head_dim], ``extremes`` [sequences, heads,
     splits, 2], both float32, and ``arrivals`` counts the programs of each sequence and key head: 0 before the
     first and after the last. The first ``sharing`` programs have the past, the last one has the newest token.
-    A row whose slot is negative leaves nothing in the cache, and its answer is zeros. Memory has time here:
-    each thread asks for ``later_size`` bytes of ``later``, weights of a product to come, ``later_step`` bytes
-    behind the thread before it.
+    A row whose slot is negative leaves nothing in the cache, and its answer is zeros.
     """
     sequence = tl.program_id(0)
     key_head = tl.program_id(1)
@@ -96,10 +90,6 @@ def decode(
     key_scale = scale_at(key_scales, cell, token < end, narrow)
     value_scale = scale_at(value_scales, cell, token < end, narrow)
     wait(overlap)
-    if has_later:
-        program = (sequence * key_heads + key_head) * splits + split
-        thread = program * tl.extra.cuda.num_threads() + tl.arange(0, tl.extra.cuda.num_threads())
-        ask_for(later.to(tl.int64) + thread.to(tl.int64) * later_step, later_size)
     inside = (head < shared) & there
     own = joined + sequence.to(tl.int64) * (heads + 2 * key_heads) * head_dim + dim
     weight = norm_weight + dim
@@ -156,9 +146,8 @@ def decode(
                 tl.reshape(new_key_scale, (1,)),
                 tl.reshape(new_value_scale, (1,)),
             )
-            exponent = tl.log2(factor_of(new_value_scale, hardware))
-            largest = largest * factor_of(new_key_scale, hardware) + exponent
-            weight_sum += tl.exp2(-exponent)
+            largest = largest * factor_of(new_key_scale, hardware) + exponent_of(new_value_scale, hardware)
+            weight_sum += inverse_of(new_value_scale, hardware)
         else:
             weight_sum += 1.0
     if begin < end:
@@ -237,7 +226,7 @@ def cells(
 @triton.jit
 def scale_at(scales, cell, known, narrow: tl.constexpr):
     """Scales of the rows ``cell`` [tokens], 1 for those that are not ``known``; nothing if not ``narrow``."""
-    return tl.load(scales + cell, mask=known, other=ONE) if narrow else known
+    return tl.load(scales + cell, mask=known, other=127) if narrow else known
 
 
 @triton.jit
@@ -262,15 +251,14 @@ def seen(
         value = numbers(value, asked.dtype, hardware, by_hand)
         score = tl.dot(asked, tl.trans(key), input_precision="ieee")
         score = score * (factor_of(key_scale, hardware) * factor)[None, :]
-        exponent = tl.log2(factor_of(value_scale, hardware))
-        score += exponent[None, :]
+        score += exponent_of(value_scale, hardware)[None, :]
     else:
         score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
     score = tl.where(known[None, :], score, float("-inf"))
     larger = tl.maximum(largest, tl.max(score, 1))
     power = tl.exp2(score - larger[:, None])
     shrink = tl.exp2(largest - larger)
-    weight = power * tl.exp2(-exponent)[None, :] if narrow else power
+    weight = power * inverse_of(value_scale, hardware)[None, :] if narrow else power
     weight_sum = weight_sum * shrink + tl.sum(weight, 1)
     mixed = tl.dot(power.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
     return larger, weight_sum, mixed

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
-from vlfit.engine.kernels.overlap import ask_for_rows, let_next, wait
+from vlfit.engine.kernels.overlap import wait
 from vlfit.engine.kernels.product import inputs_tile, product, shrink, squares_of, tile_index
 
 
@@ -40,16 +40,13 @@ def multiply(
     tile_inputs: tl.constexpr,
     parts: tl.constexpr,
     splits: tl.constexpr,
-    ahead: tl.constexpr,
-    late: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ ``weight`` [outputs, inputs].T + ``bias``.
 
     All rows are one tile. ``parts``: into how many a tile of inputs is cut, one for each warp, if not 1. With
-    ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are, and ``gated``. ``ahead``: bytes of
-    each row of weights that are asked for while the kernel before runs. ``normed``: times what
-    makes norms of ``x``, by the sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in
+    ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are, and ``gated``. ``normed``: times
+    what makes norms of ``x``, by the sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in
     ``output``; see ``finish`` for ``scaled``, and ``squares`` [rows, tiles].
     """
     tile = tl.program_id(0)
@@ -57,9 +54,7 @@ def multiply(
     index = tile_index(tile, outputs, tile_outputs, gated)
     row = tl.arange(0, tile_rows)
     begin = split * steps * tile_inputs
-    if ahead:
-        ask_for_rows(weight, index, begin, outputs, inputs, tile_outputs, ahead)
-    wait(overlap, late=late)
+    wait(overlap)
     if normed:
         found = squares_of(squares, row, rows, square_tiles, tile_squares)
     before = 0.0
@@ -78,7 +73,6 @@ def multiply(
         tile_weight = tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
         tile_x = inputs_tile(x, row, rows, start, inputs, x_stride, False, tile_inputs)
         total += product(tile_weight, tile_x, tile_rows, tile_outputs, tile_inputs, parts)
-    let_next(overlap, late)
     if parts > 1:
         total = tl.sum(total, 0)
     if normed:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.engine.kernels import launch
-from vlfit.engine.kernels.launch import ahead, arrivals, overlapping
+from vlfit.engine.kernels.launch import arrivals, overlapping
 from vlfit.engine.kernels.norm import Onto, Scaled, choices, numbers, pointers
 
 FEW_ROWS = 16
@@ -105,8 +104,6 @@ def _launch(
         return
     from vlfit.engine.kernels.dense import multiply as kernel
 
-    steps = -(-inputs // (splits * tiles.inputs))
-    share = steps * tiles.inputs * weight.element_size()
     kernel[(programs, splits)](
         x,
         weight,
@@ -119,7 +116,7 @@ def _launch(
         outputs,
         inputs,
         x.stride(0),
-        steps,
+        -(-inputs // (splits * tiles.inputs)),
         *numbers(norm),
         has_bias=bias is not None,
         gated=gated,
@@ -129,8 +126,6 @@ def _launch(
         tile_inputs=tiles.inputs,
         parts=tiles.parts,
         splits=splits,
-        ahead=ahead(weight, programs * splits, tiles.outputs, share),
-        late=launch.LATE,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **overlapping(x.device),

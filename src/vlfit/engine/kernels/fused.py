@@ -13,7 +13,6 @@ from vlfit.engine.kernels.launch import overlapping, power_of_two
 
 _TILE = 1024  # elements that one program multiplies
 _HEADS = 8  # that one program turns
-EARLY = False
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -33,7 +32,6 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
             width=width,
             has_delta=delta is not None,
             tile=tile,
-            early=EARLY,
             num_warps=8 if tile >= 2048 else 4,
             **overlapping(hidden.device),
         )

@@ -25,35 +25,6 @@ def overlapping(device: torch.device) -> dict[str, Any]:
     return {"overlap": False}
 
 
-AHEAD = 0  # bytes of weights that a product's programs ask for together before it is their turn
-LATE = False
-LATER = 0  # bytes that attention asks for of the product after the next
-_ASKED = 16  # bytes: what is asked for are multiples of it
-
-
-def ahead(weight: Tensor, programs: int, tile_outputs: int, share: int) -> int:
-    """Bytes of each row of its tile of ``weight`` [outputs, columns] that each of so many ``programs`` asks
-    for while it waits, if kernels overlap: at most ``share``, what it is going to read. 0: none.
-
-    A multiple of 16 for each of up to 256 threads that share them.
-    """
-    row = weight.stride(0) * weight.element_size()
-    if not overlapping(weight.device)["overlap"] or row % _ASKED or weight.data_ptr() % _ASKED:
-        return 0
-    step = _ASKED * max(256 // tile_outputs, 1)
-    return min(AHEAD // (programs * tile_outputs), share) // step * step
-
-
-def asked_for(later: Tensor | None, threads: int) -> tuple[int, int]:
-    """Every how many bytes of the weights ``later`` one of so many ``threads`` asks for some, and for how
-    many, if kernels overlap: multiples of 16, evenly over all of them. 0, 0: none.
-    """
-    if later is None or not overlapping(later.device)["overlap"] or later.data_ptr() % _ASKED:
-        return 0, 0
-    step = later.nbytes // threads // _ASKED * _ASKED
-    return step, min(LATER // threads // _ASKED * _ASKED, step)
-
-
 @cache
 def arrivals(device: torch.device) -> Tensor:
     """How many programs of each tile have finished, of a product that several share.

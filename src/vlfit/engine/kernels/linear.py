@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
-from vlfit.engine.kernels import launch
-from vlfit.engine.kernels.launch import ahead, arrivals, overlapping
+from vlfit.engine.kernels.launch import arrivals, overlapping
 from vlfit.engine.kernels.norm import Onto, Scaled, choices, numbers, pointers
 from vlfit.engine.kernels.tables import table_on
 from vlfit.plan import tiles as plan
@@ -259,7 +258,6 @@ def _launch_matmul(
     cut = (outputs // 2, tiles.outputs // 2) if gated else (outputs, tiles.outputs)
     programs = -(-cut[0] // cut[1]) * -(-rows // tiles.rows)
     codes, scale, zero_point = _stored(weights)
-    share = codes.shape[1] * codes.element_size() * steps * tiles.inputs // weights.inputs
     # One row of int4 whose groups a tile has enough rows for.
     apart = rows == 1 and weights.form == INT4 and tiles.inputs // tiles.parts <= tiles.rows * weights.span
     matmul[(programs, splits)](
@@ -294,8 +292,6 @@ def _launch_matmul(
         parts=tiles.parts,
         splits=splits,
         stages=tiles.stages,
-        ahead=0 if rows > plan.SPLIT_ROWS else ahead(codes, programs * splits, tiles.outputs, share),
-        late=launch.LATE,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **overlapping(x.device),

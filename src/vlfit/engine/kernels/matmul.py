@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.finish import finish
-from vlfit.engine.kernels.overlap import ask_for_rows, let_next, wait
+from vlfit.engine.kernels.overlap import wait
 from vlfit.engine.kernels.product import inputs_tile, product, shrink, squares_of, tile_index
 from vlfit.engine.kernels.unpack import (
     fp8_tile,
@@ -71,8 +71,6 @@ def matmul(
     parts: tl.constexpr,
     splits: tl.constexpr,
     stages: tl.constexpr,
-    ahead: tl.constexpr,
-    late: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """``output`` [rows, outputs] = ``x`` [rows, inputs] @ weights.T + ``bias``, summed in float32.
@@ -83,10 +81,9 @@ def matmul(
     warp, if not 1.
     Where a part of a tile shares its scale, codes are multiplied as they are and the scale is applied to the
     sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``one_scale``: all
-    inputs share one. ``apart``: one row of int4 (``apart_sums``). ``ahead``: bytes of each row of codes that
-    are asked for while the kernel before runs. ``normed``: times what makes norms of ``x``, by the
-    sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in ``output``; see ``finish`` for
-    ``scaled``, and ``squares`` [rows, tiles].
+    inputs share one. ``apart``: one row of int4 (``apart_sums``). ``normed``: times what makes norms of
+    ``x``, by the sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in ``output``; see
+    ``finish`` for ``scaled``, and ``squares`` [rows, tiles].
     """
     in_word: tl.constexpr = 8 if form == "int4" else 4 if form == "int8" else 1
     inputs = code_columns * in_word
@@ -96,9 +93,7 @@ def matmul(
     row = (tl.program_id(0) % row_tiles) * tile_rows + tl.arange(0, tile_rows)
     split = tl.program_id(1)
     begin = split * steps * tile_inputs
-    if ahead:
-        ask_for_rows(codes, output_index, begin // in_word, outputs, code_columns, tile_outputs, ahead)
-    wait(overlap, late=late)
+    wait(overlap)
     written = tl.arange(0, 1) if apart else row
     if normed:
         found = squares_of(squares, written, rows, square_tiles, tile_squares)
@@ -163,7 +158,6 @@ def matmul(
                 tile_inputs,
                 parts,
             )
-    let_next(overlap, late)
     if form == "fp8" and not hardware:
         total *= 256.0
     if parts > 1:

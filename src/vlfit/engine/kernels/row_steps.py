@@ -23,14 +23,10 @@ def add_norm(
     width: tl.constexpr,
     has_delta: tl.constexpr,
     tile: tl.constexpr,
-    early: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """A program for each row of ``hidden`` [rows, width]: adds ``delta`` to it, and writes its norm.
-
-    ``early``: the product behind is made ready before this begins, and asks for its weights by then.
-    """
-    wait(overlap, early)
+    """A program for each row of ``hidden`` [rows, width]: adds ``delta`` to it, and writes its norm."""
+    wait(overlap)
     column = tl.arange(0, tile)
     place = tl.program_id(0).to(tl.int64) * width + column
     inside = column < width

@@ -60,15 +60,13 @@ class SlotPlan:
 AttentionPlan = SlotPlan | BlockPlan
 
 
-def paged_attention(
-    fresh: Fresh, layer: int, cache: KVCache, plan: AttentionPlan, later: Tensor | None = None
-) -> Tensor:
+def paged_attention(fresh: Fresh, layer: int, cache: KVCache, plan: AttentionPlan) -> Tensor:
     """What the queries of ``fresh`` find in the cache, to which its keys and values are added.
 
-    Gives [rows, heads * head_dim]. ``later``: weights that are read soon (``attend``).
+    Gives [rows, heads * head_dim].
     """
     if isinstance(plan, BlockPlan):
-        return attend(fresh, cache.keys[layer], cache.values[layer], plan, cache.scales(layer), later=later)
+        return attend(fresh, cache.keys[layer], cache.values[layer], plan, cache.scales(layer))
     query = rotate_and_store(fresh, plan.write_slots, layer, cache)
     return slot_attention(query, layer, cache, plan)
 

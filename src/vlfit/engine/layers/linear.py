@@ -82,13 +82,6 @@ class Fp8Linear:
         return eight_bits.multiply(x, self.weights, self.bias)
 
 
-def weights_of(layer: Linear) -> Tensor | None:
-    """The matrix that ``layer`` reads, as it is stored, if it has one."""
-    if isinstance(layer, DenseLinear):
-        return layer.weight
-    return layer.weights.codes if isinstance(layer, Fp8Linear | Int4Linear | Int8Linear) else None
-
-
 class Stacked:
     """Layers with the same input, stored unlike each other: their outputs beside one another."""
 
