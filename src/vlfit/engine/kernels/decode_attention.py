@@ -13,7 +13,7 @@ import triton.language as tl
 from vlfit.engine.kernels.overlap import wait
 from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.row_steps import turned
-from vlfit.engine.kernels.stored import exponent_of, factor_of, inverse_of, narrowed, numbers
+from vlfit.engine.kernels.stored import ONE, factor_of, narrowed, numbers
 
 LEAST = tl.constexpr(-1e30)  # below any score
 
@@ -146,8 +146,9 @@ def decode(
                 tl.reshape(new_key_scale, (1,)),
                 tl.reshape(new_value_scale, (1,)),
             )
-            largest = largest * factor_of(new_key_scale, hardware) + exponent_of(new_value_scale, hardware)
-            weight_sum += inverse_of(new_value_scale, hardware)
+            exponent = tl.log2(factor_of(new_value_scale, hardware))
+            largest = largest * factor_of(new_key_scale, hardware) + exponent
+            weight_sum += tl.exp2(-exponent)
         else:
             weight_sum += 1.0
     if begin < end:
@@ -226,7 +227,7 @@ def cells(
 @triton.jit
 def scale_at(scales, cell, known, narrow: tl.constexpr):
     """Scales of the rows ``cell`` [tokens], 1 for those that are not ``known``; nothing if not ``narrow``."""
-    return tl.load(scales + cell, mask=known, other=127) if narrow else known
+    return tl.load(scales + cell, mask=known, other=ONE) if narrow else known
 
 
 @triton.jit
@@ -251,14 +252,15 @@ def seen(
         value = numbers(value, asked.dtype, hardware, by_hand)
         score = tl.dot(asked, tl.trans(key), input_precision="ieee")
         score = score * (factor_of(key_scale, hardware) * factor)[None, :]
-        score += exponent_of(value_scale, hardware)[None, :]
+        exponent = tl.log2(factor_of(value_scale, hardware))
+        score += exponent[None, :]
     else:
         score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
     score = tl.where(known[None, :], score, float("-inf"))
     larger = tl.maximum(largest, tl.max(score, 1))
     power = tl.exp2(score - larger[:, None])
     shrink = tl.exp2(largest - larger)
-    weight = power * inverse_of(value_scale, hardware)[None, :] if narrow else power
+    weight = power * tl.exp2(-exponent)[None, :] if narrow else power
     weight_sum = weight_sum * shrink + tl.sum(weight, 1)
     mixed = tl.dot(power.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
     return larger, weight_sum, mixed
