@@ -36,6 +36,7 @@ from vlfit.machine.records import decode, encode
 from vlfit.machine.survey import survey
 from vlfit.plan import calibration
 from vlfit.plan.ledger import Line, Settings, ledger
+from vlfit.plan.many_rows import LEAST, Means
 from vlfit.plan.model import model_of
 from vlfit.plan.search import emptiest
 
@@ -90,7 +91,7 @@ def main() -> None:
         found = iter([known[job] for job in wanted]) if options.against else measured(placed)
         results = []
         for job, held in zip(placed, found, strict=True):
-            results.append(compared(job, held, gpu))
+            results.append(compared(job, held, gpu, means_then(facts)))
             write(options.json, facts, gpu, results)  # a run that is cut short leaves what it has
     print_results(results)
     if not options.against:
@@ -124,6 +125,7 @@ def new_facts() -> dict[str, Any]:
         "card": card(),
         "commit": commit(),
         "processor": processor(),
+        "means": "those of the card",
         **versions_of("torch", "transformers"),
     }
 
@@ -229,9 +231,19 @@ def seconds(held: Held) -> str:
     return ", ".join(f"{what} {count:.1f} s" for what, count in held.seconds.items())
 
 
-def compared(job: LedgerJob, held: Held | str, gpu: Gpu) -> dict[str, Any]:
-    """Prediction and measurement of one configuration, in bytes. The verdict: ok, BELOW or failed."""
-    lines = predicted_lines(job, gpu)
+def means_then(facts: dict[str, Any]) -> Means | None:
+    """What the engine that was measured had for prompts and pictures: None, what the card gives. Earlier ones
+    had no rows in FP8, no recorded tower and the smaller buffer on every card.
+    """
+    return None if facts.get("means") else LEAST
+
+
+def compared(job: LedgerJob, held: Held | str, gpu: Gpu, means: Means | None = None) -> dict[str, Any]:
+    """Prediction and measurement of one configuration, in bytes. The verdict: ok, BELOW or failed.
+
+    ``means``: what the engine had; None: what the card gives.
+    """
+    lines = predicted_lines(job, gpu, means)
     predicted = sum(line.bytes for line in lines) - calibration.RESERVE.bytes
     result: dict[str, Any] = {
         "name": job.name,
@@ -250,12 +262,12 @@ def compared(job: LedgerJob, held: Held | str, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def predicted_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
+def predicted_lines(job: LedgerJob, gpu: Gpu, means: Means | None = None) -> list[Line]:
     """The ledger but for the desktop."""
     checkpoint = read_checkpoint(job.name, Path(job.folder))
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     settings = Settings(job.weights, job.context, job.image_tokens, job.sequences, job.chunk, tight=job.tight)
-    return [line for line in ledger(model, gpu, job.backend, settings) if line.line != "desktop"]
+    return [line for line in ledger(model, gpu, job.backend, settings, means) if line.line != "desktop"]
 
 
 def by_line(lines: list[Line], held: Held) -> dict[str, dict[str, int]]:

@@ -23,10 +23,12 @@ from vlfit.engine.answer import ImageSeen
 from vlfit.engine.engine import Engine
 from vlfit.engine.images import PreparedImage
 from vlfit.engine.prompt import Prompt
+from vlfit.engine.qwen3_vl.recorded import IN_A_ROW
 from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scheduler import Work
 from vlfit.engine.scores import Scores
 from vlfit.errors import DoesNotFit, OutOfMemory
+from vlfit.plan.costs import VISION_WHOLE
 
 _FILLER = 100  # any ordinary token
 _ANSWER = 3  # tokens: the first comes from the prompt's pass, so two passes decode
@@ -96,6 +98,13 @@ def rehearse(engine: Engine, image_tokens: int) -> Rehearsed:
     engine.runner.run = watched  # type: ignore[method-assign]
     try:
         with engine.pace.rest():
+            if engine.runner.recorded is not None and image_tokens:
+                # The largest picture that is recorded, until it is: each has a shade of its own.
+                tokens = min(
+                    image_tokens, VISION_WHOLE // engine.checkpoint.config.eyes.spatial_merge_size**2
+                )
+                for number in range(IN_A_ROW + 1):
+                    answer_all(engine, [(about_a_picture(engine, tokens, _SHADES - 1 - number), 1)])
             for number in range(pictures_to_fill_the_cache(engine, image_tokens)):
                 answer_all(engine, [(about_a_picture(engine, image_tokens, number), 1)])
                 seen.pictures += 1

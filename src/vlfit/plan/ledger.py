@@ -57,18 +57,21 @@ class Line:
     note: str
 
 
-def ledger(model: Model, gpu: Gpu, backend: str, settings: Settings) -> tuple[Line, ...]:
-    """Every line, in the order in which the memory is taken."""
+def ledger(
+    model: Model, gpu: Gpu, backend: str, settings: Settings, means: Means | None = None
+) -> tuple[Line, ...]:
+    """Every line, in the order in which the memory is taken. ``means``: if not those of ``gpu``."""
     if backend == VLLM:
         return _of_vllm(model, gpu, settings)
+    means = means or means_on(gpu)
     constants = calibration.constants_for(gpu)
     return (
         Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
         _context(backend, constants),
         *_weights(model, settings.offload),
         _kv_cache(model, backend, settings),
-        *_workspaces(model, backend, settings, constants, means_on(gpu), table_of(_card(gpu))),
-        _graphs(model, backend, settings, constants, means_on(gpu)),
+        *_workspaces(model, backend, settings, constants, means, table_of(_card(gpu))),
+        _graphs(model, backend, settings, constants, means),
         _reserve(),
     )
 
