@@ -11,7 +11,8 @@ held-out questions, and those under ``--photos``. ``--score``: also the share of
 that is answered right, the original's first. On the CPU, in float32: weights are compared, not kernels.
 
 ``--embedding int4`` is no option of ``vlfit convert``: the table is rounded so in groups of 32, and written
-in 16 bits again, which is what its bytes are here.
+in 16 bits again, which is what its bytes are here. ``--kv-dtype fp8`` alone is the original itself with a KV
+cache in FP8, and is asked no questions to be scored.
 """
 
 import argparse
@@ -58,6 +59,7 @@ COPIES = (
     "--weights int4 --group-size 128 --embedding int8 --vision int8",
 )
 ROUNDED_TABLE = "--embedding int4"
+ROUNDED_CACHE = "--kv-dtype fp8"
 HEADING = (
     "copy", "MB", "error of weights", "cosine of features", "worst picture", "worst row", "KL of a word",
     "other words", "right",
@@ -88,9 +90,11 @@ class Cost:
 class Watched:
     """An engine on the CPU whose scores can be read, and whose words can be decided by somebody else."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, kv_dtype: str = "auto") -> None:
         checkpoint = open_checkpoint(folder)
-        options = EngineOptions(device="cpu", dtype="float32", prefix_cache=False, speculate=False)
+        options = EngineOptions(
+            device="cpu", dtype="float32", prefix_cache=False, speculate=False, kv_dtype=kv_dtype
+        )
         self.engine = Engine(checkpoint, options)
 
     def features(self, part: ImagePart) -> Tensor:
@@ -157,7 +161,7 @@ def ask_the_original(model: str, questions: int, photos: Path | None) -> Asked:
 
 
 def cost_of(copy: str, folder: str, errors: dict[str, float], asked: Asked) -> Cost:
-    watched = Watched(folder)
+    watched = Watched(folder, "fp8" if copy == ROUNDED_CACHE else "auto")
     features = [(watched.features(part), theirs) for part, theirs in asked.pictures]
     rows = [F.cosine_similarity(ours, theirs) for ours, theirs in features]
     whole = [F.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) for ours, theirs in features]
@@ -189,6 +193,9 @@ def score_of(folder: str, items: list[HeldOut]) -> float:
 def made(model: str, copies: list[str]) -> Iterator[tuple[str, str, dict[str, float]]]:
     """Each copy: its options, the folder while it is there, and its errors by kind of layer."""
     for options in copies:
+        if options == ROUNDED_CACHE:
+            yield options, model, {"weights": 0.0}
+            continue
         with tempfile.TemporaryDirectory() as root:
             out = str(Path(root) / "copy")
             asked = options.replace(ROUNDED_TABLE, "")
@@ -247,7 +254,7 @@ def main() -> None:
     with torch.inference_mode():
         for copy in made(options.model, options.copy or list(COPIES)):
             cost = cost_of(*copy, asked)
-            if items:
+            if items and cost.copy != ROUNDED_CACHE:
                 cost = replace(cost, score=score_of(copy[1], items))
             print(row(cost), flush=True)
             costs.append(asdict(cost))
