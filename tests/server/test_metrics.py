@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.harness import running
+from tests.server.harness import running, wait_for
 from tests.server.scripted import ScriptedBackend
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.answer import Chunk, Timings
@@ -39,6 +39,7 @@ def test_what_a_scrape_tells(tiny: Callable[[str], Path]) -> None:
             assert httpx.post(f"{server.url}/v1/chat/completions", json=HELLO).status_code == 200
             assert httpx.post(f"{server.url}/v1/chat/completions", json={}).status_code == 400
             httpx.get(f"{server.url}/no/such/path")
+            wait_for(lambda: 'status="404"' in httpx.get(f"{server.url}/metrics").text)
             answer = httpx.get(f"{server.url}/metrics")
         blocks = backend.account().pool.blocks
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -106,6 +107,7 @@ def test_a_line_of_json() -> None:
 def test_the_door_says_as_much_in_json(caplog: pytest.LogCaptureFixture) -> None:
     with running(ScriptedBackend()) as server, caplog.at_level(logging.INFO, "vlfit.server"):
         httpx.post(f"{server.url}/v1/chat/completions", json=HELLO)
+        wait_for(lambda: bool(caplog.records))  # the answer is there before its line
     (record,) = caplog.records
     line = json.loads(JSONLines().format(record))
     assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/chat/completions", 200)
