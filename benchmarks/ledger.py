@@ -233,7 +233,7 @@ def seconds(held: Held) -> str:
 
 def means_then(facts: dict[str, Any]) -> Means | None:
     """What the engine that was measured had for prompts and pictures: None, what the card gives. Earlier ones
-    had no rows in FP8, no recorded tower and the smaller buffer on every card.
+    had no rows in FP8, no recorded tower and the smaller buffer on every card, nor did they guess.
     """
     return None if facts.get("means") else LEAST
 
@@ -266,7 +266,8 @@ def predicted_lines(job: LedgerJob, gpu: Gpu, means: Means | None = None) -> lis
     """The ledger but for the desktop."""
     checkpoint = read_checkpoint(job.name, Path(job.folder))
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
-    settings = Settings(job.weights, job.context, job.image_tokens, job.sequences, job.chunk, tight=job.tight)
+    sizes = (job.context, job.image_tokens, job.sequences, job.chunk)
+    settings = Settings(job.weights, *sizes, tight=job.tight, speculate=means is None)
     return [line for line in ledger(model, gpu, job.backend, settings, means) if line.line != "desktop"]
 
 
