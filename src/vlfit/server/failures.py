@@ -13,8 +13,9 @@ from starlette.responses import Response
 from vlfit.errors import CannotWake, EngineStopped, QueueFull, VlfitError
 
 ROUTES = (
-    "/health, /ready, /metrics, /v1/models, /v1/models/{id}, /v1/chat/completions, "
-    "/v1/vlfit/status, /v1/vlfit/ledger, /v1/vlfit/sleep, /v1/vlfit/wake"
+    "/health, /ready, /metrics, /v1/models, /v1/models/{id}, /v1/chat/completions, /v1/responses, "
+    "/v1/completions, /v1/vlfit/status, /v1/vlfit/ledger, /v1/vlfit/plan, /v1/vlfit/price, "
+    "/v1/vlfit/sleep, /v1/vlfit/wake. /docs says more"
 )
 
 BACK_AFTER = 10  # seconds until a server that is started again answers; a small model takes less
