@@ -75,6 +75,7 @@ clean:
 	@for wanted in $^; do \
 	    place=.venv/clients/$$(basename $$wanted .txt); \
 	    $(IN_VENV) -m venv $$place; \
+	    $$place/bin/python -m pip install --quiet --upgrade pip; \
 	    $$place/bin/python -m pip install --quiet --only-binary :all: -r $$wanted; \
 	done
 	@touch $@
