@@ -14,11 +14,11 @@ from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
 from vlfit.engine.kernels import fused
 from vlfit.engine.kernels.attention import BlockPlan
-from vlfit.engine.layers.folded import WIDEST, few
+from vlfit.engine.layers.folded import ROWS, WIDEST, few, folded
+from vlfit.engine.layers.linear import DenseLinear
 from vlfit.engine.options import EngineOptions
 
 __all__ = ["device"]  # a fixture
-ROWS = 2
 
 
 def test_few_rows_are_those_of_a_gpu_whose_dtype_can_wait_for_its_norm(
@@ -26,11 +26,15 @@ def test_few_rows_are_those_of_a_gpu_whose_dtype_can_wait_for_its_norm(
 ) -> None:
     assert not few(torch.zeros(1, 8))
     monkeypatch.setattr(kernels, "used_on", lambda device: True)
-    assert few(torch.zeros(16, 8))
     assert few(torch.zeros(1, 8, dtype=torch.bfloat16))
-    assert not few(torch.zeros(17, 8))
-    assert not few(torch.zeros(1, WIDEST + 8))
+    assert not few(torch.zeros(ROWS + 1, 8))
     assert not few(torch.zeros(1, 8, dtype=torch.float16))
+
+
+def test_wide_rows_in_16_bits_are_computed_as_ever() -> None:
+    narrow, wide = (DenseLinear(torch.zeros(width, 8)) for width in (WIDEST, WIDEST + 8))
+    assert folded(narrow, narrow, narrow, narrow) is not None
+    assert folded(wide, wide, wide, wide) is None
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")
@@ -60,7 +64,7 @@ def test_the_same_logits_with_one_norm_for_itself(
     table = torch.arange(ROWS, dtype=torch.int32).view(ROWS, 1)
     spans = torch.tensor([(row, 1, 0) for row in range(ROWS)], dtype=torch.int32)
     plan = BlockPlan(torch.arange(ROWS, dtype=torch.int32) * size, table, spans, size, ROWS, 0)
-    ids, positions = torch.tensor([5, 11]), torch.zeros(3, ROWS, dtype=torch.int32)
+    ids, positions = torch.full((ROWS,), 5), torch.zeros(3, ROWS, dtype=torch.int32)
 
     def logits() -> Tensor:
         norms.clear()

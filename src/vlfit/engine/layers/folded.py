@@ -12,12 +12,13 @@ from torch import Tensor
 
 from vlfit.engine import kernels
 from vlfit.engine.kernels import few_rows, linear
-from vlfit.engine.kernels.few_rows import FEW_ROWS
 from vlfit.engine.kernels.norm import Onto, Scaled
 from vlfit.engine.layers.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Linear
 
-# Wider rows than these are computed as ever: on one H100 a layer of 2B took 1 to 2 us less, of 4B in int4 6
-# of 53 less, of 8B in int4 20 us more than 70, for reasons not known (docs/log.md).
+# On one H100 a layer took, with norms of its own and without: 54 and 52 us (2B, bf16), 42 and 39 (2B, FP8),
+# 61 and 58 (4B, FP8), 56 and 50 (4B, int4), 73 and 69 (8B, int4); with eight rows 72 and 74 (2B, bf16), 81
+# and 88 (8B, int4). So it is done for one row, and of wider ones than these for int4 alone (docs/log.md).
+ROWS = 1
 WIDEST = 2560
 
 Foldable = DenseLinear | Fp8Linear | Int4Linear | Int8Linear
@@ -28,9 +29,7 @@ def few(hidden: Tensor) -> bool:
 
     Not in float16: rows times a norm's weight, before they are divided by their length, may exceed it.
     """
-    rows, width = hidden.shape
-    fits = rows <= FEW_ROWS and width <= WIDEST and hidden.dtype != torch.float16
-    return kernels.used_on(hidden.device) and fits
+    return kernels.used_on(hidden.device) and len(hidden) <= ROWS and hidden.dtype != torch.float16
 
 
 def foldable(layer: Linear) -> TypeGuard[Foldable]:
@@ -48,10 +47,12 @@ class Folded:
 
 
 def folded(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> Folded | None:
-    """None if one of them cannot do more than multiply."""
-    if foldable(qkv) and foldable(output) and foldable(gate_up) and foldable(down):
-        return Folded(qkv, output, gate_up, down)
-    return None
+    """None if one of them cannot do more than multiply, or it does not pay."""
+    if not (foldable(qkv) and foldable(output) and foldable(gate_up) and foldable(down)):
+        return None
+    width = len(down.weight) if isinstance(down, DenseLinear) else down.weights.outputs
+    pays = width <= WIDEST or all(isinstance(part, Int4Linear) for part in (qkv, output, gate_up, down))
+    return Folded(qkv, output, gate_up, down) if pays else None
 
 
 def product(layer: Foldable, x: Tensor | Scaled, gated: bool = False) -> Tensor:
