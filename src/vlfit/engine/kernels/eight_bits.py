@@ -55,7 +55,12 @@ TILES = Tiles(64, 128, 4, 3)  # the fastest of ten on an H100, for all shapes of
 
 def takes(weights: NarrowWeights, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``rows`` rows are multiplied with ``weights`` here: else they are widened."""
-    return rows > WIDEN_ROWS and dtype != torch.float32 and means(device).eight_bits and fits(weights)
+    return takes_rows(rows, dtype, device) and fits(weights)
+
+
+def takes_rows(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """``takes``, of weights that ``fits`` is true of."""
+    return rows > WIDEN_ROWS and dtype != torch.float32 and means(device).eight_bits
 
 
 def fits(weights: NarrowWeights) -> bool:
@@ -144,7 +149,8 @@ def multiply(x: EightBits, weights: NarrowWeights, bias: Tensor | None, tiles: T
     if tiles is None and x.dtype == torch.bfloat16 and _blocks(weights) and by_library(device):
         scale = weights.scale.t()
         found = torch._scaled_mm(x.codes, weights.codes.t(), x.scale.t(), scale, out_dtype=x.dtype)
-        found = found[: x.rows]
+        if x.codes.shape[0] != x.rows:
+            found = found[: x.rows]
         return found if bias is None else found.add_(bias)
     output = torch.empty((len(x.codes), weights.outputs), dtype=x.dtype, device=device)[: x.rows]
     if device.type != "meta":
@@ -154,8 +160,8 @@ def multiply(x: EightBits, weights: NarrowWeights, bias: Tensor | None, tiles: T
 
 def _blocks(weights: NarrowWeights) -> bool:
     """Whether weights are scaled as cuBLAS takes them."""
-    groups = weights.inputs // GROUP
-    return weights.block == (GROUP, GROUP) and weights.scale.dtype == torch.float32 and groups % 4 == 0
+    scale = weights.scale
+    return weights.block == (GROUP, GROUP) and scale.shape[1] % 4 == 0 and scale.dtype == torch.float32
 
 
 @cache

@@ -61,6 +61,7 @@ class Fp8Linear:
     ) -> None:
         self.weights = NarrowWeights(weight, scale, None, block)
         self.bias = bias
+        self._fits = eight_bits.fits(self.weights)  # known once, and asked four times a layer
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.in_eight_bits(x):
@@ -75,7 +76,7 @@ class Fp8Linear:
 
     def in_eight_bits(self, x: Tensor) -> bool:
         """Whether rows as many as those of ``x``, and of its dtype, are rounded to FP8 before the product."""
-        return eight_bits.takes(self.weights, x.shape[0], x.dtype, x.device)
+        return self._fits and eight_bits.takes_rows(x.shape[0], x.dtype, x.device)
 
     def multiply(self, x: EightBits) -> Tensor:
         """What is computed of rows that are rounded already."""
