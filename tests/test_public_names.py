@@ -8,7 +8,9 @@ import vlfit
 from vlfit import VLM, Answer, Client, VlfitError
 from vlfit.client import ChatSession, WordStream
 from vlfit.errors import UsageError
-from vlfit.tasks.scene import Scene, SceneObject
+from vlfit.tasks.boxes import SceneObject
+from vlfit.tasks.detect import Detection
+from vlfit.tasks.scene import Scene
 
 
 def public(thing: object) -> list[str]:
@@ -42,6 +44,7 @@ def test_names_of_what_they_give() -> None:
     assert public(ChatSession) == ["ask", "history", "reset", "stream"]
     scene = ["answer", "height", "objects", "summary", "text", "usage", "warnings", "width"]
     assert public(Scene) == scene
+    assert public(Detection) == ["answer", "height", "objects", "usage", "warnings", "width"]
     assert public(SceneObject) == ["box", "box_1000", "label"]
     answer = ["finish_reason", "images", "logprobs", "model", "text", "timings", "usage"]
     assert public(Answer) == answer

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from vlfit.backends.native import NativeBackend
 from vlfit.cli.top_page import _curve, facts, line
 from vlfit.cli.top_source import Source, default_url, read_status
 from vlfit.engine.options import EngineOptions
-from vlfit.errors import RemoteError, ServerUnreachable
+from vlfit.errors import RemoteError
 from vlfit.machine.gpu import read_gpus
 from vlfit.server.address import bind
 from vlfit.server.settings import ServerSettings
@@ -314,79 +313,7 @@ def test_names_cannot_drive_the_terminal(vlfit: Vlfit, monkeypatch: pytest.Monke
     assert "\\x1b[2Jevil" in out
 
 
-# --- what is no server of ours -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("url", ["", "ftp://host", "http://127.0.0.1:99999", "http://[::1"])
-def test_what_is_no_url(vlfit: Vlfit, url: str) -> None:
-    ended = vlfit("top", "--once", "--url", url or " ")
-    assert ended.code == 2, ended
-    assert "Traceback" not in ended.err
-
-
-def test_a_server_that_was_named_must_be_there(vlfit: Vlfit) -> None:
-    ended = vlfit("top", "--once", "--url", "127.0.0.1:9")
-    assert (ended.code, ended.out) == (ServerUnreachable.exit_code, "")
-    assert "no server answers at http://127.0.0.1:9" in ended.err
-
-
-@pytest.mark.parametrize("interval", ["0", "-1", "often", "nan"])
-def test_intervals_that_make_no_sense(vlfit: Vlfit, interval: str) -> None:
-    assert vlfit("top", "--once", "--interval", interval).code == 2
-
-
-def test_a_server_that_wants_a_key(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(ScriptedBackend(), ServerSettings(api_keys=("sesame",))) as server:
-        refused = vlfit("top", "--once", "--url", server.url)
-        assert refused.code == 1
-        assert "set VLFIT_API_KEY" in refused.err
-        monkeypatch.setenv("VLFIT_PORT", str(server.port))
-        unnamed = vlfit("top", "--once")
-        assert unnamed.code == 0  # nobody asked for this server
-        assert "asks for an API key" in unnamed.out
-        monkeypatch.setenv("VLFIT_API_KEY", "sesame")
-        told = once(vlfit, "--url", server.url)
-    assert told["server"]["model"] == "scripted"
-    assert told["rates"] is None  # this backend keeps no account
-
-
-def test_a_backend_without_an_account_has_a_page(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, failure=12)
-    with running(ScriptedBackend()) as server:
-        ended = vlfit("top", "--once", "--interval", "0.3", "--url", server.url)
-    assert ended.code == 0
-    assert "gives no account of its memory" in ended.out
-
-
-@pytest.fixture(params=[(404, b"{}"), (200, b"<html>"), (200, b"[]"), (200, b'{"status": "ok"}')])
-def another(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of a server that is no vlfit."""
-    status, body = request.param
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def test_another_program_on_that_port(vlfit: Vlfit, another: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = vlfit("top", "--once", "--url", another)
-    assert ended.code == 1
-    assert "tells no status as vlfit's does" in ended.err
-    monkeypatch.setenv("VLFIT_PORT", another.rpartition(":")[2])
-    assert vlfit("top", "--once").code == 0
+# --- what it tells ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

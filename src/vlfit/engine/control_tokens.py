@@ -47,7 +47,7 @@ class ControlTokens:
     def mark(
         self, conversation: Conversation, tools: tuple[Tool, ...] = ()
     ) -> tuple[list[TemplateValue], list[TemplateValue], Markers | None]:
-        """Messages and tools as a template wants them, with the control tokens' names in their text marked."""
+        """Messages and tools as a template wants them, with control tokens' names in their text marked."""
         described = [_as_template_tool(tool) for tool in tools]
         called = [_as_template_calls(message.calls) for message in conversation]
         texts = [_text_of(message) for message in conversation]

@@ -30,7 +30,6 @@ def weights(name: str) -> NarrowWeights | Tensor:
 
 def check(kind: NarrowWeights | Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> None:
     """First a product of norms, then one that adds to rows, in programs that share inputs and in one."""
-    narrow = isinstance(kind, NarrowWeights)
     matrix = on(kind, device) if isinstance(kind, NarrowWeights) else kind.to(device, dtype)
     wide = widened(matrix) if isinstance(matrix, NarrowWeights) else matrix.double()
     outputs, inputs = wide.shape
@@ -41,21 +40,22 @@ def check(kind: NarrowWeights | Tensor, rows: int, dtype: torch.dtype, device: t
     exact = before.rows.double() * shrink @ wide.T + (0 if bias is None else bias.double())
     found = x.double() @ wide.T + (0 if bias is None else bias.double())
     factor = torch.randn(outputs).to(device, dtype)
-    tiles = Tiles(8, 64, 64, 4, 2) if narrow else few_rows.Tiles(32, 64, 4, 2)
+    of_narrow, of_wide = Tiles(8, 64, 64, 4, 2), few_rows.Tiles(32, 64, 4, 2)
+    span = (of_narrow if isinstance(matrix, NarrowWeights) else of_wide).outputs
     for splits in (1, 2):
         hidden = torch.randn(rows, outputs).to(device, dtype)
         added = hidden.double() + found
         onto = Onto(hidden, factor, EPS)
         if isinstance(matrix, NarrowWeights):
-            out = linear.linear(before, matrix, bias, tiles, splits)
-            left = linear.add_product(x, matrix, bias, onto, tiles, splits)
+            out = linear.linear(before, matrix, bias, of_narrow, splits)
+            left = linear.add_product(x, matrix, bias, onto, of_narrow, splits)
         else:
-            out = few_rows.multiply(before, matrix, bias, tiles, splits)
-            left = few_rows.add_product(x, matrix, bias, onto, tiles, splits)
+            out = few_rows.multiply(before, matrix, bias, of_wide, splits)
+            left = few_rows.add_product(x, matrix, bias, onto, of_wide, splits)
         assert relative_error(out, exact) < TOLERANCES[dtype]
         assert relative_error(hidden, added) < TOLERANCES[dtype]
         assert relative_error(left.rows, hidden.double() * factor.double()) < TOLERANCES[dtype]
-        assert left.squares.shape == (rows, -(-outputs // tiles.outputs))
+        assert left.squares.shape == (rows, -(-outputs // span))
         assert (
             relative_error(left.squares.sum(1), hidden.double().square().sum(1)) < TOLERANCES[torch.float32]
         )
