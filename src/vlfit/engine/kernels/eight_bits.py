@@ -4,8 +4,9 @@ Each row is rounded to float8_e4m3fn with a scale for every 128 neighbours: what
 the official FP8 checkpoints, whose weights have a scale for each 128 x 128. Of checkpoints with a scale for
 each output, which are meant for one scale a row, the rows are rounded the same, finer way. It costs about 3 %
 of relative error a product, and saves widening the weights. On a Hopper cuBLAS multiplies so, at 640 to 970
-TFLOP/s where the kernel here reaches 600 (docs/log.md); it takes only rows that are a multiple of 4. Knows:
-when this is done, what it allocates, and how many programs it gets. Few rows are not rounded (``linear.py``).
+TFLOP/s where the kernel here reaches 600, but torch takes longer to ask for it (docs/log.md): it gets the
+large products; it takes only rows that are a multiple of 4. Knows: when this is done, what it allocates, and
+how many programs it gets. Few rows are not rounded (``linear.py``).
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from vlfit.plan.many_rows import EIGHT_BIT_ROWS, GROUP, WIDEN_ROWS, fits_eight_b
 
 LARGEST, LEAST = 448.0, 1e-12  # numbers of float8_e4m3fn; of what a scale is made
 _TILE = 1024  # elements that one program rounds
+# Multiplications from which a product is cuBLAS's: our kernel takes 150 us for them and cuBLAS a third less,
+# which torch needs to ask for it (docs/log.md).
+LARGE = 5 * 10**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,8 @@ def multiply(x: EightBits, weights: NarrowWeights, bias: Tensor | None, tiles: T
     Allocates what it gives, in multiples of ``EIGHT_BIT_ROWS`` rows.
     """
     device = x.codes.device
-    if tiles is None and x.dtype == torch.bfloat16 and _blocks(weights) and by_library(device):
+    large = x.rows * weights.inputs * weights.outputs >= LARGE
+    if large and tiles is None and x.dtype == torch.bfloat16 and _blocks(weights) and by_library(device):
         scale = weights.scale.t()
         found = torch._scaled_mm(x.codes, weights.codes.t(), x.scale.t(), scale, out_dtype=x.dtype)
         if x.codes.shape[0] != x.rows:
