@@ -16,6 +16,7 @@ from vlfit.backends.native import NativeBackend
 from vlfit.engine.answer import Chunk
 from vlfit.engine.conversation import ImagePart, ask
 from vlfit.engine.options import EngineOptions
+from vlfit.engine.qwen3_vl.recorded import Recorded
 from vlfit.engine.qwen3_vl.vision import VisionFeatures
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import DeviceError, DoesNotFit, EngineStopped, InvalidRequest, NotACheckpoint, UsageError
@@ -129,9 +130,11 @@ def test_the_same_picture_is_encoded_once(backend: NativeBackend, monkeypatch: p
     vision = engine.runner.vision
     assert vision is not None
 
-    def counting(patches: Tensor, grid: tuple[int, int, int]) -> VisionFeatures:
+    def counting(
+        patches: Tensor, grid: tuple[int, int, int], recorded: Recorded | None = None
+    ) -> VisionFeatures:
         calls.append(grid)
-        return vision(patches, grid)
+        return vision(patches, grid, recorded)
 
     monkeypatch.setattr(engine.runner, "vision", counting)
     part = ImagePart(picture(200, 130, seed=77))
