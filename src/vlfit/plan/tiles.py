@@ -36,8 +36,8 @@ class Tiles:
 
 Table = Mapping[tuple[str, int], Tiles]  # by form and regime
 
-# What `vlfit plan --calibrate` found on one H100; FP8 of up to 8 rows with a stage less, by which whole steps of 2B
-# take a twelfth less and of 4B a fiftieth more: docs/log.md.
+# What `vlfit plan --calibrate` found on one H100; FP8 of up to 8 rows has a stage less, by which steps of 2B
+# take a twelfth less and of 4B a fiftieth more (docs/log.md).
 BUILT_IN: Table = {
     (FP8, 1): Tiles(8, 64, 128, 4, 3),
     (FP8, 8): Tiles(8, 64, 128, 4, 3),
