@@ -210,6 +210,24 @@ def test_loading_that_is_interrupted_stops_and_leaves_no_thread(folder: Path) ->
     assert "vlfit-engine" not in {thread.name for thread in started}
 
 
+def test_an_interrupt_while_the_thread_starts_leaves_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "vlfit-engine":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        NativeBackend.load(folder, EngineOptions(device="cpu", context=64))
+    started = set(threading.enumerate()) - before
+    assert "vlfit-engine" not in {thread.name for thread in started}
+
+
 def test_an_empty_conversation_is_refused(backend: NativeBackend) -> None:
     with pytest.raises(InvalidRequest):
         backend.prepare((), SamplingParams())

@@ -47,8 +47,8 @@ class EngineLoop:
         self._thread = threading.Thread(
             target=self._run, args=(build, progress, built), name="vlfit-engine", daemon=True
         )
-        self._thread.start()
         try:
+            self._thread.start()
             self.engine = built.result()
         except BaseException:  # also Ctrl-C while weights are loaded: they must not go on loading
             self.close()
@@ -98,7 +98,8 @@ class EngineLoop:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._thread is not threading.current_thread():
+        # One whose start was interrupted cannot be waited for, perhaps; it ends by itself.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _check_open(self) -> None:
