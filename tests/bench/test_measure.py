@@ -156,3 +156,9 @@ def test_a_model_without_eyes_reads_text(mini: Checkpoint) -> None:
     assert (requests.prompt_tokens, requests.image_tokens) == (512, 0)
     with pytest.raises(InvalidRequest):
         requests_for(blind, Wanted(pictures=(ImagePart(made_up_picture(32, 32)),)), 1)
+
+
+@pytest.mark.parametrize("wanted", [Wanted(context=999_999_999), Wanted(tokens=99_999_999)])
+def test_what_no_model_is_made_for_is_refused_before_a_text_is_made(mini: Checkpoint, wanted: Wanted) -> None:
+    with pytest.raises(UsageError, match="mini runs with at most 4,096"):
+        requests_for(mini, wanted, 1)

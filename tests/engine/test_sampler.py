@@ -54,6 +54,11 @@ def test_truncation_keeps_the_reference_set(sampling: SamplingParams, reference:
     assert (seen - expected).abs().max() < 0.03
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 5e-324])
+def test_what_is_next_to_no_temperature_is_none(temperature: float) -> None:
+    assert SamplingParams(temperature=temperature, top_p=0.9).greedy
+
+
 def test_temperature_sharpens() -> None:
     row = logits()
     seen = draw_many(row, SamplingParams(temperature=0.5))

@@ -97,6 +97,7 @@ def requests_for(checkpoint: Checkpoint, wanted: Wanted, at_once: int) -> Reques
     """
     from vlfit.engine.prompt import PromptBuilder
 
+    _check_length(checkpoint, wanted)
     builder = PromptBuilder(checkpoint.folder, checkpoint.config)
     pictures = _pictures(checkpoint, wanted, at_once)
     bare = [ask(QUESTION, *([picture] if picture else [])) for picture in pictures]
@@ -124,6 +125,17 @@ def requests_for(checkpoint: Checkpoint, wanted: Wanted, at_once: int) -> Reques
         longest += added
     alike = bool(wanted.pictures) and len(wanted.pictures) < at_once
     return Requests(tuple(bare), longest, image_tokens, limit, alike)
+
+
+def _check_length(checkpoint: Checkpoint, wanted: Wanted) -> None:
+    """Before a text of that length is made."""
+    most = checkpoint.config.text.max_position_embeddings
+    for name, tokens in (("--context", wanted.context or 0), ("--tokens", wanted.tokens)):
+        if tokens > most:
+            raise UsageError(
+                f"{name} is {tokens:,}; {checkpoint.name} runs with at most {most:,}, prompt and answer",
+                f"use {name} {most // 2 if name == '--tokens' else most} or less",
+            )
 
 
 def _pictures(checkpoint: Checkpoint, wanted: Wanted, at_once: int) -> list[ImagePart | None]:

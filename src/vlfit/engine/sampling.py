@@ -9,6 +9,7 @@ from typing import Literal
 from vlfit.errors import InvalidRequest
 
 MAX_TOP_LOGPROBS = 20
+COLDEST = 1e-5  # the bound that vLLM has, too
 MOST_SEED = 2**63 - 17  # with a sign it fits 64 bits, and there is room to number the choices of one request
 
 
@@ -28,7 +29,8 @@ class Form:
 class SamplingParams:
     """Wishes for one completion. Raises ``InvalidRequest`` (with ``param``) for a value out of range.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+    ``temperature`` 0 is greedy, and below ``COLDEST`` it becomes 0: nothing but the likeliest token has a
+    chance there, and quotients would leave float32. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
     ``max_tokens`` None means: as many as the context has room for, at most the engine's default.
     ``top_logprobs`` None gives no logprobs, 0 gives the chosen token's alone, k adds the k likeliest.
     ``loop_guard`` stops a completion that repeats itself (finish reason ``loop``); off by default.
@@ -54,6 +56,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         self._check("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2")
+        if self.temperature < COLDEST:
+            object.__setattr__(self, "temperature", 0.0)
         self._check("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         self._check("top_k", self.top_k >= 0, "0 (off) or more")
         self._check("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1")
