@@ -23,7 +23,7 @@ from vlfit.engine.kernels.ends import next_inputs
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.scores import Scores, scores_of
 from vlfit.engine.sequence import Sequence
-from vlfit.engine.streams import bytes_of, side_stream
+from vlfit.engine.streams import bytes_of, record
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -216,16 +216,7 @@ class Graph:
 
     def __init__(self, run: Callable[[], Scores], pool: "_POOL_HANDLE", device: torch.device) -> None:
         run()  # kernels are compiled and loaded outside of a recording
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        # Not by torch.cuda.graph, which makes streams of its own.
-        with torch.cuda.stream(side_stream(device)):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self.scores = run()
-            finally:
-                graph.capture_end()
-        self.replay = graph.replay
+        self.replay, self.scores = record(device, run, pool)
 
 
 class StepInputs:

@@ -216,6 +216,8 @@ class Passes:
     def _make_room(self) -> None:
         """Give back what only saves time."""
         self.runner.image_cache.clear()
+        if self.runner.recorded is not None:
+            self.runner.recorded.release()
         self.budget.release()
 
 

@@ -22,7 +22,7 @@ from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.engine.calibrate import device_of
 from vlfit.engine.kernels.linear import NarrowWeights, linear
 from vlfit.engine.kernels.tables import card_of
-from vlfit.engine.streams import side_stream
+from vlfit.engine.streams import record
 from vlfit.errors import DeviceError
 from vlfit.machine.host import own_cores
 from vlfit.machine.model import Gpu
@@ -197,20 +197,17 @@ def _seconds(trial: Trial, matrices: list[NarrowWeights], device: torch.device) 
         raise
     except Exception:  # Triton and the driver have many words for too few registers or too little memory
         return float("inf")
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side_stream(device)):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for weights in matrices:
-                _product(trial, weights, x)
-        finally:
-            graph.capture_end()
+
+    def products() -> None:
+        for weights in matrices:
+            _product(trial, weights, x)
+
+    replay, _ = record(device, products)
     seconds = []
     for _ in range(_REPLAYS + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         seconds.append(float(begin.elapsed_time(end)) / 1e3)
