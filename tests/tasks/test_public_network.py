@@ -10,7 +10,7 @@ import pytest
 
 from tests.tasks.website import PNG, Site
 from vlfit.engine.wanted import Unwanted, until
-from vlfit.errors import PictureNotFound, PrivateAddress
+from vlfit.errors import NotAPicture, PictureNotFound, PrivateAddress
 from vlfit.tasks import fetch, public_network
 from vlfit.tasks.pictures import load_picture
 
@@ -94,6 +94,17 @@ def test_nobody_keeps_a_server_waiting(path: str, site: str, monkeypatch: pytest
     with pytest.raises(PictureNotFound, match=r"did not answer within 0\.4 s"):
         load_picture(f"{site}/{path}", allow_private=False, timeout_s=0.4)
     assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize("allow_private", [True, False])
+@pytest.mark.parametrize("packing", ["gzip+gzip", "deflate", "identity+gzip", "unheard-of"])
+def test_nothing_is_unpacked(
+    packing: str, allow_private: bool, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of gzip make a gibibyte of two kilobytes, all of it before a size could be looked at."""
+    monkeypatch.setattr(public_network, "is_public", lambda address: True)
+    with pytest.raises(NotAPicture, match="packed by"):
+        load_picture(f"{site}/packed?{packing}", allow_private=allow_private)
 
 
 def test_what_nobody_waits_for_is_not_fetched_on(site: str, monkeypatch: pytest.MonkeyPatch) -> None:

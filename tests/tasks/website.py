@@ -1,6 +1,7 @@
 """A website on loopback, of pictures and of everything that can go wrong."""
 
 import contextlib
+import gzip
 import time
 from http.server import BaseHTTPRequestHandler
 from typing import ClassVar
@@ -24,6 +25,9 @@ class Site(BaseHTTPRequestHandler):
             self.answer(200, b"<!doctype html><html>hello</html>", "text/html")
         elif path == "json":
             self.answer(200, b'{"error": "no"}', "application/json")
+        elif path == "packed":
+            headers = {"Content-Encoding": rest.replace("+", ", ")}
+            self.answer(200, gzip.compress(gzip.compress(PNG)), "image/png", headers)
         elif path == "nothing":
             self.answer(200, b"", "image/png")
         elif path.isdigit():

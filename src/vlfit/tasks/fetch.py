@@ -94,6 +94,7 @@ def _hop(client: "httpx.Client", url: "httpx.URL", label: str, deadline: float) 
         if response.has_redirect_location:
             return url.join(response.headers["location"])
         _check_status(response, label)
+        _check_plain(response, label)
         return b"".join(_body(response, label, deadline))
     finally:
         response.close()
@@ -108,6 +109,15 @@ def _check_status(response: "httpx.Response", label: str) -> None:
     raise PictureNotFound(f"{label} answers {response.status_code} {response.reason_phrase}", hint)
 
 
+def _check_plain(response: "httpx.Response", label: str) -> None:
+    """Nothing is unpacked: a few hundred bytes can stand for gigabytes, and twice packed for far more."""
+    packed = response.headers.get("content-encoding", "").strip()
+    if packed.lower() not in ("", "identity"):
+        raise NotAPicture(
+            f"{label} answers with content packed by {packed[:40]!r}, which was not asked for", _DOWNLOAD
+        )
+
+
 def _body(response: "httpx.Response", label: str, deadline: float) -> Iterator[bytes]:
     from vlfit.tasks.public_network import left
 
@@ -115,7 +125,7 @@ def _body(response: "httpx.Response", label: str, deadline: float) -> Iterator[b
     size = int(declared) if declared.isdigit() else 0
     _check_size(size, label)
     size = 0
-    for chunk in response.iter_bytes():
+    for chunk in response.iter_raw():
         size += len(chunk)
         _check_size(size, label)
         left(deadline)  # slow drips end too
