@@ -61,7 +61,7 @@ def test_drop_a_picture_and_talk_about_it(page: Any) -> None:
     page.get_by_role("button", name="Copy as curl").click()
     page.get_by_text("copied", exact=True).wait_for()
     copied = page.evaluate("navigator.clipboard.readText()")
-    assert "base64 -w0 'tractor-and-cat.png'" in copied.replace("'\\''", "'")
+    assert "base64 -w0 -- 'tractor-and-cat.png'" in copied
     page.get_by_role("button", name="Copy as Python").click()
     program = page.evaluate("navigator.clipboard.readText()")
     compile(program, "copied", "exec")
@@ -81,6 +81,36 @@ def test_boxes_lie_where_the_things_are(page: Any) -> None:
     thing.click()
     assert thing.get_attribute("aria-pressed") == "true"
     assert re.fullmatch(r"\d+, \d+ to \d+, \d+ pixels", thing.get_attribute("title"))
+
+
+READING = "async (said) => (await import('/page/boxes.js')).read(said)"
+
+
+def test_what_a_model_writes_is_read_as_far_as_it_is_whole(page: Any) -> None:
+    cut = page.evaluate(
+        READING, '[{"label": "a ]", "bbox_2d": [1, 2, 3, 4]}, {"label": "b", "bbox_2d": [5, 6, 7, 8]}, {"la'
+    )
+    assert [thing["label"] for thing in cut["things"]] == ["a ]", "b"]
+    assert cut["cut"]
+    found = page.evaluate(READING, 'In [x]: {"summary": "s", "objects": []} done')
+    assert (found["summary"], found["cut"]) == ("s", False)
+    assert page.evaluate(READING, "[" * 100_000 + "x" + "]" * 100_000) is None  # at once
+
+
+def test_a_copied_command_reads_no_file_but_the_pictures(page: Any) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "@@/etc/hostname@@ '$(id)'"}]}
+    copied = page.evaluate(
+        "async (body) => (await import('/page/copies.js')).asCurl('http://h/', body, [], false)", body
+    )
+    assert "$(base64" not in copied
+    assert "'\\''$(id)'\\''" in copied
+
+
+def test_one_picture_can_be_asked_of_in_every_way(page: Any) -> None:
+    drop_picture(page, "tractor-and-cat.png")
+    ask(page, "Caption")
+    assert "cat" in ask(page, "Detect", "cat")
+    assert page.locator("svg rect").count() == 1
 
 
 def test_what_is_missing_is_said(page: Any) -> None:
@@ -109,6 +139,7 @@ def test_keyboard_alone_is_enough(page: Any) -> None:
 def test_memory_is_shown_and_painted_dark(page: Any) -> None:
     page.wait_for_selector("#bar span")
     assert "KV cache" in page.get_by_role("img", name="KV cache").get_attribute("aria-label")
+    assert page.get_by_role("button", name="Sleep").is_visible()
     page.get_by_role("button", name="Dark").click()
     assert page.evaluate("document.documentElement.classList.contains('dark')")
 

@@ -4,10 +4,14 @@ const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = 6;
 const BOX_NAMES = ["bbox_2d", "bbox", "box_2d", "box"];
 
-/** {summary, things: [{label, box}], text} of an answer with JSON in it, or null. Boxes are in thousandths. */
+/**
+ * {summary, things: [{label, box}], text, cut} of an answer with JSON in it, or null. Boxes are in thousandths;
+ * `cut`: the answer ended before its JSON did.
+ */
 export function read(answer) {
-  const value = firstJSON(answer);
-  if (value === null || typeof value !== "object") return null;
+  const found = firstJSON(answer);
+  if (found === null) return null;
+  const { value, cut } = found;
   const parts = Array.isArray(value) ? { objects: value } : value;
   const entries = Array.isArray(parts.objects) ? parts.objects : BOX_NAMES.some((name) => name in parts) ? [parts] : [];
   const things = entries.map(thingOf).filter((thing) => thing !== null);
@@ -16,6 +20,7 @@ export function read(answer) {
     summary: typeof parts.summary === "string" ? parts.summary : "",
     things,
     text: seen.filter((word) => typeof word === "string" && word.trim()),
+    cut,
   };
 }
 
@@ -56,23 +61,46 @@ function thingOf(entry) {
 
 const inside = (edge) => Math.min(Math.max(edge, 0), 1000);
 
-/** The first whole JSON object or array in `text`, whatever stands around it. */
+const MOST_STARTS = 50; // places where JSON may begin that are tried
+
+/** {value, cut} of the first JSON object or array in `text`, whatever stands around it; `cut`: its end is missing. */
 function firstJSON(text) {
-  for (let start = text.search(/[[{]/); start >= 0; start = next(text, start)) {
-    for (let end = text.length; end > start; end = text.lastIndexOf(closing(text[start]), end - 2) + 1) {
-      try {
-        return JSON.parse(text.slice(start, end));
-      } catch {
-        if (text.lastIndexOf(closing(text[start]), end - 2) < start) break;
-      }
+  let start = text.search(/[[{]/);
+  for (let tried = 0; start >= 0 && tried < MOST_STARTS; tried++) {
+    const found = spanFrom(text, start);
+    try {
+      if (found) return { value: JSON.parse(found.json), cut: found.cut };
+    } catch {
+      // prose in brackets: JSON may begin further on
     }
+    const further = text.slice(start + 1).search(/[[{]/);
+    start = further < 0 ? -1 : start + 1 + further;
   }
   return null;
 }
 
-const closing = (letter) => (letter === "{" ? "}" : "]");
+/** From the bracket at `start` to the one that closes it; of text that ends before, up to its last whole part. */
+function spanFrom(text, start) {
+  const open = [];
+  let whole = null; // behind the last bracket that was closed, and how many were open then
+  for (let at = start; at < text.length; at++) {
+    const letter = text[at];
+    if (letter === '"') {
+      at = endOfString(text, at);
+    } else if (letter === "{" || letter === "[") {
+      open.push(letter === "{" ? "}" : "]");
+    } else if (letter === "}" || letter === "]") {
+      if (open.pop() !== letter) return null;
+      if (open.length === 0) return { json: text.slice(start, at + 1), cut: false };
+      whole = { end: at + 1, depth: open.length };
+    }
+  }
+  // What was open then is open still: else a bracket would have been closed since.
+  return whole && { json: text.slice(start, whole.end) + open.slice(0, whole.depth).reverse().join(""), cut: true };
+}
 
-function next(text, start) {
-  const further = text.slice(start + 1).search(/[[{]/);
-  return further < 0 ? -1 : start + 1 + further;
+function endOfString(text, quote) {
+  let at = quote + 1;
+  while (at < text.length && text[at] !== '"') at += text[at] === "\\" ? 2 : 1;
+  return at;
 }

@@ -15,7 +15,7 @@ let messages = []; // the conversation so far, as the server takes it
 let shown = []; // the pictures in it
 let last = null; // the request that was made last
 let running = null; // an AbortController while an answer comes
-const pictures = new Pictures($("pictures"), changed, fail);
+const pictures = new Pictures($("pictures"), looked, fail);
 
 // Asking
 
@@ -26,9 +26,9 @@ async function submit(event) {
   const words = $("question").value.trim();
   const question = wording(words);
   if (question === null) return;
-  const asked = { role: "user", content: contentOf(question.text) };
-  const before = messages;
+  const before = follows() ? messages : []; // any other task begins a conversation of its own
   if (before.length === 0) shown = [...pictures.all];
+  const asked = { role: "user", content: contentOf(question.text, before) };
   const body = { model: facts.model, messages: [...before, asked], max_tokens: 1024 };
   if (question.task === "scene" || question.task === "detect") body.temperature = 0;
   last = { body, pictures: shown };
@@ -40,6 +40,7 @@ async function submit(event) {
     answer.finish(found);
     messages = [...body.messages, { role: "assistant", content: found.text }];
     $("question").value = "";
+    $("form").elements.task.value = "ask"; // what comes next is most likely about this
   } catch (error) {
     if (error.name === "AbortError") answer.note("stopped");
     else if (!(await askForKey(error))) fail(error.message);
@@ -54,10 +55,6 @@ async function submit(event) {
 
 /** What the model is asked: {task, title, text}; null, with a word why, if something is missing. */
 function wording(words) {
-  if (messages.length > 0) {
-    if (!words) return missing("Type a question first.");
-    return { task: "ask", title: words, text: words };
-  }
   const task = $("form").elements.task.value;
   if (pictures.all.length === 0 && task !== "ask") return missing("Choose a picture first: drop, paste or pick one.");
   if (task === "ask" || task === "detect") {
@@ -74,8 +71,11 @@ function missing(words) {
   return null;
 }
 
-function contentOf(text) {
-  if (messages.length > 0 || pictures.all.length === 0) return text;
+/** Whether a question now is a further one about the pictures and answers that are there. */
+const follows = () => messages.length > 0 && $("form").elements.task.value === "ask";
+
+function contentOf(text, before) {
+  if (before.length > 0 || pictures.all.length === 0) return text;
   const parts = pictures.all.map((picture) => ({ type: "image_url", image_url: { url: picture.url } }));
   return [...parts, { type: "text", text }];
 }
@@ -107,7 +107,7 @@ function newAnswer(title) {
 function speedOf({ usage, seconds, reason }) {
   const tokens = usage?.completion_tokens ?? 0;
   const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(0)} tokens/s` : "";
-  return `${tokens} tokens${speed}${reason === "length" ? ", cut off at the limit" : ""}`;
+  return `${tokens} tokens${speed}${reason === "length" ? ", cut off at the limit: more may have come" : ""}`;
 }
 
 /** A scene in words, and over the picture: each thing is a button that shows its box. */
@@ -141,7 +141,9 @@ function partsOf(scene, raw) {
   const pre = document.createElement("pre");
   pre.textContent = raw;
   details.append(title, pre);
-  return [summary, list, text, details];
+  const warning = document.createElement("p");
+  warning.textContent = scene.cut ? "The answer broke off: what comes after these is missing." : "";
+  return [summary, list, text, warning, details];
 }
 
 function inPixels([left, top, right, bottom], image) {
@@ -153,15 +155,18 @@ function inPixels([left, top, right, bottom], image) {
 
 // Around it
 
+/** Other pictures: what was said about the ones before is over. */
+function looked() {
+  messages = [];
+  changed();
+}
+
 function changed() {
   const task = $("form").elements.task.value;
-  const follows = messages.length > 0;
-  const needsWords = follows || task === "ask" || task === "detect";
+  const needsWords = task === "ask" || task === "detect";
   $("question").disabled = !needsWords;
-  $("question").placeholder = needsWords ? ASKING[follows ? "more" : task] : "";
+  $("question").placeholder = needsWords ? ASKING[follows() ? "more" : task] : "";
   $("question-label").textContent = $("question").placeholder || "Question";
-  $("form").querySelector("fieldset").disabled = follows;
-  $("drop").hidden = follows;
   $("after").hidden = last === null;
 }
 
@@ -230,7 +235,7 @@ async function look() {
   }
   const { running: now = 0, waiting = 0 } = status.requests ?? {};
   $("state").textContent = now || waiting ? `${status.state}, ${now} running, ${waiting} waiting` : status.state;
-  $("sleep").hidden = !status.sleep;
+  $("sleep").hidden = !("sleep" in status); // null while awake
   $("sleep").textContent = status.state === "asleep" ? "Wake" : "Sleep";
   showMemory($("memory"), status);
 }
@@ -276,7 +281,7 @@ $("key-form").addEventListener("submit", () => {
   fail("");
   begin();
 });
-receive($("drop"), $("file"), (files) => (messages.length ? fail("Start anew to look at other pictures.") : pictures.add(files)));
+receive($("drop"), $("file"), (files) => pictures.add(files));
 camera($("camera"), $("camera-dialog"), (files) => pictures.add(files), fail);
 document.addEventListener("visibilitychange", look);
 setInterval(look, LOOK_SECONDS * 1000);

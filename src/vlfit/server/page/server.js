@@ -38,7 +38,7 @@ export async function stream(body, signal, words) {
   let first = 0;
   for await (const event of events(reply.body)) {
     if (event === "[DONE]") break;
-    const chunk = JSON.parse(event);
+    const chunk = readEvent(event);
     if (chunk.error) throw new ServerError(chunk.error.message, 500);
     found.usage = chunk.usage ?? found.usage;
     const choice = chunk.choices?.[0];
@@ -54,6 +54,14 @@ export async function stream(body, signal, words) {
   }
   if (found.reason === null) throw new ServerError("the server broke off before the answer was whole", 502);
   return found;
+}
+
+function readEvent(event) {
+  try {
+    return JSON.parse(event);
+  } catch {
+    throw new ServerError("the server sent something that is no answer", 502);
+  }
 }
 
 async function reach(path, options) {
