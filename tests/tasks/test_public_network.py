@@ -42,6 +42,18 @@ PRIVATE_HOSTS = (
     "[fe80::1]",
     "[fd00:ec2::254]",
     "[ff02::1]",
+    "192.0.0.192",
+    "192.88.99.1",
+    "[::ffff:192.0.0.192]",
+    "[::ffff:0:10.0.0.1]",
+    "[::ffff:0:8.8.8.8]",
+    "[64:ff9b::c000:c0]",
+    "[2002:c000:c0::1]",
+    "[2001:470:1:1:0:5efe:127.0.0.1]",
+    "[2606:4700::200:5efe:10.0.0.1]",
+    "[5f00::1]",
+    "[3fff::1]",
+    "[fec0::1]",
 )
 
 
@@ -58,7 +70,13 @@ def test_forms_that_some_systems_read_lead_nowhere_either(host: str, site: str) 
         load_picture(f"http://{host}:{port}/picture.png", allow_private=False)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("8.8.8.8", "1.1.1.1", "192.0.1.1", "2606:4700:4700::1111", "64:ff9b::808:808", "2002:808:808::1"),
+        "2606:4700::200:5efe:808:808",
+    ],
+)
 def test_public_addresses(address: str) -> None:
     assert public_network.is_public(address)
 
@@ -112,6 +130,19 @@ def test_what_nobody_waits_for_is_not_fetched_on(site: str, monkeypatch: pytest.
     looks = iter([False] * 3)
     with until(lambda: next(looks, True)), pytest.raises(Unwanted):
         load_picture(f"{site}/drip", allow_private=False)
+
+
+def test_a_name_that_takes_for_ever_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def resolve(host: str, port: int) -> list[str]:
+        answered.wait(10)
+        return []
+
+    monkeypatch.setattr(public_network, "resolve", resolve)
+    with pytest.raises(PictureNotFound, match=r"did not answer within 0\.1 s"):
+        load_picture("http://example.test/x", allow_private=False, timeout_s=0.1)
+    answered.set()
 
 
 def test_one_private_address_among_several_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from functools import cache
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from queue import Empty, Queue
 from ssl import SSLContext
+from threading import Thread
 from typing import Any
 
 import httpcore
@@ -22,10 +24,19 @@ import httpx
 from vlfit.engine.wanted import check_wanted
 from vlfit.errors import PrivateAddress
 
-# IPv6 ranges whose last 32 bits are an IPv4 address that a gateway may reach.
-_IPV4_INSIDE = (IPv6Network("::/96"), IPv6Network("64:ff9b::/96"))
-# Gateways of one's own network: what they reach is up to it. So are site-local addresses, long abolished.
-_LOCAL = (IPv6Network("64:ff9b:1::/48"), IPv6Network("fec0::/10"))
+# IPv6 ranges whose last 32 bits are an IPv4 address that a gateway may reach: compatible (RFC 4291), mapped,
+# NAT64 (RFC 6052). 6to4 and Teredo carry theirs elsewhere.
+_IPV4_INSIDE = (IPv6Network("::/96"), IPv6Network("::ffff:0:0/96"), IPv6Network("64:ff9b::/96"))
+# What Python counts as global, in some of its versions, and nobody on the internet can reach: protocol
+# assignments (Oracle's metadata is 192.0.0.192) and the anycast of 6to4; translated addresses (RFC 2765),
+# NAT64 of one's own (RFC 8215), segments (RFC 9602), documentation (RFC 9637), site-local (RFC 3879).
+_LOCAL_IPV4 = (IPv4Network("192.0.0.0/24"), IPv4Network("192.88.99.0/24"))
+_LOCAL_IPV6 = (
+    *(IPv6Network("::ffff:0:0:0/96"), IPv6Network("64:ff9b:1::/48"), IPv6Network("5f00::/16")),
+    *(IPv6Network("3fff::/20"), IPv6Network("fec0::/10")),
+)
+# The third word of eight bytes of an ISATAP address (RFC 5214), less the bit that says "unique".
+_ISATAP = 0x00005EFE
 # Azure's host answers virtual machines here, in the middle of public space.
 _PLATFORM = frozenset({"168.63.129.16"})
 
@@ -84,7 +95,7 @@ class _Backend(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         failure: Exception | None = None
-        for address in checked_addresses(host, port):
+        for address in checked_addresses(host, port, self._deadline):
             try:
                 stream = self._sockets.connect_tcp(address, port, left(self._deadline))
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
@@ -129,9 +140,9 @@ def left(deadline: float) -> float:
     return seconds
 
 
-def checked_addresses(host: str, port: int) -> list[str]:
+def checked_addresses(host: str, port: int, deadline: float) -> list[str]:
     """Every address of ``host``. Raises ``PrivateAddress`` unless all of them are public."""
-    addresses = resolve(host, port)
+    addresses = _resolved_by(deadline, host, port)
     for address in addresses:
         if not is_public(address):
             raise PrivateAddress(
@@ -140,6 +151,31 @@ def checked_addresses(host: str, port: int) -> list[str]:
                 "or start the server with --allow-private-urls.",
             )
     return addresses
+
+
+def _resolved_by(deadline: float, host: str, port: int) -> list[str]:
+    """As ``resolve``, for as long as anybody waits: the system's resolver knows no deadline, and who owns a
+    name may let it ask for a long time. Raises ``httpcore.ConnectTimeout``.
+    """
+    answers: Queue[list[str] | Exception] = Queue()
+
+    def ask() -> None:
+        try:
+            answers.put(resolve(host, port))
+        except Exception as error:
+            answers.put(error)
+
+    Thread(target=ask, name="vlfit-resolve", daemon=True).start()
+    try:
+        answer = answers.get(timeout=left(deadline))
+    except Empty:
+        raise httpcore.ConnectTimeout("the name is not resolved in time") from None
+    if isinstance(answer, Exception):
+        try:
+            raise answer
+        finally:
+            del answer  # it holds this frame, which must not hold it
+    return answer
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -155,19 +191,28 @@ def is_public(address: str) -> bool:
     IPv6 forms that carry such an IPv4 address.
     """
     bare = ip_address(address.partition("%")[0])
-    if isinstance(bare, IPv6Address) and any(bare in network for network in _LOCAL):
-        return False
-    return all(
-        one.is_global and not one.is_multicast and str(one) not in _PLATFORM for one in (bare, *_inside(bare))
+    return all(_is_public(one) for one in (bare, *_inside(bare)))
+
+
+def _is_public(address: IPv4Address | IPv6Address) -> bool:
+    local = _LOCAL_IPV4 if isinstance(address, IPv4Address) else _LOCAL_IPV6
+    return (
+        address.is_global
+        and not address.is_multicast
+        and str(address) not in _PLATFORM
+        and not any(address in network for network in local)
     )
 
 
 def _inside(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address]:
     if isinstance(address, IPv4Address):
         return
+    last = IPv4Address(int(address) & 0xFFFFFFFF)
     if any(address in network for network in _IPV4_INSIDE):
-        yield IPv4Address(int(address) & 0xFFFFFFFF)
-    for inner in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())):
+        yield last
+    if int(address) >> 32 & 0xFDFFFFFF == _ISATAP:
+        yield last
+    for inner in (address.sixtofour, *(address.teredo or ())):
         if inner is not None:
             yield inner
 
