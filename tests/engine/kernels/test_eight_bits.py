@@ -147,3 +147,19 @@ def test_which_weights_and_rows_it_is_for() -> None:
     assert not eight_bits.fits(fp8(70, 200, (128, 128)))
     assert not eight_bits.fits(int4(70, 256, 128))
     assert not eight_bits.takes(fp8(70, 256, (128, 128)), 808, torch.bfloat16, torch.device("meta"))
+
+
+@pytest.mark.parametrize("way", ["right", "first block for all", "blocks exchanged", "not at all"])
+def test_the_library_is_asked_for_both_blocks_of_weights(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for cuBLAS, which may know the layout of weights' scales by another name."""
+
+    def scaled(x: Tensor, weight: Tensor, scale: Tensor, by: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        if way == "not at all":
+            raise RuntimeError("no such product")
+        by = {"first block for all": by[:, :1].expand_as(by), "blocks exchanged": by.flip(1)}.get(way, by)
+        rows = x.float() * scale.repeat_interleave(128, 1)
+        wide = weight.float() * by.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (rows @ wide).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    assert eight_bits.multiplies_rightly(torch.device("cpu")) == (way == "right")

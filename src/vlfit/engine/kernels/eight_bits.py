@@ -177,15 +177,22 @@ def by_library(device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
+    return multiplies_rightly(device)
+
+
+def multiplies_rightly(device: torch.device) -> bool:
+    """Whether torch finds what a product of two blocks of weights must be, whatever stands in its way."""
     x = torch.ones((EIGHT_BIT_ROWS, 4 * GROUP), device=device).to(torch.float8_e4m3fn)
     weight = torch.ones((2 * GROUP, 4 * GROUP), device=device).to(torch.float8_e4m3fn)
     steps = torch.arange(1.0, 5.0, device=device)
-    scale, weight_scale = steps.repeat(EIGHT_BIT_ROWS, 1).t().contiguous(), steps.repeat(2, 1)
+    scale = steps.repeat(EIGHT_BIT_ROWS, 1).t().contiguous()
+    weight_scale = torch.stack((steps, 2 * steps.flip(0)))  # no two are read for one another
     try:
         found = torch._scaled_mm(x, weight.t(), scale.t(), weight_scale.t(), out_dtype=torch.bfloat16)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
-    return bool((found == GROUP * 30).all())  # 1 + 4 + 9 + 16
+    known = found.new_tensor([30, 40]).repeat_interleave(GROUP)  # 1 + 4 + 9 + 16; 2 (4 + 6 + 6 + 4)
+    return bool((found == GROUP * known).all())
 
 
 def _launch(x: EightBits, weights: NarrowWeights, bias: Tensor | None, output: Tensor, tiles: Tiles) -> None:
