@@ -68,6 +68,9 @@ def broken(change: Any) -> str:
         lambda facts: facts["tiles"]["fp8"]["8"].update(warps=True),
         lambda facts: facts["tiles"]["fp8"]["8"].update(parts=3),
         lambda facts: facts["tiles"]["fp8"]["8"].update(busy=0),
+        lambda facts: facts["tiles"]["fp8"]["8"].update(outputs=256, inputs=1024, warps=1, stages=6),
+        lambda facts: facts["tiles"]["fp8"]["8"].update(outputs=128, inputs=512, warps=1, stages=1),
+        lambda facts: facts["tiles"]["fp8"]["8"].update(inputs=64, warps=8, parts=8),
         lambda facts: facts.update(tiles=[]),
     ],
 )
@@ -80,6 +83,18 @@ def test_a_broken_file_is_as_good_as_none(change: Any) -> None:
         tuned.file_of(CARD).write_text(junk)
         table_of.cache_clear()
         assert table_of(CARD) == BUILT_IN
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0)])
+def test_a_larger_card_has_room_for_more_at_once(capability: tuple[int, int]) -> None:
+    """Two stages of 64 KiB of codes and 8 KiB of rows; of int4 it is half the codes."""
+    large = {**table(), ("fp8", 8): Tiles(8, 128, 512, 8, 2), ("int4", 8): Tiles(8, 128, 512, 8, 2)}
+    save(Card("H100", capability), large)
+    assert table_of(Card("H100", capability)) == large
+    save(CARD, large)
+    assert table_of(CARD) == BUILT_IN
+    save(CARD, {**table(), ("int4", 8): large["int4", 8]})
+    assert table_of(CARD)["int4", 8] == large["int4", 8]
 
 
 def test_kernels_have_a_version() -> None:
