@@ -61,6 +61,42 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return cast(dict[str, Any], body["error"])
 
 
+TEXT = {"type": "text", "text": "x"}
+CALLED = {"id": "a", "type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([HELLO[0]] * 10_001, "messages"),
+        ([{"role": "user", "content": [TEXT] * 10_001}], "messages[0].content"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [CALLED] * 10_001}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": [TEXT] * 5_000}] * 2, "messages"),
+    ],
+)
+def test_more_than_any_context_holds(server: Running, messages: list[Any], param: str) -> None:
+    status, error = post(server, {"messages": messages})
+    assert (status, error["param"]) == (400, param)
+    assert "10000" in error["message"]
+    assert len(error["message"]) < 200
+
+
+def test_more_items_of_a_response_than_any_context_holds(server: Running) -> None:
+    answer = httpx.post(f"{server.url}/v1/responses", json={"input": HELLO * 10_000, "instructions": "x"})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "input"
+
+
+def test_each_of_many_answers_of_tools_belongs_to_a_call_before_it(server: Running) -> None:
+    """With a look at all that came before for each, this would hold up everybody for a while."""
+    called = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
+    later = {**called, "tool_calls": [{**CALLED, "id": "b"}]}
+    answer = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    messages = [*HELLO, called, *[answer] * 9_000, {**answer, "tool_call_id": "b"}, later]
+    status, error = post(server, {"messages": messages})
+    assert (status, error["param"]) == (400, "messages[9002].tool_call_id")
+
+
 CALL = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 SCHEMA = "response_format.json_schema"

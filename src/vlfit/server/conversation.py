@@ -22,6 +22,7 @@ from vlfit.engine.conversation import (
 )
 from vlfit.errors import InvalidRequest, NotAPicture, PictureError
 from vlfit.server.schemas import (
+    MOST_PARTS,
     ChatMessage,
     ChatRequest,
     ContentPart,
@@ -57,12 +58,15 @@ async def build_conversation(
     """
     if not request.messages:
         raise InvalidRequest("messages is empty", "send at least one message", param="messages")
+    _check_count(request.messages)
     roles = [_role(index, message) for index, message in enumerate(request.messages)]
+    called: set[str] = set()
     for index, (role, message) in enumerate(zip(roles, request.messages, strict=True)):
         if role == "user":
             _check_not_empty(index, message)
         elif role == "tool":
-            _check_was_called(index, request.messages)
+            _check_was_called(index, message, called)
+        called.update(call.id for call in message.tool_calls or ())
     places = list(_picture_urls(request))
     if len(places) > settings.picture_limit:
         raise InvalidRequest(
@@ -99,10 +103,25 @@ def _role(index: int, message: ChatMessage) -> Role:
     return _ROLES[message.role]
 
 
-def _check_was_called(index: int, messages: list[ChatMessage]) -> None:
+def _check_count(messages: list[ChatMessage]) -> None:
+    """Each takes its moment of the event loop, on which all others wait, and no context holds so many."""
+    count = sum(_size(message) for message in messages)
+    if count > MOST_PARTS:
+        raise InvalidRequest(
+            f"the request holds {count} messages, parts and calls, and this server takes {MOST_PARTS}",
+            "put texts that belong together into one",
+            param="messages",
+        )
+
+
+def _size(message: ChatMessage) -> int:
+    parts = 0 if isinstance(message.content, str) else len(message.content or ())
+    return 1 + parts + len(message.tool_calls or ())
+
+
+def _check_was_called(index: int, message: ChatMessage, called: set[str]) -> None:
     """An answer of a tool belongs to a call before it, or the model would read it as of nothing."""
-    wanted = messages[index].tool_call_id
-    called = {call.id for message in messages[:index] for call in message.tool_calls or ()}
+    wanted = message.tool_call_id
     if wanted is None or wanted not in called:
         raise InvalidRequest(
             f"messages[{index}] answers the call {(wanted or '')[:80]!r}, which is in no message before it",

@@ -7,6 +7,7 @@ Knows: its fields, and the chat that they mean (``chat``). Does not know: how it
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union
 
+from annotated_types import MaxLen
 from pydantic import Discriminator, Field, Tag
 
 from vlfit.backends.base import Prepared
@@ -18,11 +19,13 @@ from vlfit.server.generating import Endpoint
 from vlfit.server.places import Held
 from vlfit.server.response_reply import ResponseReply
 from vlfit.server.schemas import (
+    MOST_PARTS,
     MOST_TOOLS,
     CalledFunction,
     CalledTool,
     ChatMessage,
     ChatRequest,
+    FirstWrong,
     Function,
     FunctionName,
     FunctionTool,
@@ -63,7 +66,10 @@ def _text_or_list(value: Any) -> str:
 
 
 Content = Annotated[
-    Union[Annotated[str, Tag("text")], Annotated[list[InputPart], Tag("items")]],  # noqa: UP007
+    Union[  # noqa: UP007
+        Annotated[str, Tag("text")],
+        Annotated[list[InputPart], Tag("items"), MaxLen(MOST_PARTS), FirstWrong()],
+    ],
     Discriminator(_text_or_list),
 ]
 
@@ -138,7 +144,11 @@ class ResponseRequest(SamplingWishes):
     """``POST /v1/responses``."""
 
     input: Annotated[
-        Union[Annotated[str, Tag("text")], Annotated[list[InputItem], Tag("items")]],  # noqa: UP007
+        Union[  # noqa: UP007
+            Annotated[str, Tag("text")],
+            # Less one: instructions are a message as well.
+            Annotated[list[InputItem], Tag("items"), MaxLen(MOST_PARTS - 1), FirstWrong()],
+        ],
         Discriminator(_text_or_list),
     ]
     instructions: str | None = None

@@ -13,13 +13,15 @@ Three kinds of fields that are not carried out:
 
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from annotated_types import MaxLen
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
 
 from vlfit.engine.conversation import Detail
 from vlfit.errors import InvalidRequest
 
 MAX_CHOICES = 16
 MOST_TOOLS = 128  # as OpenAI has it
+MOST_PARTS = 10_000  # messages, their parts and their calls of one request, in all
 BOOKKEEPING = frozenset(
     {
         "user",
@@ -33,6 +35,12 @@ BOOKKEEPING = frozenset(
         "verbosity",
     }
 )
+
+
+class FirstWrong(FailFast):
+    """Of a list that is read no further than its first mistake, which is the one that is told."""
+
+    __hash__ = object.__hash__  # pydantic's has none, and a branch of a union needs one
 
 
 class Strict(BaseModel):
@@ -111,11 +119,11 @@ class ChatMessage(Strict):
         Union[  # noqa: UP007
             Annotated[None, Tag("nothing")],
             Annotated[str, Tag("text")],
-            Annotated[list[ContentPart], Tag("parts")],
+            Annotated[list[ContentPart], Tag("parts"), MaxLen(MOST_PARTS), FirstWrong()],
         ],
         Discriminator(_kind_of_content),
     ] = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Annotated[list[CalledTool], MaxLen(MOST_PARTS), FirstWrong()] | None = None
     tool_call_id: str | None = None
 
 
@@ -204,7 +212,7 @@ class SamplingWishes(Strict):
 class ChatRequest(SamplingWishes):
     """``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], MaxLen(MOST_PARTS), FirstWrong()]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

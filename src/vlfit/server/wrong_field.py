@@ -47,8 +47,12 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 def _explain(error: ValidationError) -> InvalidRequest:
     """The first thing wrong, in one sentence; what was sent is quoted only if it is short."""
-    first = error.errors(include_url=False, include_context=True)[0]
-    kind, where, sent = first["type"], _path(first["loc"]), first.get("input")
+    first = error.errors(include_url=False, include_context=True, include_input=False)[0]
+    kind, where = first["type"], _path(first["loc"])
+    if kind == "too_long":  # what is too long to be read is too long to be quoted
+        most = first["ctx"]["max_length"]
+        return InvalidRequest(f"{where} holds more than {most}", f"send {most} at most", param=where)
+    sent = error.errors(include_url=False)[0].get("input")
     if kind == "json_invalid":
         return InvalidRequest(f"the body is not JSON: {first['msg']}", "send a JSON object")
     if kind == "model_type" and not where:
