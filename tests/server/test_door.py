@@ -50,7 +50,7 @@ def test_scripts_of_other_pages_are_turned_away() -> None:
     backend = ScriptedBackend()
     with running(backend, ServerSettings(allow_origins=("https://friend.example",))) as server:
         url = f"{server.url}/v1/chat/completions"
-        for origin in (PAGE, "null", "http://127.0.0.1:1"):
+        for origin in (PAGE, "null", "http://127.0.0.1:1", "http://[", "", "http://[::1"):
             answer = httpx.post(url, json=HELLO, headers=plain | {"Origin": origin})
             assert answer.status_code == 403
             assert answer.json()["error"]["code"] == "foreign_origin"

@@ -111,7 +111,8 @@ class Door:
         origin = headers.get("origin")
         if origin is None or scope["method"] in ("GET", "HEAD", "OPTIONS") or "*" in self._allow_origins:
             return
-        if origin in self._allow_origins or urlsplit(origin).netloc == headers.get("host"):
+        page = _netloc(origin)
+        if origin in self._allow_origins or (page and page == headers.get("host")):
             return
         raise ForeignOrigin(
             f"a page of {origin[:200]} may not use this server",
@@ -166,6 +167,13 @@ class Door:
             f" {note}" if note else "",
             extra={"fields": facts},
         )
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # "http://[": no browser sends it, and it is no page of ours
+        return ""
 
 
 def is_own_name(host: str, names: tuple[str, ...]) -> bool:
