@@ -69,8 +69,8 @@ def pair(
     ).eval()
     reference.generation_config = GenerationConfig()
     # Without guesses each pass gives the logits of one token.
-    options = EngineOptions(device="cpu", context=1024, chunk=128, speculate=False)
-    return Engine(open_checkpoint(root / "new"), options), reference
+    alone = EngineOptions(device="cpu", context=1024, chunk=128, speculate=False)
+    return Engine(open_checkpoint(root / "new"), alone), reference
 
 
 @pytest.mark.parametrize("name", ASKED)
