@@ -232,8 +232,12 @@ def run_text(
     longest: int = 0,
     visual: int = 0,
     depth: int = DEPTH,
+    speaking: int = 0,
 ) -> int:
-    """Peak of one forward pass: ``decoding`` sequences of ``longest`` tokens, and a chunk after ``past``."""
+    """Peak of one forward pass: ``decoding`` sequences of ``longest`` tokens, and a chunk after ``past``.
+
+    Of each the last row has logits, or so many are ``speaking``.
+    """
     config = config_of(entry)
     config = replace(config, text=replace(config.text, num_hidden_layers=depth))
     rows = chunk + decoding
@@ -254,7 +258,7 @@ def run_text(
             torch.empty(visual, config.text.hidden_size, dtype=torch.bfloat16, device=META) for _ in range(4)
         ]
         seen = VisualRows(index(visual), features[0], tuple(features[1:])) if visual else None
-        wanted = index(works)
+        wanted = index(speaking or works)
         logits = text(index(rows), index(3, rows), seen, cache, plan, wanted)
     assert logits.shape == (len(wanted), config.text.vocab_size)
     return counter.peak - before
@@ -350,6 +354,30 @@ def test_peak_of_decoding(size: str, weights: str, sequences: int, context: int)
     entry = entry_of(size, weights)
     counted = run_text(entry, 0, decoding=sequences, longest=context)
     close(costs.text_peak(model(entry), sequences, context, sequences), counted, 1.3)
+
+
+@pytest.mark.usefixtures("without_sampling")
+@pytest.mark.parametrize("weights", catalog.FORMATS)
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_logits_of_guesses_are_counted(weights: str, chunk: int) -> None:
+    """A sequence of which a pass computes the newest token and seven guesses; in the ledger where layers wait
+    in RAM and no such pass is recorded.
+    """
+    entry = entry_of("2B", weights)
+    counted = run_text(entry, graphs.GUESS_ROWS, 1000, speaking=graphs.GUESS_ROWS)
+    peaks = [
+        costs.text_peak(model(entry), chunk, 1024, 1, guess_rows=rows) for rows in (0, graphs.GUESS_ROWS)
+    ]
+    assert peaks[0] < counted <= peaks[1]
+    settings = Settings(weights, 1024, 0, 1, chunk, offload=2)
+    [gpu] = card("RTX 4060").gpus
+    more = [
+        line.bytes
+        for guesses in (True, False)
+        for line in ledger(model(entry), gpu, NATIVE, replace(settings, speculate=guesses))
+        if line.line == "text_workspace"
+    ]
+    assert more[0] - more[1] >= peaks[1] - peaks[0] > 0
 
 
 @pytest.mark.parametrize("size", SIZES)

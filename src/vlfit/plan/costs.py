@@ -92,28 +92,38 @@ def text_peak(
     native: bool = True,
     means: Means = LEAST,
     table: Table = BUILT_IN,
+    guess_rows: int = 0,
 ) -> int:
     """Peak of one forward pass of the text model: the last ``chunk`` of a context, or ``sequences`` rows.
 
     The largest phase counts, on top of what lives all along (``engine/decoder/text.py``). ``native`` False:
-    no kernels of ours and no chunks: transformers with sdpa. ``table``: the card's tiles.
+    no kernels of ours and no chunks: transformers with sdpa. ``table``: the card's tiles. ``guess_rows``: of
+    a pass with guesses, each of which has logits (``engine/guessing.py``).
     """
     rows = max(chunk, sequences)
     if not native:
-        return _pass_peak(model, rows, context, sequences, None, table)
+        return _pass_peak(model, rows, context, sequences, sequences, None, table)
     # Products of few rows are shared out, which may take more than those of many.
-    some = {rows, min(rows, SPLIT_ROWS)}
-    return max(_pass_peak(model, each, context, sequences, means, table) for each in some)
+    some = {(rows, sequences), (min(rows, SPLIT_ROWS), sequences)}
+    if guess_rows > sequences:
+        some.add((guess_rows, guess_rows))
+    return max(_pass_peak(model, each, context, sequences, said, means, table) for each, said in some)
 
 
 def _pass_peak(
-    model: Model, rows: int, context: int, sequences: int, means: Means | None, table: Table
+    model: Model,
+    rows: int,
+    context: int,
+    sequences: int,
+    speaking: int,
+    means: Means | None,
+    table: Table,
 ) -> int:
-    """Peak of a pass of ``rows`` rows; without ``means``: transformers'."""
+    """Peak of a pass of ``rows`` rows, so many ``speaking``; without ``means``: transformers'."""
     text = model.text
-    phases = [_head_phase(model, sequences)]
+    phases = [_head_phase(model, speaking)]
     always = rows * (HALF * text.hidden_size + 2 * HALF * text.head_dim + 5 * INDEX)
-    always += (sequences + 1) * INDEX  # whose logits are wanted
+    always += (speaking + 1) * INDEX  # whose logits are wanted
     if model.vision is not None:
         always += feature_bytes(model.vision, rows) + rows * INDEX
     if means is not None:
@@ -223,11 +233,11 @@ def _attention(model: Model, rows: int, sequences: int) -> int:
     return held + parts
 
 
-def _head_phase(model: Model, sequences: int) -> int:
-    """Logits of each sequence in bfloat16; and lists that all are drawn from, or one row being sampled."""
+def _head_phase(model: Model, speaking: int) -> int:
+    """Logits of ``speaking`` rows in bfloat16; lists that all are drawn from, or one row being sampled."""
     vocabulary = model.text.vocab_size
-    drawn = max(sequences * drawing(vocabulary), vocabulary * _SAMPLER_BYTES)
-    return sequences * vocabulary * HALF + drawn
+    drawn = max(speaking * drawing(vocabulary), vocabulary * _SAMPLER_BYTES)
+    return speaking * vocabulary * HALF + drawn
 
 
 def drawing(vocabulary: int) -> int:

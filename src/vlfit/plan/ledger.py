@@ -277,7 +277,11 @@ def _text_note(settings: Settings) -> str:
 def _text_peak(model: Model, backend: str, settings: Settings, means: Means, table: Table) -> int:
     chunk, context, sequences = settings.chunk, settings.context, settings.sequences
     if backend == NATIVE:
-        return costs.text_peak(model, chunk, context, sequences, means=means, table=table)
+        # Where steps are not recorded a pass with guesses is one of these, and else it runs once before.
+        guess_rows = graphs.GUESS_ROWS if settings.speculate else 0
+        return costs.text_peak(
+            model, chunk, context, sequences, means=means, table=table, guess_rows=guess_rows
+        )
     # The prompts of all requests at once, padded to the longest.
     return costs.text_peak(model, chunk * sequences, context, sequences, native=False)
 
