@@ -331,3 +331,25 @@ def test_a_cold_start_takes_less_than_a_second_and_no_torch(model: tuple[str, ..
         assert "Qwen3-VL-4B" in done.stdout
         best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert best < SECONDS
+
+
+def test_the_kv_cache_is_as_the_variable_has_it_if_the_option_does_not_say(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(*options: object) -> str:
+        facts = json.loads(vlfit("plan", "Qwen/Qwen3-VL-2B-Instruct-FP8", *CARD, "--json", *options).out)
+        return str(facts["settings"]["kv_dtype"])
+
+    assert kept() == kept("--kv-dtype", "auto") == "bf16"
+    monkeypatch.setenv("VLFIT_KV_DTYPE", "fp8")
+    assert (kept(), kept("--kv-dtype", "bf16")) == ("fp8", "bf16")
+
+
+@pytest.mark.parametrize("command", [("plan", *CARD), ("bench", "mini")])
+def test_a_dtype_that_there_is_not_is_said_alike(vlfit: Vlfit, command: tuple[str, ...]) -> None:
+    ended = vlfit(*command, "--kv-dtype", "banana")
+    assert ended.code == 2
+    assert ended.out == ""
+    assert "kv_dtype is 'banana'" in ended.err
+    assert "set it with --kv-dtype or VLFIT_KV_DTYPE" in ended.err
+    assert "Usage" not in ended.err

@@ -1,5 +1,6 @@
 """``vlfit plan``: what fits on this machine, where every MiB goes, how fast it will be, what to change."""
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -42,14 +43,6 @@ class Weights(StrEnum):
     int4 = "int4"
 
 
-class KvDtype(StrEnum):
-    """What ``--kv-dtype`` takes."""
-
-    auto = "auto"
-    bf16 = "bf16"
-    fp8 = "fp8"
-
-
 class Backend(StrEnum):
     """What ``--backend`` takes."""
 
@@ -79,9 +72,13 @@ def plan(
         Weights | None, typer.Option("--weights", "-w", help="Weights format.", show_default=False)
     ] = None,
     kv_dtype: Annotated[
-        KvDtype,
-        typer.Option(help="Of the KV cache: auto and bf16 are 16 bits; fp8: half the bytes, rounded."),
-    ] = KvDtype.auto,
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of the KV cache: auto and bf16 are 16 bits; fp8: half the bytes, rounded."
+            "  [env VLFIT_KV_DTYPE]",
+        ),
+    ] = None,
     backend: Annotated[
         Backend | None,
         typer.Option(help="Who runs the model.  [default: native]"),
@@ -134,7 +131,7 @@ def plan(
         backend.value if backend else None,
         vllm_version,
         parse_wish(offload) if offload is not None else None,
-        None if kv_dtype == KvDtype.auto else kv_dtype.value,
+        _kv_dtype(kv_dtype),
     )
     if svg is not None and model is None:
         raise UsageError("--svg draws the ledger of one model", "name it: vlfit plan MODEL --svg FILE")
@@ -156,6 +153,16 @@ def plan(
     )
     if not fits:
         raise typer.Exit(DoesNotFit.exit_code)
+
+
+def _kv_dtype(given: str | None) -> str | None:
+    """The KV cache's dtype as ``given``, else as the environment has it; None for auto."""
+    if given is None and not os.environ.get("VLFIT_KV_DTYPE"):
+        return None  # the table of settings takes a fifth of a second to import
+    from vlfit.settings import read_settings
+
+    chosen = read_settings(kv_dtype=given).kv_dtype
+    return None if chosen == "auto" else chosen
 
 
 def _one(
