@@ -10,6 +10,7 @@ the card is all that it takes. What that ratio is above one, guesses must come t
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -39,6 +40,8 @@ def main() -> None:
     parser.add_argument("--rows", default="2,4,8", help="of a pass with guesses, one line for each")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens before the answer")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.guess_rows needs a CUDA device")
     print(f"commit {commit()}; {card()}; behind a prompt of {options.prompt} tokens\n")
     rows = [["model", "rows", "plain step, ms", "on the card, ms", "ratio", "waited, ms", "ratio"]]
     for model in options.models:
