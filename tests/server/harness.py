@@ -13,6 +13,7 @@ from openai import OpenAI
 from vlfit.backends.base import LocalBackend
 from vlfit.server.address import bind
 from vlfit.server.app import create_app
+from vlfit.server.heads import HeadsInTime
 from vlfit.server.settings import ServerSettings
 
 
@@ -43,6 +44,7 @@ def running(backend: LocalBackend, settings: ServerSettings | None = None) -> It
         log_config=None,
         access_log=False,
         lifespan="off",
+        http=HeadsInTime,
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)

@@ -34,7 +34,7 @@ def serve_here(settings: "Settings", *, json_line: bool, quiet: bool) -> None:
     """Until a signal ends it, and the process with it."""
     from vlfit.backends.phases import Phases
     from vlfit.engine import head_start
-    from vlfit.server.address import address_of, bind
+    from vlfit.server.address import address_of, allow_many_connections, bind
     from vlfit.server.host_memory import give_memory_back, keep_what_is_loaded
     from vlfit.server.log import log_to_stderr
 
@@ -43,6 +43,7 @@ def serve_here(settings: "Settings", *, json_line: bool, quiet: bool) -> None:
     log_to_stderr(quiet, settings.log_format)
     keys, folder = keys_of(settings), _folder(settings.allow_files)
     give_memory_back()
+    allow_many_connections()
     with bind(settings.host, settings.port) as listener:
         url = address_of(listener)
         kept = _kept(listener) if settings.restart else None

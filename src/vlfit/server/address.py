@@ -6,8 +6,11 @@ Knows sockets. Does not know what is served; imports nothing slow.
 import errno
 import socket
 import sys
+from contextlib import suppress
 
 from vlfit.errors import CannotListen
+
+MOST_FILES = 65_536  # containers may have a thousand millions, and programs exist that go through all of them
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -32,6 +35,21 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise cannot_listen(host, port, error) from error
     return listener
+
+
+def allow_many_connections() -> None:
+    """As many files at once as the system lets this process and its children have: a connection is one, two
+    in a relay, and shells often start programs with 1,024.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # macOS has a limit below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def address_of(listener: socket.socket) -> str:

@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 
 from vlfit.server.address import cannot_listen
 from vlfit.server.closing import Closing
+from vlfit.server.heads import HeadsInTime
 from vlfit.server.settings import ServerSettings
 
 BACKLOG = 2048
@@ -44,6 +45,7 @@ def serve_until_stopped(
         server_header=False,
         backlog=BACKLOG,
         ws="none",
+        http=HeadsInTime,
         # A last resort for a client that does not read: everything else is over when the drain is.
         timeout_graceful_shutdown=1,
     )

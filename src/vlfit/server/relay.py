@@ -21,6 +21,7 @@ BACK_AFTER = 5  # seconds; mini is back after three
 MOST_HEAD = 64 * 1024
 LAST_CALL = signal.SIGUSR1  # nobody serves any more: say what is left to say, and end
 LAST_SECONDS = 1.0
+HEAD_SECONDS = 15.0  # while nobody serves; a server closes what is silent itself (``heads.py``)
 DISCARDING = 2.0  # seconds in which a client that was refused may still send
 
 _DIED = {
@@ -156,6 +157,7 @@ class _Client(asyncio.Protocol):
         self._early = b""
         self._refused = False
         self._task: asyncio.Task[None] | None = None
+        self._late: asyncio.TimerHandle | None = None
         self.answers = Answers()
         self.transport: Any = None
         self.server: Any = None
@@ -163,9 +165,15 @@ class _Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
         self._clients.add(self)
+        self._late = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._too_late)
         if self._is_up():
             self.transport.pause_reading()
             self._task = asyncio.ensure_future(self._connect())
+
+    def _too_late(self) -> None:
+        """Nobody serves it, and it has not asked enough to be told so."""
+        if self.server is None and not self._refused and (self._task is None or self._task.done()):
+            self.transport.close()
 
     async def _connect(self) -> None:
         try:
@@ -212,6 +220,8 @@ class _Client(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._clients.discard(self)
+        if self._late is not None:
+            self._late.cancel()
         if self.server is not None:
             self.server.abort()  # what the client has not taken nobody will
 

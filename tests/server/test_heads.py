@@ -1,0 +1,81 @@
+"""Connections on which nothing is asked, or half a question: closed after a while, others are not."""
+
+import asyncio
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.server.harness import Running, running
+from tests.server.scripted import ScriptedBackend
+from vlfit.server import heads, relay
+
+HALF = b"GET /health HTTP/1.1\r\nHost: local"
+REST = b"host\r\n\r\n"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setattr(heads, "HEAD_SECONDS", 0.3)
+    with running(ScriptedBackend(words=("word ",) * 12, delay=0.05)) as running_server:
+        yield running_server
+
+
+def test_who_asks_nothing_is_closed(server: Running) -> None:
+    with server.socket() as connection:
+        assert connection.recv(100) == b""
+
+
+def test_who_asks_half_is_told(server: Running) -> None:
+    with server.socket() as connection:
+        connection.sendall(HALF)
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+    with server.socket() as connection:  # again on a connection that was answered once
+        connection.sendall(HALF + REST)
+        said = b""
+        while b'"scripted"}' not in said:
+            said += connection.recv(1000)
+        connection.sendall(HALF)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_an_answer_may_take_longer(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=10)
+    assert answer.json()["usage"]["completion_tokens"] == 12
+
+
+def test_the_relay_closes_who_asks_nothing_while_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "HEAD_SECONDS", 0.1)
+
+    async def said_to(sent: bytes) -> bytes:
+        clients: set[relay._Client] = set()
+        taking = await asyncio.get_running_loop().create_server(
+            lambda: relay._Client("/nowhere", lambda: False, clients), "127.0.0.1", 0
+        )
+        async with taking:
+            reader, writer = await asyncio.open_connection(*taking.sockets[0].getsockname())
+            writer.write(sent)
+            said = await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+            await writer.wait_closed()
+        return said
+
+    assert asyncio.run(said_to(b"")) == asyncio.run(said_to(HALF)) == b""
+    assert b"restarting" in asyncio.run(said_to(HALF + REST))
+
+
+def test_a_server_may_have_as_many_files_as_the_system_lets_it() -> None:
+    """In a process of its own: the limit stays."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    code = (
+        "import resource as r; from vlfit.server.address import *; "
+        "r.setrlimit(r.RLIMIT_NOFILE, (256, 1000)); allow_many_connections(); "
+        "print(r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    assert hard == resource.RLIM_INFINITY or hard >= 1000
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "(1000, 1000)\n"
