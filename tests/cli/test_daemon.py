@@ -15,7 +15,7 @@ import pytest
 
 from vlfit.cli import records
 from vlfit.cli.records import began, recorded, servers
-from vlfit.cli.unit import quoted, unit, without_key
+from vlfit.cli.unit import quoted, unit, with_whole_paths
 
 VLFIT = [sys.executable, "-m", "vlfit"]
 
@@ -103,12 +103,43 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_unit_names_no_key(capfd: pytest.CaptureFixture[str]) -> None:
-    text = vlfit("serve", "mini", "--api-key", "hidden-1", "--port", "8001", "--drain", "5s", "--systemd")
-    assert "hidden" not in text
+def test_the_unit_has_the_options_of_the_command() -> None:
+    text = vlfit("serve", "mini", "--port", "8001", "--drain", "5s", "--restart", "--systemd")
     assert f"ExecStart={sys.executable} -m vlfit serve mini --port 8001 --drain 5s --restart\n" in text
     assert "TimeoutStopSec=20" in text
-    assert without_key(["--api-key=x", "a", "--api-key", "y", "b"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize("key", [("--api-key", "hidden-1"), ("--api-key=hidden-1",)])
+def test_the_unit_names_no_key_nor_drops_it_without_a_word(key: tuple[str, ...]) -> None:
+    text = vlfit("serve", "mini", *key, "--systemd", code=2)
+    assert "hidden" not in text
+    assert "ExecStart" not in text
+    assert "--api-keys FILE" in text
+
+
+def test_a_key_of_the_environment_is_not_in_the_unit_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLFIT_API_KEY", "hidden-1")
+    text = vlfit("serve", "mini", "--systemd")
+    assert "hidden" not in text
+    assert "VLFIT_API_KEY is not in the unit" in text
+
+
+def test_paths_in_the_unit_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mini").mkdir()
+    Path("keys").write_text("secret\n")
+    text = vlfit("serve", "./mini", "--api-keys", "keys", "--allow-files=.", "--systemd")
+    expected = f"serve {tmp_path}/mini --api-keys {tmp_path}/keys --allow-files={tmp_path} --restart\n"
+    assert expected in text
+    assert with_whole_paths(["--model=./mini"], "./mini") == [f"--model={tmp_path}/mini"]
+    assert with_whole_paths(["serve", "mini"], "mini") == ["serve", "mini"]  # the bundled one
+    assert with_whole_paths(["serve", "not/here"], "not/here") == ["serve", "not/here"]
+
+
+def test_one_way_into_the_background_is_enough() -> None:
+    assert "choose one" in vlfit("serve", "mini", "--daemon", "--systemd", code=2)
 
 
 @pytest.mark.parametrize(

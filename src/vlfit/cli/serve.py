@@ -68,6 +68,8 @@ def serve(
 
     if model_argument and model and model_argument != model:
         raise UsageError(f"two models: {model_argument} and --model {model}", "name one")
+    if systemd and daemon:
+        raise UsageError("--systemd and --daemon", "choose one: systemd runs it in the background itself")
     settings = read_settings(
         model=model or model_argument,
         host=host,

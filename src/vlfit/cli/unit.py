@@ -4,14 +4,18 @@ Knows: what a unit says, and how systemd quotes. Does not know what is served.
 """
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlfit.cli.printing import Printer
+from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
     from vlfit.settings import Settings
 
-_OURS = ("--systemd", "--daemon", "--restart")
+_OURS = ("--systemd", "--restart")
+_PATHS = ("--api-keys", "--allow-files")
+ENVIRONMENT = "~/.config/vlfit/environment"
 NOTES = """\
 # vlfit: a server for Qwen3-VL. As a user's own service:
 #   mkdir -p ~/.config/systemd/user
@@ -24,16 +28,48 @@ NOTES = """\
 
 
 def print_unit(settings: "Settings", arguments: list[str]) -> None:
-    """With the options of this command. A key is not among them: units can be read by everybody."""
+    """With the options of this command, and the paths in them whole: systemd starts programs elsewhere.
+
+    Raises ``UsageError`` for a key among them: units can be read by everybody.
+    """
     from vlfit.cli.serving import keys_of
 
+    if any(each.partition("=")[0] == "--api-key" for each in arguments):
+        raise UsageError(
+            "a unit can be read by everybody, and --api-key would stand in it",
+            f"write VLFIT_API_KEY=... into {ENVIRONMENT}, or use --api-keys FILE",
+        )
     keys_of(settings)
-    Printer().line(unit(arguments, settings.drain).rstrip("\n"))
+    printer = Printer()
+    printer.line(unit(with_whole_paths(arguments, settings.model), settings.drain).rstrip("\n"))
+    if settings.api_key:
+        printer.note(f"note: VLFIT_API_KEY is not in the unit: write it into {ENVIRONMENT}")
+
+
+def with_whole_paths(arguments: list[str], model: str) -> list[str]:
+    """``arguments``, of which files, folders, and a ``model`` that is one, mean the same everywhere."""
+    from vlfit.checkpoint.source import MINI
+
+    folder = model if model != MINI and Path(model).expanduser().is_dir() else None
+    whole: list[str] = []
+    for each in arguments:
+        name, sign, value = each.partition("=")
+        if each == folder or (whole and whole[-1] in _PATHS):
+            whole.append(_whole(each))
+        elif sign and (name in _PATHS or (name == "--model" and value == folder)):
+            whole.append(f"{name}={_whole(value)}")
+        else:
+            whole.append(each)
+    return whole
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def unit(arguments: list[str], drain: float) -> str:
-    """The unit for ``vlfit`` with ``arguments``, less ``--systemd`` and a key; ``drain`` in seconds."""
-    kept = without_key([each for each in arguments if each not in _OURS])
+    """The unit for ``vlfit`` with ``arguments``, less ``--systemd``; ``drain`` in seconds."""
+    kept = [each for each in arguments if each not in _OURS]
     start = " ".join(map(quoted, [sys.executable, "-m", "vlfit", *kept, "--restart"]))
     return f"""{NOTES.format(command="vlfit serve ... --systemd")}
 [Unit]
@@ -60,20 +96,6 @@ PrivateTmp=yes
 [Install]
 WantedBy=default.target
 """
-
-
-def without_key(arguments: list[str]) -> list[str]:
-    """``arguments`` less ``--api-key KEY`` and ``--api-key=KEY``."""
-    kept: list[str] = []
-    skip = False
-    for each in arguments:
-        if skip or each.startswith("--api-key="):
-            skip = False
-        elif each == "--api-key":
-            skip = True
-        else:
-            kept.append(each)
-    return kept
 
 
 def quoted(argument: str) -> str:
