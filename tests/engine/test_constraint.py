@@ -3,19 +3,21 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.constraint import LONGEST_FORM, Constraint, Constraints
+from vlfit.engine.constraint import LONGEST_FORM, MOST_READINGS, Constraint, Constraints
 from vlfit.engine.conversation import ask
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampler import Draw, sample
 from vlfit.engine.sampling import Form, SamplingParams
-from vlfit.errors import InvalidRequest, ModelFailed
+from vlfit.errors import InvalidRequest, QueueFull
 
 COLOURS: dict[str, Any] = {
     "type": "object",
@@ -148,8 +150,10 @@ def test_what_is_allowed_keeps_its_share(top_k: int) -> None:
         Form("json", "[]", "response_format"),
         Form("json", '{"description": "' + "x" * LONGEST_FORM + '"}', "response_format"),
         Form("grammar", "start: nowhere", "response_format"),
+        form({"$ref": "#"}),
+        form({"type": "array", "minItems": 10**9}),
     ],
-    ids=["type", "keyword", "text", "list", "long", "grammar"],
+    ids=["type", "keyword", "text", "list", "long", "grammar", "nothing but itself", "endless"],
 )
 def test_a_form_that_cannot_be_followed_is_refused(mini: NativeBackend, wish: Form) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -162,5 +166,43 @@ def test_a_form_without_a_way_on_ends_the_request(constraints: Constraints) -> N
     constraint = begin(constraints, form(COLOURS))
     constraint.take(5)  # no brace
     assert not constraint.allows(6)
-    with pytest.raises(ModelFailed, match="cannot be followed"):
+    with pytest.raises(InvalidRequest, match="cannot be followed"):
         constraint.allowed(4096)
+
+
+def test_a_form_with_too_many_ways_on_is_the_requests_failure(mini: NativeBackend) -> None:
+    """Which shows only when there is a brace, and names the field that the form came in."""
+    one = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(50)}}
+    wish = SamplingParams(form=form({"anyOf": [one] * 50}), max_tokens=50)
+    with pytest.raises(InvalidRequest, match="cannot be followed any further") as failed:
+        mini.stream(ask("Hello"), wish).answer()
+    assert failed.value.param == "response_format"
+    assert mini.stream(ask("Hello"), SamplingParams(max_tokens=1)).answer().text, "others go on"
+
+
+class Stuck:
+    """Reads forms until it is let go."""
+
+    go = Event()
+    grammar_from_json_schema = staticmethod(LLMatcher.grammar_from_json_schema)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.go.wait(60)
+
+
+def test_a_form_that_takes_long_is_given_up(mini: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are others' when as many are being read as may be, until one of them is done."""
+    constraints = Constraints(mini.engine.prompts.tokenizer, mini.engine.generation.eos_token_ids)
+    begin(constraints, form(COLOURS))
+    monkeypatch.setattr("vlfit.engine.constraint.LONGEST_READING", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr("llguidance.LLMatcher", Stuck)
+        for number in range(MOST_READINGS):
+            with pytest.raises(InvalidRequest, match="cannot be read in"):
+                constraints.of(form({"const": number}))
+    begin(constraints, form(COLOURS))  # read before
+    with pytest.raises(QueueFull):
+        constraints.of(form({"type": "integer"}))
+    Stuck.go.set()
+    monkeypatch.setattr("vlfit.engine.constraint.LONGEST_READING", 60.0)
+    begin(constraints, form({"type": "integer"}))

@@ -63,6 +63,7 @@ def read(*pieces: str) -> list[str | ToolCall]:
         ('<tool_call>{"name": "clock", "arguments": "{}"}</tool_call>', [NOW]),
         (TWO.replace("clock", "other"), [TWO.replace("clock", "other")]),
         ("<tool_call>no JSON", ["<tool_call>no JSON"]),
+        ('<tool_call>{"name": ["a"]}</tool_call>', ['<tool_call>{"name": ["a"]}</tool_call>']),
     ],
 )
 def test_calls_are_found_however_text_is_cut(text: str, expected: list[str | ToolCall]) -> None:

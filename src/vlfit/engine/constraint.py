@@ -9,15 +9,17 @@ does not allow it is a mask computed: 4 to 19 microseconds for a vocabulary of 1
 """
 
 from collections.abc import Iterable
-from threading import Lock
+from queue import Empty, SimpleQueue
+from threading import BoundedSemaphore, Lock, Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from vlfit.engine.form_bounds import check_schema_text
 from vlfit.engine.sampling import Form
 from vlfit.engine.spelling import Spelling
-from vlfit.errors import InvalidRequest, ModelFailed
+from vlfit.errors import InvalidRequest, QueueFull
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 LONGEST_FORM = 256 * 1024  # characters of a schema or grammar
+LONGEST_READING = 5.0  # seconds: the slowest form within ``form_bounds.py`` takes less than one
+MOST_READINGS = 2  # at a time: who sends forms that take long keeps no more cores than these busy
+MOST_STATES = 20_000  # of the texts in a form, 1 to 2 KB each as llguidance has it; its own bound is 250,000
 # Tokens whose part in a mask is found once: the text inside of JSON's strings. llguidance has three such sets
 # more by default, with which reading a vocabulary of 151,644 tokens takes 2.0 s in place of 1.2, and 119 MiB
 # in place of 75; masks take as long (benchmarks/constraint.py).
@@ -46,9 +51,12 @@ class Constraint:
     next answer.
     """
 
-    def __init__(self, matcher: "LLMatcher", eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, matcher: "LLMatcher", eos_token_ids: tuple[int, ...], place: str | None = None
+    ) -> None:
         self._matcher = matcher
         self._eos = eos_token_ids
+        self._place = place
         self.agreed = False
 
     def allows(self, token_id: int) -> bool:
@@ -57,16 +65,19 @@ class Constraint:
         return self.agreed
 
     def allowed(self, vocabulary: int) -> Allowed:
-        """[vocabulary]: which tokens may come next. Raises ``ModelFailed`` where the form has no way on."""
+        """[vocabulary]: which tokens may come next. Raises ``InvalidRequest`` where the form has no way
+        on, or too many to be followed: which some show only here.
+        """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed: Allowed = np.zeros(vocabulary, dtype=np.bool_)
         found = np.unpackbits(bits, bitorder="little")[:vocabulary]
         allowed[: len(found)] = found
         allowed[list(self._eos)] = allowed[self._eos[0]]
         if self._matcher.is_error() or not allowed.any():
-            raise ModelFailed(
+            raise InvalidRequest(
                 f"the form that was asked for cannot be followed any further: {_words(self._matcher)}",
                 "ask for a simpler form",
+                param=self._place,
             )
         return allowed
 
@@ -93,17 +104,19 @@ class Constraints:
         self._lock = Lock()
         self._words: LLTokenizer | None = None
         self._last: tuple[Form, LLMatcher] | None = None
+        self._readings = BoundedSemaphore(MOST_READINGS)
 
     def of(self, form: Form | None) -> Constraint | None:
         """At the beginning of ``form``; None for none. Raises ``InvalidRequest`` for one that llguidance
-        cannot follow, with its reason.
+        cannot follow, with its reason, and for one that asks for too much; ``QueueFull`` while others' forms
+        take long.
         """
         if form is None:
             return None
         last = self._last
         if last is None or last[0] != form:
             self._last = last = form, self._matcher(form)
-        return Constraint(last[1].deep_copy(), self._eos)
+        return Constraint(last[1].deep_copy(), self._eos, form.place)
 
     def _matcher(self, form: Form) -> "LLMatcher":
         from llguidance import LLMatcher
@@ -116,6 +129,8 @@ class Constraints:
                 f"send at most {LONGEST_FORM:,}",
                 param=form.place,
             )
+        if form.kind == "json":
+            check_schema_text(form.text, form.place)
         try:
             if form.kind == "json":
                 grammar = LLMatcher.grammar_from_json_schema(form.text, SPACING)
@@ -123,14 +138,47 @@ class Constraints:
                 grammar = LLMatcher.grammar_from_lark(form.text)
         except ValueError as error:
             raise InvalidRequest(f"the form cannot be read: {error}", param=form.place) from None
-        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
-        if matcher.is_error():
-            raise InvalidRequest(
-                f"the form cannot be followed: {_words(matcher)}",
-                "see docs/api.md for what a schema may hold",
-                param=form.place,
-            )
+        matcher = self._read(grammar, form.place)
+        first = matcher.deep_copy()
+        first.compute_bitmask()  # some forms prove to allow nothing only here
+        for tried in (matcher, first):
+            if tried.is_error():
+                raise InvalidRequest(
+                    f"the form cannot be followed: {_words(tried)}",
+                    "see docs/api.md for what a schema may hold",
+                    param=form.place,
+                )
         return matcher
+
+    def _read(self, grammar: str, place: str | None) -> "LLMatcher":
+        """What follows ``grammar``. llguidance lets others of this process go on while it reads, and cannot
+        be stopped: who waits gives up.
+        """
+        from llguidance import LLMatcher
+        from llguidance._lib import LLParserLimits
+
+        words, limits = self._vocabulary(), LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+        if not self._readings.acquire(timeout=LONGEST_READING):
+            raise QueueFull(
+                "forms of other requests are being read, and take long", "come again", param=place
+            )
+        read: SimpleQueue[LLMatcher] = SimpleQueue()
+
+        def work() -> None:
+            try:
+                read.put(LLMatcher(words, grammar, log_level=0, limits=limits))
+            finally:
+                self._readings.release()
+
+        Thread(target=work, name="vlfit form", daemon=True).start()
+        try:
+            return read.get(timeout=LONGEST_READING)
+        except Empty:
+            raise InvalidRequest(
+                f"the form cannot be read in {LONGEST_READING:g} seconds",
+                "ask for a simpler form; docs/api.md has the bounds",
+                param=place,
+            ) from None
 
     def _vocabulary(self) -> "LLTokenizer":
         with self._lock:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlfit.engine.conversation import Tool, ToolCall
+from vlfit.engine.form_bounds import check_schema
 from vlfit.engine.sampling import Form
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -27,8 +28,11 @@ def calls_form(
     """A form with calls of ``tools``, their arguments by their schemas; several only if ``parallel``.
 
     ``required``: at least one call and nothing else. If not, any text may stand before, between and after,
-    or, with a schema ``otherwise``, JSON of that in place of calls.
+    or, with a schema ``otherwise``, JSON of that in place of calls. Raises ``InvalidRequest`` for a schema
+    that asks for too much.
     """
+    check_schema([tool.parameters for tool in tools], "tools")
+    check_schema(otherwise, "response_format")
     alone = required or otherwise is not None
     rules = [_rule(number, tool, alone) for number, tool in enumerate(tools)]
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
@@ -113,11 +117,14 @@ class ToolCallReader:
             found = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(found, dict) or found.get("name") not in self.names:
+        if not isinstance(found, dict):
+            return None
+        name = found.get("name")
+        if not isinstance(name, str) or name not in self.names:
             return None
         arguments = found.get("arguments", {})
         told = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(found["name"], told)
+        return ToolCall(name, told)
 
 
 def _may_open(text: str) -> int:
