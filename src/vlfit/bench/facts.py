@@ -10,13 +10,15 @@ from vlfit._version import __version__
 from vlfit.bench.measure import Decoding, Many, Measured
 from vlfit.bench.surroundings import processor, versions_of
 from vlfit.bench.wanted import Wanted
+from vlfit.checkpoint.quantization import FP8
+from vlfit.plan.in_ram import weights_in_ram
 
 VERSION = 1
 
 
 def facts_of(measured: Measured) -> dict[str, Any]:
     """All of it."""
-    settings, checkpoint, wanted = measured.account.settings, measured.checkpoint, measured.wanted
+    checkpoint, wanted = measured.checkpoint, measured.wanted
     return {
         "version": VERSION,
         "vlfit": __version__,
@@ -28,7 +30,7 @@ def facts_of(measured: Measured) -> dict[str, Any]:
             "parameters": checkpoint.parameter_count,
             "weight_bytes": measured.weights_loaded,
         },
-        "settings": asdict(settings),
+        "settings": _settings(measured),
         "request": {
             "picture": None if not measured.requests.image_tokens else _picture(wanted),
             "image_tokens": measured.requests.image_tokens,
@@ -47,6 +49,16 @@ def facts_of(measured: Measured) -> dict[str, Any]:
         "start": measured.start,
         "memory": _memory(measured),
     }
+
+
+def _settings(measured: Measured) -> dict[str, Any]:
+    """As the engine has them; the KV cache's dtype by its name, and ``halves`` if any matrix is kept so."""
+    settings, checkpoint = measured.account.settings, measured.checkpoint
+    plain, halved = (
+        weights_in_ram(checkpoint, settings.value_bytes, halves=wish) for wish in (False, settings.halves)
+    )
+    kv_dtype = settings.kv_dtype if settings.kv_dtype == FP8 else settings.dtype
+    return {**asdict(settings), "kv_dtype": kv_dtype, "halves": halved != plain}
 
 
 def _decoding(each: Decoding, measured: Measured) -> dict[str, Any]:

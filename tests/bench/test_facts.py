@@ -1,0 +1,36 @@
+"""What a measurement says that an engine ran with."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vlfit.bench import facts
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.account import EngineSettings
+from vlfit.plan import in_ram
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype", "named"),
+    [("bf16", "float32", "float32"), ("bf16", "bfloat16", "bfloat16"), ("fp8", "float32", "fp8")],
+)
+def test_the_kv_cache_is_named_as_it_is(kept: str, dtype: str, named: str) -> None:
+    assert settings_of(dtype, kv_dtype=kept)["kv_dtype"] == named
+
+
+def test_halves_are_told_where_a_matrix_is_kept_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of mini are too small for it."""
+    assert settings_of("float32", halves=True)["halves"] is False
+    monkeypatch.setattr(in_ram, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(in_ram, "LEAST_INPUTS", 1)
+    assert settings_of("float32", halves=True)["halves"] is True
+    assert settings_of("float32", halves=False)["halves"] is False
+
+
+def settings_of(dtype: str, **others: Any) -> dict[str, Any]:
+    settings = EngineSettings("cpu", "", dtype, 2 if dtype == "bfloat16" else 4, 64, 16, 1, 64, 64, **others)
+    measured: Any = SimpleNamespace(
+        account=SimpleNamespace(settings=settings), checkpoint=open_checkpoint("mini")
+    )
+    return facts._settings(measured)
