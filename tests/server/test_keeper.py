@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import openai
@@ -120,8 +121,13 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_one_that_cannot_start_again_says_so_and_is_tried_on() -> None:
+def test_one_that_cannot_start_again_says_so_and_is_tried_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told to stop in a pause between two tries, it leaves nothing behind."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with kept("broken") as (process, url):
+        assert list(tmp_path.iterdir())
         os.kill(serving(url), signal.SIGSEGV)
         wait_for(lambda: httpx.get(f"{url}/health").json() == {"status": "restarting"})
         refused = httpx.get(f"{url}/v1/models")
@@ -131,6 +137,8 @@ def test_one_that_cannot_start_again_says_so_and_is_tried_on() -> None:
     assert "SIGSEGV, it touched memory that is not its own" in errors
     assert "it ended by itself with 9" in errors
     assert process.returncode == 0
+    assert not list(tmp_path.iterdir())
+    assert not answers(url)  # the relay ended before its keeper
 
 
 def test_a_client_that_hangs_up_is_noticed_behind_the_relay() -> None:

@@ -76,7 +76,7 @@ def keep(listener: socket.socket) -> Kept:
     keeper = _Keeper(listener, inside, folder, up, life)
     try:
         return keeper.run()
-    except SystemExit:
+    except BaseException:  # SystemExit, unless the system has no process to give
         if os.getpid() == keeper.pid:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -136,13 +136,14 @@ class _Keeper:
             restarts += 1
             log.error("the server's process died: %s; it is started again", why(code))
             self._pause(min(2.0 ** (in_a_row - 1) - 1, LONGEST_PAUSE))
+            if self._stopping:
+                self._end_relay(relaying)
+                sys.exit(0)
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while not self._stopping and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, 0.1))
-        if self._stopping:
-            sys.exit(0)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True
