@@ -106,12 +106,14 @@ def test_it_stops_as_a_server_that_nobody_keeps() -> None:
         assert process.wait(timeout=2) == 128 + signal.SIGTERM
 
 
-def test_nothing_is_left_of_one_whose_keeper_dies() -> None:
+def test_nothing_is_left_of_one_whose_keeper_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with kept() as (process, url):
         worker = serving(url)
         process.kill()
         wait_for(lambda: not alive(worker))
         wait_for(lambda: not answers(url))
+        wait_for(lambda: not list(tmp_path.iterdir()))
 
 
 def answers(url: str) -> bool:

@@ -186,6 +186,7 @@ class _Keeper:
 
         def wait() -> None:
             os.read(read, 1)
+            shutil.rmtree(os.path.dirname(self._path), ignore_errors=True)  # if it was killed it could not
             os._exit(1)
 
         threading.Thread(target=wait, name="vlfit-keeper-watch", daemon=True).start()
