@@ -130,7 +130,7 @@ class _Found:
         if isinstance(part, list):
             return
         for key, value in part.items():
-            self._number(f"{place}.{key}", key, value)
+            self._number(f"{place}.{key[:80]}", key, value)
             if key in _PATTERNS and isinstance(value, str):
                 self._pattern(f"{place}.{key}", value)
             if key == "patternProperties" and isinstance(value, dict):
@@ -180,18 +180,22 @@ class _Found:
 
 
 def _parts(schema: object, param: str | None) -> Iterator[tuple[str, dict[str, Any] | list[Any], int]]:
-    """Every object and list, with its place and how deep it lies."""
-    waiting = [(param or "the schema", schema, 1)]
+    """Every object and list, with its place and how deep it lies. One place at a time: keys may be long."""
+    waiting: list[Iterator[tuple[str, object]]] = [iter([(param or "the schema", schema)])]
     while waiting:
-        place, part, depth = waiting.pop()
-        if not isinstance(part, dict | list):
-            continue
-        yield place, part, depth
-        if isinstance(part, dict):
-            inside = [(f"{place}.{key}", value, depth + 1) for key, value in part.items()]
-        else:
-            inside = [(f"{place}[{number}]", value, depth + 1) for number, value in enumerate(part)]
-        waiting += reversed(inside)
+        place, part = next(waiting[-1], ("", None))
+        if not place:
+            waiting.pop()
+        elif isinstance(part, dict | list):
+            yield place, part, len(waiting)
+            waiting.append(_inside(place, part))
+
+
+def _inside(place: str, part: dict[str, Any] | list[Any]) -> Iterator[tuple[str, object]]:
+    if isinstance(part, dict):
+        yield from ((f"{place}.{key[:80]}", value) for key, value in part.items())
+    else:
+        yield from ((f"{place}[{number}]", value) for number, value in enumerate(part))
 
 
 def _whole(value: float) -> int:
