@@ -7,7 +7,6 @@ Knows: its fields, and the chat that they mean (``chat``). Does not know: how it
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union
 
-from annotated_types import MaxLen
 from pydantic import Discriminator, Field, Tag
 
 from vlfit.backends.base import Prepared
@@ -68,7 +67,7 @@ def _text_or_list(value: Any) -> str:
 Content = Annotated[
     Union[  # noqa: UP007
         Annotated[str, Tag("text")],
-        Annotated[list[InputPart], Tag("items"), MaxLen(MOST_PARTS), FirstWrong()],
+        Annotated[list[InputPart], Tag("items"), Field(max_length=MOST_PARTS), FirstWrong()],
     ],
     Discriminator(_text_or_list),
 ]
@@ -147,7 +146,7 @@ class ResponseRequest(SamplingWishes):
         Union[  # noqa: UP007
             Annotated[str, Tag("text")],
             # Less one: instructions are a message as well.
-            Annotated[list[InputItem], Tag("items"), MaxLen(MOST_PARTS - 1), FirstWrong()],
+            Annotated[list[InputItem], Tag("items"), Field(max_length=MOST_PARTS - 1), FirstWrong()],
         ],
         Discriminator(_text_or_list),
     ]

@@ -13,7 +13,6 @@ Three kinds of fields that are not carried out:
 
 from typing import Annotated, Any, Literal, Union
 
-from annotated_types import MaxLen
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
 
 from vlfit.engine.conversation import Detail
@@ -119,11 +118,11 @@ class ChatMessage(Strict):
         Union[  # noqa: UP007
             Annotated[None, Tag("nothing")],
             Annotated[str, Tag("text")],
-            Annotated[list[ContentPart], Tag("parts"), MaxLen(MOST_PARTS), FirstWrong()],
+            Annotated[list[ContentPart], Tag("parts"), Field(max_length=MOST_PARTS), FirstWrong()],
         ],
         Discriminator(_kind_of_content),
     ] = None
-    tool_calls: Annotated[list[CalledTool], MaxLen(MOST_PARTS), FirstWrong()] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_PARTS), FirstWrong()] | None = None
     tool_call_id: str | None = None
 
 
@@ -212,7 +211,7 @@ class SamplingWishes(Strict):
 class ChatRequest(SamplingWishes):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], MaxLen(MOST_PARTS), FirstWrong()]
+    messages: Annotated[list[ChatMessage], Field(max_length=MOST_PARTS), FirstWrong()]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
