@@ -17,6 +17,7 @@ from benchmarks.soak_requests import BROKEN, BURST, LARGE, LEFT, LOW, WHOLE, Wan
 from vlfit.checkpoint.source import mini_folder
 
 
+@pytest.mark.slow
 def test_a_small_soak_of_a_real_server(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

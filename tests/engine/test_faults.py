@@ -132,7 +132,9 @@ def undisturbed(tiny: Callable[[str], Path]) -> list[list[int]]:
     return tokens(streams)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [STAGES[0], *(pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES[1:])]
+)
 def test_fifty_faults_in_a_row_cost_fifty_requests_and_nothing_else(
     tiny: Callable[[str], Path], undisturbed: list[list[int]], stage: str
 ) -> None:

@@ -321,6 +321,7 @@ def test_several_processes_give_the_same_answers(questions: Path, monkeypatch: p
     ]
 
 
+@pytest.mark.slow
 def test_copies_are_made_and_compared(
     questions: Path, answers: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

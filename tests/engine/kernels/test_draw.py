@@ -138,6 +138,7 @@ def test_a_row_with_penalties_is_drawn_where_it_is(
     assert known == [1, 1, 0]
 
 
+@pytest.mark.slow
 def test_the_share_of_each_token_is_what_was_asked_for(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
