@@ -123,7 +123,7 @@ def test_what_is_no_plain_qwen3_vl_is_refused(vlfit: Vlfit, tiny: Tiny, source: 
     assert list(here.iterdir()) == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_and_leaves_nothing(tiny: Tiny, here: Path, how: signal.Signals) -> None:
     """In a process of its own, while a large file is being copied."""
     source = copy_of(tiny("tied"), here / "source")

@@ -117,7 +117,7 @@ def test_a_connection_cut_half_way_is_resumed(person: Person, heavy: Path) -> No
     ).read_bytes()
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_pull_that_was_ended_goes_on_where_it_was(
     person: Person, heavy: Path, ending: signal.Signals
 ) -> None:

@@ -129,6 +129,7 @@ def enter(built: Engine, wanted: Wanted) -> Asked | VlfitError:
     return asked
 
 
+@pytest.mark.slow
 def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same requests as `benchmarks.soak` sends to a GPU, fewer; some clients ask at once, a third leaves.
 

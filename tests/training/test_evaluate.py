@@ -303,6 +303,7 @@ def test_mini_answers_through_the_engine(
     assert len([wrong for wrong in written["wrong"] if wrong["said"]]) >= 3, "words came from the model"
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same_answers(questions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "WORTH_A_PROCESS", 20)
     about = tuple((Exchange("talk", f"Hello {n}", "Hello!"),) for n in range(20))
