@@ -1,0 +1,143 @@
+"""What vLLM itself said of its memory when it was started here: a JSON file for each card, version and model.
+
+Knows the fields, their bounds, and which start stands for which settings. Does not know how a log is read
+(``backends/vllm/memory_lines.py``) or what the plan makes of the numbers (``costs.py``). A file that is broken
+is as good as none: the plan counts as if nothing had been started.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlfit.plan.kept import kept_file, write_whole
+from vlfit.units import GIB
+
+if TYPE_CHECKING:
+    from vlfit.plan.ledger import Settings
+
+VERSION = 1
+_MOST = 2**20  # bytes of a file; a start has some four hundred
+_MOST_STARTS = 64  # of one card, version and model; the oldest go first
+_MOST_BYTES = 2**44  # no card has as much
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """One start: the settings that its memory depends on, then bytes, each None where vLLM did not say.
+
+    ``date`` is ISO. ``weights``: "Model loading took". ``peak``: of activations in the trial run.
+    ``beside``: what is neither weights nor torch's, within vLLM's budget (CUDA's libraries).
+    ``graph_pool``: "Graph capturing finished ... took". ``kv_cache``: what was available for it, or was given.
+    ``own_context``: what the card lost before vLLM took its first look.
+    """
+
+    date: str
+    context: int
+    image_tokens: int
+    sequences: int
+    chunk: int
+    graphs: bool
+    kv_dtype: str
+    weights: int | None = None
+    peak: int | None = None
+    beside: int | None = None
+    graph_pool: int | None = None
+    kv_cache: int | None = None
+    own_context: int | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int, bool, str]:
+        """The settings that decide how much is held beside the KV cache, whose size is given in bytes."""
+        return self.image_tokens, self.sequences, self.chunk, self.graphs, self.kv_dtype
+
+
+_SIZES = ("weights", "peak", "beside", "graph_pool", "kv_cache", "own_context")
+_COUNTS = ("context", "image_tokens", "sequences", "chunk")
+
+
+def file_of(card: str, version: str, place: str) -> Path:
+    """Where the starts of the checkpoint ``place`` (a folder or a name) are kept."""
+    return kept_file("vllm", card, version, place)
+
+
+def keep(card: str, version: str, place: str, began: Began) -> Path:
+    """Keep ``began``, in place of an earlier start with the same settings; the file.
+
+    Numbers that this start did not tell stay those of the earlier one: a start with the KV cache given in
+    bytes says less than one without. Raises ``UsageError`` if the file cannot be written.
+    """
+    before = {each.key: each for each in _read(file_of(card, version, place))}
+    known = before.pop(began.key, None)
+    if known is not None:
+        sizes = {name: getattr(began, name) for name in _SIZES}
+        whole = {
+            name: getattr(known, name) if size is None and name != "kv_cache" else size
+            for name, size in sizes.items()
+        }
+        began = Began(**{**asdict(began), **whole})
+    starts = [*before.values(), began][-_MOST_STARTS:]
+    path = file_of(card, version, place)
+    facts = {"version": VERSION, "starts": [asdict(each) for each in starts]}
+    write_whole(path, json.dumps(facts, indent=1) + "\n", "account of vLLM's memory")
+    _read.cache_clear()
+    return path
+
+
+def held_by(card: str, version: str, place: str, settings: "Settings") -> Began | None:
+    """What a start with these settings held here, None if there was none.
+
+    The context is not compared: it moves the KV cache alone, which is given in bytes.
+    """
+    wanted = (
+        settings.image_tokens,
+        settings.sequences,
+        settings.chunk,
+        settings.graphs,
+        settings.kv_dtype,
+    )
+    found = (each for each in _read(file_of(card, version, place)) if each.key == wanted)
+    return next(found, None)
+
+
+def any_of(card: str, version: str, place: str) -> Began | None:
+    """The latest start with any settings, for what does not depend on them: weights and the context."""
+    return next(reversed(_read(file_of(card, version, place))), None)
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path) -> tuple[Began, ...]:
+    """Every start in a file, the latest last; none of a file that vlfit did not write. Read once a process:
+    a search for a plan asks for hundreds of settings.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST + 1)
+        facts: Any = json.loads(data) if len(data) <= _MOST else None
+        if facts["version"] != VERSION:
+            return ()
+        return tuple(_began(each) for each in facts["starts"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return ()
+
+
+def _began(facts: Any) -> Began:
+    """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for what vlfit does not write."""
+    began = Began(**{field.name: facts[field.name] for field in fields(Began)})
+    sizes = [getattr(began, name) for name in _SIZES]
+    sound = (
+        isinstance(began.date, str)
+        and isinstance(began.kv_dtype, str)
+        and isinstance(began.graphs, bool)
+        and all(_is_count(getattr(began, name)) for name in _COUNTS)
+        and all(size is None or (_is_count(size) and size <= _MOST_BYTES) for size in sizes)
+        and (began.own_context or 0) <= 8 * GIB
+    )
+    if not sound:
+        raise ValueError("a start that no vLLM had")
+    return began
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
