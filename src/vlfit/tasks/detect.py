@@ -42,12 +42,17 @@ def detect(
     Raises ``InvalidRequest`` for no things, ``UnreadableAnswer`` if the model did not answer in JSON;
     ``PictureError`` and ``DoesNotFit`` as every task does.
     """
+    wishes = replace(sampling or SamplingParams(), form=fenced_json(BOXES))
+    answer = backend.stream(ask(detect_prompt(things), picture), wishes).answer()
+    return read_detection(answer, *original_size(answer, picture))
+
+
+def detect_prompt(things: str) -> str:
+    """The question for ``things``. Raises ``InvalidRequest`` if there are none."""
     wanted = " ".join(things.replace('"', " ").split())
     if not wanted:
         raise InvalidRequest("there is nothing to look for", 'name it, such as "cups"', param="things")
-    wishes = replace(sampling or SamplingParams(), form=fenced_json(BOXES))
-    answer = backend.stream(ask(DETECT.format(wanted), picture), wishes).answer()
-    return read_detection(answer, *original_size(answer, picture))
+    return DETECT.format(wanted)
 
 
 def read_detection(answer: Answer, width: int, height: int) -> Detection:

@@ -15,7 +15,7 @@ from vlfit.tasks.boxes import BOX_NAMES, BOXES, BoxReader, SceneObject, fenced_j
 from vlfit.tasks.loose_json import find_json
 from vlfit.tasks.prompts import SCENE
 
-_FORM = {
+SCENE_FORM = {
     "anyOf": [
         {
             "type": "object",
@@ -62,7 +62,7 @@ def scene(backend: Backend, picture: ImagePart, sampling: SamplingParams | None 
     Raises ``UnreadableAnswer`` if the model did not answer in JSON; ``PictureError`` and ``DoesNotFit`` as
     every task does.
     """
-    wishes = replace(sampling or SamplingParams(), form=fenced_json(_FORM))
+    wishes = replace(sampling or SamplingParams(), form=fenced_json(SCENE_FORM))
     answer = backend.stream(ask(SCENE, picture), wishes).answer()
     return read_scene(answer, *original_size(answer, picture))
 
