@@ -1,8 +1,8 @@
 """What vLLM itself said of its memory when it was started here: a JSON file for each card, version and model.
 
 Knows the fields, their bounds, and which start stands for which settings. Does not know how a log is read
-(``backends/vllm/memory_lines.py``) or what the plan makes of the numbers (``costs.py``). A file that is broken
-is as good as none: the plan counts as if nothing had been started.
+(``backends/vllm/memory_lines.py``) or what the plan makes of the numbers (``costs.py``). A file that is
+broken is as good as none: the plan counts as if nothing had been started.
 """
 
 import json
@@ -29,7 +29,8 @@ class Began:
 
     ``date`` is ISO. ``weights``: "Model loading took". ``peak``: of activations in the trial run.
     ``beside``: what is neither weights nor torch's, within vLLM's budget (CUDA's libraries).
-    ``graph_pool``: "Graph capturing finished ... took". ``kv_cache``: what was available for it, or was given.
+    ``graph_pool``: "Graph capturing finished ... took". ``kv_cache``: what was available for it, or
+    given.
     ``own_context``: what the card lost before vLLM took its first look.
     """
 
