@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack
 
-from vlfit.backends.base import Backend, Stream
+from vlfit.backends.base import Backend, Sleeper, Stream
 from vlfit.engine.answer import Answer, ImageSeen
 from vlfit.engine.conversation import Conversation, ImagePart, VideoPart
 from vlfit.engine.options import EngineOptions, Park
 from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import UsageError
 from vlfit.tasks.ask import stream_ask
 from vlfit.tasks.caption import CaptionDetail, stream_caption
 from vlfit.tasks.chat import Chat
@@ -201,9 +202,9 @@ class VLM(VisionModel):
             print(vlm.caption("photo.jpg").text)
 
     ``model``: ``auto`` (the best checkpoint that is already here for this machine, else mini), ``mini``
-    (small, ships with vlfit), a folder, or a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``. The rest is
-    described at ``vlfit.engine.options.EngineOptions``. ``progress`` is told what is being done and the share
-    of it that is done.
+    (small, ships with vlfit), a folder, or a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``. ``backend``:
+    who runs it (docs/backends.md). The rest is described at ``vlfit.engine.options.EngineOptions``.
+    ``progress`` is told what is being done and the share of it that is done.
 
     Raises ``CheckpointError``, ``HubError``, ``DeviceError``, ``DoesNotFit`` or ``UsageError``.
     """
@@ -212,6 +213,7 @@ class VLM(VisionModel):
         self,
         model: str | Path = "auto",
         *,
+        backend: Literal["native", "vllm", "transformers"] = "native",
         device: str = "auto",
         dtype: str = "auto",
         context: int | None = None,
@@ -237,21 +239,25 @@ class VLM(VisionModel):
             # Falling back to the small model is worth hearing without having set up logging.
             logger.log(logging.WARNING if choice.model == "mini" else logging.INFO, choice.reason)
             model = choice.model
-        from vlfit.backends.native import NativeBackend
+        from vlfit.backends.opening import Wanted, open_backend
 
-        self._native = NativeBackend.load(model, options, progress)
-        super().__init__(self._native)
+        super().__init__(open_backend(Wanted(kind=backend, model=model, options=options), progress))
 
     def sleep(self, park: Park = "auto") -> None:
         """Give the GPU back: weights wait in RAM (``ram``), in their files (``files``, to be read again), or
         in RAM if there is enough (``auto``). What runs goes first; the next request, or ``wake``, takes the
         memory again. Raises ``DoesNotFit`` and ``UsageError`` where ``park`` cannot be had.
         """
-        self._native.sleep(park).result()
+        self._sleeper("sleep").sleep(park).result()
 
     def wake(self) -> None:
         """Take the memory again before a request does. Raises ``CannotWake`` if others have it."""
-        self._native.wake().result()
+        self._sleeper("wake").wake().result()
+
+    def _sleeper(self, what: str) -> Sleeper:
+        if not isinstance(self._backend, Sleeper):
+            raise UsageError(f"this backend cannot {what}", 'only backend="native" can')
+        return self._backend
 
 
 class Client(VisionModel):

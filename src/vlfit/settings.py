@@ -69,7 +69,13 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="VLFIT_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     model: str = Field("auto", min_length=1, description="auto, mini, a folder or a hub id")
+    backend: Literal["native", "vllm", "transformers", "remote"] | None = Field(
+        None, description="who runs the model; None: remote if a server is named, else native"
+    )
     server: str | None = Field(None, description="URL of a running server, used instead of loading here")
+    server_key: SecretStr | None = Field(
+        None, description="key that the server behind --backend remote asks for"
+    )
     api_key: SecretStr | None = Field(None, description="key that the server asks for, or is asked for")
 
     device: str = Field("auto", description="auto, cpu, cuda or cuda:1")

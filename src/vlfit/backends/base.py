@@ -1,8 +1,8 @@
 """What every backend offers the floors above: a conversation in, a stream of chunks out.
 
-``native`` (our engine), ``remote`` (any OpenAI endpoint), later ``vllm`` and ``transformers`` fill this in.
-Tasks, the Python API and the command line speak to ``Backend`` alone; the server speaks to ``LocalBackend``,
-which splits the work so that nothing blocks its event loop.
+``native`` (our engine), ``vllm``, ``transformers`` and ``remote`` (any OpenAI endpoint) fill this in. Tasks,
+the Python API and the command line speak to ``Backend`` alone; server and batches to ``LocalBackend``, which
+splits the work so that nothing blocks an event loop. ``opening.py`` opens any of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +50,11 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Prepared(Protocol):
-    """A priced request: tokens counted and pictures decoded, nothing on the device yet."""
+    """A priced request: tokens counted and pictures looked at, nothing on the device yet.
+
+    A backend that cannot count before the model has answered (``remote``, where the server does not tell) has
+    no ``images`` and 0 tokens here; the last chunk's usage tells them then.
+    """
 
     @property
     def images(self) -> tuple[ImageSeen, ...]: ...
@@ -60,7 +64,7 @@ class Prepared(Protocol):
     def image_tokens(self) -> int: ...
     @property
     def most_tokens(self) -> int:
-        """How many tokens a completion may have."""
+        """How many tokens a completion may have; 0: nobody knows."""
         ...
 
 
@@ -100,7 +104,7 @@ class Sleeper(Protocol):
 
 
 class LocalBackend(Backend, Protocol):
-    """A backend in this process."""
+    """A backend whose requests are prepared first and run beside each other."""
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
@@ -122,4 +126,24 @@ class LocalBackend(Backend, Protocol):
         The last call brings a chunk with a ``finish_reason``, or the exception that ended the request.
         One prepared request may be started several times (``n`` choices).
         """
+        ...
+
+
+@runtime_checkable
+class OpenBackend(LocalBackend, Protocol):
+    """A backend that was opened by its name, with what a person is told of it."""
+
+    @property
+    def kind(self) -> str:
+        """Which it is: ``native``, ``vllm``, ``transformers`` or ``remote``."""
+        ...
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of one request, prompt and completion; None: nobody told."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where the model runs, in a word: ``cpu``, ``cuda:0``, or the server's URL."""
         ...

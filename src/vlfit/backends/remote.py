@@ -39,10 +39,13 @@ class RemoteBackend:
     Raises ``ServerUnreachable``, ``RemoteError``, ``WrongApiKey``, or ``UsageError`` for what is no URL.
     """
 
+    kind = "remote"
+
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         import httpx  # a tenth of a second, which nobody should pay who runs a model in process
 
         self._url = base_url(url)
+        self.device = self._url
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
@@ -54,6 +57,8 @@ class RemoteBackend:
             raise
         card = next((card for card in cards if model in (None, card.get("id"))), cards[0] if cards else {})
         self.model: str = model or str(card.get("id"))
+        told = card.get("max_model_len")  # vLLM's name for it, and ours
+        self.context: int | None = told if isinstance(told, int) and told > 0 else None
         extras = card.get("vlfit")
         self._is_vlfit = isinstance(extras, dict)
         self._defaults: dict[str, Any] = (extras or {}).get("default_sampling", {}) if self._is_vlfit else {}

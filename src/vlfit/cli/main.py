@@ -8,9 +8,10 @@ import os
 import sys
 import traceback
 from io import TextIOWrapper
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from vlfit._version import __version__
 from vlfit.cli.ask import ask
@@ -25,6 +26,7 @@ from vlfit.cli.doctor import doctor
 from vlfit.cli.machine import EXAMPLES as _MACHINE_EXAMPLES
 from vlfit.cli.machine import machine
 from vlfit.cli.models import models_app
+from vlfit.cli.options import server_behind_backend
 from vlfit.cli.plan import EXAMPLES as _PLAN_EXAMPLES
 from vlfit.cli.plan import plan
 from vlfit.cli.printing import cannot_write, print_error
@@ -43,8 +45,17 @@ from vlfit.errors import VlfitError
 
 INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
 
+
+class _Commands(TyperGroup):
+    """The commands, read after ``--backend remote URL`` has become options that click knows."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, server_behind_backend(args))
+
+
 app = typer.Typer(
     name="vlfit",
+    cls=_Commands,
     # Plain help: it reads the same in a terminal, in a pipe and in docs/cli.md.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

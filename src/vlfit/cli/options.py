@@ -4,6 +4,8 @@ Knows their names, types and help. Does not know what they do: ``session.py`` ca
 """
 
 import inspect
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -25,13 +27,22 @@ class CommonOptions:
             help="auto (the best one here, else mini), mini, a folder, or a hub id.  [env VLFIT_MODEL]",
         ),
     ] = None
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            metavar="NAME",
+            help="Who runs the model: native, vllm, transformers, or remote and behind it the URL of a"
+            " running server.  [default: native; env VLFIT_BACKEND]",
+        ),
+    ] = None
     server: Annotated[
         str | None,
         typer.Option(
             "--server",
             metavar="URL",
-            help="Ask a running server instead of loading a model here; its key goes into VLFIT_API_KEY."
-            "  [env VLFIT_SERVER]",
+            help="The same as --backend remote URL: ask a running server instead of loading a model here; its"
+            " key goes into VLFIT_API_KEY.  [env VLFIT_SERVER]",
         ),
     ] = None
     device: Annotated[
@@ -152,3 +163,27 @@ def takes_common_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     with_options.__dict__["__signature__"] = inspect.Signature([*parameters, *shared])
     return with_options
+
+
+def server_behind_backend(arguments: list[str]) -> list[str]:
+    """``--backend remote URL`` as ``--backend remote --server URL``, which is what it means.
+
+    An option takes one word, so a URL behind it would be read as a picture's. That is what it is where a
+    server is named by ``--server`` or the environment; and ``vlfit serve`` takes the URL as its MODEL.
+    """
+    named = any(each.partition("=")[0] == "--server" for each in arguments) or os.environ.get("VLFIT_SERVER")
+    command = next((each for each in arguments if not each.startswith("-")), "")
+    if command == "serve" or named:
+        return arguments
+    for place, word in enumerate(arguments):
+        is_remote = word == "--backend=remote" or (
+            word == "remote" and arguments[place - 1 : place] == ["--backend"]
+        )
+        if is_remote and is_server(*arguments[place + 1 : place + 2]):
+            return [*arguments[: place + 1], "--server", *arguments[place + 1 :]]
+    return arguments
+
+
+def is_server(word: str = "") -> bool:
+    """Whether ``word`` can be the URL of a server, with or without a scheme: ``127.0.0.1:8000``, ``http://box``."""
+    return bool(re.match(r"https?://|[A-Za-z0-9.-]+:\d{1,5}(/v1/?)?$|localhost$", word))

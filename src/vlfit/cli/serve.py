@@ -13,6 +13,7 @@ from vlfit.errors import UsageError
 def serve(
     model_argument: options.ModelArgument = None,
     model: options.Model = None,
+    backend: options.Backend = None,
     host: options.Host = None,
     port: options.Port = None,
     device: options.Device = None,
@@ -30,6 +31,7 @@ def serve(
     speculate: options.Speculate = None,
     idle_sleep: options.IdleSleep = None,
     api_key: options.ApiKey = None,
+    server_key: options.ServerKey = None,
     api_keys: options.ApiKeys = None,
     allow_anyone: options.AllowAnyone = None,
     key_rate: options.KeyRate = None,
@@ -59,6 +61,7 @@ def serve(
       vlfit serve mini --port 8001
       vlfit serve Qwen/Qwen3-VL-2B-Instruct-FP8 --context 4096
       vlfit serve --idle-sleep 5m
+      vlfit serve --backend remote http://gpu-box:8000 --port 8001
       VLFIT_API_KEY=secret vlfit serve --host 0.0.0.0
       vlfit serve mini --daemon
       vlfit serve --idle-sleep 5m --systemd > ~/.config/systemd/user/vlfit.service
@@ -66,12 +69,16 @@ def serve(
     """
     from vlfit.settings import read_settings
 
-    if model_argument and model and model_argument != model:
-        raise UsageError(f"two models: {model_argument} and --model {model}", "name one")
     if systemd and daemon:
         raise UsageError("--systemd and --daemon", "choose one: systemd runs it in the background itself")
+    typed = read_settings(backend=backend)
+    server = model_argument if typed.backend == "remote" else None
+    if model_argument and model and server is None and model_argument != model:
+        raise UsageError(f"two models: {model_argument} and --model {model}", "name one")
     settings = read_settings(
-        model=model or model_argument,
+        model=model or (None if server else model_argument),
+        backend=backend,
+        server=server,
         host=host,
         port=port,
         device=device,
@@ -89,6 +96,7 @@ def serve(
         max_tokens=max_tokens,
         idle_sleep=idle_sleep,
         api_key=api_key,
+        server_key=server_key,
         api_keys=api_keys,
         allow_anyone=allow_anyone,
         key_rate=key_rate,

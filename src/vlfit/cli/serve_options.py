@@ -21,6 +21,22 @@ Model = Annotated[
         help="auto (the best one here, else mini), mini, a folder, or a hub id.  [env VLFIT_MODEL]",
     ),
 ]
+Backend = Annotated[
+    _Text,
+    typer.Option(
+        metavar="NAME",
+        help="Who runs the model: native, vllm, transformers, or remote; MODEL is then the URL of another"
+        " server, which this one stands before.  [default: native; env VLFIT_BACKEND]",
+    ),
+]
+ServerKey = Annotated[
+    _Text,
+    typer.Option(
+        metavar="KEY",
+        help="With --backend remote, what that server asks for; the variable keeps it to yourself. Clients"
+        " never see it, and their keys never go there.  [env VLFIT_SERVER_KEY]",
+    ),
+]
 Host = Annotated[
     _Text,
     typer.Option(

@@ -1,6 +1,6 @@
 """Serving a model in this process: the order of starting and stopping, and what a person is told about it.
 
-Does not know: options (``serve.py``), routes (``server``) or how a model runs (``backends/native.py``).
+Does not know: options (``serve.py``), routes (``server``) or how a model runs (``backends``).
 """
 
 import logging
@@ -19,7 +19,7 @@ from vlfit.errors import UsageError
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
-    from vlfit.backends.native import NativeBackend
+    from vlfit.backends.base import OpenBackend
     from vlfit.backends.phases import Phases
     from vlfit.machine.model import Gpu
     from vlfit.server.keeper import Kept
@@ -49,7 +49,8 @@ def serve_here(settings: "Settings", *, json_line: bool, quiet: bool) -> None:
         kept = _kept(listener) if settings.restart else None
         if kept and kept.restarts:
             phases = Phases()  # those of the one before are over
-        gpus = head_start.make_context(settings.device)  # the plan is made for them as they are before it
+        # The plan is made for GPUs as they are before the model.
+        gpus = head_start.make_context(settings.device) if settings.backend in (None, "native") else ()
         backend = _load(settings, printer, phases)
         try:
             from vlfit.server.app import create_app
@@ -94,13 +95,15 @@ def _kept(listener: socket.socket) -> "Kept":
     return keep(listener)
 
 
-def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "NativeBackend":
+def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "OpenBackend":
     """The model, and meanwhile what serves it: while the GPU computes Python has time to import."""
-    from vlfit.backends.native import NativeBackend
+    from vlfit.backends.opening import Wanted, open_backend
     from vlfit.cli.loading import import_beside, loading
     from vlfit.client import choose_model
     from vlfit.engine.options import EngineOptions
 
+    if settings.backend == "remote":
+        return _ask_for(settings, printer, phases)
     name = settings.model
     if name == "auto":
         choice = choose_model()
@@ -134,10 +137,29 @@ def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "NativeBa
                     import_beside("vlfit.server.app", "vlfit.server.listen", "vlfit.cli.ledger_page")
                 )
 
-        backend = NativeBackend.load(name, options, tell)
+        wanted = Wanted(kind=settings.backend or "native", model=name, options=options)
+        backend = open_backend(wanted, tell)
     phases.begin("server")
     for thread in server:
         thread.join()
+    return backend
+
+
+def _ask_for(settings: "Settings", printer: Printer, phases: "Phases") -> "OpenBackend":
+    """The model of another server, which is asked at once whether it is there."""
+    from vlfit.backends.opening import Wanted, open_backend
+
+    if settings.server is None:
+        raise UsageError(
+            "--backend remote stands before another server, and none is named",
+            "name its URL: vlfit serve --backend remote http://host:port",
+        )
+    printer.note(f"asking {settings.server}")
+    phases.begin("asking the server")
+    key = settings.server_key.get_secret_value() if settings.server_key else None
+    name = None if settings.model == "auto" else settings.model
+    backend = open_backend(Wanted(kind="remote", model=name, server=settings.server, api_key=key))
+    phases.begin("server")
     return backend
 
 
@@ -148,7 +170,7 @@ def _gpus(device: str) -> "tuple[Gpu, ...]":
 
 
 def _server_settings(
-    settings: "Settings", backend: "NativeBackend", gpus: "tuple[Gpu, ...]"
+    settings: "Settings", backend: "OpenBackend", gpus: "tuple[Gpu, ...]"
 ) -> "ServerSettings":
     from vlfit.server.settings import ServerSettings, is_loopback
     from vlfit.server.status import expectation_of
@@ -179,12 +201,15 @@ def _queue(settings: "Settings") -> int:
 
 
 def _tell_ledger(
-    settings: "Settings", backend: "NativeBackend", server_settings: "ServerSettings", printer: Printer
+    settings: "Settings", backend: "OpenBackend", server_settings: "ServerSettings", printer: Printer
 ) -> None:
     """What was planned and what is held, as ``/v1/vlfit/ledger`` has it, and which lines differ."""
+    from vlfit.backends.base import Accountable
     from vlfit.cli.ledger_page import differences, ledger_page
     from vlfit.server.status import gpu_of, ledger_facts, ledger_rows
 
+    if not isinstance(backend, Accountable):
+        return
     account, expectation = backend.account(), server_settings.expectation
     gpu = gpu_of(account, _gpus(settings.device))
     found = ledger_rows(account, gpu, expectation)
@@ -199,11 +224,10 @@ def _tell_ledger(
             printer.note(words)
 
 
-def _announce(
-    url: str, backend: "NativeBackend", printer: Printer, phases: "Phases", json_line: bool
-) -> None:
+def _announce(url: str, backend: "OpenBackend", printer: Printer, phases: "Phases", json_line: bool) -> None:
+    context = f", context {backend.context} tokens" if backend.context else ""
     printer.note(
-        f"ready: {backend.model} on {backend.device}, context {backend.context} tokens, at {url}/v1\n"
+        f"ready: {backend.model} on {backend.device}{context}, at {url}/v1\n"
         f"after {phases.in_words()}\n"
         f"try:   curl {url}/v1/chat/completions "
         """-d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
@@ -244,7 +268,7 @@ def _folder(path: Path | None) -> Path | None:
     raise UsageError(f"--allow-files {path} is no folder", "name one whose pictures requests may read")
 
 
-def _close(backend: "NativeBackend") -> None:
+def _close(backend: "OpenBackend") -> None:
     """Give the memory back. A forward pass under way cannot be stopped, and is not waited for very long."""
     closing = threading.Thread(target=backend.close, daemon=True)
     closing.start()

@@ -12,7 +12,9 @@ from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
+    from vlfit.backends.opening import Kind
     from vlfit.client import VisionModel
+    from vlfit.settings import Settings
     from vlfit.tasks.sampling_options import SamplingOptions
 
 
@@ -30,6 +32,7 @@ class Session:
         self._typed = options
         self._settings = read_settings(
             model=options.model,
+            backend=options.backend,
             server=options.server,
             device=options.device,
             dtype=options.dtype,
@@ -40,7 +43,8 @@ class Session:
             speculate=options.speculate,
         )
         self.sampling = self._read_sampling()
-        if self._settings.server is not None:
+        self.kind, self._server = backend_of(self._settings, options.backend, options.server)
+        if self._server is not None:
             self._refuse_engine_options()
         else:
             self._check_engine_options()
@@ -52,22 +56,26 @@ class Session:
         from vlfit.client import VLM, Client, choose_model
         from vlfit.engine import head_start
 
-        settings = self._settings
+        settings, kind = self._settings, self.kind
         name = settings.model
-        if settings.server is not None:
-            key = settings.api_key.get_secret_value() if settings.api_key else None
-            return Client(settings.server, key, model=None if name == "auto" else name)
+        if kind == "remote":
+            assert self._server is not None
+            key = settings.server_key or settings.api_key
+            known = key.get_secret_value() if key else None
+            return Client(self._server, known, model=None if name == "auto" else name)
         phases = Phases()
         if name == "auto":
             choice = choose_model()
             name = choice.model
             self.printer.note(choice.reason)
-        if self._looks:
-            _check_eyes(name)
-        head_start.make_context(settings.device)
+        if kind == "native":
+            if self._looks:
+                _check_eyes(name)
+            head_start.make_context(settings.device)
         with loading(name, self.printer, phases) as progress:
             model = VLM(
                 name,
+                backend=kind,
                 device=settings.device,
                 dtype=settings.dtype,
                 context=settings.context,
@@ -132,9 +140,35 @@ class Session:
             typed.append("--speculate" if self._typed.speculate else "--no-speculate")
         if typed:
             raise UsageError(
-                f"{', '.join(typed)} cannot change the server at {self._settings.server}",
+                f"{', '.join(typed)} cannot change the server at {self._server}",
                 "give it to `vlfit serve`; or load the model here, without --server and VLFIT_SERVER",
             )
+
+
+def backend_of(
+    settings: "Settings", typed_backend: str | None, typed_server: str | None
+) -> "tuple[Kind, str | None]":
+    """Who runs the model, and the URL if that is a server.
+
+    What was typed goes before the environment: ``--backend native`` loads here whatever VLFIT_SERVER says,
+    and ``--server`` asks there whatever VLFIT_BACKEND says. Raises ``UsageError`` where neither does.
+    """
+    kind, server = settings.backend, settings.server
+    if typed_backend is None and typed_server is not None:
+        kind = "remote"
+    elif typed_backend not in (None, "remote") and typed_server is None:
+        server = None
+    if kind in (None, "remote"):
+        if kind is not None and server is None:
+            raise UsageError(
+                "no server is named for --backend remote", "write its URL behind: --backend remote URL"
+            )
+        return ("native", None) if server is None else ("remote", server)
+    if server is not None:
+        raise UsageError(
+            f"--backend {kind} runs a model here, and {server} is a server", "leave one of the two out"
+        )
+    return kind, None
 
 
 def _check_eyes(name: str) -> None:
