@@ -41,6 +41,7 @@ VlfitError
 │       └── CannotWake                     others have the memory of a model that sleeps; come again
 ├── ServerUnreachable              no vlfit server answers at the URL
 ├── RemoteError                    a server answered with an error
+├── ClusterError                   a Ray cluster cannot be reached, or cannot do the work
 ├── UnreadableAnswer               the model answered in another form than the task asked for
 └── EngineStopped                  HTTP 503: the engine is shutting down
     └── EngineLost                     it ended by a mistake of ours, and stays so until it is started again
@@ -68,6 +69,16 @@ class VlfitError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross processes whole, whatever their constructor wants."""
+        return _same_error, (type(self), self.message, dict(self.__dict__))
+
+
+def _same_error(kind: type[VlfitError], message: str, fields: dict[str, object]) -> VlfitError:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(fields)
+    return error
 
 
 class UsageError(VlfitError):
@@ -235,6 +246,10 @@ class ServerUnreachable(VlfitError):
 class RemoteError(VlfitError):
     http_status = 502
     code = "remote_error"
+
+
+class ClusterError(VlfitError):
+    code = "cluster_error"
 
 
 class UnreadableAnswer(VlfitError):
