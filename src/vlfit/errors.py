@@ -35,6 +35,7 @@ VlfitError
 ├── ForeignOrigin                  HTTP 403: a script of a web page that the server was not told to serve
 ├── ForeignHost                    HTTP 403: the server was called by a name that it was not told is its own
 ├── CannotListen                   the address to serve on is taken, or is not ours
+├── CannotWrite                    a file that results go into takes no more: the disk is full, or refuses
 ├── ModelFailed                    the model computed NaN or infinity instead of words
 ├── DeviceError                    the GPU is missing, broken or full
 │   └── OutOfMemory                    HTTP 503: an allocation failed while a request ran
@@ -213,6 +214,10 @@ class CannotListen(VlfitError):
     code = "cannot_listen"
 
 
+class CannotWrite(VlfitError):
+    code = "cannot_write"
+
+
 class ModelFailed(VlfitError):
     code = "model_error"
 
@@ -244,8 +249,16 @@ class ServerUnreachable(VlfitError):
 
 
 class RemoteError(VlfitError):
+    """A server answered with an error. ``status``: of HTTP; None: it broke off, or said nothing."""
+
     http_status = 502
     code = "remote_error"
+
+    def __init__(
+        self, message: str, hint: str = "", *, param: str | None = None, status: int | None = None
+    ) -> None:
+        super().__init__(message, hint, param=param)
+        self.status = status
 
 
 class ClusterError(VlfitError):

@@ -159,7 +159,7 @@ def error_from(status: int, text: str) -> VlfitError:
         hint = _KEY_HINT if kind is WrongApiKey else ""
         return kind(message, hint, param=param if isinstance(param, str) else None)
     about = f"the server answered {status}" if status != 200 else "the server failed"
-    return RemoteError(f"{about}: {message}", _hint(status))
+    return RemoteError(f"{about}: {message}", _hint(status), status=status)
 
 
 def _hint(status: int) -> str:
