@@ -6,7 +6,7 @@ its own ``finally`` what it held.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -41,7 +41,8 @@ class Closing:
 
     def __init__(self, drain_seconds: float) -> None:
         self._drain_seconds = drain_seconds
-        self._cut = asyncio.Event()
+        self._cut = False
+        self._limits: set[asyncio.Timeout] = set()
         self._running = 0
         self.over = asyncio.Event()
         self.draining = False
@@ -54,9 +55,14 @@ class Closing:
             self.draining = True
             later = asyncio.get_running_loop().call_later
             seconds = self._drain_seconds if seconds is None else seconds
-            later(seconds, self._cut.set)
+            later(seconds, self._cut_all)
             later(seconds + TELLING_SECONDS, self.over.set)
             self._look()
+
+    def _cut_all(self) -> None:
+        self._cut = True
+        for limit in self._limits:
+            _reach(limit)
 
     def judge(self, error: Exception) -> None:
         """End the server if ``error`` says that the engine will never answer again: a server that fails all
@@ -93,32 +99,51 @@ class Closing:
         ``receive`` is the connection, its request read to the end; without it only the server is watched.
         Raises ``ClientGone``, ``EngineStopped``, or what ``work`` raises.
         """
-        task = asyncio.create_task(work)
-        cut = asyncio.create_task(self._cut.wait())
-        watched: set[asyncio.Task[Any]] = {task, cut}
-        if receive is not None:
-            gone = asyncio.create_task(_hang_up(receive))
-            watched.add(gone)
+        gone = asyncio.ensure_future(_hang_up(receive)) if receive is not None else None
+        # A limit of time that never comes unless it is told to: so the work needs no task of its own.
+        limit = asyncio.timeout(None)
+
+        def end(_: object) -> None:
+            _reach(limit)
+
         try:
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if cut.done():
+            async with limit:
+                self._limits.add(limit)
+                if self._cut:
+                    _reach(limit)
+                if gone is not None:
+                    gone.add_done_callback(end)
+                try:
+                    return await work
+                finally:
+                    self._limits.discard(limit)
+                    if gone is not None:
+                        gone.remove_done_callback(end)
+        except TimeoutError:
+            if not limit.expired():  # one of the work's own
+                raise
+            if self._cut:
                 raise EngineStopped(
                     "the server stopped before the answer was done", "try again when it is back"
-                )
-            raise ClientGone
+                ) from None
+            raise ClientGone from None
         finally:
-            await _end(watched)
-            # What is raised here holds this frame, and the task holds what is raised: a circle that would
-            # keep the request's body and pictures until the garbage collector comes.
-            del task, watched
+            if gone is not None:
+                _forget(gone)
 
 
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    for task in tasks:
+def _reach(limit: asyncio.Timeout) -> None:
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
+
+
+def _forget(task: "asyncio.Task[None]") -> None:
+    """However it ended, if it has, is nobody's matter any more."""
+    if task.done():
+        if not task.cancelled():
+            task.exception()
+    else:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -8,7 +8,9 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
 
 from vlfit.engine.wanted import until
 from vlfit.server.places import Held
@@ -16,12 +18,30 @@ from vlfit.server.places import Held
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
+# Threads that wait for the next call in place of ending: starting one takes a tenth of a millisecond, which
+# the first token waits. For how long, in seconds; and how many.
+WAITING_SECONDS = 20.0
+MOST_WAITING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """``settle`` is called on the event loop with what ``function`` gives or raises."""
+
+    function: Callable[[], Any]
+    settle: Callable[[Any, BaseException | None], None]
+    gone: Callable[[], bool]
+
+
+_Calls = SimpleQueue[_Call | None]  # None: end
+
 
 class Threads:
-    """At most ``at_once`` threads, each for one call. Belongs to one event loop."""
+    """At most ``at_once`` threads, each with one call at a time. Belongs to one event loop."""
 
     def __init__(self, at_once: int) -> None:
         self._permits = asyncio.Semaphore(at_once)
+        self._waiting: list[_Calls] = []
 
     async def run(
         self, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
@@ -45,43 +65,74 @@ class Threads:
     def _begin(
         self, function: Callable[[], Result], over: Callable[[], None] = lambda: None
     ) -> "asyncio.Future[Result]":
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        calls = self._waiting.pop() if self._waiting else self._new()
 
-        def settle(result: Result | None, error: BaseException | None) -> None:
+        def settle(result: Any, error: BaseException | None) -> None:
             self._permits.release()
             over()
+            self._rest(calls)
             if future.done():  # the caller was cancelled
                 return
             if error is not None:
                 future.set_exception(error)
             else:
-                future.set_result(result)  # type: ignore[arg-type]
+                future.set_result(result)
 
-        threading.Thread(
-            target=_work,
-            args=(function, loop, settle, future.cancelled),
-            name="vlfit-server-work",
-            daemon=True,
-        ).start()
+        calls.put(_Call(function, settle, future.cancelled))
         return future
 
+    def _new(self) -> _Calls:
+        calls: _Calls = SimpleQueue()
+        work = _Worker(calls, asyncio.get_running_loop(), self._retire).run
+        threading.Thread(target=work, name="vlfit-server-work", daemon=True).start()
+        return calls
 
-def _work(
-    function: Callable[[], Result],
-    loop: asyncio.AbstractEventLoop,
-    settle: Callable[[Result | None, BaseException | None], None],
-    gone: Callable[[], bool],
-) -> None:
-    """What ``function`` gives or raises, to ``settle`` on ``loop``."""
+    def _rest(self, calls: _Calls) -> None:
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append(calls)
+        else:
+            calls.put(None)
+
+    def _retire(self, calls: _Calls) -> None:
+        """It has waited long; unless it has just been given something it may end."""
+        if calls in self._waiting:
+            self._waiting.remove(calls)
+            calls.put(None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """What one thread does."""
+
+    calls: _Calls
+    loop: asyncio.AbstractEventLoop
+    retire: Callable[[_Calls], None]
+
+    def run(self) -> None:
+        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+            while (call := self._next()) is not None:
+                _carry_out(call, self.loop)
+                del call  # while the next is waited for nothing of this one is held
+
+    def _next(self) -> _Call | None:
+        try:
+            return self.calls.get(timeout=WAITING_SECONDS)
+        except Empty:
+            self.loop.call_soon_threadsafe(self.retire, self.calls)
+            return self.calls.get()
+
+
+def _carry_out(call: _Call, loop: asyncio.AbstractEventLoop) -> None:
     result, error = None, None
     try:
-        with until(gone):
-            result = function()
+        with until(call.gone):
+            result = call.function()
     except BaseException as raised:
         error = raised
-    with suppress(RuntimeError):  # the loop is gone: nobody waits any more
-        loop.call_soon_threadsafe(settle, result, error)
-    # An error holds the frames that it came through. This one must not hold the error, nor the future that
-    # does: such a circle would keep a request's pictures until the garbage collector comes.
-    del settle, gone, result, error
+    try:
+        loop.call_soon_threadsafe(call.settle, result, error)
+    finally:
+        # An error holds the frames that it came through. This one must not hold the error, nor the future
+        # that does: such a circle would keep a request's pictures until the garbage collector comes.
+        del call, result, error
