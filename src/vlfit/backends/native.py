@@ -5,10 +5,9 @@ the engine's own.
 import atexit
 import gc
 import os
-import queue
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import TYPE_CHECKING, Self
 
 from vlfit.backends.base import Listener, Prepared, Ticket
 from vlfit.backends.interrupts import interrupts_held_back
+from vlfit.backends.streams import QueuedStream
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine import head_start
 from vlfit.engine.account import EngineAccount, Rest
-from vlfit.engine.answer import Answer, Chunk, ImageSeen, TokenLogprob
+from vlfit.engine.answer import ImageSeen
 from vlfit.engine.conversation import Conversation, Tool
 from vlfit.engine.options import EngineOptions, Park
 from vlfit.engine.sampling import SamplingParams
@@ -176,8 +176,8 @@ class NativeBackend:
         self._loop.submit(sequence)
         return NativeTicket(self._loop, sequence)
 
-    def stream(self, conversation: Conversation, sampling: SamplingParams) -> "NativeStream":
-        return NativeStream(self, self.prepare(conversation, sampling), sampling)
+    def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
+        return QueuedStream(self, self.prepare(conversation, sampling), sampling)
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -215,52 +215,3 @@ class NativeTicket:
 
     def cancel(self) -> None:
         self.loop.cancel(self.sequence)
-
-
-class NativeStream:
-    """One running completion, read by one thread."""
-
-    def __init__(self, backend: NativeBackend, prepared: NativePrepared, sampling: SamplingParams) -> None:
-        self.images = prepared.images
-        self._model = backend.model
-        self._arrivals: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-        self._done = False
-        self._text: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._last: Chunk | None = None
-        self._ticket = backend.start(prepared, sampling, self._arrivals.put)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        while not self._done:
-            arrival = self._arrivals.get()
-            if isinstance(arrival, Exception):
-                self._done = True
-                raise arrival
-            self._text.append(arrival.text)
-            self._logprobs.extend(arrival.logprobs)
-            if arrival.finish_reason is not None:
-                self._done = True
-                self._last = arrival
-            yield arrival
-
-    def answer(self) -> Answer:
-        """Read on to the end and give the whole completion, with what was read before."""
-        for _ in self:
-            pass
-        last = self._last
-        if last is None or last.finish_reason is None or last.usage is None:
-            raise UsageError("the stream was closed before its end", "read it to the end to get an answer")
-        return Answer(
-            "".join(self._text),
-            last.finish_reason,
-            last.usage,
-            self._model,
-            self.images,
-            last.timings,
-            tuple(self._logprobs),
-        )
-
-    def close(self) -> None:
-        if not self._done:
-            self._done = True
-            self._ticket.cancel()

@@ -28,6 +28,7 @@ class Wanted:
     server calls its model, and None means the first that it names.
     ``options``: of the engine; a backend takes of them what it can do and refuses what it cannot.
     ``server``, ``api_key``: of ``remote`` alone, which needs the first.
+    ``trust_remote_code``: ``transformers`` may run the code that comes with a model.
     """
 
     kind: Kind = "native"
@@ -35,6 +36,7 @@ class Wanted:
     options: EngineOptions = field(default_factory=EngineOptions)
     server: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         kind_of(self.kind)

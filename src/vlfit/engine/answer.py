@@ -74,7 +74,8 @@ class Timings:
 class Chunk:
     """A step of a completion. ``text`` holds whole characters only and may be empty.
 
-    The last chunk, and no other, has ``finish_reason``, ``usage`` and ``timings``.
+    The last chunk, and no other, has ``finish_reason``, ``usage`` and ``timings``. ``images``: what was seen,
+    where the backend could not tell before it answered (``remote``); the first chunk and the last have it.
     """
 
     text: str
@@ -82,6 +83,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    images: tuple[ImageSeen, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
