@@ -114,20 +114,28 @@ def _from_stdin() -> bytes:
     return _read(sys.stdin.buffer, "standard input")
 
 
-def _from_file(name: str) -> bytes:
+def read_file(path: Path, label: str) -> bytes:
+    """The bytes of a file, at most ``MAX_FILE_BYTES``. Raises ``PictureNotFound``, ``PictureTooLarge``."""
     try:
-        path = Path(name).expanduser()
         with path.open("rb") as file:
-            return _read(file, _short(name))
+            return _read(file, label)
     except FileNotFoundError:
         what, hint = "no such file", f"You are in {Path.cwd()}."
     except IsADirectoryError:
-        what, hint = "is a folder", f"Name the pictures in it, for example '{Path(name) / '*.jpg'}'."
+        what, hint = "is a folder", f"Name the pictures in it, for example '{path / '*.jpg'}'."
     except OSError as error:
         what, hint = f"cannot be read: {error.strerror}", "Check its name and permissions."
-    except (ValueError, RuntimeError) as error:  # a NUL in the name; a home of nobody
+    except ValueError as error:  # a NUL in the name
         what, hint = f"is no file name: {error}", "Check its name."
-    raise PictureNotFound(f"{_short(name)}: {what}", hint)
+    raise PictureNotFound(f"{label}: {what}", hint)
+
+
+def _from_file(name: str) -> bytes:
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # a home of nobody
+        raise PictureNotFound(f"{_short(name)}: is no file name: {error}", "Check its name.") from None
+    return read_file(path, _short(name))
 
 
 def _read(file: BinaryIO, label: str) -> bytes:
