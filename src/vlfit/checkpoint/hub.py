@@ -8,6 +8,8 @@ Does not know: HTTP, tokens or caches: huggingface_hub does that work and obeys 
 import errno
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,6 +42,31 @@ SMALL_FILES = (
     "LICENSE",
     INDEX_FILE,
 )
+# A tokenizer is in one of these; only the first is read by the native engine.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What is fetched of a repository beside its weights: ``small`` are names or patterns of them, of which one
+    of ``tokenizers`` must be there. ``check`` is given the folder before any weights are fetched, and raises
+    for a model that nobody here runs.
+    """
+
+    small: tuple[str, ...] = SMALL_FILES
+    tokenizers: tuple[str, ...] = TOKENIZERS[:1]
+    check: Callable[[Path], object] = ModelConfig.read
+
+
+NATIVE = Files()
+
+
+def any_model(check: Callable[[Path], object], *, code: bool = False) -> Files:
+    """Of a model that transformers runs; ``code``: with the Python files that come with it."""
+    small = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE")
+    return Files((*small, "*.py") if code else small, TOKENIZERS, check)
+
+
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _GO_ON = "Run the command again: a download that was cut off goes on where it stopped."
 
@@ -57,7 +84,7 @@ def split_name(name: str) -> tuple[str, str | None]:
     return repository, revision or None
 
 
-def cached_folder(name: str) -> Path | None:
+def cached_folder(name: str, files: Files = NATIVE) -> Path | None:
     """The folder of ``name`` in the cache when every file that it needs is there. Uses no network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -72,12 +99,14 @@ def cached_folder(name: str) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return folder if is_complete(folder) else None
+    return folder if is_complete(folder, files) else None
 
 
-def is_complete(folder: Path) -> bool:
+def is_complete(folder: Path, files: Files = NATIVE) -> bool:
     """Whether ``folder`` holds config, tokenizer and every shard. Their contents are not looked at."""
-    if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+    if not (folder / "config.json").is_file():
+        return False
+    if not any((folder / name).is_file() for name in files.tokenizers):
         return False
     try:
         return all((folder / name).is_file() for name in shard_names(folder))
@@ -85,23 +114,23 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def fetch(name: str, progress: Progress | None = None) -> Path:
+def fetch(name: str, progress: Progress | None = None, files: Files = NATIVE) -> Path:
     """The folder of ``name``: from the cache when complete there, else by ``download``."""
-    return cached_folder(name) or download(name, progress)
+    return cached_folder(name, files) or download(name, progress, files)
 
 
-def download(name: str, progress: Progress | None = None) -> Path:
+def download(name: str, progress: Progress | None = None, files: Files = NATIVE) -> Path:
     """Download what is missing of ``name`` and return its folder in the cache. Asks the hub for the newest.
 
     The small files come first: weights of a model that vlfit does not run are never fetched. ``progress`` is
     called with bytes done and bytes in all; without it, both are printed on stderr. Raises ``HubError`` or
-    one of its kinds, and ``CheckpointError`` when the repository is no Qwen3-VL.
+    one of its kinds, and what ``files.check`` raises, by default ``CheckpointError`` for no Qwen3-VL.
     """
     from huggingface_hub import constants, snapshot_download
 
     repository, revision = split_name(name)
     if constants.HF_HUB_OFFLINE:
-        cached = cached_folder(name)
+        cached = cached_folder(name, files)
         if cached is None:
             raise _offline(name)
         return cached
@@ -111,8 +140,8 @@ def download(name: str, progress: Progress | None = None) -> Path:
         print(f"{name}: downloading from {constants.ENDPOINT}", file=sys.stderr, flush=True)
     try:
         with no_other_bars():
-            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=list(SMALL_FILES)))
-            ModelConfig.read(folder)
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=list(files.small)))
+            files.check(folder)
             shards = shard_names(folder)
             # The same commit for the weights, whatever is pushed meanwhile.
             transfer(repository, folder.name, shards, progress or line)

@@ -63,8 +63,12 @@ def read_checkpoint(name: str, folder: Path) -> Checkpoint:
     return Checkpoint(name, folder, config, tensors)
 
 
-def locate(model: str | Path, progress: Progress | None = None) -> tuple[str, Path]:
-    """Name and folder of ``model``; a hub name is downloaded first if it has to be."""
+def locate(
+    model: str | Path, progress: Progress | None = None, files: hub.Files | None = None
+) -> tuple[str, Path]:
+    """Name and folder of ``model``; a hub name is downloaded first if it has to be: ``files`` of it, if others
+    than the native engine reads.
+    """
     text = str(model)
     if text == MINI:
         return MINI, mini_folder()
@@ -79,7 +83,7 @@ def locate(model: str | Path, progress: Progress | None = None) -> tuple[str, Pa
                 "Check the path, or try mini or Qwen/Qwen3-VL-2B-Instruct-FP8.",
             )
         return folder.resolve().name, folder
-    return text, hub.fetch(text, progress)
+    return text, hub.fetch(text, progress) if files is None else hub.fetch(text, progress, files)
 
 
 def _a_file(text: str, path: Path) -> NotACheckpoint:
