@@ -3,7 +3,7 @@
     ... -m benchmarks.ledger --json build/ledger.json    all of them: a few minutes
     ... -m benchmarks.ledger --only 4B fp8/int4          those whose name holds 4B, and fp8 or int4
     ... -m benchmarks.ledger --list
-    ... -m benchmarks.ledger --against benchmarks/measured/ledger-h200.json
+    ... -m benchmarks.ledger --against benchmarks/measured/ledger-h100.json
                                                          what was measured before, and what is predicted now
 
 Each configuration has a process of its own, which loads a checkpoint of true sizes (``hollow.py``) and runs
@@ -36,7 +36,6 @@ from vlfit.machine.records import decode, encode
 from vlfit.machine.survey import survey
 from vlfit.plan import calibration
 from vlfit.plan.ledger import Line, Settings, ledger
-from vlfit.plan.many_rows import LEAST, Means
 from vlfit.plan.model import model_of
 from vlfit.plan.search import emptiest
 
@@ -91,7 +90,7 @@ def main() -> None:
         found = iter([known[job] for job in wanted]) if options.against else measured(placed)
         results = []
         for job, held in zip(placed, found, strict=True):
-            results.append(compared(job, held, gpu, means_then(facts)))
+            results.append(compared(job, held, gpu))
             write(options.json, facts, gpu, results)  # a run that is cut short leaves what it has
     print_results(results)
     if not options.against:
@@ -125,7 +124,6 @@ def new_facts() -> dict[str, Any]:
         "card": card(),
         "commit": commit(),
         "processor": processor(),
-        "means": "those of the card",
         **versions_of("torch", "transformers"),
     }
 
@@ -231,19 +229,9 @@ def seconds(held: Held) -> str:
     return ", ".join(f"{what} {count:.1f} s" for what, count in held.seconds.items())
 
 
-def means_then(facts: dict[str, Any]) -> Means | None:
-    """What the engine that was measured had for prompts and pictures: None, what the card gives. Earlier ones
-    had no rows in FP8, no recorded tower and the smaller buffer on every card, nor did they guess.
-    """
-    return None if facts.get("means") else LEAST
-
-
-def compared(job: LedgerJob, held: Held | str, gpu: Gpu, means: Means | None = None) -> dict[str, Any]:
-    """Prediction and measurement of one configuration, in bytes. The verdict: ok, BELOW or failed.
-
-    ``means``: what the engine had; None: what the card gives.
-    """
-    lines = predicted_lines(job, gpu, means)
+def compared(job: LedgerJob, held: Held | str, gpu: Gpu) -> dict[str, Any]:
+    """Prediction and measurement of one configuration, in bytes. The verdict: ok, BELOW or failed."""
+    lines = predicted_lines(job, gpu)
     predicted = sum(line.bytes for line in lines) - calibration.RESERVE.bytes
     result: dict[str, Any] = {
         "name": job.name,
@@ -262,13 +250,13 @@ def compared(job: LedgerJob, held: Held | str, gpu: Gpu, means: Means | None = N
     }
 
 
-def predicted_lines(job: LedgerJob, gpu: Gpu, means: Means | None = None) -> list[Line]:
+def predicted_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
     """The ledger but for the desktop."""
     checkpoint = read_checkpoint(job.name, Path(job.folder))
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     sizes = (job.context, job.image_tokens, job.sequences, job.chunk)
-    settings = Settings(job.weights, *sizes, tight=job.tight, speculate=means is None)
-    return [line for line in ledger(model, gpu, job.backend, settings, means) if line.line != "desktop"]
+    settings = Settings(job.weights, *sizes, tight=job.tight)
+    return [line for line in ledger(model, gpu, job.backend, settings) if line.line != "desktop"]
 
 
 def by_line(lines: list[Line], held: Held) -> dict[str, dict[str, int]]:

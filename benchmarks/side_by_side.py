@@ -23,7 +23,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ledger import all_jobs, means_then, place, predicted_lines
+from benchmarks.ledger import all_jobs, place, predicted_lines
 from benchmarks.ledger_job import NATIVE, LedgerJob
 from benchmarks.measure import MIB, ROOT
 from benchmarks.report import markdown
@@ -31,21 +31,16 @@ from tests.hub import HubRepository, running_hub
 from vlfit.machine.model import Gpu
 from vlfit.machine.records import decode
 from vlfit.plan import calibration
-from vlfit.plan.many_rows import Means
 from vlfit.units import GIB, KIB
 
 PAGE = ROOT / "docs" / "side-by-side.md"
-TRUTH = ROOT / "benchmarks" / "measured" / "ledger-h200.json"
+TRUTH = ROOT / "benchmarks" / "measured" / "ledger-h100.json"
 HOME = ROOT / "build" / "side-by-side"
 ANSWERS = HOME / "answers.json"  # of the other tools, which take seconds each and never change their minds
 TOOLS = {"hf-vram-calc": "1.0.9", "accelerate": "1.15.0"}
 NOT_MEASURED = "not measured"
 # accelerate has no bf16 and no fp8; these take as many bytes for a weight.
 _ACCELERATE_TYPES = {"bf16": "float16", "fp8": "int8", "int4": "int4"}
-# What is said of a plan that is compared with what an earlier engine held (``ledger.means_then``).
-EARLIER = """,
-  for an engine like the one that was measured: without what has come since and takes memory (recorded
-  pictures, guesses, larger buffers on roomy cards)"""
 _UNITS = {"bytes": 1, "KB": KIB, "MB": MIB, "GB": GIB, "TB": KIB * GIB}
 _PAGE = """# Side by side
 
@@ -62,7 +57,7 @@ name says so, in transformers).
 
 What the columns are:
 
-- **vlfit plan**: all lines of the ledger but the desktop and the 128 MiB of air, planned for {gpu}{means}.
+- **vlfit plan**: all lines of the ledger but the desktop and the 128 MiB of air, planned for {gpu}.
 - **hf-vram-calc** {calc}: its "inference total", which is 1.2 times the weights, whatever context and
   requests are. It counts the text model only: no vision tower, no output head. Asked with `--model_path`,
   `--dtype`, `--max_batch_size` (requests), `--max_seq_len` (context) and `--max-num-tokens` (tokens of a
@@ -113,7 +108,7 @@ def main() -> None:
         ANSWERS.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="vlfit-side-by-side-") as folder:
         jobs = [place(job, Path(folder)) for job in all_jobs(read_files=False)]
-        rows = all_rows(jobs, gpu, truths(measured), means_then(measured["facts"]))
+        rows = all_rows(jobs, gpu, truths(measured))
     options.page.write_text(page(rows, gpu, measured["facts"]), "utf-8")
     print(f"written to {options.page}")
 
@@ -140,8 +135,7 @@ def install() -> None:
     subprocess.run([*pip, *wanted], check=True)
 
 
-def all_rows(jobs: list[LedgerJob], gpu: Gpu, known: dict[str, int], means: Means | None = None) -> list[Row]:
-    """``means``: what the engine had when ``known`` was measured; None: what the card gives."""
+def all_rows(jobs: list[LedgerJob], gpu: Gpu, known: dict[str, int]) -> list[Row]:
     configs = {job.size: Path(job.folder) / "config.json" for job in jobs if job.weights == "bf16"}
     rows = []
     for job in jobs:
@@ -149,7 +143,7 @@ def all_rows(jobs: list[LedgerJob], gpu: Gpu, known: dict[str, int], means: Mean
         config = configs[job.size]
         parts = remembered(f"hf-vram-calc {job.name}", partial(hf_vram_calc, job))
         sizes = remembered(f"accelerate {job.size}", partial(accelerate, job.size, config))
-        lines = predicted_lines(job, gpu, means)
+        lines = predicted_lines(job, gpu)
         rows.append(
             Row(
                 job.name,
@@ -241,7 +235,6 @@ def page(rows: list[Row], gpu: Gpu, facts: dict[str, Any]) -> str:
         table="\n".join(table),
         truth=about_the_truth(facts),
         gpu=gpu.name,
-        means="" if means_then(facts) is None else EARLIER,
         calc=TOOLS["hf-vram-calc"],
         accelerate=TOOLS["accelerate"],
     )
