@@ -33,12 +33,16 @@ class Item:
 class Source(Protocol):
     """Items, in the same order in every run while nothing is added. Cheap to go through: no picture is read.
 
-    A part of a source that cannot be read (a folder, a shard) raises ``VlfitError`` while one goes through.
+    A part of a source that cannot be read (a folder, a shard) is one item, whose ``read`` says what is wrong.
     """
 
     def __iter__(self) -> Iterator[Item]: ...
     def count(self) -> int | None:
         """How many items there are, or None where that takes as long as reading them."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What the last pass left out, and why, in sentences for a person; none if nothing."""
         ...
 
 
@@ -68,3 +72,6 @@ class Sidecar(Protocol):
     """
 
     def write(self, item: Item, record: Record) -> None: ...
+    def notes(self) -> list[str]:
+        """What was not written, and why, in sentences for a person: files with other words are left alone."""
+        ...

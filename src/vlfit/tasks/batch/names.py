@@ -1,8 +1,8 @@
 """Names of pictures as keys of records: valid Unicode, ``/`` between folders, the same on every machine.
 
 Knows that a file's name is bytes, and that not all of them are UTF-8. A byte that is none stands in a key as
-``\\xff``, so that JSON, Parquet and terminals can hold it, and ``name_of_key`` finds the way back. Does not know
-which pictures there are.
+``\\xff``, so that JSON, Parquet and terminals can hold it, and ``name_of_key`` finds the way back. Does not
+know which pictures there are.
 """
 
 import os
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# What an escape looks like. A name that holds one by its own letters is escaped too, or two names were one key.
+# What an escape looks like. A name that holds one by its own letters is escaped too: no two have one key.
 _ESCAPED = re.compile(r"\\(?:\\|x([0-9a-f]{2})|u(d[89a-f][0-9a-f]{2}))")
 
 

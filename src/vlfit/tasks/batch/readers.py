@@ -87,8 +87,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands where pictures were to be and are not: ``read`` says why, so that it is listed with bad files."""
+    """Stands where pictures were to be and are not: ``read`` says why, so that it is listed with bad files.
 
+    ``name`` is the part of a source that it stands for: a folder, a shard, a line of a list.
+    """
+
+    name: str
     message: str
     hint: str = ""
 
