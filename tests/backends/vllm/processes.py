@@ -1,0 +1,32 @@
+"""Who is alive: processes as the system lists them."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def words_of_all() -> Iterator[tuple[int, str]]:
+    """Each process that runs, with the words that it was started with."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+        except OSError:
+            continue
+        if state not in "ZX":
+            yield int(entry.name), words
+
+
+def with_word(word: str) -> list[tuple[int, str]]:
+    """Processes that run, one of whose words has ``word`` in it."""
+    return [(pid, words) for pid, words in words_of_all() if word in words]
+
+
+def gone(word: str, seconds: float = 5.0) -> bool:
+    """Whether within ``seconds`` no process has ``word`` any more."""
+    end = time.monotonic() + seconds
+    while with_word(word):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

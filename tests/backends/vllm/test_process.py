@@ -1,0 +1,181 @@
+"""What is started ends with all its children: when it is told to, when it dies, and when we do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.backends.vllm.fake_vllm import environment
+from tests.backends.vllm.processes import gone, with_word
+from vlfit.backends.vllm import log as logs
+from vlfit.backends.vllm.log import Log
+from vlfit.backends.vllm.process import Guarded
+from vlfit.errors import UsageError
+
+LOG = Path(__file__).parent / "logs" / "0.32-cpu.log"
+
+
+class Started:
+    """The stand-in below its guard, with what it said; ``mark`` is a word that all its processes have."""
+
+    def __init__(
+        self, folder: Path, how: dict[str, object], *, gentle: float = 2.0, firm: float = 0.3
+    ) -> None:
+        self.mark = str(folder / "env")
+        environment(Path(self.mark))
+        self.lines: list[str] = []
+        self.log = Log("a command", folder / "logs")
+        words = [f"{self.mark}/bin/vllm", "serve", "model", "--port", "0"]
+        variables = {**os.environ, "FAKE_VLLM": json.dumps({"log": str(LOG), **how})}
+        self.guarded = Guarded(words, variables, self.log, self.lines.append, gentle=gentle, firm=firm)
+
+    def wait_for(self, words: str) -> None:
+        end = time.monotonic() + 20
+        while not any(words in line for line in self.lines):
+            assert time.monotonic() < end, self.lines
+            assert not self.guarded.ended, self.lines
+            time.sleep(0.01)
+
+    def children(self) -> list[int]:
+        """The stand-in's child, which is in a session of its own."""
+        program = next(pid for pid, words in with_word(self.mark) if "guard.py" not in words)
+        return [pid for pid, words in with_word(f"EngineCore of {program}")]
+
+
+def is_alive(pid: int) -> bool:
+    return any(pid == each for each, _ in with_word("EngineCore of"))
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_stop_leaves_nothing_behind(tmp_path: Path, stubborn: bool) -> None:
+    started = Started(tmp_path, {"stubborn": stubborn})
+    started.wait_for("Application startup complete")
+    (child,) = started.children()
+    assert is_alive(child)
+    started.guarded.stop()
+    assert started.guarded.ended
+    assert gone(started.mark, 0.5)
+    assert not is_alive(child)
+    started.guarded.stop()  # once more changes nothing
+    assert b"Application startup complete" in started.log.path.read_bytes()
+    assert "INFO:     Shutting down" in started.lines
+
+
+def test_who_does_not_hear_is_killed(tmp_path: Path) -> None:
+    deaf = "import signal, time; [signal.signal(n, 1) for n in (2, 15)]; print('deaf', flush=True); "
+    deaf += "time.sleep(99)"
+    log = Log("a command", tmp_path)
+    lines: list[str] = []
+    command = [sys.executable, "-ISc", deaf, str(tmp_path)]
+    guarded = Guarded(command, os.environ, log, lines.append, gentle=0.1, firm=0.1)
+    while "deaf" not in lines:
+        time.sleep(0.01)
+    guarded.stop()
+    assert guarded.ended
+    assert guarded.code == 128 + signal.SIGKILL
+    assert gone(str(tmp_path), 0.5)
+
+
+def test_a_crash_takes_its_children_along(tmp_path: Path) -> None:
+    started = Started(tmp_path, {"fails": "RuntimeError: it is broken"})
+    assert started.guarded.wait(20)
+    assert started.guarded.code == 1
+    assert "RuntimeError: it is broken" in started.lines
+    assert gone(started.mark, 0.5)
+    assert gone("EngineCore of", 2)
+
+
+KILLED = """
+import os, sys, time, threading
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.backends.vllm.test_process import Started
+started = []
+# From a thread that ends: what is bound to threads (PR_SET_PDEATHSIG) must not mistake it for the end of all.
+thread = threading.Thread(target=lambda: started.append(Started(Path({folder!r}), {{"stubborn": True}})))
+thread.start(); thread.join()
+started[0].wait_for("Application startup complete")
+time.sleep(0.3)
+print(started[0].children()[0], flush=True)
+time.sleep(60)
+"""
+
+
+def test_killed_we_leave_nothing_behind(tmp_path: Path) -> None:
+    program = KILLED.format(root=str(Path(__file__).parents[3]), folder=str(tmp_path))
+    us = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert us.stdout is not None
+    with us, us.stdout:
+        child = int(us.stdout.readline())
+        assert is_alive(child)
+        us.kill()
+    assert gone(str(tmp_path / "env"), 8)
+    assert not is_alive(child)
+
+
+def test_a_killed_guard_leaves_nothing_of_its_session(tmp_path: Path) -> None:
+    started = Started(tmp_path, {})
+    started.wait_for("Application startup complete")
+    (child,) = started.children()
+    os.kill(started.guarded.pid, signal.SIGKILL)
+    assert gone(started.mark, 5)
+    assert started.guarded.wait(8)  # though somebody still holds its output
+    os.kill(child, signal.SIGKILL)  # it went into a session of its own, which only the guard finds
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    lines: list[str] = []
+    guarded = Guarded([str(tmp_path / "none")], os.environ, Log("none", tmp_path), lines.append)
+    assert guarded.wait(10)
+    assert guarded.code == 127
+    assert lines == [f"cannot start {tmp_path / 'none'}: No such file or directory"]
+
+
+def test_old_logs_go_and_nobody_else_may_read_them(tmp_path: Path) -> None:
+    for number in range(logs.KEPT_FILES + 5):
+        (tmp_path / f"20200101-0000{number:02d}-1.log").touch()
+    log = Log("vllm serve a/b", tmp_path)
+    log.write(b"said\n")
+    log.close()
+    kept = sorted(tmp_path.glob("*.log"))
+    assert len(kept) == logs.KEPT_FILES
+    assert kept[-1] == log.path
+    assert log.path.stat().st_mode & 0o777 == 0o600
+    assert log.path.read_text() == "# vllm serve a/b\nsaid\n"
+
+
+def test_a_long_log_goes_on_in_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in (("MOST_FILE", 100), ("FIRST_BYTES", 20), ("LAST_BYTES", 40)):
+        monkeypatch.setattr(logs, name, most)
+    log = Log("x", tmp_path)
+    for number in range(40):
+        log.write(f"line {number:04d}\n".encode())
+    log.close()
+    assert log.path.read_bytes().endswith(b"line 0039\n")
+    assert log.path.with_suffix(".1.log").stat().st_size < 130
+    assert log.text.startswith(b"line 0000\nline 0001\n")
+    assert log.text.endswith(b"line 0038\nline 0039\n")
+    assert len(log.text) <= 60
+
+
+def test_a_full_disk_is_told_and_costs_no_diagnosis(tmp_path: Path) -> None:
+    log = Log("x", tmp_path)
+    log._file.close()
+    log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    log.write(b"the cause\n")
+    log.write(b"and more\n")
+    assert log.failure == "No space left on device"
+    assert log.text == b"the cause\nand more\n"
+    log._file.close()
+
+
+def test_no_place_for_a_log(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot write vLLM's log to .*file") as raised:
+        Log("x", tmp_path / "file")
+    assert "XDG_STATE_HOME" in raised.value.hint

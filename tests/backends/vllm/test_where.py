@@ -1,0 +1,69 @@
+"""vLLM is found where it is, and its version told without starting it."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.backends.vllm.fake_vllm import environment
+from vlfit.backends.vllm import where
+from vlfit.errors import UsageError
+
+
+def test_a_python_that_is_named(tmp_path: Path) -> None:
+    python = environment(tmp_path / "env", "0.22.1", cpu=False)
+    found = where.find(str(python))
+    assert found.program == (str(tmp_path / "env" / "bin" / "vllm"),)
+    assert (found.version, found.on_cpu) == ("0.22.1", False)
+    assert where.find(str(tmp_path / "env")) == found
+    assert where.find(str(tmp_path / "env" / "bin" / "vllm")).version == "0.22.1"
+
+
+def test_a_build_for_processors(tmp_path: Path) -> None:
+    found = where.find(str(environment(tmp_path / "env")))
+    assert (found.version, found.on_cpu) == ("0.32.0+cpu", True)
+
+
+def test_without_its_program_the_module_is_run(tmp_path: Path) -> None:
+    python = environment(tmp_path / "env")
+    python.with_name("vllm").unlink()
+    assert where.find(str(python)).program == (str(python), "-m", "vllm.entrypoints.cli.main")
+
+
+def test_what_a_shell_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = environment(tmp_path / "env", "0.30.2")
+    # As pip writes it: its first line names the Python of its environment.
+    words = python.with_name("vllm").read_text().split("\n", 1)
+    python.with_name("vllm").write_text(f"#!{python}\n{words[1]}")
+    monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}/bin")
+    found = where.find()
+    assert found.program == (str(python.with_name("vllm")),)
+    assert found.version == "0.30.2+cpu"
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("none", "there is no Python at {}"),
+        ("file", "{} is no program"),
+        ("bare", "the Python at {} has no vLLM"),
+    ],
+)
+def test_a_wrong_python_is_told(tmp_path: Path, named: str, says: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "bare").symlink_to(tmp_path / "bin" / "python")
+    name = str(tmp_path / named) if named != "bare" else str(tmp_path / "bin" / "python")
+    with pytest.raises(UsageError) as raised:
+        where.find(name)
+    assert raised.value.message == says.format(name)
+    assert "pip install vllm" in raised.value.hint
+
+
+def test_no_vllm_at_all_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="vLLM is neither beside vlfit, nor named") as raised:
+        where.find()
+    assert "python3 -m venv" in raised.value.hint
