@@ -36,6 +36,7 @@ _TABLE_WIDTH = 130  # names are long, and cut names are of no use
 LETTERS = {
     "desktop": "d",
     "context": "c",
+    "peers": "p",
     "weights.text": "T",
     "weights.vision": "V",
     "weights.embedding": "E",

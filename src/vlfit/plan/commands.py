@@ -25,11 +25,15 @@ def start_of(
     machine: Machine,
     gpu: Gpu,
     version: Version | None,
+    gpus: tuple[Gpu, ...] = (),
 ) -> Start | None:
-    """The command's words and the environment that it needs; None where no command starts this plan."""
+    """The command's words and the environment that it needs; None where no command starts this plan.
+
+    ``gpus``: all that a plan for vLLM takes, if there are more than ``gpu``, whose ledger it is.
+    """
     if backend == VLLM and version is not None:
-        several = len(machine.gpus) > 1
-        return vllm.start(model, settings, lines, gpu, version, wsl2=machine.host.wsl2, several=several)
+        several, taken = len(machine.gpus) > 1, (gpu, *(each for each in gpus if each.index != gpu.index))
+        return vllm.start(model, settings, lines, taken, version, wsl2=machine.host.wsl2, several=several)
     return _native(model, settings, machine, gpu) if backend == NATIVE else None
 
 

@@ -16,8 +16,9 @@ from vlfit.plan.many_rows import Means, means_of
 from vlfit.plan.model import HALF, SINGLE, Model, kv_bytes_per_token
 from vlfit.plan.tiles import Table
 from vlfit.plan.tuned import Card, table_of
-from vlfit.plan.vllm import constants as vllm_constants
 from vlfit.plan.vllm import costs as vllm_costs
+from vlfit.plan.vllm.parallel import kv_bytes_of_card
+from vlfit.plan.vllm.settings import ALONE, OfVllm
 from vlfit.units import MIB
 
 NATIVE, VLLM, TRANSFORMERS = "native", "vllm", "transformers"
@@ -32,7 +33,8 @@ class Settings:
     CUDA graphs; the native engine captures its own wherever it can. ``offload``: how many text layers wait in
     RAM, and ``tight``: whether requests share a smaller pool than the engine takes by itself; both of the
     native engine only. ``kv_dtype`` of the KV cache: bf16, which stands for any 16 bits, or fp8.
-    ``speculate``: in the native engine a step of several rows of one request is recorded, too.
+    ``speculate``: in the native engine a step of several rows of one request is recorded, too. ``vllm``: what
+    only vLLM is told.
     """
 
     weights: str
@@ -45,6 +47,7 @@ class Settings:
     tight: bool = False
     kv_dtype: str = BF16
     speculate: bool = True
+    vllm: OfVllm = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +65,23 @@ def ledger(
 ) -> tuple[Line, ...]:
     """Every line, in the order in which the memory is taken. ``means``: if not those of ``gpu``."""
     if backend == VLLM:
-        return _of_vllm(model, gpu, settings)
+        from vlfit.plan.vllm.lines import of_vllm  # its lines are made of what stands here
+
+        return of_vllm(model, gpu, settings)
     means = means or means_on(gpu)
     constants = calibration.constants_for(gpu)
     return (
         Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
         _context(backend, constants),
-        *_weights(model, settings.offload),
-        _kv_cache(model, backend, settings),
+        *weight_lines(model, settings.offload),
+        kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings, constants, means, table_of(_card(gpu))),
         _graphs(model, backend, settings, constants, means),
-        _reserve(),
+        reserve(),
     )
 
 
-def _reserve(more: int = 0) -> Line:
+def reserve(more: int = 0) -> Line:
     """Air. ``more``: what vLLM's large tensors are rounded up by."""
     note = f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice)"
     if more:
@@ -105,7 +110,7 @@ def means_on(gpu: Gpu) -> Means:
     return means_of(gpu.total - held_by_others(gpu), gpu.compute_capability)
 
 
-def _weights(model: Model, waiting: int = 0) -> tuple[Line, ...]:
+def weight_lines(model: Model, waiting: int = 0) -> tuple[Line, ...]:
     """``waiting`` layers are in RAM: their line is of the two slots that they take turns in."""
     head = "table of tokens and output head" if model.own_head else "table of tokens"
     apart = offload.offload_of(model, waiting)
@@ -135,7 +140,7 @@ def pool_tokens(backend: str, settings: Settings) -> int:
     return settings.context * settings.sequences
 
 
-def _kv_cache(model: Model, backend: str, settings: Settings) -> Line:
+def kv_cache(model: Model, backend: str, settings: Settings) -> Line:
     tokens = pool_tokens(backend, settings)
     size = {NATIVE: costs.BLOCK_SIZE, VLLM: vllm_costs.LARGEST_BLOCK}.get(backend)
     blocks = f", in blocks of {size}" if size else ""
@@ -149,9 +154,12 @@ def kv_words(tokens: int, each: int, settings: Settings) -> str:
 
 
 def kv_bytes(model: Model, backend: str, settings: Settings) -> int:
-    """Keys and values of one token in all layers; in FP8 vLLM has one scale for all, the engine many."""
-    if settings.kv_dtype == FP8 and backend == VLLM:
-        return model.kv_bytes_per_token // HALF
+    """Keys and values of one token in all layers, on one card; in FP8 vLLM has one scale for all, the engine
+    many.
+    """
+    if backend == VLLM:
+        whole = model.kv_bytes_per_token // (HALF if settings.kv_dtype == FP8 else 1)
+        return kv_bytes_of_card(model, settings.vllm.tensor, whole)
     return kv_bytes_per_token(model.text, settings.kv_dtype)
 
 
@@ -292,55 +300,3 @@ def _vision_peak(model: Model, vision: VisionConfig, backend: str, settings: Set
         tokens = settings.image_tokens * settings.sequences
         return round(tokens * calibration.TRANSFORMERS_VISION_PER_TOKEN.value)
     return costs.vision_peak(vision, settings.image_tokens, narrow=model.tower_is_narrow, means=means)
-
-
-def _of_vllm(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
-    """The lines of a vLLM process, and of what it grows by after its start."""
-    outside, libraries = vllm_constants.CONTEXT, vllm_constants.LIBRARIES
-    growth = vllm_costs.growth(settings)
-    captured = "of few sequences, as vLLM captures them" if settings.graphs else "none: --enforce-eager"
-    return (
-        Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
-        Line(
-            "context",
-            outside.bytes + libraries.bytes,
-            MODELLED,
-            f"{outside.bytes / MIB:.0f} MiB of CUDA outside vLLM's budget, {libraries.bytes / MIB:.0f} MiB "
-            f"of libraries inside; measured on one H200 (vLLM {vllm_constants.MEASURED_WITH})",
-        ),
-        *_weights(model),
-        _kv_cache(model, VLLM, settings),
-        *_workspaces_of_vllm(model, settings),
-        Line("graphs", vllm_costs.graphs(settings), MODELLED, captured),
-        Line("growth", growth, MODELLED, "what vLLM takes beyond its budget at its first requests"),
-        _reserve(model.rounding),
-    )
-
-
-def _workspaces_of_vllm(model: Model, settings: Settings) -> tuple[Line, Line]:
-    """As above: of tower and text model the larger peak, and what both keep."""
-    text = vllm_costs.text_peak(model, settings)
-    positions = vllm_costs.positions(model)
-    kept = positions + vllm_costs.deepstack_buffers(model, settings)
-    says = (
-        f"{kept / MIB:.0f} MiB stay, {positions / MIB:.0f} of them a table of positions; peak of a pass of "
-    )
-    says += f"{settings.chunk} tokens{', compiling included' if settings.graphs else ''} {text / MIB:.0f} MiB"
-    if model.vision is None or not settings.image_tokens:
-        return Line("vision_workspace", 0, EXACT, "no pictures"), Line(
-            "text_workspace", kept + text, MODELLED, says
-        )
-    vision = vllm_costs.vision_peak(model.vision, settings)
-    features = vllm_costs.picture_cache(model.vision, settings)
-    together = vllm_costs.tokens_encoded_together(settings)
-    stays = f"{features / MIB:.0f} MiB of features stay"
-    note = f"{stays}; peak {vision / MIB:.0f} MiB for {together} image tokens at once"
-    if vision >= text:
-        return (
-            Line("vision_workspace", features + vision, MODELLED, note),
-            Line("text_workspace", kept, MODELLED, f"{says}, which vision_workspace lends"),
-        )
-    return (
-        Line("vision_workspace", features, MODELLED, f"{note}, which text_workspace lends"),
-        Line("text_workspace", kept + text, MODELLED, says),
-    )

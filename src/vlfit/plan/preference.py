@@ -7,6 +7,7 @@ steps. Does not know what settings take (``ledger.py``).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vlfit.checkpoint.catalog import BF16
@@ -120,13 +121,14 @@ def _candidates(
             f"{models[sees.index(False)][0].name} is a text-only model and takes no pictures",
             "leave out --image-tokens",
         )
+    told = replace(wishes.vllm, kv_tokens=wishes.kv_tokens, pictures=wishes.pictures)
     for context in turn(_steps(wishes.context, _contexts(models))):
         for image_tokens in turn(_steps(wishes.image_tokens, _pictures(models) if all(sees) else (0,))):
             for sequences in turn(_steps(wishes.sequences, SEQUENCES)):
                 for model, backend in models:
                     if not _possible(model, context, image_tokens, wishes):
                         continue
-                    passes = tuple(_passes(backend, context))
+                    passes = tuple(_passes(backend, context, wishes))
                     for tight in turn(_pools(backend, context, sequences)):
                         for chunk, graphs in turn(passes):
                             # Spelled out: replace() takes five times as long, and these are thousands.
@@ -139,6 +141,7 @@ def _candidates(
                                 graphs=graphs,
                                 tight=tight,
                                 kv_dtype=wishes.kv_dtype or BF16,
+                                vllm=told,
                             )
                             yield settings, model, backend
 
@@ -152,14 +155,17 @@ def _pools(backend: str, context: int, sequences: int) -> tuple[bool, ...]:
     return (False, True) if tight < roomy else (False,)
 
 
-def _passes(backend: str, context: int) -> Iterator[tuple[int, bool]]:
+def _passes(backend: str, context: int, wishes: "Wishes") -> Iterator[tuple[int, bool]]:
     """Tokens of a pass, and whether there are CUDA graphs: both cost only time, and graphs are worth more."""
     if backend == TRANSFORMERS:
         yield context, False
     elif backend == NATIVE:
         yield from ((chunk, False) for chunk in CHUNKS)
     elif backend == VLLM:
-        yield from ((chunk, graphs) for graphs in (True, False) for chunk in VLLM_CHUNKS)
+        # A processor captures no graphs.
+        captures = (False,) if wishes.eager or wishes.vllm.in_ram else (True, False)
+        chunks = VLLM_CHUNKS if wishes.chunk is None else (wishes.chunk,)
+        yield from ((chunk, graphs) for graphs in captures for chunk in chunks)
 
 
 def _pictures(models: list[tuple[Model, str]]) -> tuple[int, ...]:

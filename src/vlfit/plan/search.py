@@ -1,24 +1,24 @@
 """From a machine, a model and wishes to a plan: what is fixed stays so, the rest is chosen in a stated order.
 
-Knows: what may be wished for, which models may be tried, and what is said of the choice. Does not know how it
+Knows: which models may be tried, and what is said of the choice. Does not know how it
 is made (``pick.py``), what a line costs (``ledger.py``) or how to get memory back (``changes.py``).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vlfit.checkpoint.catalog import BF16, FORMATS
-from vlfit.checkpoint.quantization import FP8, INT4
+from vlfit.checkpoint.catalog import FORMATS
+from vlfit.checkpoint.quantization import INT4
 from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.remarks import OLDEST
 from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.changes import Change, Refused, cheapest
 from vlfit.plan.commands import start_of
-from vlfit.plan.ledger import BACKENDS, NATIVE, TRANSFORMERS, VLLM, Line, Settings, ledger
+from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings
 from vlfit.plan.model import Model
-from vlfit.plan.offload import AUTO, Wish, check_ram, offload_of
+from vlfit.plan.offload import AUTO, check_ram, offload_of
 from vlfit.plan.pick import best, coarser, fewest_waiting
 from vlfit.plan.preference import (
     CONTEXTS,
@@ -30,76 +30,23 @@ from vlfit.plan.preference import (
 )
 from vlfit.plan.rounding import cost_of, in_words
 from vlfit.plan.speed import Speed, predict
+from vlfit.plan.vllm import groups
 from vlfit.plan.vllm.command import Flag, remarks
 from vlfit.plan.vllm.costs import LEAST_PIXELS, pixels_of_token
-from vlfit.plan.vllm.versions import Version, check_card, chosen_version, parse_version
+from vlfit.plan.vllm.over_cards import Taken, best_of_groups
+from vlfit.plan.vllm.versions import Version, check_card, chosen_version
+from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
-_LEAST_CONTEXT = 16  # of ``EngineOptions``
-_LEAST_IMAGE_TOKENS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for what makes no sense.
-
-    ``offload``: bytes of weights that leave the card, ``auto``: as few as make it fit; None: none ever.
-    ``kv_dtype``: of the KV cache; None: 16 bits.
-    """
-
-    context: int | None = None
-    image_tokens: int | None = None
-    sequences: int | None = None
-    weights: str | None = None
-    backend: str | None = None
-    vllm_version: str | None = None
-    offload: Wish | None = None
-    kv_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        least = {"context": _LEAST_CONTEXT, "image_tokens": _LEAST_IMAGE_TOKENS, "sequences": 1}
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                option = name.replace("_", "-")
-                raise UsageError(f"--{option} is {value}", f"it must be at least {lowest}", param=name)
-        for name, known in (("weights", FORMATS), ("backend", BACKENDS), ("kv_dtype", (BF16, FP8))):
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                option = name.replace("_", "-")
-                raise UsageError(
-                    f"--{option} is {value!r}", f"plans are made for {', '.join(known)}", param=name
-                )
-        if self.kv_dtype == FP8 and self.backend == TRANSFORMERS:
-            raise UsageError(
-                "transformers keeps its KV cache in the dtype of the computation",
-                "leave out --kv-dtype, or --backend",
-                param="kv_dtype",
-            )
-        if self.vllm_version is not None:
-            if self.backend != VLLM:
-                raise UsageError(
-                    "--vllm-version says which vLLM a plan is for",
-                    f"add --backend {VLLM}",
-                    param="vllm_version",
-                )
-            parse_version(self.vllm_version)
-        if self.offload is not None and self.backend not in (None, NATIVE):
-            raise UsageError(
-                f"--offload lets layers of the native engine wait in RAM, and the backend is {self.backend}",
-                "leave out --backend, or --offload",
-                param="offload",
-            )
-        if self.context and self.image_tokens and self.image_tokens >= self.context:
-            raise UsageError(
-                f"a picture of {self.image_tokens} tokens fills a context of {self.context}",
-                "ask for a larger --context or fewer --image-tokens",
-            )
+__all__ = ["Plan", "Wishes", "emptiest", "finished", "plan", "unfit"]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One model on one GPU: settings, ledger, speed, and what to change if it does not fit."""
+    """One model on one GPU: settings, ledger, speed, and what to change if it does not fit.
+
+    ``gpus``: all cards of a plan for vLLM; ``gpu`` is the fullest of them, whose ledger it is.
+    """
 
     model: Model
     backend: str
@@ -113,6 +60,7 @@ class Plan:
     changes: tuple[Change, ...] = ()
     flags: tuple[Flag, ...] = ()
     remarks: tuple[str, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
 
     @property
     def total(self) -> int:
@@ -160,11 +108,14 @@ def plan(
     have.
     """
     gpu = emptiest(machine)
-    _check_age(gpu, wishes)
-    version = chosen_version(wishes.vllm_version) if wishes.backend == VLLM else None
-    runnable = _runnable(models, wishes, gpu, version)
+    if wishes.backend == VLLM:
+        return _for_vllm(models, machine, gpu, wishes, others)
+    _check_age(gpu)
+    runnable = [
+        (model, _backend(model, wishes)) for model in _able(models, lambda each: _backend(each, wishes))
+    ]
     found = best(runnable, wishes, gpu)
-    # transformers is planned with bf16 alone, and not every vLLM reads an output head in int4.
+    # transformers is planned with bf16 alone.
     rounded = makers if wishes.backend in (None, NATIVE) else ()
     if found.headroom < 0 and rounded:
         found = coarser(rounded, wishes, gpu) or found  # a refusal is of what keeps its exactness
@@ -175,8 +126,31 @@ def plan(
     if found.headroom >= 0 and settings.offload:
         check_ram(offload_of(model, settings.offload), machine.host)
     if found.headroom < 0:
-        return _refused(model, backend, machine, gpu, settings, tuple(others()), version)
-    return _finished(model, backend, machine, gpu, settings, found.lines, version)
+        instead = tuple(others())
+        return unfit(model, backend, machine, gpu, settings, found.lines, None, others=instead)
+    return finished(model, backend, machine, gpu, settings, found.lines, None)
+
+
+def _for_vllm(
+    models: list[Model], machine: Machine, gpu: Gpu, wishes: Wishes, others: Callable[[], list[Model]]
+) -> Plan:
+    """A plan for vLLM, over equal cards where there are several."""
+    version = chosen_version(wishes.vllm_version)
+    wishes = replace(wishes, vllm=replace(wishes.vllm, version=version.text))
+
+    def check(model: Model) -> None:
+        _check_pictures(model, wishes)
+        check_card(model, gpu.name, gpu.compute_capability, version)
+
+    able = [(model, VLLM) for model in _able(models, check)]
+    taken = best_of_groups(able, machine, wishes)
+    found = taken.choice
+    if found.headroom < 0:
+        instead = tuple(others())
+        return unfit(
+            found.model, VLLM, machine, taken.gpu, found.settings, found.lines, version, taken, others=instead
+        )
+    return finished(found.model, VLLM, machine, taken.gpu, found.settings, found.lines, version, taken)
 
 
 def emptiest(machine: Machine) -> Gpu:
@@ -200,9 +174,9 @@ def _is_too_old(gpu: Gpu) -> bool:
     return (0, 0) < gpu.compute_capability < OLDEST
 
 
-def _check_age(gpu: Gpu, wishes: Wishes) -> None:
+def _check_age(gpu: Gpu) -> None:
     """Raises ``DeviceError`` for a card that torch has no kernels for; vLLM's are checked by its version."""
-    if wishes.backend != VLLM and _is_too_old(gpu):
+    if _is_too_old(gpu):
         have, oldest = (".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST))
         raise DeviceError(
             f"{gpu.name} has compute capability {have}; torch has kernels from {oldest} on",
@@ -210,18 +184,13 @@ def _check_age(gpu: Gpu, wishes: Wishes) -> None:
         )
 
 
-def _runnable(
-    models: list[Model], wishes: Wishes, gpu: Gpu, version: Version | None
-) -> list[tuple[Model, str]]:
-    """Each model with its backend; of several, those that it runs on this GPU. Raises if it runs none."""
+def _able(models: list[Model], check: Callable[[Model], object]) -> list[Model]:
+    """Those that ``check`` does not refuse. Raises its first ``UsageError`` if it refuses all."""
     found, refusals = [], []
     for model in models:
         try:
-            backend = _backend(model, wishes)
-            if version is not None:
-                _check_pictures(model, wishes)
-                check_card(model, gpu.name, gpu.compute_capability, version)
-            found.append((model, backend))
+            check(model)
+            found.append(model)
         except UsageError as error:
             refusals.append(error)
     if refusals and not found:
@@ -252,7 +221,7 @@ def _check_pictures(model: Model, wishes: Wishes) -> None:
         )
 
 
-def _finished(
+def finished(
     model: Model,
     backend: str,
     machine: Machine,
@@ -260,8 +229,11 @@ def _finished(
     settings: Settings,
     lines: tuple[Line, ...],
     version: Version | None,
+    taken: Taken | None = None,
 ) -> Plan:
-    start = start_of(model, backend, settings, lines, machine, gpu, version)
+    """The plan with these settings, its command, speed and remarks; it is not asked whether it fits."""
+    gpus = () if taken is None else taken.gpus
+    start = start_of(model, backend, settings, lines, machine, gpu, version, gpus)
     return Plan(
         model=model,
         backend=backend,
@@ -276,8 +248,10 @@ def _finished(
         remarks=(
             *_about(model, backend, lines, gpu),
             *_in_ram(model, settings),
+            *_cards(machine, settings, taken),
             *_remarks(version, settings, gpu),
         ),
+        gpus=gpus,
     )
 
 
@@ -309,16 +283,19 @@ def _in_ram(model: Model, settings: Settings) -> tuple[str, ...]:
     )
 
 
-def _refused(
+def unfit(
     model: Model,
     backend: str,
     machine: Machine,
     gpu: Gpu,
     settings: Settings,
-    others: tuple[Model, ...],
+    lines: tuple[Line, ...],
     version: Version | None,
+    taken: Taken | None = None,
+    *,
+    others: tuple[Model, ...] = (),
 ) -> Plan:
-    lines = ledger(model, gpu, backend, settings)
+    """A plan that does not fit, and what would make it fit; ``others`` may be taken instead."""
     deficit = sum(line.bytes for line in lines) - gpu.total
     refused = Refused(model, gpu, machine.host, backend, settings, deficit, others)
     return Plan(
@@ -331,8 +308,16 @@ def _refused(
         speed=predict(model, gpu, backend, settings, deficit),
         command=None,
         changes=cheapest(refused, CONTEXTS, IMAGE_TOKENS, SEQUENCES),
-        remarks=_remarks(version, settings, gpu),
+        remarks=(*_cards(machine, settings, taken), *_remarks(version, settings, gpu)),
+        gpus=() if taken is None else taken.gpus,
     )
+
+
+def _cards(machine: Machine, settings: Settings, taken: Taken | None) -> tuple[str, ...]:
+    """Which cards are taken, and which are not, where there are several."""
+    if taken is None or len(machine.gpus) < 2:
+        return ()
+    return tuple(groups.remarks(machine, taken.group, settings))
 
 
 def _remarks(version: Version | None, settings: Settings, gpu: Gpu) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 COLOURS = {
     "desktop": "#999999",
     "context": "#666666",
+    "peers": "#a6761d",
     "weights.text": "#0072b2",
     "weights.vision": "#56b4e9",
     "weights.embedding": "#004b76",

@@ -9,7 +9,7 @@ that check has the room.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,9 @@ from vlfit.machine.model import Gpu
 from vlfit.machine.remarks import BFLOAT16_FROM
 from vlfit.plan.model import Model
 from vlfit.plan.vllm import constants, costs
+from vlfit.plan.vllm.flags import has
+from vlfit.plan.vllm.parallel import all_reduces
+from vlfit.plan.vllm.settings import OLDER_RUNNER
 from vlfit.plan.vllm.versions import (
     ASSUMED,
     INSTALLED,
@@ -65,15 +68,24 @@ def start(
     model: Model,
     settings: "Settings",
     lines: "tuple[Line, ...]",
-    gpu: Gpu,
+    gpus: Sequence[Gpu],
     version: Version,
     *,
     wsl2: bool,
     several: bool,
 ) -> Start:
-    """The command for a plan that fits. ``several``: the machine has more GPUs than ``gpu``."""
-    flags = [*_flags(model, settings, lines, gpu), *_picture_flags(model, settings)]
-    variables = list(_variables(gpu, version, wsl2=wsl2, several=several))
+    """The command for a plan. ``gpus``: those that it takes, the one of the ledger first; ``several``: the
+    machine has more than one.
+    """
+    every = [
+        *_flags(model, settings, lines, gpus[0]),
+        *_flags_of_cards(model, settings),
+        *_picture_flags(model, settings),
+    ]
+    flags = [
+        flag for flag in every if has(version.number, flag.flag) and flag.flag not in settings.vllm.left_out
+    ]
+    variables = list(_variables(gpus, settings, version, wsl2=wsl2, several=several))
     words = ["vllm", "serve", str(mini_folder()) if model.place == MINI else model.place]
     for flag in flags:
         words += flag.words
@@ -83,8 +95,9 @@ def start(
 
 def budget(lines: "tuple[Line, ...]") -> int:
     """Bytes that must be free when vLLM looks, its own context taken: what it comes to hold in the end."""
-    inside = sum(line.bytes for line in lines if line.line not in _OUTSIDE)
-    return inside - constants.CONTEXT.bytes
+    from vlfit.plan.vllm.lines import outside
+
+    return sum(line.bytes for line in lines if line.line not in _OUTSIDE) - outside(lines)
 
 
 def share(lines: "tuple[Line, ...]", gpu: Gpu) -> float:
@@ -94,7 +107,6 @@ def share(lines: "tuple[Line, ...]", gpu: Gpu) -> float:
 
 def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: Gpu) -> Iterator[Flag]:
     pool = next(line.bytes for line in lines if line.line == "kv_cache")
-    taken = share(lines, gpu)
     yield Flag(
         "--max-model-len",
         str(settings.context),
@@ -110,13 +122,8 @@ def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: G
     )
     if settings.kv_dtype == FP8:
         yield Flag("--kv-cache-dtype", "fp8", "kv_cache", "keys and values in FP8: half the bytes")
-    yield Flag(
-        "--gpu-memory-utilization",
-        f"{taken:g}",
-        "total",
-        f"{format_bytes(budget(lines))} of {format_bytes(gpu.total)}, growth included: with the bytes above "
-        "it moves nothing, but the start ends unless as much is free",
-    )
+    if not settings.vllm.in_ram:
+        yield _share_flag(settings, lines, gpu)
     yield Flag(
         "--max-num-seqs",
         str(settings.sequences),
@@ -137,8 +144,50 @@ def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: G
             "graphs",
             f"no graphs and no compiling, about {format_bytes(saved)}; slower",
         )
-    if gpu.compute_capability < BFLOAT16_FROM:
-        yield Flag("--dtype", "float16", NO_LINE, "this card has no bfloat16; as many bytes")
+    if settings.vllm.dtype or gpu.compute_capability < BFLOAT16_FROM:
+        chosen = settings.vllm.dtype or "float16"
+        yield Flag("--dtype", chosen, NO_LINE, "this card has no bfloat16; as many bytes")
+
+
+def _share_flag(settings: "Settings", lines: "tuple[Line, ...]", gpu: Gpu) -> Flag:
+    """The share of all memory that is checked against what is free."""
+    whole, most = share(lines, gpu), settings.vllm.share
+    if most is None or most >= whole:
+        why = (
+            f"{format_bytes(budget(lines))} of {format_bytes(gpu.total)}, growth included: with the bytes "
+            "above it moves nothing, but the start ends unless as much is free"
+        )
+        return Flag("--gpu-memory-utilization", f"{whole:g}", "total", why)
+    why = f"all that is free; the plan counts {whole:g}, what vLLM grows by later included"
+    return Flag("--gpu-memory-utilization", f"{most:g}", "total", why)
+
+
+def _flags_of_cards(model: Model, settings: "Settings") -> Iterator[Flag]:
+    """Over how many cards the layers go, and how many copies there are."""
+    told = settings.vllm
+    if told.tensor > 1:
+        yield Flag(
+            "--tensor-parallel-size",
+            str(told.tensor),
+            "weights.text",
+            f"each layer goes over {told.tensor} cards, which add up {all_reduces(model)} times a token",
+        )
+        if model.vision is not None and settings.image_tokens and not told.split_tower:
+            yield Flag(
+                "--mm-encoder-tp-mode",
+                "data",
+                "weights.vision",
+                "each card has the whole tower and takes pictures of its own, with no sums between cards",
+            )
+    if told.data > 1:
+        yield Flag(
+            "--data-parallel-size",
+            str(told.data),
+            NO_LINE,
+            f"{told.data} copies of the model, which share the requests; each has the ledger above",
+        )
+    if told.one_front:
+        yield Flag("--api-server-count", "1", NO_LINE, "one process takes requests, not one for each copy")
 
 
 def _picture_flags(model: Model, settings: "Settings") -> Iterator[Flag]:
@@ -163,19 +212,36 @@ def _picture_flags(model: Model, settings: "Settings") -> Iterator[Flag]:
     yield Flag("--mm-processor-cache-gb", "0", NO_LINE, "4 GiB of RAM or more otherwise, nothing on the GPU")
 
 
-def _variables(gpu: Gpu, version: Version, *, wsl2: bool, several: bool) -> Iterator[Flag]:
+def _variables(
+    gpus: Sequence[Gpu], settings: "Settings", version: Version, *, wsl2: bool, several: bool
+) -> Iterator[Flag]:
+    if settings.vllm.in_ram:
+        return
     if several:
         yield Flag("CUDA_DEVICE_ORDER", "PCI_BUS_ID", NO_LINE, "GPUs counted as the driver counts them")
         yield Flag(
-            "CUDA_VISIBLE_DEVICES", str(gpu.index), NO_LINE, f"the GPU that is planned for: {gpu.name}"
+            "CUDA_VISIBLE_DEVICES",
+            ",".join(str(index) for index in sorted(gpu.index for gpu in gpus)),
+            NO_LINE,
+            f"the GPU{'s' if len(gpus) > 1 else ''} that {'are' if len(gpus) > 1 else 'is'} planned for: "
+            f"{gpus[0].name}",
         )
-    if wsl2 and version.needs_pinned_memory:
+    told = dict(each.split("=", 1) for each in sorted(settings.vllm.variables))
+    if wsl2 and version.needs_pinned_memory and OLDER_RUNNER not in told:
+        told = {PINNED: "1", **told}
+    for name, value in told.items():
         why = f"without it vLLM {version.text} ends with 'UVA is not available' under WSL2"
-        yield Flag(PINNED, "1", NO_LINE, why)
+        yield Flag(name, value, NO_LINE, why)
 
 
 def remarks(version: Version, settings: "Settings", *, capability: tuple[int, int]) -> Iterator[str]:
     """What a person should know of this version and these sums, in sentences."""
+    if settings.vllm.in_ram:
+        yield (
+            f"This is for vLLM {version.text} on the processor: every line is RAM, and what is modelled was "
+            "read in its source or measured by hand on one computer."
+        )
+        return
     if version.how == ASSUMED:
         yield (
             f"vLLM is not installed beside vlfit: this is for {version.text}; --vllm-version names another."

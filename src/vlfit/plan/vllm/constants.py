@@ -5,7 +5,7 @@ true shapes of Qwen3-VL 2B, 4B and 8B, pictures of at most 1024 tokens, 2048 tok
 GiB. Nothing here was measured on a small card or on another version.
 """
 
-from vlfit.plan.calibration import MEASURED, Constant
+from vlfit.plan.calibration import MEASURED, MODELLED, Constant
 from vlfit.units import GIB, MIB
 
 MEASURED_WITH = "0.22.0"
@@ -36,3 +36,28 @@ LAUNCH_OF_GRAPHS = Constant(2.17e-3 / 28, MEASURED, f"Qwen3-VL 2B in bf16: 2.17 
 LAUNCH_OF_GRAPHS_LOW = Constant(
     (2.17e-3 - 1.295e-3) / 28, MEASURED, f"the same, less 1.295 ms of matrix products alone; {_H200}"
 )
+# What NCCL holds on each card of a group that shares layers, before vLLM's first look. Linear in its
+# channels, of which fast links have more (NCCL's issue 864).
+NCCL = Constant(
+    688 * MIB,
+    MODELLED,
+    "4 A100 with NVLink, one all-reduce of 4 MiB in groups of more than two: NCCL issue 964",
+)
+NCCL_OF_HOPPER = Constant(
+    1.79 * GIB, MODELLED, "non-torch memory of 3.58 GiB with two H100 against 1.79 with one: vLLM PR 10511"
+)
+# vLLM's own all-reduce (0.32): a buffer of 8 MiB and one of 16 that the others read, 8 MiB of addresses; and
+# from compute capability 9.0 on up to 64 MiB of symmetric memory.
+ALL_REDUCE = Constant(32 * MIB, MODELLED, "custom_all_reduce.py of vLLM 0.32, by its source")
+SYMMETRIC = Constant(64 * MIB, MODELLED, "SYMM_MEM_ALL_REDUCE_MAX_SIZES of vLLM 0.32, by its source")
+# Seconds of one all-reduce of a token's row, some KiB, inside a CUDA graph.
+ALL_REDUCE_LOW = Constant(4e-6, MODELLED, "one-shot kernels, 4 KiB, 4 cards: sglang-V100 PR 2; 6 us by NVLS")
+ALL_REDUCE_SECONDS = Constant(20e-6, MODELLED, "NCCL over PCIe, 4-8 KiB, 4 cards: 19-20 us, sglang-V100 PR 2")
+ALL_REDUCE_HIGH = Constant(
+    52e-6, MODELLED, "the same with 128 KiB; cards that cannot read each other: a guess"
+)
+# RAM of processes that serve, measured by hand with vLLM 0.32 on a processor: 0.84 GB (1.16 at most) for one
+# that takes requests, 0.64 for an engine, 1.0 for each worker. A worker of a GPU was not measured.
+FRONT_RAM = Constant(1.16e9, MEASURED, "resident memory of vLLM 0.32's API server at most, on a processor")
+ENGINE_RAM = Constant(0.64e9, MEASURED, "resident memory of vLLM 0.32's EngineCore, on a processor")
+WORKER_RAM = Constant(1.0e9, MEASURED, "resident memory of vLLM 0.32's worker, mini on a processor")

@@ -34,14 +34,20 @@ def pixels_of_token(vision: VisionConfig) -> int:
 def pool_tokens(settings: "Settings") -> int:
     """Tokens of the KV cache: as in the native engine, in whole blocks, and one that vLLM keeps for nobody.
 
-    From 0.30 on a start ends if one request of full length does not fit beside that block.
+    From 0.30 on a start ends if one request of full length does not fit beside that block. A pool that was
+    asked for is taken as it is, in whole blocks.
     """
+    asked = settings.vllm.kv_tokens
+    if asked is not None:
+        return -(-asked // LARGEST_BLOCK) * LARGEST_BLOCK
     tokens = kv_tokens(settings.context, settings.sequences)
     return -(-tokens // LARGEST_BLOCK) * LARGEST_BLOCK + LARGEST_BLOCK
 
 
 def pictures_of_prompt(settings: "Settings") -> int:
     """Pictures that are allowed in one prompt: as many of the largest as the context holds beside text."""
+    if settings.vllm.pictures is not None:
+        return settings.vllm.pictures
     return max((settings.context - 1) // settings.image_tokens, 1)
 
 
@@ -62,12 +68,14 @@ def picture_cache(vision: VisionConfig, settings: "Settings") -> int:
 
 def vision_peak(vision: VisionConfig, settings: "Settings") -> int:
     """What the tower holds beside its results: for each patch two rows of the MLP's inner width, residual and
-    norm, pixels, positions, and the deepstack features so far, all in 16 bits: 28 KiB in 2B.
+    norm, pixels, positions, and the deepstack features so far, all in 16 bits: 28 KiB in 2B. Where the tower
+    is shared out each card has its part of the inner width.
     """
+    parts = settings.vllm.tensor if settings.vllm.split_tower else 1
     merged = vision.spatial_merge_size**2
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     deepstack = len(vision.deepstack_visual_indexes) * vision.out_hidden_size // merged
-    row = 2 * vision.intermediate_size + 3 * vision.hidden_size + values + deepstack
+    row = 2 * vision.intermediate_size // parts + 3 * vision.hidden_size + values + deepstack
     patches = tokens_encoded_together(settings) * merged
     return patches * row * HALF + constants.BESIDE_PICTURES.bytes
 
@@ -90,10 +98,10 @@ def text_peak(model: Model, settings: "Settings") -> int:
     """The peak of a pass: gate, up and their product, residual and input, embeddings; and the sampler's rows.
 
     With graphs the model is compiled first, which takes more at the first start than any pass after it. The
-    memory stays with torch.
+    memory stays with torch. Cards that share a layer have their part of its inner width each.
     """
     text = model.text
-    row = 3 * text.intermediate_size + 3 * text.hidden_size
+    row = 3 * text.intermediate_size // settings.vllm.tensor + 3 * text.hidden_size
     compiling = constants.COMPILING.bytes if settings.graphs else 0
     return settings.chunk * row * HALF + settings.sequences * SAMPLER_ROW + compiling
 

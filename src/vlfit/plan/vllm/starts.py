@@ -16,6 +16,7 @@ from vlfit.units import GIB
 
 if TYPE_CHECKING:
     from vlfit.plan.ledger import Settings
+    from vlfit.plan.model import Model
 
 VERSION = 1
 _MOST = 2**20  # bytes of a file; a start has some four hundred
@@ -31,7 +32,8 @@ class Began:
     ``beside``: what is neither weights nor torch's, within vLLM's budget (CUDA's libraries).
     ``graph_pool``: "Graph capturing finished ... took". ``kv_cache``: what was available for it, or
     given.
-    ``own_context``: what the card lost before vLLM took its first look.
+    ``own_context``: what the card lost before vLLM took its first look. ``process``: what the card lost from
+    before the start until it served.
     """
 
     date: str
@@ -47,6 +49,7 @@ class Began:
     graph_pool: int | None = None
     kv_cache: int | None = None
     own_context: int | None = None
+    process: int | None = None
 
     @property
     def key(self) -> tuple[int, int, int, bool, str]:
@@ -54,7 +57,7 @@ class Began:
         return self.image_tokens, self.sequences, self.chunk, self.graphs, self.kv_dtype
 
 
-_SIZES = ("weights", "peak", "beside", "graph_pool", "kv_cache", "own_context")
+_SIZES = ("weights", "peak", "beside", "graph_pool", "kv_cache", "own_context", "process")
 _COUNTS = ("context", "image_tokens", "sequences", "chunk")
 
 
@@ -84,6 +87,12 @@ def keep(card: str, version: str, place: str, began: Began) -> Path:
     write_whole(path, json.dumps(facts, indent=1) + "\n", "account of vLLM's memory")
     _read.cache_clear()
     return path
+
+
+def place_of(model: "Model", settings: "Settings") -> str:
+    """What starts of ``model`` are kept under: its place, and over how many cards its layers go."""
+    tensor = settings.vllm.tensor
+    return model.place if tensor == 1 else f"{model.place} over {tensor}"
 
 
 def held_by(card: str, version: str, place: str, settings: "Settings") -> Began | None:

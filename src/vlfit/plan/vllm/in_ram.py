@@ -1,0 +1,50 @@
+"""Plans for vLLM's build for processors, which keeps weights and KV cache in RAM.
+
+Knows: that the RAM stands in for a card there, and which flags matter. Does not know what its processes hold
+(``lines.py``). Without a size that build takes nine tenths of the RAM for its KV cache: a plan names one.
+"""
+
+from dataclasses import replace
+
+from vlfit.machine.model import Gpu, Machine
+from vlfit.plan.ledger import VLLM
+from vlfit.plan.model import Model
+from vlfit.plan.pick import best
+from vlfit.plan.search import Plan, Wishes, finished, unfit
+from vlfit.plan.vllm.versions import chosen_version
+
+CPU = "CPU"
+_CAPABILITY = (99, 0)  # it has bfloat16 and lacks no kernel that a card's age would tell of
+
+
+def ram_as_gpu(machine: Machine) -> Gpu:
+    """The RAM as a card: all of it, and what is available."""
+    host = machine.host
+    return Gpu(
+        index=0,
+        name=CPU,
+        total=host.ram_total,
+        free=host.ram_available,
+        desktop=host.ram_total - host.ram_available,
+        processes=(),
+        driver="",
+        cuda="",
+        compute_capability=_CAPABILITY,
+        bandwidth=None,
+        bandwidth_how="unknown",
+        pcie_bandwidth=None,
+    )
+
+
+def plan_in_ram(models: list[Model], machine: Machine, wishes: Wishes) -> Plan:
+    """The best plan for one of ``models`` in this computer's RAM; it may not fit, and then says why.
+
+    Raises ``UsageError`` for wishes that make no sense there.
+    """
+    version = chosen_version(wishes.vllm_version)
+    gpu = ram_as_gpu(machine)
+    told = replace(wishes.vllm, in_ram=True, version=version.text)
+    found = best([(model, VLLM) for model in models], replace(wishes, vllm=told), gpu)
+    alone = replace(machine, gpus=(gpu,))
+    make = finished if found.headroom >= 0 else unfit
+    return make(found.model, VLLM, alone, gpu, found.settings, found.lines, version)
