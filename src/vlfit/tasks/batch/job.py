@@ -13,6 +13,7 @@ from vlfit.engine.answer import Answer
 from vlfit.engine.conversation import ImagePart
 from vlfit.engine.sampling import SamplingParams
 from vlfit.tasks.batch.item import Item, Record
+from vlfit.tasks.batch.names import shown_name
 from vlfit.tasks.batch.wish import Wish
 from vlfit.tasks.pictures import load_picture
 
@@ -73,7 +74,7 @@ class Work:
         """
         fields = {
             "key": item.key,
-            "picture": str(item.path) if item.path is not None else item.key,
+            "picture": shown_name(item.path) if item.path is not None else item.key,
             **self.wish.fields(answer, picture),
             "model": answer.model,
             "text": answer.text,

@@ -1,0 +1,65 @@
+"""A backend opened for a batch: with room for as many requests as fit, and how many to keep it busy with.
+
+Knows what each kind of backend can run at once. Does not know what is asked.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from vlfit.backends.base import OpenBackend
+from vlfit.backends.opening import Wanted, open_backend
+from vlfit.errors import DoesNotFit, UsageError
+from vlfit.plan.preference import SEQUENCES
+from vlfit.tasks.batch.crew import Pace
+from vlfit.tasks.batch.failures import TRIES
+
+# Requests at a server that does not say how many it runs: as many as a plan asks for at most.
+AT_A_SERVER = SEQUENCES[0]
+_MOST_READERS = 8
+
+Progress = Callable[[str, float], None]
+
+
+def open_for_batch(
+    wanted: Wanted,
+    at_once: int | None = None,
+    progress: Progress | None = None,
+    *,
+    readers: int | None = None,
+    tries: int = TRIES,
+) -> tuple[OpenBackend, Pace]:
+    """Open what is ``wanted`` so that ``at_once`` requests run together; None: as many as fit, of the numbers
+    that plans try. ``readers``: threads that read ahead; None: one for each processor, 2 to 8.
+
+    Raises ``UsageError`` for numbers that make no sense, and what ``open_backend`` raises.
+    """
+    for name, value in (("concurrency", at_once), ("readers", readers), ("tries", tries)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}", "it must be at least 1")
+    readers = readers or min(_MOST_READERS, max(2, len(os.sched_getaffinity(0))))
+    if wanted.kind != "native":
+        backend = open_backend(wanted, progress)
+        runs = at_once or int(getattr(backend, "sequences", AT_A_SERVER))
+        return backend, Pace(_with_next(runs) if wanted.kind == "vllm" else runs, readers, tries)
+    backend, runs = _open_native(wanted, at_once, progress)
+    return backend, Pace(_with_next(runs), readers, tries)
+
+
+def _with_next(runs: int) -> int:
+    """Those that run, and some that wait inside: where one ends, the next begins in the same step."""
+    return runs + max(1, runs // 4)
+
+
+def _open_native(wanted: Wanted, at_once: int | None, progress: Progress | None) -> tuple[OpenBackend, int]:
+    """With the most sequences that there is memory for. What does not fit is known before anything loads."""
+    steps = (at_once,) if at_once else SEQUENCES
+    for runs in steps:
+        # A process that does nothing else for hours: it keeps to its plan, as a server does.
+        options = replace(wanted.options, sequences=runs, keep_to_plan=True)
+        try:
+            return open_backend(replace(wanted, options=options), progress), runs
+        except DoesNotFit:
+            if runs == steps[-1]:
+                raise
+    raise AssertionError("steps are never empty")

@@ -1,0 +1,250 @@
+"""The output of a batch as it lies on the disk: records, the list of what failed, and the job they are of.
+
+Beside ``captions.jsonl`` lie ``captions.jsonl.job.json`` (what was asked, of which model; while a run lasts
+it is locked) and, if any failed, ``captions.jsonl.failed.jsonl``. Knows what is done and failed already, so
+that a run that was ended at any instant goes on where it was. Does not know who answers, or how many at once.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlfit.errors import CannotWrite, UsageError, VlfitError
+from vlfit.tasks.batch.failures import facts_of
+from vlfit.tasks.batch.item import Item, Record, Sidecar, Sink
+from vlfit.tasks.batch.job import Job
+from vlfit.tasks.batch.keys import KeySet
+from vlfit.tasks.batch.lines import JsonlSink, Lines, keys_in, line_of, records_in, sync_folder
+from vlfit.tasks.batch.names import shown_name
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_TOO_MANY = 16  # sidecars that could not be written: if most cannot, it is not the pictures
+_FOREIGN = "begun by no batch that left its job beside it"
+
+
+class Output:
+    """Open it before the model is loaded, ``begin`` when its name is known, ``close`` in any case.
+
+    ``force``: go on in an output that another job began. ``again``: what failed before is to be tried again.
+    Raises ``UsageError`` for an output of another job, or one that another run writes to; ``CannotWrite``.
+    """
+
+    def __init__(
+        self, job: Job, *, force: bool = False, again: bool = False, sidecars: Sequence[Sidecar] = ()
+    ) -> None:
+        self.path = job.output
+        self.failed_path = beside(job.output, ".failed.jsonl")
+        self._sidecars = sidecars
+        self._facts = job.facts()
+        self._force = force
+        self._sink: Sink | None = None
+        self._failures: Lines | None = None
+        self._header = _Header(beside(job.output, ".job.json"))
+        try:
+            self._check()
+            self._sink = sink_of(job)
+            self._done = KeySet(self._sink.done_keys())
+            failed = KeySet(key for key in keys_in(self.failed_path) if key not in self._done)
+        except BaseException:
+            self.close()
+            raise
+        self.done_before = len(self._done)
+        self.failed_before = len(failed)
+        self._failed = KeySet() if again else failed
+        self.failed = len(failed)
+        self.without_sidecar = 0
+        self._with_sidecar = 0
+
+    def is_settled(self, key: str) -> bool:
+        """Whether nothing is left to do: it is in the output, or failed and is not to be tried again."""
+        return key in self._done or key in self._failed
+
+    def begin(self, model: str) -> None:
+        """Say which model answers, before the first record. Raises ``UsageError`` if it was another."""
+        self._facts["model"] = model
+        self._check()
+        if self._header.facts != self._facts:
+            self._header.write(self._facts)
+
+    def settled(self) -> "NDArray[np.uint64]":
+        """The hashes (``keys.hash_of``) of the keys that are settled, sorted."""
+        return np.union1d(self._done.hashes(), self._failed.hashes())
+
+    def write(self, item: Item, record: Record) -> None:
+        """Sidecars first: a record says that they are there, or in ``sidecar_error`` why not. A key that is
+        in the output already is left as it is.
+        """
+        assert self._sink is not None
+        if item.key in self._done:
+            return
+        for sidecar in self._sidecars:
+            try:
+                sidecar.write(item, record)
+            except VlfitError as error:
+                self.without_sidecar += 1
+                if self.without_sidecar > _TOO_MANY and self.without_sidecar > self._with_sidecar:
+                    raise
+                record = {**record, "sidecar_error": error.message}
+            else:
+                self._with_sidecar += 1
+        self._sink.write(record)
+        self._done.add(item.key)
+
+    def fail(self, item: Item, error: Exception, tries: int) -> None:
+        """Put ``item`` on the list of what failed."""
+        if self._failures is None:
+            self._failures = Lines(self.failed_path)
+        picture = shown_name(item.path) if item.path is not None else item.key
+        self._failures.append({"key": item.key, "picture": picture, **facts_of(error, tries)})
+        self._failed.add(item.key)
+
+    def flush(self) -> None:
+        """Let all of it survive the end of the machine."""
+        if self._sink is not None:
+            self._sink.flush()
+        if self._failures is not None:
+            self._failures.flush()
+
+    def close(self) -> None:
+        """Flush, take from the list what has succeeded since, and let another run have the output."""
+        try:
+            for part in (self._sink, self._failures):
+                if part is not None:
+                    part.close()
+            if self._sink is not None and self._header.held:
+                self.failed = self._tidy()
+        finally:
+            self._header.close()
+
+    def _check(self) -> None:
+        known, wanted = self._header.facts, self._facts
+        if self._force:
+            return
+        if known is None:
+            if self.path.exists() and (self.path.is_dir() or self.path.stat().st_size):
+                raise UsageError(
+                    f"{self.path} is there already, {_FOREIGN}",
+                    "name another file, or go on in it with --force",
+                )
+            return
+        changed = [
+            name for name, value in wanted.items() if name in known and _plain(known[name]) != _plain(value)
+        ]
+        if changed:
+            what = "; ".join(_difference(name, known[name], wanted[name]) for name in changed)
+            raise UsageError(
+                f"{self.path} is the output of another job: {what}",
+                "name another file, or mix both in this one with --force",
+            )
+
+    def _tidy(self) -> int:
+        """Leave one line for each key that has failed and not succeeded since. Gives how many there are."""
+        if not self.failed_path.exists():
+            return 0
+        last: dict[str, int] = {}
+        lines = 0
+        for lines, record in enumerate(records_in(self.failed_path), start=1):
+            if (key := str(record.get("key"))) not in self._done:
+                last[key] = lines
+        if not last:
+            self.failed_path.unlink()
+        elif len(last) < lines:
+            fresh = beside(self.failed_path, ".new")
+            with fresh.open("wb") as file:
+                for number, record in enumerate(records_in(self.failed_path), start=1):
+                    if last.get(str(record.get("key"))) == number:
+                        file.write(line_of(record))
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(self.failed_path)
+            sync_folder(self.failed_path.parent)
+        return len(last)
+
+
+class _Header:
+    """The file that says of which job an output is. ``facts`` is None until it has been written whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.held = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise CannotWrite(f"cannot write {path}: {error.strerror}", "name another output") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends
+        except OSError as error:
+            os.close(self._file)
+            raise UsageError(
+                f"another run writes to {path.name.removesuffix('.job.json')} now",
+                "wait for it, or name another output",
+            ) from error
+        self.held = True
+        self._path = path
+        self.facts = self._read()
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            facts = json.loads(os.pread(self._file, os.fstat(self._file).st_size, 0))
+        except ValueError:
+            return None  # made, and the process ended before a word was in it
+        return facts if isinstance(facts, dict) else None
+
+    def write(self, facts: dict[str, Any]) -> None:
+        data = (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode()
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, data, 0)
+            os.fsync(self._file)
+            sync_folder(self._path.parent)
+        except OSError as error:
+            raise CannotWrite(f"cannot write {self._path}: {error.strerror}", "make room") from error
+        self.facts = facts
+
+    def close(self) -> None:
+        if self.held:
+            self.held = False
+            os.close(self._file)
+
+
+def sink_of(job: Job) -> Sink:
+    """What writes the output, by its name."""
+    if is_table(job.output):
+        from vlfit.tasks.batch.parquet_sink import ParquetSink
+
+        return ParquetSink(job.output, kind=job.wish.kind)
+    return JsonlSink(job.output)
+
+
+def is_table(output: Path) -> bool:
+    """Whether ``output`` is to be Parquet. Raises ``UsageError`` for a kind of file that is not written."""
+    kind = output.suffix.lower()
+    if kind not in (".jsonl", ".ndjson", ".parquet"):
+        raise UsageError(
+            f"{output} is neither .jsonl nor .parquet",
+            "the end of its name says what is written: -o captions.jsonl",
+        )
+    return kind == ".parquet"
+
+
+def beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back: tuples are lists there."""
+    return json.loads(json.dumps(value))
+
+
+def _difference(name: str, known: Any, wanted: Any) -> str:
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        parts = [key for key in {**known, **wanted} if _plain(known.get(key)) != _plain(wanted.get(key))]
+        return ", ".join(f"{key} was {known.get(key)!r} and is {wanted.get(key)!r}" for key in parts)
+    return f"its {name} was {known!r} and is {wanted!r}"
