@@ -3,19 +3,22 @@
 The model is opened when it is first needed, so that a missing file is reported before gigabytes are loaded.
 """
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
-from vlfit.cli.loading import loading
+from vlfit.cli.loading import Progress, loading
 from vlfit.cli.options import CommonOptions
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vlfit.backends.opening import Kind
+    from vlfit.backends.opening import Kind, Wanted
     from vlfit.client import VisionModel
     from vlfit.settings import Settings
     from vlfit.tasks.sampling_options import SamplingOptions
+
+T = TypeVar("T")
 
 
 class Session:
@@ -65,7 +68,7 @@ class Session:
             return Client(self._server, known, model=None if name == "auto" else name)
         phases = Phases()
         if name == "auto":
-            choice = choose_model()
+            choice = choose_model(kind)
             name = choice.model
             self.printer.note(choice.reason)
         if kind == "native":
@@ -76,6 +79,7 @@ class Session:
             model = VLM(
                 name,
                 backend=kind,
+                trust_remote_code=self._typed.trust_remote_code,
                 device=settings.device,
                 dtype=settings.dtype,
                 context=settings.context,
@@ -90,6 +94,55 @@ class Session:
         if phases.loaded:
             self.printer.note(f"loaded after {phases.in_words()}")
         return model
+
+    def wanted(self) -> "Wanted":
+        """Who is to run which model, and how, for commands that open it in their own way. What ``auto`` means
+        is decided and said. Raises ``UsageError`` for a model that cannot look, if the command is to.
+        """
+        from vlfit.backends.opening import Wanted
+        from vlfit.client import choose_model
+        from vlfit.engine.options import EngineOptions
+
+        settings, name = self._settings, self._settings.model
+        if self.kind == "remote":
+            key = settings.server_key or settings.api_key
+            known = key.get_secret_value() if key else None
+            called = None if name == "auto" else name
+            return Wanted(kind=self.kind, model=called, server=self._server, api_key=known)
+        if name == "auto":
+            choice = choose_model()
+            name = choice.model
+            self.printer.note(choice.reason)
+        if self.kind == "native" and self._looks:
+            _check_eyes(name)
+        options = EngineOptions(
+            device=settings.device,
+            dtype=settings.dtype,
+            context=settings.context,
+            kv_dtype=settings.kv_dtype,
+            image_tokens=settings.image_tokens,
+            offload=settings.offload,
+            speculate=settings.speculate,
+        )
+        return Wanted(kind=self.kind, model=name, options=options)
+
+    def open(self, opener: "Callable[[Wanted, Progress], T]") -> T:
+        """What ``opener`` makes of what is wanted; loading is shown meanwhile."""
+        from vlfit.backends.phases import Phases
+        from vlfit.engine import head_start
+
+        wanted = self.wanted()
+        if wanted.kind == "remote":
+            return opener(wanted, lambda what, share: None)
+        phases = Phases()
+        if wanted.kind == "native":
+            head_start.make_context(wanted.options.device)
+        with loading(str(wanted.model), self.printer, phases) as progress:
+            opened = opener(wanted, progress)
+        phases.end()
+        if phases.loaded:
+            self.printer.note(f"loaded after {phases.in_words()}")
+        return opened
 
     def __enter__(self) -> Self:
         return self
