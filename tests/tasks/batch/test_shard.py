@@ -1,0 +1,61 @@
+"""Parts of a source: together they are the whole, no picture is in two, and growth moves none."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from vlfit.errors import UsageError
+from vlfit.tasks.batch.item import Item
+from vlfit.tasks.batch.shard import ShardSource, read_shard
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """``many`` items that nobody reads."""
+
+    many: int
+
+    def __iter__(self) -> Iterator[Item]:
+        return (Item(f"{number}.jpg", self.read) for number in range(self.many))
+
+    def read(self) -> bytes:
+        raise AssertionError("parts are made without reading")
+
+    def count(self) -> int:
+        return self.many
+
+    def notes(self) -> list[str]:
+        return ["left out 1 file"]
+
+
+def keys(source: ShardSource) -> list[str]:
+    return [item.key for item in source]
+
+
+def test_parts_are_the_whole_and_share_nothing() -> None:
+    parts = [keys(ShardSource(Numbers(1000), index, 7)) for index in range(1, 8)]
+    assert sorted(key for part in parts for key in part) == sorted(item.key for item in Numbers(1000))
+    # A part is a seventh, but for chance: five standard deviations are 56.
+    assert all(87 <= len(part) <= 199 for part in parts)
+
+
+def test_what_is_added_moves_nothing() -> None:
+    before, after = keys(ShardSource(Numbers(500), 2, 3)), keys(ShardSource(Numbers(1000), 2, 3))
+    assert after[: len(before)] == before
+
+
+def test_a_part_tells_its_count_only_if_it_is_known() -> None:
+    assert ShardSource(Numbers(10), 1, 1).count() == 10
+    assert ShardSource(Numbers(10), 1, 2).count() is None
+    assert ShardSource(Numbers(10), 1, 2).notes() == ["left out 1 file"]
+
+
+def test_words_for_parts() -> None:
+    assert read_shard("2/8") == (2, 8)
+    for wrong in ("", "2", "2/", "/8", "a/8", "-1/8", "2/8/9", "²/8"):
+        with pytest.raises(UsageError, match="--shard is"):
+            read_shard(wrong)
+    for index, of in ((0, 8), (9, 8), (1, 0)):
+        with pytest.raises(UsageError, match="there is no part"):
+            ShardSource(Numbers(1), index, of)
