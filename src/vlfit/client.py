@@ -203,8 +203,9 @@ class VLM(VisionModel):
 
     ``model``: ``auto`` (the best checkpoint that is already here for this machine, else mini), ``mini``
     (small, ships with vlfit), a folder, or a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``. ``backend``:
-    who runs it (docs/backends.md). The rest is described at ``vlfit.engine.options.EngineOptions``.
-    ``progress`` is told what is being done and the share of it that is done.
+    who runs it (docs/backends.md); ``trust_remote_code``: transformers may run the code that comes with it.
+    The rest is described at ``vlfit.engine.options.EngineOptions``. ``progress`` is told what is being done
+    and the share of it that is done.
 
     Raises ``CheckpointError``, ``HubError``, ``DeviceError``, ``DoesNotFit`` or ``UsageError``.
     """
@@ -214,6 +215,7 @@ class VLM(VisionModel):
         model: str | Path = "auto",
         *,
         backend: Literal["native", "vllm", "transformers"] = "native",
+        trust_remote_code: bool = False,
         device: str = "auto",
         dtype: str = "auto",
         context: int | None = None,
@@ -235,13 +237,14 @@ class VLM(VisionModel):
             offload=offload,
         )
         if model == "auto":
-            choice = choose_model()
+            choice = choose_model(backend)
             # Falling back to the small model is worth hearing without having set up logging.
             logger.log(logging.WARNING if choice.model == "mini" else logging.INFO, choice.reason)
             model = choice.model
         from vlfit.backends.opening import Wanted, open_backend
 
-        super().__init__(open_backend(Wanted(kind=backend, model=model, options=options), progress))
+        wanted = Wanted(kind=backend, model=model, options=options, trust_remote_code=trust_remote_code)
+        super().__init__(open_backend(wanted, progress))
 
     def sleep(self, park: Park = "auto") -> None:
         """Give the GPU back: weights wait in RAM (``ram``), in their files (``files``, to be read again), or
@@ -289,8 +292,13 @@ class Client(VisionModel):
         self._remote.wake()
 
 
-def choose_model() -> "Choice":
-    """What ``auto`` means on this machine now, with the reason in one sentence. Downloads nothing."""
+def choose_model(backend: str = "native") -> "Choice":
+    """What ``auto`` means on this machine now, with the reason in one sentence. Downloads nothing.
+
+    Raises ``UsageError`` for ``transformers``, which is for the models that vlfit's own choice does not know.
+    """
+    if backend == "transformers":
+        raise UsageError("--backend transformers needs a model by name", "name a folder or a hub id")
     from vlfit.checkpoint.source import local_models
     from vlfit.machine.survey import survey
     from vlfit.plan.choose import choose_checkpoint

@@ -1,32 +1,23 @@
-"""OpenAI's chat completions as bytes on the wire, seen from the client: requests written, replies read.
+"""OpenAI's chat completions as bytes on the wire, seen from the client: how requests are written.
 
-Knows: field names, data URLs, server-sent events, what an error code means. Does not know: connections.
+Knows: field names, data URLs, how calls of tools are numbered, and what servers of another kind than ours
+lack. Does not know: connections, nor replies (``openai_replies.py``).
 """
 
 import base64
 import json
-import math
 import re
-import time
-from collections.abc import Iterable, Iterator
-from email.utils import parsedate_to_datetime
-from typing import Any
+from collections.abc import Iterator
+from io import BytesIO
+from itertools import count
+from typing import Any, Literal
 
-from vlfit.engine.answer import FinishReason, ImageSeen, TokenLogprob, Usage
-from vlfit.engine.conversation import Conversation, ImagePart, Message, Part, TextPart, VideoPart
-from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import (
-    CannotWake,
-    DoesNotFit,
-    EngineStopped,
-    InvalidRequest,
-    PictureError,
-    QueueFull,
-    RemoteError,
-    UnknownModel,
-    VlfitError,
-    WrongApiKey,
-)
+from vlfit.engine.conversation import Conversation, ImagePart, Message, Part, TextPart, Tool, VideoPart
+from vlfit.engine.sampling import Form, SamplingParams
+from vlfit.errors import InvalidRequest, PictureError
+
+Server = Literal["vlfit", "vllm", "other"]
+"""Who runs behind the URL, by its own words: only as far as requests differ."""
 
 # What OpenAI's own servers lack: they refuse a field they do not know, so it is sent only if it does
 # something.
@@ -47,33 +38,42 @@ _SIGNATURES = (
     (re.compile(rb"II\*\0|MM\0\*"), "image/tiff"),
     (re.compile(rb"....ftypavi[fs]", re.DOTALL), "image/avif"),
 )
-_KEY_HINT = "set VLFIT_API_KEY to the server's key; in Python, give Client its api_key"
-_ERRORS: dict[str, type[VlfitError]] = {
-    each.code: each
-    for each in (
-        CannotWake,
-        DoesNotFit,
-        EngineStopped,
-        InvalidRequest,
-        PictureError,
-        QueueFull,
-        UnknownModel,
-        WrongApiKey,
-    )
-}
 
 
-def chat_body(
-    conversation: Conversation, sampling: SamplingParams, model: str, *, vlfit_server: bool
-) -> dict[str, Any]:
-    """The body of a streaming request.
+def chat_fields(conversation: Conversation, tools: tuple[Tool, ...], server: Server) -> bytes:
+    """What a chat says, as the first fields of a JSON object, without its braces: ``sampling_fields`` follow.
 
-    A vlfit server is told every wish, so that none of its own defaults fills a gap. Raises
-    ``InvalidRequest`` for a clip sent to another server: OpenAI has no such part.
+    Pictures are checked before they are sent, as if they were to be seen here. Raises ``PictureError``, and
+    ``InvalidRequest`` for a clip that goes to another server than ours: OpenAI has no such part.
     """
+    if not conversation:
+        raise InvalidRequest("there are no messages", "Send at least one.", param="messages")
+    numbers = _Numbers()
+    fields: dict[str, Any] = {"messages": [_message(each, server, numbers) for each in conversation]}
+    if tools:
+        fields["tools"] = [_tool(tool) for tool in tools]
+    return _written(fields, "messages")
+
+
+def text_fields(prompt: str | tuple[int, ...]) -> bytes:
+    """The same for text, or token ids, that the model goes on with: for ``/v1/completions``."""
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", "send some text", param="prompt")
+    return _written({"prompt": prompt}, "prompt")
+
+
+def sampling_fields(sampling: SamplingParams, model: str, server: Server, *, chat: bool) -> bytes:
+    """The rest of the object: the model, how words are chosen, and that they are to come one by one.
+
+    A vlfit server is told every wish, so that none of its own defaults fills a gap. Raises ``InvalidRequest``
+    for wishes that no such server can carry out.
+    """
+    if sampling.loop_guard and server != "vlfit":
+        raise InvalidRequest(
+            "loop_guard was asked for, and only vlfit servers have it", "leave it out", param="loop_guard"
+        )
     body: dict[str, Any] = {
         "model": model,
-        "messages": [_message(message, vlfit_server) for message in conversation],
         "stream": True,
         "stream_options": {"include_usage": True},
         "temperature": sampling.temperature,
@@ -83,7 +83,7 @@ def chat_body(
     }
     for name, neutral in _BEYOND_OPENAI.items():
         value = getattr(sampling, name)
-        if vlfit_server or value != neutral:
+        if server == "vlfit" or value != neutral:
             body[name] = value
     if sampling.max_tokens is not None:
         body["max_tokens"] = sampling.max_tokens
@@ -92,27 +92,25 @@ def chat_body(
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     if sampling.top_logprobs is not None:
-        body |= {"logprobs": True, "top_logprobs": sampling.top_logprobs}
-    return body
+        chosen = {"logprobs": True, "top_logprobs": sampling.top_logprobs}
+        body |= chosen if chat else {"logprobs": sampling.top_logprobs}
+    return _written(body | form_fields(sampling.form, server), "stop")
 
 
-def _message(message: Message, vlfit_server: bool) -> dict[str, Any]:
-    if all(isinstance(part, TextPart) for part in message.parts) and len(message.parts) == 1:
-        return {"role": message.role, "content": _part(message.parts[0], vlfit_server)["text"]}
-    return {"role": message.role, "content": [_part(part, vlfit_server) for part in message.parts]}
+def form_fields(form: Form | None, server: Server) -> dict[str, Any]:
+    """How a server is asked to keep to ``form``.
 
-
-def _part(part: Part, vlfit_server: bool) -> dict[str, Any]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    if isinstance(part, ImagePart):
-        detail = {} if part.detail == "auto" else {"detail": part.detail}
-        return {"type": "image_url", "image_url": {"url": data_url(part.data), **detail}}
-    if isinstance(part, VideoPart) and not vlfit_server:
-        raise InvalidRequest(
-            "a clip can be sent to vlfit servers only", "send its frames as pictures", param="messages"
-        )
-    return {"type": "video", "frames": [data_url(frame) for frame in part.frames], "fps": part.fps}
+    The form that a task asks for is a help, as its answer is read with patience: servers that may not know
+    such a wish are not told of it. What a request asked for itself is always passed on.
+    """
+    if form is None:
+        return {}
+    if form.kind == "json":
+        named = {"name": "answer", "schema": json.loads(form.text)}
+        return {"response_format": {"type": "json_schema", "json_schema": named}}
+    if form.wire is None:
+        raise InvalidRequest("a grammar cannot be sent to a server", "use a JSON schema", param=form.place)
+    return {} if form.place is None and server == "other" else dict(form.wire)
 
 
 def data_url(data: bytes) -> str:
@@ -123,118 +121,94 @@ def data_url(data: bytes) -> str:
     return f"data:{mime};base64,{base64.b64encode(data).decode('ascii')}"
 
 
-def read_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of server-sent events, until ``[DONE]``.
+class _Numbers:
+    """Ids for calls of tools, which a conversation has none of: what tools gave comes in the calls' order."""
 
-    Raises the error that an event tells of, and ``RemoteError`` if the stream ends before ``[DONE]``.
-    """
-    for line in lines:
-        if not line.startswith("data:"):
-            continue  # a comment, a blank line, or a field that this protocol does not use
-        data = line[5:].strip()
-        if data == "[DONE]":
-            return
-        event = _object(data)
-        if event is None:
-            raise RemoteError(f"the server sent an event that is no JSON object: {data[:80]!r}")
-        if event.get("error"):
-            raise error_from(200, data)
-        yield event
-    raise RemoteError("the connection broke off before the answer was whole", "look at the server's log")
+    def __init__(self) -> None:
+        self._next = count(1)
+        self._open: list[str] = []
+
+    def of_calls(self, calls: int) -> list[str]:
+        self._open = [f"call_{next(self._next)}" for _ in range(calls)]
+        return list(self._open)
+
+    def of_result(self) -> str:
+        return self._open.pop(0) if self._open else f"call_{next(self._next)}"
 
 
-def error_from(status: int, text: str) -> VlfitError:
-    """The error that a reply with ``status`` and body ``text`` stands for."""
-    body = _object(text) or {}
-    error = body.get("error")
-    details: dict[str, Any] = error if isinstance(error, dict) else body
-    told = details.get("message") or details.get("detail") or text.strip()[:200] or "nothing more"
-    message, code, param = str(told), str(details.get("code")), details.get("param")
-    kind = _ERRORS.get(code)
-    if kind is None and status == 404 and "model" in message.lower() and "exist" in message.lower():
-        kind = UnknownModel  # as vLLM and Ollama put it
-    if kind is None and status in (401, 403):
-        kind = WrongApiKey
-    if kind is not None:
-        hint = _KEY_HINT if kind is WrongApiKey else ""
-        return kind(message, hint, param=param if isinstance(param, str) else None)
-    about = f"the server answered {status}" if status != 200 else "the server failed"
-    return RemoteError(f"{about}: {message}", _hint(status), status=status)
+def _message(message: Message, server: Server, numbers: _Numbers) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": message.role}
+    if len(message.parts) == 1 and isinstance(message.parts[0], TextPart):
+        told["content"] = message.parts[0].text
+    else:
+        told["content"] = [_part(part, server) for part in message.parts]
+    if message.calls:
+        told["content"] = told["content"] or None
+        told["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call_id, call in zip(numbers.of_calls(len(message.calls)), message.calls, strict=True)
+        ]
+    if message.role == "tool":
+        told["tool_call_id"] = numbers.of_result()
+    return told
 
 
-def _hint(status: int) -> str:
-    if status in (404, 405):
-        return "is the URL that of an OpenAI API? vlfit adds /v1 if it is not there"
-    return "look at the server's log" if status >= 500 or status == 200 else ""
-
-
-def retry_after(value: str | None) -> float | None:
-    """Seconds that the header ``Retry-After`` asks to wait, a number or a date; None if it does not."""
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return None
-    return max(seconds, 0.0) if math.isfinite(seconds) else None
-
-
-def read_usage(event: dict[str, Any]) -> Usage | None:
-    """``usage`` of an event, if it has one."""
-    usage = event.get("usage")
-    if not isinstance(usage, dict):
-        return None
-    details = usage.get("prompt_tokens_details") or {}
-    return Usage(
-        usage.get("prompt_tokens", 0),
-        details.get("image_tokens") or 0,
-        usage.get("completion_tokens", 0),
-        details.get("cached_tokens") or 0,
-    )
-
-
-def read_images(extras: dict[str, Any]) -> tuple[ImageSeen, ...]:
-    """``vlfit.images`` of an event; fields that a newer server may add are left out."""
-    return tuple(
-        ImageSeen(
-            image["width"],
-            image["height"],
-            image["seen_width"],
-            image["seen_height"],
-            image["tokens"],
-            image.get("frames", 1),
-            tuple(image.get("notes", ())),
+def _part(part: Part, server: Server) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, ImagePart):
+        detail = {} if part.detail == "auto" else {"detail": part.detail}
+        sent = _checked(part.data, part.label, part.place, server)
+        return {"type": "image_url", "image_url": {"url": data_url(sent), **detail}}
+    if server != "vlfit":
+        raise InvalidRequest(
+            "a clip can be sent to vlfit servers only", "send its frames as pictures", param="messages"
         )
-        for image in extras.get("images", ())
-    )
+    return {"type": "video", "frames": [data_url(frame) for frame in _frames(part)], "fps": part.fps}
 
 
-def read_logprobs(choice: dict[str, Any]) -> tuple[TokenLogprob, ...]:
-    """The logprobs of a choice. OpenAI does not tell token ids: they are -1 then."""
-    content = (choice.get("logprobs") or {}).get("content") or ()
-    return tuple(
-        _logprob(each, tuple(_logprob(top) for top in each.get("top_logprobs", ()))) for each in content
-    )
+def _frames(part: VideoPart) -> Iterator[bytes]:
+    for index, frame in enumerate(part.frames):
+        place = None if part.place is None else f"{part.place}[{index}]"
+        yield _checked(frame, f"{part.label} frame {index + 1}", place, "vlfit")
 
 
-def _logprob(told: dict[str, Any], top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-    return TokenLogprob(told["token"], told.get("token_id", -1), told["logprob"], top)
+def _checked(data: bytes, label: str, place: str | None, server: Server) -> bytes:
+    """What is sent of a picture: its file as it is, where the server shows it as we do.
 
+    Else it is drawn anew: turned upright, on white, in 8 bits. Boxes would be those of a picture that lies on
+    its side; and what is behind glass, or brighter than 8 bits say, each server shows in its own way.
+    """
+    # Pillow is wanted only once the first picture comes.
+    from vlfit.engine.picture_files import check, decode
 
-def read_finish(choice: dict[str, Any], extras: dict[str, Any]) -> FinishReason | None:
-    """Why a choice ended. A vlfit server says it in full; of others, all but ``length`` is ``stop``."""
-    told = (extras.get("finish_reasons") or [None])[0] or choice.get("finish_reason")
-    if told is None or told in ("stop", "length", "loop"):
-        return told
-    return "stop"
-
-
-def _object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+        if check(data, label) or server == "vlfit":
+            return data
+        image = decode(data, label).image
+    except PictureError as error:
+        error.param = error.param or place
+        raise
+    file = BytesIO()
+    if data.startswith(b"\xff\xd8\xff"):
+        image.save(file, "JPEG", quality=95, subsampling=0)
+    else:
+        image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": told | ({"strict": True} if tool.strict else {})}
+
+
+def _written(fields: dict[str, Any], param: str) -> bytes:
+    """The fields of an object in JSON, without its braces."""
+    try:
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1].encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            "the text holds half a character",
+            "Send whole Unicode characters: JSON writes one beyond U+FFFF as a pair of escapes.",
+            param=param,
+        ) from None

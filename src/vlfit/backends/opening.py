@@ -7,7 +7,7 @@ planned for it. A backend's own module is imported only if it is the one.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 from vlfit.backends.base import OpenBackend
 from vlfit.checkpoint.source import Checkpoint
@@ -27,8 +27,10 @@ class Wanted:
     ``model``: ``mini``, a folder, a hub id or an open checkpoint. For ``remote`` it is the name by which the
     server calls its model, and None means the first that it names.
     ``options``: of the engine; a backend takes of them what it can do and refuses what it cannot.
-    ``server``, ``api_key``: of ``remote`` alone, which needs the first.
-    ``trust_remote_code``: ``transformers`` may run the code that comes with a model.
+    ``server``, ``api_key``: of ``remote`` alone, which needs the first. So are ``max_tokens`` of an answer
+    whose request names no limit (None: as the server has it), ``at_once``: requests that are sent at a time,
+    and ``serves``: it stands behind a server of ours. ``trust_remote_code``: ``transformers`` may run the
+    code that comes with a model.
     """
 
     kind: Kind = "native"
@@ -36,6 +38,9 @@ class Wanted:
     options: EngineOptions = field(default_factory=EngineOptions)
     server: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    max_tokens: int | None = None
+    at_once: int | None = None
+    serves: bool = False
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -82,12 +87,17 @@ def _open_transformers(wanted: Wanted, progress: Progress | None) -> OpenBackend
 
 
 def _open_remote(wanted: Wanted, progress: Progress | None) -> OpenBackend:
-    from vlfit.backends.remote import RemoteBackend
+    from vlfit.backends.remote import AT_ONCE, RemoteBackend
 
     assert wanted.server is not None  # see __post_init__
     name = wanted.model.name if isinstance(wanted.model, Checkpoint) else wanted.model
-    return cast(
-        OpenBackend, RemoteBackend(wanted.server, wanted.api_key, None if name is None else str(name))
+    return RemoteBackend(
+        wanted.server,
+        wanted.api_key,
+        None if name is None else str(name),
+        max_tokens=wanted.max_tokens,
+        at_once=wanted.at_once or AT_ONCE,
+        serves=wanted.serves,
     )
 
 

@@ -1,24 +1,38 @@
 """A model behind a URL: ``vlfit serve``, or any server that speaks OpenAI's chat completions.
 
-Knows: connections, and how they fail. Does not know: how requests and replies are written
-(``openai_wire``) or what runs behind the URL. A vlfit server also tells what it saw of each picture and
-how long it took; of any other the usage alone is known, and times are those of our own clock.
+Knows: connections, and how they fail. Does not know: how requests are written (``openai_wire``) and replies
+read (``openai_replies``), or what runs behind the URL. A vlfit server also tells what it saw of each picture
+and how long it took; of any other the usage alone is known, and times are those of our own clock.
 """
 
+import asyncio
 import logging
+import math
+import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from vlfit.backends import openai_wire
-from vlfit.engine.answer import Answer, Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
-from vlfit.engine.conversation import Conversation
+from vlfit.backends import openai_replies, openai_wire
+from vlfit.backends.base import Listener, Prepared
+from vlfit.backends.openai_replies import Events, ReplyReader
+from vlfit.backends.side_by_side import Running, SideBySide
+from vlfit.backends.streams import QueuedStream
+from vlfit.engine.answer import Chunk, ImageSeen
+from vlfit.engine.conversation import Conversation, Tool
 from vlfit.engine.options import Park
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import RemoteError, ServerUnreachable, UsageError
+from vlfit.errors import (
+    EngineStopped,
+    QueueFull,
+    RemoteError,
+    ServerUnreachable,
+    UsageError,
+    VlfitError,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -26,30 +40,79 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5.0
 # A vlfit server says something every 15 seconds; others may be silent through a long prefill.
 SILENCE_SECONDS = 300.0
+# Idle connections are closed before uvicorn does it after 5: else now and then a request would meet one that
+# is being closed.
+KEEP_SECONDS = 2.0
+AT_ONCE = 64
 TRIES = 8
 LONGEST_WAIT = 120.0  # seconds: as long as the openai package waits when a server asks it to
+DRAIN_SECONDS = 1.0  # for the end of a reply that is whole, so that its connection can be used again
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrepared:
+    """A request that is written but for how words are chosen. What it will cost the server knows alone."""
+
+    path: str
+    content: bytes
+    asked: float
+    most_tokens: int
+    images: tuple[ImageSeen, ...] = ()
+    prompt_tokens: int = 0
+    image_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RemoteTicket:
+    """A request under way. ``taken`` is set once the server has taken it, or ``refused`` says why not."""
+
+    taken: threading.Event = field(default_factory=threading.Event)
+    refused: Exception | None = None
+    running: Running | None = None
+
+    def cancel(self) -> None:
+        if self.running is not None:
+            self.running.cancel()
 
 
 class RemoteBackend:
     """The server is asked at once for its models, so that a wrong URL or key is known before anything else.
 
-    ``url`` may end in ``/v1`` or not. ``model`` is the first that the server names unless given.
+    ``url`` may end in ``/v1`` or not. ``model`` is the first that the server names unless given. ``context``
+    is what the server tells unless given; ``max_tokens`` of an answer whose request names no limit: as the
+    server has it unless given. ``at_once`` requests are sent at a time, others wait here. ``serves``: this
+    stands behind a server of ours, whose clients are told apart from it (``openai_replies.behind``).
+
     Raises ``ServerUnreachable``, ``RemoteError``, ``WrongApiKey``, or ``UsageError`` for what is no URL.
     """
 
     kind = "remote"
 
-    def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        model: str | None = None,
+        *,
+        context: int | None = None,
+        max_tokens: int | None = None,
+        at_once: int = AT_ONCE,
+        serves: bool = False,
+    ) -> None:
         import httpx  # a tenth of a second, which nobody should pay who runs a model in process
 
         self._url = base_url(url)
-        self.device = self._url
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
-        )
+        self.device = _without_secrets(self._url)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, pool=None)
+        self._client = httpx.Client(headers=self._headers, timeout=self._timeout)
+        self._side_by_side = SideBySide("vlfit-remote")
+        self._async_client: httpx.AsyncClient | None = None
+        self._room = asyncio.Semaphore(at_once)
+        self._max_tokens = max_tokens
+        self._serves = serves
         try:
             cards = self._models(optional=model is not None)
         except BaseException:
@@ -58,41 +121,69 @@ class RemoteBackend:
         card = next((card for card in cards if model in (None, card.get("id"))), cards[0] if cards else {})
         self.model: str = model or str(card.get("id"))
         told = card.get("max_model_len")  # vLLM's name for it, and ours
-        self.context: int | None = told if isinstance(told, int) and told > 0 else None
+        self.context: int | None = context or (told if isinstance(told, int) and told > 0 else None)
         extras = card.get("vlfit")
-        self._is_vlfit = isinstance(extras, dict)
-        self._defaults: dict[str, Any] = (extras or {}).get("default_sampling", {}) if self._is_vlfit else {}
-
-    def stream(self, conversation: Conversation, sampling: SamplingParams) -> "RemoteStream":
-        """Send the request; returns once the server has taken it. Raises the error it answers with.
-
-        A server with a full queue that says when to come again (429 and ``Retry-After``) is asked again then,
-        up to ``TRIES`` times in all.
-        """
-        body = openai_wire.chat_body(conversation, sampling, self.model, vlfit_server=self._is_vlfit)
-        started = time.perf_counter()
-        request = self._client.build_request("POST", f"{self._url}/chat/completions", json=body)
-        for tries_left in reversed(range(TRIES)):
-            with failures_in_words(self._url):
-                response = self._client.send(request, stream=True)
-            if response.status_code == 200:
-                break
-            with failures_in_words(self._url):
-                text = response.read().decode("utf-8", "replace")
-            response.close()
-            wait = _wait_asked(response)
-            if wait is None or not tries_left:
-                raise openai_wire.error_from(response.status_code, text)
-            logger.info("the server at %s is full; trying again in %.0f s", self._url, wait)
-            time.sleep(wait)
-        return RemoteStream(self, response, started)
+        self.server: openai_wire.Server = "vllm" if card.get("owned_by") == "vllm" else "other"
+        if isinstance(extras, dict):
+            self.server = "vlfit"
+        self._defaults = _sampling_told((extras or {}).get("default_sampling") if extras else None)
 
     def default_sampling(self) -> SamplingParams:
-        """The checkpoint's own settings as a vlfit server tells them; of another server, ours."""
-        names = {field.name for field in fields(SamplingParams)}  # a newer server may have more
-        known = {name: value for name, value in self._defaults.items() if name in names}
-        as_tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
-        return replace(SamplingParams(), **{**known, **as_tuples})
+        """The checkpoint's own settings as a vlfit server tells them; of another server, ours: greedy."""
+        return self._defaults
+
+    def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> RemotePrepared:
+        """Check the pictures and write the request. Tokens are not counted: the server does, once it runs."""
+        asked = time.perf_counter()
+        content = openai_wire.chat_fields(conversation, tools, self.server)
+        return self._prepared("chat/completions", content, sampling, asked)
+
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> RemotePrepared:
+        return self._prepared("completions", openai_wire.text_fields(prompt), sampling, time.perf_counter())
+
+    def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> RemoteTicket:
+        """Send the request. A server with a full queue that says when to come again (429 and ``Retry-After``)
+        is asked again then, up to ``TRIES`` times in all, unless we stand behind a server ourselves.
+        """
+        if not isinstance(prepared, RemotePrepared):
+            raise UsageError(
+                "the request was prepared by another backend", "prepare and start on the same one"
+            )
+        ticket = RemoteTicket()
+
+        def ended() -> None:
+            closed = self._side_by_side.closed
+            stopped = EngineStopped("the connection was closed before the answer was whole", "ask again")
+            ticket.refused = stopped
+            ticket.taken.set()
+            listener(stopped if closed else Chunk("", finish_reason="cancelled"))
+
+        async def speak() -> None:
+            try:
+                await self._speak(prepared, sampling, listener, ticket)
+            except Exception as error:
+                ticket.refused = self._judged(error)
+                ticket.taken.set()
+                listener(ticket.refused)
+
+        ticket.running = self._side_by_side.start(speak, ended)
+        return ticket
+
+    def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
+        """Send the request; returns once the server has taken it. Raises the error it answers with."""
+        stream = QueuedStream(self, self.prepare(conversation, sampling), sampling)
+        ticket = stream.ticket
+        assert isinstance(ticket, RemoteTicket)
+        try:
+            ticket.taken.wait()
+        except BaseException:  # Ctrl-C while nothing is said yet
+            ticket.cancel()
+            raise
+        if ticket.refused is not None:
+            raise ticket.refused
+        return stream
 
     def sleep(self, park: Park = "auto") -> None:
         """Let a vlfit server give its GPU back. Returns when it sleeps: what runs there goes first."""
@@ -102,18 +193,9 @@ class RemoteBackend:
         """Let a vlfit server that sleeps take its memory again. Raises ``CannotWake`` if others have it."""
         self._rest("wake", {})
 
-    def _rest(self, what: str, body: dict[str, str]) -> None:
-        import httpx
-
-        with failures_in_words(self._url):
-            response = self._client.post(
-                f"{self._url}/vlfit/{what}", json=body, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
-            )
-        if response.status_code != 200:
-            raise openai_wire.error_from(response.status_code, response.text)
-
     def close(self) -> None:
         """Close all connections, which ends what still runs on them."""
+        self._side_by_side.close(self._close_client)
         self._client.close()
 
     def __enter__(self) -> Self:
@@ -124,6 +206,94 @@ class RemoteBackend:
     ) -> None:
         self.close()
 
+    def _prepared(self, path: str, content: bytes, sampling: SamplingParams, asked: float) -> RemotePrepared:
+        # What makes no sense is found before anybody waits.
+        openai_wire.sampling_fields(sampling, self.model, self.server, chat=path != "completions")
+        wanted = sampling.max_tokens or self._max_tokens or self.context or 0
+        return RemotePrepared(path, content, asked, min(wanted, self.context or wanted))
+
+    async def _speak(
+        self, prepared: RemotePrepared, sampling: SamplingParams, listener: Listener, ticket: RemoteTicket
+    ) -> None:
+        """From the request to the last chunk, in the thread of connections."""
+        if sampling.max_tokens is None:
+            sampling = replace(sampling, max_tokens=self._max_tokens)
+        rest = openai_wire.sampling_fields(
+            sampling, self.model, self.server, chat=prepared.path != "completions"
+        )
+        body = b"{" + prepared.content + b"," + rest + b"}"
+        reader, events = ReplyReader(prepared.asked), Events()
+        with failures_in_words(self._url):
+            async with self._room, self._taken(prepared.path, body) as response:
+                ticket.taken.set()
+                pieces = response.aiter_bytes()
+                async for piece in pieces:
+                    for event in events.feed(piece):
+                        chunk = _in_form(reader, event)
+                        if chunk is not None:
+                            listener(chunk)
+                    if events.done:
+                        break
+                events.end()
+                listener(reader.last())
+                with suppress(Exception):
+                    async with asyncio.timeout(DRAIN_SECONDS):
+                        async for _ in pieces:
+                            pass
+
+    @asynccontextmanager
+    async def _taken(self, path: str, body: bytes) -> "AsyncIterator[httpx.Response]":
+        """The reply to a request that the server takes."""
+        client = self._opened()
+        request = client.build_request(
+            "POST", f"{self._url}/{path}", content=body, headers={"Content-Type": "application/json"}
+        )
+        for tries_left in reversed(range(TRIES)):
+            response = await client.send(request, stream=True)
+            try:
+                if response.status_code == 200:
+                    yield response
+                    return
+                text = (await response.aread()).decode("utf-8", "replace")
+            finally:
+                await response.aclose()
+            wait = _wait_asked(response)
+            if wait is None or not tries_left or self._serves:
+                raise _refusal(response, text)
+            logger.info("the server at %s is full; trying again in %.0f s", self.device, wait)
+            await asyncio.sleep(wait)
+
+    def _opened(self) -> "httpx.AsyncClient":
+        if self._async_client is None:
+            import httpx
+
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_SECONDS)
+            self._async_client = httpx.AsyncClient(
+                headers=self._headers, timeout=self._timeout, limits=limits
+            )
+        return self._async_client
+
+    async def _close_client(self) -> None:
+        if self._async_client is not None:
+            await self._async_client.aclose()
+
+    def _judged(self, error: Exception) -> Exception:
+        return (
+            openai_replies.behind(error, self.device)
+            if self._serves and isinstance(error, VlfitError)
+            else error
+        )
+
+    def _rest(self, what: str, body: dict[str, str]) -> None:
+        import httpx
+
+        with failures_in_words(self._url):
+            response = self._client.post(
+                f"{self._url}/vlfit/{what}", json=body, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
+            )
+        if response.status_code != 200:
+            raise openai_replies.error_from(response.status_code, response.text)
+
     def _models(self, *, optional: bool) -> list[dict[str, Any]]:
         """The cards of ``/v1/models``; a server without it is fine if the model's name is known."""
         with failures_in_words(self._url):
@@ -131,7 +301,7 @@ class RemoteBackend:
         if response.status_code == 404 and optional:
             return []
         if response.status_code != 200:
-            raise openai_wire.error_from(response.status_code, response.text)
+            raise openai_replies.error_from(response.status_code, response.text)
         try:
             cards = [card for card in response.json()["data"] if isinstance(card, dict)]
         except (ValueError, KeyError, TypeError):
@@ -143,94 +313,34 @@ class RemoteBackend:
         return cards
 
 
-class RemoteStream:
-    """One running completion, read by one thread. Closing it closes the connection, which the server
-    notices.
-    """
+def _sampling_told(told: Any) -> SamplingParams:
+    names = {field.name for field in fields(SamplingParams)}  # a newer server may have more
+    known = {name: value for name, value in (told or {}).items() if name in names}
+    as_tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+    return replace(SamplingParams(), **{**known, **as_tuples})
 
-    def __init__(self, backend: RemoteBackend, response: "httpx.Response", started: float) -> None:
-        self.images: tuple[ImageSeen, ...] = ()
-        self._backend = backend
-        self._response = response
-        self._started = started
-        self._first_token: float | None = None
-        self._text: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._finish: FinishReason | None = None
-        self._usage: Usage | None = None
-        self._server_timings: dict[str, float] = {}
-        self._last: Chunk | None = None
-        self._chunks = self._read()
 
-    def __iter__(self) -> Iterator[Chunk]:
-        return self._chunks
+def _in_form(reader: ReplyReader, event: dict[str, Any]) -> Chunk | None:
+    try:
+        return reader.take(event)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RemoteError(
+            f"the server's answer has another form than OpenAI's: {error!r}",
+            "is it the URL of such a server?",
+        ) from error
 
-    def answer(self) -> Answer:
-        """Read on to the end and give the whole completion, with what was read before.
 
-        The usage is 0 throughout if the server does not tell it.
-        """
-        for _ in self._chunks:
-            pass
-        if self._last is None or self._finish is None:
-            raise UsageError("the stream was closed before its end", "read it to the end to get an answer")
-        return Answer(
-            "".join(self._text),
-            self._finish,
-            self._usage or Usage(0, 0, 0),
-            self._backend.model,
-            self.images,
-            self._last.timings,
-            tuple(self._logprobs),
-        )
-
-    def close(self) -> None:
-        self._chunks.close()
-        self._response.close()
-
-    def _read(self) -> Generator[Chunk, None, None]:
-        """Chunks as they come, and a last one without text: OpenAI sends the usage after the last words."""
-        try:
-            with failures_in_words(self._backend._url):
-                for event in openai_wire.read_events(self._response.iter_lines()):
-                    chunk = self._take(event)
-                    if chunk is not None:
-                        yield chunk
-        finally:
-            self._response.close()
-        if self._finish is None:
-            raise RemoteError("the answer ended without a reason", "look at the server's log")
-        self._last = Chunk("", (), self._finish, self._usage, self._timings(time.perf_counter()))
-        yield self._last
-
-    def _take(self, event: dict[str, Any]) -> Chunk | None:
-        """Note what ``event`` tells; the chunk in it, if it has one."""
-        extras = event.get("vlfit") or {}
-        self.images = openai_wire.read_images(extras) or self.images
-        self._usage = openai_wire.read_usage(event) or self._usage
-        self._server_timings = extras.get("timings") or self._server_timings
-        choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
-        self._finish = openai_wire.read_finish(choice, extras) or self._finish
-        text = (choice.get("delta") or {}).get("content") or ""
-        logprobs = openai_wire.read_logprobs(choice)
-        if not text and not logprobs:
-            return None
-        self._first_token = self._first_token or time.perf_counter()
-        self._text.append(text)
-        self._logprobs.extend(logprobs)
-        return Chunk(text, logprobs)
-
-    def _timings(self, now: float) -> Timings:
-        """The server's own if it told them, else what we saw from here."""
-        told, tokens = self._server_timings, self._usage.completion_tokens if self._usage else 0
-        if told:
-            return Timings(told["queued_s"], told["first_token_s"], told["total_s"], tokens)
-        return Timings(0.0, (self._first_token or now) - self._started, now - self._started, tokens)
+def _refusal(response: "httpx.Response", text: str) -> VlfitError:
+    error = openai_replies.error_from(response.status_code, text)
+    wait = openai_replies.retry_after(response.headers.get("retry-after"))
+    if isinstance(error, QueueFull) and wait is not None:
+        error.retry_after = max(math.ceil(wait), 1)
+    return error
 
 
 def _wait_asked(response: "httpx.Response") -> float | None:
     """Seconds to wait before asking a full server again; None for any other reply, or if it is too long."""
-    wait = openai_wire.retry_after(response.headers.get("retry-after"))
+    wait = openai_replies.retry_after(response.headers.get("retry-after"))
     if response.status_code != 429 or wait is None or wait > LONGEST_WAIT:
         return None
     return wait
@@ -267,3 +377,10 @@ def base_url(url: str) -> str:
     if "://" not in url:
         url = f"http://{url}"
     return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def _without_secrets(url: str) -> str:
+    """``url`` as it may be shown: without a name and password before the host."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"

@@ -23,7 +23,7 @@ class QueuedStream:
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._last: Chunk | None = None
-        self._ticket = backend.start(prepared, sampling, self._arrivals.put)
+        self.ticket = backend.start(prepared, sampling, self._arrivals.put)
 
     @property
     def images(self) -> tuple[ImageSeen, ...]:
@@ -65,4 +65,4 @@ class QueuedStream:
         """End the request now, if it is not over."""
         if not self._done:
             self._done = True
-            self._ticket.cancel()
+            self.ticket.cancel()

@@ -45,6 +45,14 @@ class CommonOptions:
             " key goes into VLFIT_API_KEY.  [env VLFIT_SERVER]",
         ),
     ] = None
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="With --backend transformers: run the code that comes with the model. Only for a model whose"
+            " makers you trust.",
+        ),
+    ] = False
     device: Annotated[
         str | None,
         typer.Option(
@@ -185,5 +193,5 @@ def server_behind_backend(arguments: list[str]) -> list[str]:
 
 
 def is_server(word: str = "") -> bool:
-    """Whether ``word`` can be the URL of a server, with or without a scheme: ``127.0.0.1:8000``, ``http://box``."""
+    """Whether ``word`` can be a server's URL, with or without a scheme: ``127.0.0.1:8000``, ``http://box``."""
     return bool(re.match(r"https?://|[A-Za-z0-9.-]+:\d{1,5}(/v1/?)?$|localhost$", word))

@@ -29,6 +29,14 @@ Backend = Annotated[
         " server, which this one stands before.  [default: native; env VLFIT_BACKEND]",
     ),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="With --backend transformers: run the code that comes with the model. Only for a model whose"
+        " makers you trust.",
+    ),
+]
 ServerKey = Annotated[
     _Text,
     typer.Option(
@@ -78,7 +86,8 @@ Sequences = Annotated[
     _Count,
     typer.Option(
         metavar="N",
-        help="Requests that run at once at full context; more wait.  [default: 4; env VLFIT_SEQUENCES]",
+        help="Requests that run at once at full context (with --backend remote: that are sent on); more wait."
+        "  [default: 4, of another server 64; env VLFIT_SEQUENCES]",
     ),
 ]
 Queue = Annotated[

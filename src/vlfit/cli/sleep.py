@@ -91,7 +91,7 @@ def _post(what: str, url: str | None, body: dict[str, str]) -> dict[str, Any]:
     """The server's answer, checked. It waits for as long as the server does: requests may run."""
     import httpx
 
-    from vlfit.backends.openai_wire import error_from
+    from vlfit.backends.openai_replies import error_from
     from vlfit.backends.remote import base_url, failures_in_words
     from vlfit.cli.top_source import default_url
     from vlfit.server.settings import is_loopback

@@ -150,7 +150,7 @@ class Source:
             self._knock()
         import httpx
 
-        from vlfit.backends.openai_wire import error_from
+        from vlfit.backends.openai_replies import error_from
         from vlfit.backends.remote import failures_in_words
 
         with failures_in_words(self.url, SILENCE_SECONDS):

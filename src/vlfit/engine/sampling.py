@@ -3,8 +3,9 @@
 The names and ranges are OpenAI's and vLLM's. ``engine/sampler.py`` carries them out.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from vlfit.errors import InvalidRequest
 
@@ -17,12 +18,15 @@ MOST_SEED = 2**63 - 17  # with a sign it fits 64 bits, and there is room to numb
 class Form:
     """The form that an answer must have: ``text`` is a JSON schema, or a grammar in llguidance's Lark.
 
-    ``place`` is the field of a request that it came in, which errors give as their ``param``.
+    ``place`` is the field of a request that it came in, which errors give as their ``param``. ``wire``:
+    fields of an OpenAI request that ask another server for this form, as a grammar itself cannot be sent to
+    one.
     """
 
     kind: Literal["json", "grammar"]
     text: str
     place: str | None = field(default=None, compare=False)
+    wire: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

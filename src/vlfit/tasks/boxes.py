@@ -44,7 +44,9 @@ BOXES: dict[str, Any] = {
 def fenced_json(schema: dict[str, Any]) -> Form:
     """JSON of ``schema``, bare or between fences as Qwen3-VL likes to put it, with any spaces."""
     body = json.dumps({**schema, "x-guidance": {"whitespace_flexible": True}})
-    return Form("grammar", f'%llguidance {{}}\nstart: "```json\\n" body "\\n```" | body\nbody: %json {body}')
+    grammar = f'%llguidance {{}}\nstart: "```json\\n" body "\\n```" | body\nbody: %json {body}'
+    bare = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return Form("grammar", grammar, wire={"response_format": bare})
 
 
 @dataclass(frozen=True, slots=True)
