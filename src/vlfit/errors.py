@@ -40,6 +40,7 @@ VlfitError
 ├── DeviceError                    the GPU is missing, broken or full
 │   └── OutOfMemory                    HTTP 503: an allocation failed while a request ran
 │       └── CannotWake                     others have the memory of a model that sleeps; come again
+├── VllmFailed                     vLLM ended instead of serving, and nothing cheaper was left to try
 ├── ServerUnreachable              no vlfit server answers at the URL
 ├── RemoteError                    a server answered with an error
 ├── ClusterError                   a Ray cluster cannot be reached, or cannot do the work
@@ -241,6 +242,11 @@ class CannotWake(OutOfMemory):
     ) -> None:
         super().__init__(message, hint, param=param)
         self.retry_after = retry_after
+
+
+class VllmFailed(VlfitError):
+    http_status = 503
+    code = "vllm_failed"
 
 
 class ServerUnreachable(VlfitError):
