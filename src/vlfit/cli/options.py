@@ -6,12 +6,14 @@ Knows their names, types and help. Does not know what they do: ``session.py`` ca
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
+
+from vlfit.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,23 @@ def takes_common_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     with_options.__dict__["__signature__"] = inspect.Signature([*parameters, *shared])
     return with_options
+
+
+def refuse_engine_options(server: str, typed: Mapping[str, object]) -> None:
+    """A server's engine is what it is: an option that cannot act must not be accepted in silence.
+
+    ``typed``: options of the engine by their names; None: not typed. Raises ``UsageError``.
+    """
+    named = [
+        f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+        for name, value in typed.items()
+        if value is not None
+    ]
+    if named:
+        raise UsageError(
+            f"{', '.join(named)} cannot change the server at {server}",
+            "give it to `vlfit serve`; or load the model here, without --server and VLFIT_SERVER",
+        )
 
 
 def server_behind_backend(arguments: list[str]) -> list[str]:

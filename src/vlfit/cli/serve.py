@@ -7,6 +7,7 @@ order of starting and stopping (``serving.py``), routes (``server``).
 import sys
 
 from vlfit.cli import serve_options as options
+from vlfit.cli.options import refuse_engine_options
 from vlfit.errors import UsageError
 
 
@@ -32,6 +33,7 @@ def serve(
     idle_sleep: options.IdleSleep = None,
     api_key: options.ApiKey = None,
     server_key: options.ServerKey = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     api_keys: options.ApiKeys = None,
     allow_anyone: options.AllowAnyone = None,
     key_rate: options.KeyRate = None,
@@ -109,6 +111,23 @@ def serve(
         restart=restart,
         log_format=log_format,
     )
+    if settings.backend == "remote":
+        refuse_engine_options(
+            settings.server or "the URL",
+            {
+                "device": device,
+                "dtype": dtype,
+                "context": context,
+                "kv": kv,
+                "kv_dtype": kv_dtype,
+                "image_tokens": image_tokens,
+                "chunk": chunk,
+                "offload": offload,
+                "no_prefix_cache": no_prefix_cache or None,
+                "speculate": speculate,
+                "idle_sleep": idle_sleep,
+            },
+        )
     if systemd:
         from vlfit.cli.unit import print_unit
 
@@ -120,4 +139,4 @@ def serve(
     else:
         from vlfit.cli.serving import serve_here
 
-        serve_here(settings, json_line=json_line, quiet=quiet)
+        serve_here(settings, json_line=json_line, quiet=quiet, trust_remote_code=trust_remote_code)

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vlfit.cli.printing import Printer
 from vlfit.cli.records import recorded
-from vlfit.errors import UsageError
+from vlfit.errors import UsageError, WrongApiKey
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -26,12 +27,23 @@ if TYPE_CHECKING:
     from vlfit.server.settings import ServerSettings
     from vlfit.settings import Settings
 
+    OpenModel = Callable[[Settings, Printer, Phases], OpenBackend]
+
 CRASHED = 70  # EX_SOFTWARE of sysexits.h: to be started again
 CLOSING_SECONDS = 0.7  # what is left of the three seconds of Ctrl-C when all requests are over
 
 
-def serve_here(settings: "Settings", *, json_line: bool, quiet: bool) -> None:
-    """Until a signal ends it, and the process with it."""
+def serve_here(
+    settings: "Settings",
+    *,
+    json_line: bool,
+    quiet: bool,
+    open_model: "OpenModel | None" = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Until a signal ends it, and the process with it. ``open_model`` opens the model in another way than
+    here.
+    """
     from vlfit.backends.phases import Phases
     from vlfit.engine import head_start
     from vlfit.server.address import address_of, allow_many_connections, bind
@@ -51,7 +63,10 @@ def serve_here(settings: "Settings", *, json_line: bool, quiet: bool) -> None:
             phases = Phases()  # those of the one before are over
         # The plan is made for GPUs as they are before the model.
         gpus = head_start.make_context(settings.device) if settings.backend in (None, "native") else ()
-        backend = _load(settings, printer, phases)
+        if open_model is None:
+            backend = _load(settings, printer, phases, trust_remote_code=trust_remote_code)
+        else:
+            backend = open_model(settings, printer, phases)
         try:
             from vlfit.server.app import create_app
             from vlfit.server.listen import serve_until_stopped
@@ -95,7 +110,9 @@ def _kept(listener: socket.socket) -> "Kept":
     return keep(listener)
 
 
-def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "OpenBackend":
+def _load(
+    settings: "Settings", printer: Printer, phases: "Phases", *, trust_remote_code: bool
+) -> "OpenBackend":
     """The model, and meanwhile what serves it: while the GPU computes Python has time to import."""
     from vlfit.backends.opening import Wanted, open_backend
     from vlfit.cli.loading import import_beside, loading
@@ -106,7 +123,7 @@ def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "OpenBack
         return _ask_for(settings, printer, phases)
     name = settings.model
     if name == "auto":
-        choice = choose_model()
+        choice = choose_model(settings.backend or "native")
         name = choice.model
         printer.note(choice.reason)
     options = EngineOptions(
@@ -137,7 +154,12 @@ def _load(settings: "Settings", printer: Printer, phases: "Phases") -> "OpenBack
                     import_beside("vlfit.server.app", "vlfit.server.listen", "vlfit.cli.ledger_page")
                 )
 
-        wanted = Wanted(kind=settings.backend or "native", model=name, options=options)
+        wanted = Wanted(
+            kind=settings.backend or "native",
+            model=name,
+            options=options,
+            trust_remote_code=trust_remote_code,
+        )
         backend = open_backend(wanted, tell)
     phases.begin("server")
     for thread in server:
@@ -158,7 +180,19 @@ def _ask_for(settings: "Settings", printer: Printer, phases: "Phases") -> "OpenB
     phases.begin("asking the server")
     key = settings.server_key.get_secret_value() if settings.server_key else None
     name = None if settings.model == "auto" else settings.model
-    backend = open_backend(Wanted(kind="remote", model=name, server=settings.server, api_key=key))
+    wanted = Wanted(
+        kind="remote",
+        model=name,
+        server=settings.server,
+        api_key=key,
+        max_tokens=settings.max_tokens,
+        at_once=_sequences(settings),
+        serves=True,
+    )
+    try:
+        backend = open_backend(wanted)
+    except WrongApiKey as error:
+        raise WrongApiKey(error.message, "set VLFIT_SERVER_KEY to the key that it asks for") from None
     phases.begin("server")
     return backend
 
@@ -178,7 +212,7 @@ def _server_settings(
     return ServerSettings(
         aliases=(settings.model,),
         context=backend.context,
-        places=settings.sequences + _queue(settings),
+        places=_sequences(settings) + _queue(settings),
         own_names=_own_names(settings) if is_loopback(settings.host) else None,
         a_minute=settings.key_rate,
         at_once=settings.key_at_once,
@@ -197,7 +231,18 @@ def _queue(settings: "Settings") -> int:
     """Requests that may wait. By default each sequence has eight behind it: the last of them waits nine times
     as long as an answer takes. 16 at least, as one request may ask for so many choices.
     """
-    return max(8 * settings.sequences, 16) if settings.queue is None else settings.queue
+    return max(8 * _sequences(settings), 16) if settings.queue is None else settings.queue
+
+
+def _sequences(settings: "Settings") -> int:
+    """Requests that run at once: of another server, which has its own idea of it, are as many sent on as
+    nobody minds to wait for at once, unless a number was asked for.
+    """
+    if settings.backend == "remote" and "sequences" not in settings.model_fields_set:
+        from vlfit.backends.remote import AT_ONCE
+
+        return AT_ONCE
+    return settings.sequences
 
 
 def _tell_ledger(

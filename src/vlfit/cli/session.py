@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from vlfit.cli.loading import Progress, loading
-from vlfit.cli.options import CommonOptions
+from vlfit.cli.options import CommonOptions, refuse_engine_options
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError
 
@@ -48,52 +48,15 @@ class Session:
         self.sampling = self._read_sampling()
         self.kind, self._server = backend_of(self._settings, options.backend, options.server)
         if self._server is not None:
-            self._refuse_engine_options()
+            names = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload", "speculate")
+            refuse_engine_options(self._server, {name: getattr(options, name) for name in names})
         else:
             self._check_engine_options()
 
     @cached_property
     def model(self) -> "VisionModel":
         """The model, opened now. Raises what ``VLM`` and ``Client`` raise."""
-        from vlfit.backends.phases import Phases
-        from vlfit.client import VLM, Client, choose_model
-        from vlfit.engine import head_start
-
-        settings, kind = self._settings, self.kind
-        name = settings.model
-        if kind == "remote":
-            assert self._server is not None
-            key = settings.server_key or settings.api_key
-            known = key.get_secret_value() if key else None
-            return Client(self._server, known, model=None if name == "auto" else name)
-        phases = Phases()
-        if name == "auto":
-            choice = choose_model(kind)
-            name = choice.model
-            self.printer.note(choice.reason)
-        if kind == "native":
-            if self._looks:
-                _check_eyes(name)
-            head_start.make_context(settings.device)
-        with loading(name, self.printer, phases) as progress:
-            model = VLM(
-                name,
-                backend=kind,
-                trust_remote_code=self._typed.trust_remote_code,
-                device=settings.device,
-                dtype=settings.dtype,
-                context=settings.context,
-                kv_dtype=settings.kv_dtype,
-                sequences=1,  # a command asks one thing at a time: memory for more would lie idle
-                image_tokens=settings.image_tokens,
-                offload=settings.offload,
-                speculate=settings.speculate,
-                progress=progress,
-            )
-        phases.end()
-        if phases.loaded:
-            self.printer.note(f"loaded after {phases.in_words()}")
-        return model
+        return self.open(_vision_model)
 
     def wanted(self) -> "Wanted":
         """Who is to run which model, and how, for commands that open it in their own way. What ``auto`` means
@@ -110,7 +73,7 @@ class Session:
             called = None if name == "auto" else name
             return Wanted(kind=self.kind, model=called, server=self._server, api_key=known)
         if name == "auto":
-            choice = choose_model()
+            choice = choose_model(self.kind)
             name = choice.model
             self.printer.note(choice.reason)
         if self.kind == "native" and self._looks:
@@ -124,7 +87,8 @@ class Session:
             offload=settings.offload,
             speculate=settings.speculate,
         )
-        return Wanted(kind=self.kind, model=name, options=options)
+        trusted = self._typed.trust_remote_code
+        return Wanted(kind=self.kind, model=name, options=options, trust_remote_code=trusted)
 
     def open(self, opener: "Callable[[Wanted, Progress], T]") -> T:
         """What ``opener`` makes of what is wanted; loading is shown meanwhile."""
@@ -185,17 +149,31 @@ class Session:
             offload=settings.offload,
         )
 
-    def _refuse_engine_options(self) -> None:
-        """A server's engine is what it is: an option that cannot act must not be accepted in silence."""
-        names = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload")
-        typed = [f"--{name.replace('_', '-')}" for name in names if getattr(self._typed, name) is not None]
-        if self._typed.speculate is not None:
-            typed.append("--speculate" if self._typed.speculate else "--no-speculate")
-        if typed:
-            raise UsageError(
-                f"{', '.join(typed)} cannot change the server at {self._server}",
-                "give it to `vlfit serve`; or load the model here, without --server and VLFIT_SERVER",
-            )
+
+def _vision_model(wanted: "Wanted", progress: "Progress") -> "VisionModel":
+    from vlfit.client import VLM, Client
+
+    if wanted.kind == "remote":
+        assert wanted.server is not None
+        return Client(
+            wanted.server, wanted.api_key, model=None if wanted.model is None else str(wanted.model)
+        )
+    options = wanted.options
+    assert isinstance(wanted.model, str)
+    return VLM(
+        wanted.model,
+        backend=wanted.kind,
+        trust_remote_code=wanted.trust_remote_code,
+        device=options.device,
+        dtype=options.dtype,
+        context=options.context,
+        kv_dtype=options.kv_dtype,
+        sequences=1,  # a command asks one thing at a time: memory for more would lie idle
+        image_tokens=options.image_tokens,
+        offload=options.offload,
+        speculate=options.speculate,
+        progress=progress,
+    )
 
 
 def backend_of(

@@ -34,11 +34,13 @@ def print_unit(settings: "Settings", arguments: list[str]) -> None:
     """
     from vlfit.cli.serving import keys_of
 
-    if any(each.partition("=")[0] == "--api-key" for each in arguments):
-        raise UsageError(
-            "a unit can be read by everybody, and --api-key would stand in it",
-            f"write VLFIT_API_KEY=... into {ENVIRONMENT}, or use --api-keys FILE",
-        )
+    for option, way in (("--api-key", ", or use --api-keys FILE"), ("--server-key", "")):
+        if any(each.partition("=")[0] == option for each in arguments):
+            variable = f"VLFIT_{option[2:].replace('-', '_').upper()}"
+            raise UsageError(
+                f"a unit can be read by everybody, and {option} would stand in it",
+                f"write {variable}=... into {ENVIRONMENT}{way}",
+            )
     keys_of(settings)
     printer = Printer()
     printer.line(unit(with_whole_paths(arguments, settings.model), settings.drain).rstrip("\n"))
