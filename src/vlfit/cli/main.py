@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from vlfit._version import __version__
 from vlfit.cli.ask import ask
+from vlfit.cli.batch import batch
 from vlfit.cli.bench import EXAMPLES as _BENCH_EXAMPLES
 from vlfit.cli.bench import bench
 from vlfit.cli.caption import caption
@@ -122,6 +123,7 @@ app.command()(caption)
 app.command()(ask)
 app.command()(scene)
 app.command()(detect)
+app.command()(batch)
 app.command()(chat)
 app.command()(serve)
 app.command(epilog=_STATUS_EXAMPLES)(status)

@@ -46,7 +46,7 @@ def load_picture(
     for a source of another type. Only the first bytes are looked at: damage shows when it is decoded.
     """
     if isinstance(source, bytes):
-        return _checked(source, "picture")
+        return checked_picture(source, "picture")
     if isinstance(source, Path):
         source = str(source)
     if not isinstance(source, str):
@@ -57,25 +57,25 @@ def load_picture(
         )
     scheme = source[:8].lower()
     if scheme.startswith("data:"):
-        return _checked(_from_data_url(source), name_of(source))
+        return checked_picture(_from_data_url(source), name_of(source))
     if scheme.startswith(("http://", "https://")):
         data = fetch(source, allow_private=allow_private, timeout_s=timeout_s)
         return ImagePart(data, name_of(source))
     if files is not None and scheme.startswith("file:"):
-        return _checked(read_allowed(source, files, MAX_FILE_BYTES), name_of(source))
+        return checked_picture(read_allowed(source, files, MAX_FILE_BYTES), name_of(source))
     if not allow_private:
         raise PrivateAddress(
             f"{_short(source)!r} is no http:, https: or data: URL, and files of the server are not read",
             "Send the picture itself as data:image/jpeg;base64,... or give an https: address.",
         )
     if source == "-":
-        return _checked(_from_stdin(), "standard input")
+        return checked_picture(_from_stdin(), "standard input")
     if "://" in source[:16] or scheme.startswith("file:"):
         raise PictureNotFound(
             f"{_short(source)}: of URLs, vlfit reads http:, https: and data:",
             "Give a file by its plain path.",
         )
-    return _checked(_from_file(source), _short(source))
+    return checked_picture(_from_file(source), _short(source))
 
 
 def name_of(source: str) -> str:
@@ -191,7 +191,8 @@ def _from_pillow(image: object) -> ImagePart:
     return ImagePart(buffer.getvalue(), "Pillow image")
 
 
-def _checked(data: bytes, label: str) -> ImagePart:
+def checked_picture(data: bytes, label: str) -> ImagePart:
+    """``data`` as a picture called ``label``. Raises ``NotAPicture`` for what its first bytes rule out."""
     kind = kind_of(data)
     if is_surely_no_picture(kind):
         what = "is empty" if kind == "empty" else f"is {kind}, not a picture"

@@ -15,7 +15,7 @@ from vlfit.engine.sampling import SamplingParams
 from vlfit.tasks.batch.item import Item, Record
 from vlfit.tasks.batch.names import shown_name
 from vlfit.tasks.batch.wish import Wish
-from vlfit.tasks.pictures import load_picture
+from vlfit.tasks.pictures import checked_picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Work:
 
     def picture(self, item: Item) -> ImagePart:
         """Read the bytes. What is surely no picture is refused here already."""
-        return ImagePart(load_picture(item.read()).data, item.key)
+        return checked_picture(item.read(), item.key)
 
     def prepare(self, backend: LocalBackend, picture: ImagePart) -> Prepared:
         """Decode and count: the request, ready to be started with ``self.sampling``."""

@@ -17,6 +17,9 @@ from vlfit.tasks.detect import detect_prompt, read_detection
 from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT, SCENE
 from vlfit.tasks.scene import SCENE_FORM, read_scene
 
+# The model chooses its words better where it knows the fields; the form itself is kept to in any case.
+_FORM = "Describe this picture as JSON that keeps to this schema: {}"
+
 Kind = Literal["caption", "ask", "scene", "detect"]
 
 
@@ -46,6 +49,11 @@ class Wish:
         if schema is not None:
             _check_schema(schema)
         return cls("ask", question, system, schema)
+
+    @classmethod
+    def form(cls, schema: str) -> Self:
+        """The fields of ``schema``, filled in from what is seen. Raises ``InvalidRequest`` if it is none."""
+        return cls.ask(_FORM.format(schema.strip()), schema=schema)
 
     @classmethod
     def scene(cls) -> Self:

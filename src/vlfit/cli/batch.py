@@ -1,0 +1,318 @@
+"""``vlfit batch``: the same thing asked about every picture of a folder, a list or a shard, into one file.
+
+Knows: options, the order of opening and closing, signals, exit codes. Does not know: how a backend is kept
+busy or an output kept whole (``tasks/batch``), or what a person is shown (``batch_page.py``).
+"""
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from vlfit.cli import batch_options as its
+from vlfit.cli.options import CommonOptions, takes_common_options
+from vlfit.cli.signals import terminated_as_interrupted
+from vlfit.errors import PictureNotFound, UsageError, VlfitError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from vlfit.backends.base import OpenBackend
+    from vlfit.backends.opening import Wanted
+    from vlfit.cli.loading import Progress
+    from vlfit.cli.session import Session
+    from vlfit.tasks.batch.crew import Pace
+    from vlfit.tasks.batch.item import Sidecar, Source
+    from vlfit.tasks.batch.job import Job
+    from vlfit.tasks.batch.progress import Tally
+    from vlfit.tasks.batch.runner import Runner
+
+INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
+
+
+@takes_common_options
+def batch(
+    sources: its.Sources,
+    output: its.Output,
+    long: its.Long = False,
+    ask: its.Ask = None,
+    system: its.System = None,
+    scene: its.Scene = False,
+    detect: its.Detect = None,
+    schema: its.Schema = None,
+    concurrency: its.Concurrency = None,
+    readers: its.Readers = None,
+    tries: its.Tries = None,
+    limit: its.Limit = None,
+    ordered: its.Ordered = False,
+    retry_failed: its.RetryFailed = False,
+    force: its.Force = False,
+    dry_run: its.DryRun = False,
+    sidecar: its.Sidecars = None,
+    overwrite: its.Overwrite = False,
+    column: its.Column = None,
+    keep: its.Keep = None,
+    hidden: its.Hidden = False,
+    allow_private_urls: its.PrivateUrls = False,
+    shard: its.Shard = None,
+    ray: its.Ray = None,
+    workers: its.Workers = None,
+    *,
+    options: CommonOptions,
+) -> None:
+    """Caption every picture of a folder, a list or a shard into one file: or answer, or find things.
+
+    Give the same command again after Ctrl-C, a crash or a full disk, and it goes on where it was: nothing is
+    lost and nothing is done twice. Pictures that cannot be read are listed with the reason beside the output,
+    in FILE.failed.jsonl, and the others go on; the exit code is 1 then. Pictures of the same bytes are asked
+    about once. --json prints a summary at the end.
+
+    \b
+    Examples:
+      vlfit batch holiday/ -o captions.jsonl
+      vlfit batch holiday/ --dry-run -o captions.jsonl
+      vlfit batch 'scans/**/*.png' --ask "Which date is on this receipt?" -o dates.jsonl
+      vlfit batch pictures.txt --detect "cups, plates" -o cups.jsonl
+      vlfit batch holiday/ -o captions.jsonl --sidecar xmp
+      vlfit batch shards/*.tar --scene -o scenes.parquet --backend vllm
+      vlfit batch holiday/ -o captions.jsonl --server http://gpu-box:8000 --concurrency 16
+    """
+    from vlfit.cli.session import Session
+    from vlfit.engine.sampling import SamplingParams
+    from vlfit.tasks.batch.job import Job
+    from vlfit.tasks.batch.output import is_table
+    from vlfit.tasks.batch.sources import SourceOptions, open_sources
+    from vlfit.tasks.sampling_options import with_options
+
+    if options.stream is not None:
+        raise UsageError("the words of a batch go into its output", "leave out --stream and --no-stream")
+    if limit is not None and limit < 1:
+        raise UsageError(f"--limit is {limit}", "it must be at least 1")
+    is_table(output)
+    wish = its.read_wish(long=long, ask=ask, system=system, scene=scene, detect=detect, schema=schema)
+    with terminated_as_interrupted():
+        session = Session(options, looks=True)
+        sampling = with_options(SamplingParams(), session.sampling)
+        job = Job(wish, sampling, tuple(sources), output, tuple(sidecar or ()))
+        cards = [_sidecar(kind, overwrite=overwrite) for kind in job.sidecars]
+        source = open_sources(sources, SourceOptions(column, tuple(keep or ()), allow_private_urls, hidden))
+        if shard is not None:
+            source = _part(source, shard)
+        _check_there_are_any(source, job)
+        pace = _Wishes(concurrency, readers, tries)
+        if dry_run:
+            _try_out(session, job, source, pace, force=force, again=retry_failed, as_json=options.json)
+            return
+        with _Batch(session, job, source, cards, force=force, again=retry_failed) as run:
+            if ray is not None:
+                run.on_ray(ray, workers, pace, plain=limit is None and not ordered)
+            else:
+                run.here(pace, limit, ordered=ordered)
+    run.tell(as_json=options.json)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """What was typed of how many things run at once."""
+
+    concurrency: int | None
+    readers: int | None
+    tries: int | None
+
+    def open(self, wanted: "Wanted", progress: "Progress") -> "tuple[OpenBackend, Pace]":
+        from vlfit.tasks.batch.failures import TRIES
+        from vlfit.tasks.batch.opening import open_for_batch
+
+        return open_for_batch(
+            wanted,
+            self.concurrency,
+            progress,
+            readers=self.readers,
+            tries=TRIES if self.tries is None else self.tries,
+        )
+
+
+class _Batch:
+    """A run, from its output's opening to its closing."""
+
+    def __init__(
+        self,
+        session: "Session",
+        job: "Job",
+        source: "Source",
+        sidecars: "Sequence[Sidecar]",
+        *,
+        force: bool,
+        again: bool,
+    ) -> None:
+        from vlfit.cli.batch_page import BatchPage
+        from vlfit.tasks.batch.output import Output
+
+        self._session = session
+        self._job = job
+        self._source = source
+        self._sidecars = sidecars
+        self._output = Output(job, force=force, again=again, sidecars=sidecars)
+        before = self._output.done_before + (0 if again else self._output.failed_before)
+        self._page = BatchPage(session.printer, before)
+
+    def __enter__(self) -> "_Batch":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._output.close()
+        if isinstance(error, VlfitError | KeyboardInterrupt):
+            done = (
+                f"{self._page.tally.done:,} pictures are done" if self._page.tally.done else "nothing is lost"
+            )
+            self._session.printer.note(f"{done}; the same command goes on from here")
+
+    def here(self, pace: _Wishes, limit: int | None, *, ordered: bool) -> None:
+        """With a backend of this process. Nothing is loaded if there is nothing left to do."""
+        from vlfit.tasks.batch.crew import Crew
+        from vlfit.tasks.batch.job import Work
+        from vlfit.tasks.batch.runner import Runner
+
+        if all(self._output.is_settled(item.key) for item in self._source):
+            return
+        _count_beside(self._source, self._page.tally)
+        backend, chosen = self._session.open(pace.open)
+        try:
+            self._output.begin(backend.model)
+            crew = Crew(Work.of(self._job), backend, chosen)
+            with self._page as page:
+                runner = Runner(crew, self._source, self._output, progress=page, limit=limit, ordered=ordered)
+                with _stopped_by_signals(runner):
+                    runner.run()
+        finally:
+            backend.close()
+
+    def on_ray(self, address: str, workers: int | None, pace: _Wishes, *, plain: bool) -> None:
+        """Over a cluster."""
+        from vlfit.tasks.batch.ray.options import RayOptions
+        from vlfit.tasks.batch.ray.run import run_on_ray
+
+        if not plain:
+            raise UsageError("--limit and --ordered are for one machine", "leave them out, or --ray")
+        _count_beside(self._source, self._page.tally)
+        with self._page as page:
+            run_on_ray(
+                self._job,
+                self._session.wanted(),
+                RayOptions(address, workers),
+                source=self._source,
+                output=self._output,
+                progress=page,
+                at_once=pace.concurrency,
+            )
+
+    def tell(self, *, as_json: bool) -> None:
+        """How it ended, and the exit code for it."""
+        from vlfit.cli.batch_page import summary, tell_summary
+
+        tally, printer = self._page.tally, self._session.printer
+        for note in (*self._source.notes(), *(note for card in self._sidecars for note in card.notes())):
+            printer.note(note)
+        tell_summary(tally, self._output, printer)
+        if tally.stopped:
+            printer.note("stopped; the same command goes on from here")
+        if as_json:
+            printer.data(summary(tally, self._output))
+        if tally.stopped:
+            raise typer.Exit(INTERRUPTED)
+        if self._output.failed or self._output.without_sidecar:
+            raise typer.Exit(1)
+
+
+def _try_out(
+    session: "Session",
+    job: "Job",
+    source: "Source",
+    pace: _Wishes,
+    *,
+    force: bool,
+    again: bool,
+    as_json: bool,
+) -> None:
+    """Count, and do the first few without writing anything."""
+    from vlfit.cli.batch_page import tell_trial
+    from vlfit.tasks.batch.crew import Crew
+    from vlfit.tasks.batch.job import Work
+    from vlfit.tasks.batch.output import Output
+    from vlfit.tasks.batch.trial import try_out
+
+    # Opening an output makes one, so an output that is not there stays unopened.
+    output = Output(job, force=force, again=again) if job.output.exists() else None
+    try:
+        backend, chosen = session.open(pace.open)
+        try:
+            facts = try_out(Crew(Work.of(job), backend, chosen), source, output, source.count())
+        finally:
+            backend.close()
+    finally:
+        if output is not None:
+            output.close()
+    if as_json:
+        session.printer.data(facts)
+    else:
+        tell_trial(facts, session.printer)
+
+
+def _sidecar(kind: str, *, overwrite: bool) -> "Sidecar":
+    from vlfit.tasks.batch.sidecars import sidecar
+
+    return sidecar(kind, overwrite=overwrite)
+
+
+def _part(source: "Source", shard: str) -> "Source":
+    from vlfit.tasks.batch.shard import ShardSource, read_shard
+
+    return ShardSource(source, *read_shard(shard))
+
+
+def _check_there_are_any(source: "Source", job: "Job") -> None:
+    """A wrong folder is known before a model is loaded, and so are pictures that no sidecar can stand by."""
+    first = next(iter(source), None)
+    if first is None:
+        raise PictureNotFound(
+            f"there are no pictures in {', '.join(job.sources[:5])}",
+            " ".join(source.notes()) or "is it the right one?",
+        )
+    if job.sidecars and first.path is None:
+        raise UsageError(
+            f"--sidecar writes beside files, and {first.key} is none of its own", "leave --sidecar out"
+        )
+
+
+def _count_beside(source: "Source", tally: "Tally") -> None:
+    """Tell ``tally`` how many pictures there are, as soon as that is known."""
+
+    def count() -> None:
+        with suppress(VlfitError):  # who works on the pictures meets the same
+            tally.total = source.count()
+
+    threading.Thread(target=count, name="vlfit-count", daemon=True).start()
+
+
+@contextmanager
+def _stopped_by_signals(runner: "Runner") -> Iterator[None]:
+    """Within the block the first Ctrl-C or SIGTERM lets the run end in order; the second ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_signal: int, _frame: "FrameType | None") -> None:
+        if runner.tally.stopped:
+            raise KeyboardInterrupt
+        runner.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

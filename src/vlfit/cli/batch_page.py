@@ -1,0 +1,161 @@
+"""What a person sees of a batch: a bar on a terminal, a line now and then in a log, a summary at the end.
+
+Everything on stderr but the summary as JSON. Knows words and numbers. Does not know what is done (``batch``).
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vlfit.cli.printing import Printer, plain
+from vlfit.tasks.batch.progress import Progress
+from vlfit.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from vlfit.tasks.batch.crew import Outcome
+    from vlfit.tasks.batch.output import Output
+    from vlfit.tasks.batch.progress import Tally
+
+_FIRST_LINE, _LINES = 10.0, 30.0  # seconds, of a log
+_MOST_SHOWN = 20  # failures; all are on the list
+
+
+class BatchPage(Progress):
+    """Shows a run while it lasts. Use it in a ``with`` block. ``before``: settled in earlier runs."""
+
+    def __init__(self, printer: Printer, before: int) -> None:
+        super().__init__()
+        self._printer = printer
+        self._before = before
+        self._shown = 0
+        self._next_line = time.monotonic() + _FIRST_LINE
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> "BatchPage":
+        if self._printer.lively:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            columns = (BarColumn(), TextColumn("{task.description}", markup=False))
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("beginning", total=None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def settled(self, outcome: "Outcome") -> None:
+        super().settled(outcome)
+        if outcome.error is None:
+            return
+        self._shown += 1
+        if self._shown <= _MOST_SHOWN:
+            reason = getattr(outcome.error, "message", str(outcome.error))
+            key = outcome.item.key
+            self.note(f"failed: {reason}" if reason.startswith(key) else f"failed: {key}: {reason}")
+        elif self._shown == _MOST_SHOWN + 1:
+            self.note("more failed: all are on the list of failures")
+
+    def tick(self) -> None:
+        super().tick()
+        if self._bar is not None and self._task is not None:
+            total = self.tally.total
+            self._bar.update(
+                self._task,
+                total=total,
+                completed=min(self._before + self.tally.settled, total or 0),
+                description=self._words(),
+            )
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINES
+            self._printer.note(self._words())
+
+    def note(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(plain(text, terminal=True), markup=False, highlight=False)
+        else:
+            self._printer.note(text)
+
+    def _words(self) -> str:
+        tally = self.tally
+        speed, tokens = tally.speeds()
+        done = f"{self._before + tally.settled:,}"
+        parts = [f"{done} of {tally.total:,} pictures" if tally.total is not None else f"{done} pictures"]
+        parts += [f"{speed:.1f}/s", f"{tokens:.0f} tokens/s"]
+        if tally.failed:
+            parts.append(f"{tally.failed:,} failed")
+        left = tally.seconds_left(self._before)
+        if left is not None:
+            parts.append(f"{_long(left)} left")
+        return ", ".join(parts)
+
+
+def summary(tally: "Tally", output: "Output") -> dict[str, Any]:
+    """How a run ended, as JSON has it. Times in seconds."""
+    seconds = tally.seconds
+    return {
+        "output": str(output.path),
+        "failures": str(output.failed_path) if output.failed else None,
+        "done": tally.done,
+        "same": tally.same,
+        "failed": tally.failed,
+        "done_before": output.done_before,
+        "failed_in_all": output.failed,
+        "without_sidecar": output.without_sidecar,
+        "stopped": tally.stopped,
+        "seconds": round(seconds, 3),
+        "pictures_per_s": round(tally.settled / seconds, 3) if seconds else None,
+        "prompt_tokens": tally.prompt_tokens,
+        "completion_tokens": tally.completion_tokens,
+        "tokens_per_s": round(tally.completion_tokens / seconds, 2) if seconds else None,
+    }
+
+
+def tell_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
+    """The same in sentences."""
+    facts = summary(tally, output)
+    words = f"{tally.done:,} pictures done in {_long(tally.seconds)}"
+    if tally.done:
+        words += f", {facts['pictures_per_s']:.1f}/s, {facts['tokens_per_s']:.0f} tokens/s"
+    if tally.same:
+        words += f"; {tally.same:,} were the same as others"
+    if output.done_before:
+        words += f"; {output.done_before:,} were done before"
+    printer.note(f"{words}: {output.path}")
+    if output.done_before and not tally.skipped and tally.settled:
+        printer.note("none of the pictures that were done before is among these: is it the same source?")
+    if output.failed:
+        printer.note(f"{output.failed:,} failed: {output.failed_path} says why; --retry-failed tries again")
+    if output.without_sidecar:
+        printer.note(f'{output.without_sidecar:,} have no sidecar: "sidecar_error" in the output says why')
+
+
+def tell_trial(facts: dict[str, Any], printer: Printer) -> None:
+    """What a dry run has found, in sentences."""
+    count = f"{facts['pictures']:,}" if facts["pictures"] is not None else "an unknown number of"
+    printer.line(f"{count} pictures, {facts['settled_before']:,} of them done or failed before")
+    if not facts["tried"]:
+        return
+    words = f"the first {facts['tried']} took {_long(facts['seconds'])}"
+    if facts["failed"]:
+        words += f", {facts['failed']} of them failed"
+    printer.line(f"{words}: {facts['pictures_per_s']:.2f} pictures/s")
+    if facts["seconds_for_all"] is not None:
+        size = format_bytes(facts["bytes_for_all"])
+        printer.line(f"the rest would take {_long(facts['seconds_for_all'])} and {size} of output")
+
+
+def _long(seconds: float) -> str:
+    """``format_seconds``, and hours and days where a batch takes them."""
+    if seconds < 3600:
+        return format_seconds(seconds)
+    if seconds < 48 * 3600:
+        return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
+    return f"{seconds / 86400:.1f} days"
