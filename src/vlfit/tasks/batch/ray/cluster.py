@@ -1,0 +1,231 @@
+"""A Ray cluster: found or started, what it has room for, and its machines asked what they have.
+
+Knows Ray's start and end, and what a person can do when either fails. Does not know what a batch is made of.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vlfit.backends.opening import Wanted
+from vlfit.errors import ClusterError
+from vlfit.tasks.batch.ray.options import AUTO, LOCAL, RayOptions
+from vlfit.tasks.batch.ray.sight import Sample, Sight, look
+from vlfit.units import MIB
+
+_KNOCK_S = 5.0  # for a head's port to open: on a network that works it takes milliseconds
+_LOOK_S = 120.0  # for a machine to start Python, import vlfit and read three pictures
+# What travels through the store of a cluster that we start are names and answers: its one machine reads its
+# pictures itself.
+_LOCAL_STORE = 256 * MIB
+_NO_CLUSTER = "start one with `ray start --head`, or use --ray local for one of this machine alone"
+
+
+class Overheard(io.TextIOBase):
+    """Takes what Ray says on stdout, where nothing but answers belongs, and keeps the last of it."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=20)
+
+    def write(self, text: str) -> int:
+        self._lines.extend(line.strip() for line in text.splitlines() if line.strip())
+        return len(text)
+
+    def last_words(self) -> str:
+        """The last line about a worker that died, shortened; empty if there was none."""
+        told = next((line for line in reversed(self._lines) if "Worker exit detail" in line), "")
+        return told.partition("Worker exit detail:")[2].strip()[:300]
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """``size`` workers, each with so many GPUs and CPUs; ``nodes`` are the ids of machines that can hold one,
+    ``room`` how many fit on what is there now.
+    """
+
+    size: int
+    room: int
+    gpus: int
+    cpus: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Connected to. ``home`` is the id of the machine that this process runs on."""
+
+    home: str
+    overheard: Overheard
+
+    def team(self, options: RayOptions, device: str) -> Team:
+        """How many workers there are to be, and what each takes. ``device``: ``cpu`` for none with a GPU.
+
+        Raises ``ClusterError`` if no machine has room for one.
+        """
+        machines: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        total = {
+            node["NodeID"]: (int(node["Resources"].get("GPU", 0)), int(node["Resources"].get("CPU", 0)))
+            for node in machines
+        }
+        if device != "cpu" and (any(gpus for gpus, _ in total.values()) or device != AUTO):
+            return _team_on_gpus(options, {node: gpus for node, (gpus, _) in total.items()})
+        return _team_on_cpus(options, {node: cpus for node, (_, cpus) in total.items()})
+
+    def look(self, team: Team, wanted: Wanted, samples: tuple[Sample, ...]) -> list[Sight]:
+        """What each machine that may get a worker has. Raises ``ClusterError`` for one that cannot say."""
+        asked = ray.remote(num_cpus=0, max_retries=1)(look)
+        folder = os.getcwd()
+        answers = [
+            asked.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                wanted, samples, folder
+            )
+            for node in team.nodes
+        ]
+        try:
+            return ray.get(answers, timeout=_LOOK_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise ClusterError(
+                f"a machine of the cluster did not answer within {_LOOK_S:g} s",
+                "look at `ray status` and at the load of its machines",
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise ClusterError(
+                f"a machine of the cluster cannot run vlfit: {_last_line(error)}",
+                "install the same vlfit in the Python that `ray start` runs in, on every machine",
+            ) from error
+
+
+def _team_on_gpus(options: RayOptions, gpus: dict[str, int]) -> Team:
+    each = options.gpus_per_worker
+    fitting = {node: count // each for node, count in gpus.items() if count >= each}
+    room = sum(fitting.values())
+    if not room:
+        raise ClusterError(
+            f"no machine of the cluster has {each} GPU{'s' if each > 1 else ''} (see `ray status`)",
+            "start Ray where the GPUs are; or --device cpu",
+        )
+    return Team(options.workers or room, room, each, 0, tuple(fitting))
+
+
+def _team_on_cpus(options: RayOptions, cpus: dict[str, int]) -> Team:
+    """One worker for each machine unless told otherwise, each with as many cores as leave room for all."""
+    able = {node: count for node, count in cpus.items() if count}
+    if not able:
+        raise ClusterError("no machine of the cluster offers a CPU or a GPU", "look at `ray status`")
+    size = options.workers or len(able)
+    each = max(able.values())
+    while each > 1 and sum(count // each for count in able.values()) < size:
+        each -= 1
+    fitting = {node: count // each for node, count in able.items() if count >= each}
+    return Team(size, sum(fitting.values()), 0, each, tuple(fitting))
+
+
+@contextlib.contextmanager
+def connected(options: RayOptions) -> Iterator[Cluster]:
+    """The cluster that ``options`` name, for as long as the block lasts. If this process is part of one
+    already it is that one, and stays so. Raises ``ClusterError``.
+    """
+    overheard = Overheard()
+    with contextlib.redirect_stdout(overheard):
+        ours = not ray.is_initialized()
+        if ours:
+            _start(options)
+        _be_quiet()
+        try:
+            yield Cluster(ray.get_runtime_context().get_node_id(), overheard)
+        finally:
+            if ours:
+                ray.shutdown()
+
+
+def _start(options: RayOptions) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault(
+        "RAY_BACKEND_LOG_LEVEL", "error"
+    )  # of what it says on our stderr; its files have all
+    endpoint = options.endpoint()
+    if endpoint is not None:
+        _knock(*endpoint)
+    try:
+        with _own_signals():
+            if options.address == LOCAL:
+                ray.init(
+                    "local",
+                    include_dashboard=False,
+                    object_store_memory=_LOCAL_STORE,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+            else:
+                ray.init(options.address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises many kinds, of its own and of the system
+        raise _in_words(error, options) from error
+
+
+def _knock(host: str, port: int) -> None:
+    """Ray waits a minute for a head that is not there, and then ends the process."""
+    try:
+        socket.create_connection((host, port), timeout=_KNOCK_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {host}:{port} ({error.strerror or error})", _NO_CLUSTER
+        ) from error
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself when it starts. It stays what it was."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _be_quiet() -> None:
+    """What Ray logs goes to its files alone: of what concerns a batch we tell in our own words."""
+    for name in ("ray", "ray.data"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                handler.setLevel(logging.CRITICAL + 1)
+
+
+def _in_words(error: Exception, options: RayOptions) -> ClusterError:
+    text = str(error)
+    if "ersion mismatch" in text:
+        return ClusterError(
+            f"the cluster has other versions: {' '.join(text.split())}",
+            "all machines need the same Python and Ray; "
+            f"here: Python {sys.version.split()[0]}, Ray {ray.__version__}",
+        )
+    if options.address == AUTO and isinstance(error, ConnectionError):
+        return ClusterError("there is no Ray cluster that this machine is part of", _NO_CLUSTER)
+    if "uthenticat" in text or "oken" in text:
+        return ClusterError(
+            f"the cluster does not let us in: {_last_line(error)}",
+            "set RAY_AUTH_MODE and RAY_AUTH_TOKEN (or ~/.ray/auth_token) as on the cluster's head",
+        )
+    what = (
+        "a Ray cluster cannot be started here" if options.address == LOCAL else "the cluster cannot be joined"
+    )
+    return ClusterError(f"{what}: {_last_line(error)}", "its logs are in /tmp/ray/session_latest/logs")
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

@@ -1,0 +1,176 @@
+"""The batch as Ray Data runs it: one task lists, as far ahead as there is room; actors do; what is done
+streams back to the process that writes.
+
+Knows Ray Data. A row of its datasets is a handful of items, because that is what should be lost, and done
+again, when a worker dies. Does not know what a handful holds.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow
+import ray
+from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask
+from ray.data.block import BlockMetadata
+
+from vlfit.errors import ClusterError, VlfitError
+from vlfit.tasks.batch.item import Item, Source
+from vlfit.tasks.batch.keys import hash_of
+from vlfit.tasks.batch.ray.cluster import Cluster, Team
+from vlfit.tasks.batch.ray.handful import Done, Duty, Handful, handfuls, packed, unpacked
+from vlfit.tasks.batch.ray.worker import Worker, go_to
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a dataset is gone through. ``size``: items of a handful. ``calls``: handfuls that a worker has at a
+    time. ``retries``: how often one is done again after its worker died. ``lost``: how many may stay undone
+    before the run is given up. ``send``: pictures go along.
+    """
+
+    size: int
+    calls: int
+    retries: int
+    lost: int
+    send: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Goes through ``source`` on a machine of the cluster. ``settled`` refers to the sorted hashes of keys
+    that there is nothing to do for; ``limit``: how many others there are at most.
+    """
+
+    source: Source
+    settled: "ray.ObjectRef[Any]"
+    way: Way
+    folder: str
+    limit: int | None = None
+
+    def blocks(self) -> Iterator[pyarrow.Table]:
+        """Rows, one at a time: Ray asks for the next one when there is room for it. An error is a row too, or
+        Ray would only write it into its log.
+        """
+        go_to(self.folder)
+        try:
+            last = yield from self._handfuls()
+        except VlfitError as error:
+            last = Handful(problem=error)
+        except Exception as error:
+            last = Handful(
+                problem=ClusterError(f"the pictures cannot be listed: {type(error).__name__}: {error}")
+            )
+        yield _row(last)
+
+    def _handfuls(self) -> Generator[pyarrow.Table, None, Handful]:
+        """All but the last, which is given back: it says what the source has to say at the end."""
+        waiting: Handful | None = None
+        for handful in handfuls(islice(self._items(), self.limit), self.way.size, send=self.way.send):
+            if waiting is not None:
+                yield _row(waiting)
+            waiting = handful
+        assert waiting is not None
+        assert waiting.end is not None
+        return replace(waiting, end=replace(waiting.end, notes=tuple(self.source.notes())))
+
+    def _items(self) -> Iterator[Item]:
+        settled = ray.get(self.settled)
+        for item in self.source:
+            number = hash_of(item.key)
+            place = np.searchsorted(settled, np.uint64(number))
+            if place == len(settled) or settled[place] != number:
+                yield item
+
+
+class _Datasource(Datasource):
+    """One read task, which goes through a listing."""
+
+    def __init__(self, listing: Listing) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._listing = listing
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
+        nothing_known = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+        return [ReadTask(self._listing.blocks, nothing_known)]
+
+
+def stream(cluster: Cluster, team: Team, duty: Duty, listing: Listing) -> Generator[Done, None, None]:
+    """What the workers of ``team`` have done with what ``listing`` gives, as it comes. Handfuls whose workers
+    died too often are missing. Raises ``ClusterError`` when too many are.
+
+    To be closed: the workers end with it.
+    """
+    way = listing.way
+    with _settings(way):
+        dataset = ray.data.read_datasource(
+            _Datasource(listing),
+            override_num_blocks=1,
+            num_cpus=0,
+            label_selector={"ray.io/node-id": cluster.home},  # where the source's names mean what was typed
+        ).map_batches(
+            Worker,
+            fn_constructor_args=(duty,),
+            batch_size=1,
+            batch_format="numpy",
+            compute=ActorPoolStrategy(
+                size=team.size,
+                max_tasks_in_flight_per_actor=way.calls + 1,  # one waits there, so that nobody waits for it
+                max_concurrent_calls_per_actor=way.calls,
+                enable_true_multi_threading=way.calls > 1,
+            ),
+            max_task_retries=way.retries,
+            **_resources(team),
+        )
+        rows = iter(dataset.iter_rows())
+        try:
+            for row in rows:
+                yield unpacked(row["done"])
+        except ray.exceptions.RayError as error:
+            raise _died(error, cluster) from error
+
+
+def _resources(team: Team) -> dict[str, int]:
+    """Of an actor. Ray gives it only the GPUs that are its own to see, and as many threads as it has CPUs."""
+    return {"num_gpus": team.gpus} if team.gpus else {"num_cpus": team.cpus}
+
+
+@contextmanager
+def _settings(way: Way) -> Iterator[None]:
+    """Ray Data's settings of this process, for as long as a dataset of ours is run."""
+    context = DataContext.get_current()
+    ours = {
+        "target_max_block_size": 1,  # a block for each row, so that a task has one handful
+        "max_errored_blocks": way.lost,
+        "enable_progress_bars": False,
+        "print_on_execution_start": False,
+    }
+    before = {name: getattr(context, name) for name in ours}
+    for name, value in ours.items():
+        setattr(context, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(context, name, value)
+
+
+def _row(handful: Handful) -> pyarrow.Table:
+    return pyarrow.table({"handful": pyarrow.array([packed(handful)], pyarrow.large_binary())})
+
+
+def _died(error: Exception, cluster: Cluster) -> ClusterError:
+    heard = cluster.overheard.last_words()
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = heard or (lines[-1][:300] if lines else type(error).__name__)
+    return ClusterError(
+        f"workers end again and again: {why}",
+        "what is done is in the output; Ray's logs are in /tmp/ray/session_latest/logs on each machine."
+        " Out of memory is the usual cause: try --concurrency 1, or fewer --workers",
+    )
