@@ -25,7 +25,13 @@ def checks_as_json(checks: list[Check]) -> dict[str, Any]:
 
 def diagnoses_as_json(examined: Examined) -> dict[str, Any]:
     """``{"diagnoses": [{"id", "cause", "evidence", "remedy", "command"}]}``; an empty command is null."""
-    return {"diagnoses": [{**asdict(one), "command": one.command or None} for one in examined.diagnoses]}
+    names = ("id", "cause", "evidence", "remedy")
+    return {
+        "diagnoses": [
+            {**{name: getattr(one, name) for name in names}, "command": one.command or None}
+            for one in examined.diagnoses
+        ]
+    }
 
 
 def diagnosis_lines(examined: Examined) -> list[tuple[str, str]]:

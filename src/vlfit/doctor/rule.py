@@ -6,7 +6,7 @@ Knows: the parts of a rule and of what it finds. Does not know any rule (``rules
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from vlfit.doctor.facts import Facts
@@ -78,13 +78,18 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What is wrong (with the numbers, and why), where the log says so, and what to do about it."""
+    """What is wrong (with the numbers, and why), where the log says so, and what to do about it.
+
+    ``values``: what the pattern's groups hold, as the log prints it, for a program that acts on it; and, of
+    memory that ran out, ``stage``: what was running then.
+    """
 
     id: str
     cause: str
     evidence: str
     remedy: str
     command: str
+    values: Mapping[str, str] = field(default_factory=dict)
 
 
 def judge(rule: Rule, case: Case) -> Diagnosis:
@@ -94,7 +99,8 @@ def judge(rule: Rule, case: Case) -> Diagnosis:
         values |= rule.compute(case)
     texts = (_filled(template, values) for template in (rule.cause, rule.remedy, rule.command))
     cause, remedy, command = texts
-    return Diagnosis(rule.id, cause, case.found.evidence, remedy, command)
+    read = {**case.found.groups, **({"stage": values["stage"]} if "stage" in values else {})}
+    return Diagnosis(rule.id, cause, case.found.evidence, remedy, command, read)
 
 
 def _filled(template: str, values: Values) -> str:

@@ -20,8 +20,12 @@ _CAP = {"size": {"longest_edge": PICTURE_CAP, "shortest_edge": 65536}}
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where in a program's life memory ran out: names of functions in the traceback, and what helps there."""
+    """Where in a program's life memory ran out: names of functions in the traceback, and what helps there.
 
+    ``name``: for a program that acts on it.
+    """
+
+    name: str
     functions: str
     when: str
     remedy: str
@@ -31,18 +35,21 @@ class Stage:
 # The first that stands in the traceback counts: a capture runs inside a warm-up, a picture in a trial run.
 VLLM_STAGES = (
     Stage(
+        "graphs",
         r"capture_model|cudagraph_utils|torch/cuda/graphs\.py",
         "while CUDA graphs were captured",
         "Do without graphs (slower), or capture few: --cudagraph-capture-sizes 1 2 4.",
         {"enforce_eager": True},
     ),
     Stage(
+        "sampler",
         r"_dummy_sampler_run|\bsampler\.py",
         "while the next tokens were chosen",
         "Allow fewer requests at once.",
         {"max_num_seqs": 4},
     ),
     Stage(
+        "pictures",
         r"embed_multimodal|get_multimodal_embeddings|_execute_mm_encoder|_process_image_input|_process_video_input"
         r"|embed_images|self\.visual\(",
         "while a picture was encoded",
@@ -51,17 +58,20 @@ VLLM_STAGES = (
         {"mm_processor_kwargs": _CAP, "limit_mm_per_prompt": {"image": 1, "video": 0}, "max_num_seqs": 4},
     ),
     Stage(
+        "weights",
         r"load_model|initialize_model|_initialize_model|create_weights|process_weights_after_loading",
         "while the weights were loaded",
         "The weights alone are too large. {smaller}",
     ),
     Stage(
+        "pass",
         r"profile_run|_dummy_run|determine_available_memory|determine_num_available_blocks",
         "during the trial run before the start",
         "Take fewer tokens and requests in one step.",
         {"max_num_batched_tokens": 1024, "max_num_seqs": 4},
     ),
     Stage(
+        "requests",
         r"execute_model|engine_step|run_busy_loop|worker_busy_loop|_merge_multimodal_embeddings",
         "while a request was answered",
         "Its growth beyond the budget found no room: leave more of the GPU free, cap the pictures, take "
@@ -111,7 +121,9 @@ def _out_of_memory(case: Case) -> Values:
     values = {"numbers": numbers}
     values |= {"alone": _alone(case)}
     is_vllm = _of_vllm(case)
-    when = next((stage.when for stage in VLLM_STAGES if re.search(stage.functions, before)), "")
+    at = next((stage for stage in VLLM_STAGES if re.search(stage.functions, before)), None)
+    when = at.when if at is not None else ""
+    values |= {"stage": at.name if at is not None else ""}
     most = case.facts.whole("max_model_len", _LONGEST)
     if is_vllm and (start := planned_start(case, min(most, _LONGEST))) is not None:
         return values | {"when": f" {when}" if when else "", "advice": start["advice"], "run": start["run"]}

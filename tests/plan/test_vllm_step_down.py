@@ -1,0 +1,281 @@
+"""The next plan after a failed start: it answers the cause, keeps wishes while it can, and stepping ends."""
+
+import random
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
+
+import pytest
+
+from vlfit.doctor.failure import read_failure
+from vlfit.machine.cards import card
+from vlfit.machine.model import Machine
+from vlfit.plan.ledger import VLLM, pool_tokens
+from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.subjects import subjects
+from vlfit.plan.vllm import step_down
+from vlfit.plan.vllm.in_ram import plan_in_ram
+from vlfit.plan.vllm.settings import OLDER_RUNNER
+from vlfit.plan.vllm.step_down import Failure, Step, next_plan
+from vlfit.plan.vllm.versions import PINNED
+from vlfit.units import GIB, MIB
+
+EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
+FOUR = replace(
+    card("RTX 4090"), gpus=tuple(replace(card("RTX 4090").gpus[0], index=index) for index in range(4))
+)
+
+
+def wished(**wishes: Any) -> Wishes:
+    return Wishes(**{"backend": VLLM, "vllm_version": "0.25.1", **wishes})
+
+
+def first(name: str = "2B", machine: Machine = EXAMPLE, **wishes: Any) -> Plan:
+    asked = wished(**wishes)
+    return plan(subjects(name, asked.weights or "fp8"), machine, asked)
+
+
+def stepped(failure: Failure, failed: Plan, own: tuple[str, ...] = (), **wishes: Any) -> Step:
+    found = next_plan(failure, [failed], EXAMPLE, wished(**wishes), own)
+    assert found is not None
+    return found
+
+
+# --- each cause ---------------------------------------------------------------------------------------------
+
+
+def test_a_context_that_the_pool_cannot_hold_is_cut_to_what_vllm_says() -> None:
+    """What the person fixed gives here, as nothing else helps: it is told apart."""
+    failed = first(context=8192, kv_tokens=2048)
+    assert pool_tokens(VLLM, failed.settings) == 2048
+    values = {"length": "8192", "needed": "0.88", "available": "0.22", "estimate": "1936"}
+    step = stepped(Failure("vllm.kv_too_small", values), failed, context=8192, kv_tokens=2048)
+    assert step.plan.settings.context == 1936
+    assert step.plan.settings.image_tokens <= 968
+    assert step.broken == ("--context 8192 -> 1936",)
+    assert "context 8192 -> 1936" in step.what_changed
+    assert "2048 tokens holds no more" in step.what_changed
+    assert "1936" in (step.plan.command or ())
+
+
+def test_without_vllms_own_count_the_log_s_numbers_or_the_pool_decide() -> None:
+    failed = first(context=8192, kv_tokens=2048)
+    counted = {"length": "8192", "needed": "0.88", "available": "0.22"}
+    assert stepped(Failure("vllm.kv_too_small", counted), failed).plan.settings.context == 1952
+    assert stepped(Failure("vllm.kv_too_small"), failed).plan.settings.context == 2048 - 128
+
+
+def test_where_less_is_free_as_much_less_is_planned() -> None:
+    failed = first("4B", context=4096)
+    free = {"free": "6.2", "total": "7.96"}
+    step = stepped(Failure("vllm.free_lt_util", free), failed, context=4096)
+    sizes = {line.line: line.bytes for line in step.plan.ledger}
+    inside = step.plan.total - sizes["desktop"] - sizes["reserve"] - 0.53 * GIB
+    assert inside <= 6.2 * GIB
+    # Nothing is lowered that need not be: each setting put back alone would be too much.
+    for name in ("context", "image_tokens", "sequences", "chunk", "graphs"):
+        now, before = getattr(step.plan.settings, name), getattr(failed.settings, name)
+        if now != before:
+            larger = replace(step.plan.settings, **{name: before})
+            lines = step_down.ledger(failed.model, failed.gpu, VLLM, larger)
+            held = sum(line.bytes for line in lines) - sizes["desktop"] - sizes["reserve"] - 0.53 * GIB
+            assert held > 6.2 * GIB, name
+
+
+@pytest.mark.parametrize(
+    ("failure", "field", "least"),
+    [
+        (Failure("cuda.graph_oom"), "graphs", False),
+        (Failure("torch.oom", stage="graphs"), "graphs", False),
+        (Failure("torch.oom", stage="pictures"), "chunk", 1024),
+        (Failure("torch.oom", stage="pass"), "chunk", 1024),
+        (Failure("torch.oom", stage="sampler"), "sequences", 2),
+        (Failure("torch.oom", stage="requests"), "image_tokens", 1280),
+        (Failure("vllm.sampler_oom", {"rows": "4"}), "sequences", 2),
+        (Failure("vllm.no_kv"), "chunk", 1024),
+    ],
+)
+def test_what_ran_out_of_memory_is_lowered_first(failure: Failure, field: str, least: object) -> None:
+    failed = first(context=8192, sequences=4)
+    large = replace(failed, settings=replace(failed.settings, chunk=2048, graphs=True, image_tokens=2560))
+    assert getattr(stepped(failure, large).plan.settings, field) == least
+
+
+def test_wishes_are_kept_while_anything_else_can_give() -> None:
+    failed = first(context=8192)
+    wishes = {"context": 8192, "sequences": failed.settings.sequences}
+    tried, broken = [failed], []
+    while (step := next_plan(Failure("torch.oom"), tried, EXAMPLE, wished(**wishes))) is not None:
+        tried.append(step.plan)
+        broken.append(step.broken)
+    first_broken = next(place for place, names in enumerate(broken) if names)
+    kept = tried[first_broken].settings  # graphs, passes and pictures went before
+    assert (kept.context, kept.sequences) == (8192, wishes["sequences"])
+    assert (kept.graphs, kept.chunk) == (False, 256)
+    smallest = step_down.ledger(failed.model, failed.gpu, VLLM, replace(kept, image_tokens=64))
+    assert sum(line.bytes for line in smallest) >= tried[first_broken].total - MIB
+    assert tried[-1].settings.sequences == 1
+
+
+def test_a_race_is_started_again_once() -> None:
+    failed = first()
+    step = stepped(Failure("vllm.profile_race"), failed)
+    assert step.plan.command == failed.command
+    assert next_plan(Failure("vllm.profile_race"), [failed, step.plan], EXAMPLE, wished()) is None
+
+
+def test_pinned_memory_and_then_the_older_runner() -> None:
+    failed = first()
+    assert failed.environment == {PINNED: "1"}
+    step = stepped(Failure("wsl.uva"), failed)
+    assert step.plan.environment == {OLDER_RUNNER: "0"}
+    assert next_plan(Failure("wsl.uva"), [failed, step.plan], EXAMPLE, wished()) is None
+    on_linux = first(machine=card("RTX 5060"))
+    assert stepped(Failure("wsl.uva"), on_linux).plan.environment[PINNED] == "1"
+
+
+def test_float16_once() -> None:
+    failed = first()
+    step = stepped(Failure("vllm.bf16"), failed)
+    assert ("--dtype", "float16") in {(flag.flag, flag.value) for flag in step.plan.flags}
+    assert next_plan(Failure("vllm.bf16"), [failed, step.plan], EXAMPLE, wished()) is None
+
+
+def test_a_flag_of_the_plan_is_left_out_and_one_of_the_person_never() -> None:
+    failed = first()
+    unknown = Failure("vllm.unknown_flag", {"flags": "--mm-processor-cache-gb 0"})
+    step = stepped(unknown, failed)
+    assert "--mm-processor-cache-gb" not in (step.plan.command or ())
+    assert "--mm-processor-cache-gb" in step.what_changed
+    assert next_plan(unknown, [failed], EXAMPLE, wished(), ["--mm-processor-cache-gb=0"]) is None
+    for flags in ("--their-own 3", "--mm-processor-cache-gb 0 --their-own", "--max-model-len 4096"):
+        failure = Failure("vllm.unknown_flag", {"flags": flags})
+        assert next_plan(failure, [failed], EXAMPLE, wished(), ["--their-own"]) is None
+
+
+def test_weights_that_do_not_fit_go_over_more_of_the_cards_of_copies() -> None:
+    failed = first("8B", machine=FOUR)
+    assert (failed.settings.vllm.tensor, failed.settings.vllm.data) == (1, 4)
+    step = next_plan(Failure("torch.oom", stage="weights"), [failed], FOUR, wished())
+    assert step is not None
+    assert (step.plan.settings.vllm.tensor, step.plan.settings.vllm.data) == (2, 2)
+    assert next_plan(Failure("torch.oom", stage="weights"), [first()], EXAMPLE, wished()) is None
+
+
+def test_where_ram_ran_out_there_are_fewer_processes() -> None:
+    failed = first("8B", machine=FOUR)
+    step = next_plan(Failure("kernel.oom_kill"), [failed], FOUR, wished())
+    assert step is not None
+    assert "--api-server-count" in (step.plan.command or ())
+    second = next_plan(Failure("kernel.oom_kill"), [failed, step.plan], FOUR, wished())
+    assert second is not None
+    assert second.plan.settings.vllm.data == 2
+    assert next_plan(Failure("kernel.oom_kill"), [first()], EXAMPLE, wished()) is None
+
+
+@pytest.mark.parametrize("name", ["", "vllm.wrapper", "port.in_use", "hub.gated", "vllm.quant_gpu"])
+def test_what_no_setting_helps_against(name: str) -> None:
+    assert next_plan(Failure(name), [first()], EXAMPLE, wished()) is None
+
+
+def test_a_machine_that_changed_is_what_is_planned_for() -> None:
+    fuller = card("RTX 5060", desktop=1200 * MIB, wsl2=True)
+    step = next_plan(Failure("torch.oom"), [first()], fuller, wished())
+    assert step is not None
+    assert step.plan.ledger[0].bytes == 1200 * MIB
+
+
+# --- all of them --------------------------------------------------------------------------------------------
+
+FAILURES = (
+    Failure("vllm.kv_too_small", {"length": "8192", "needed": "1.0", "available": "0.6", "estimate": "4000"}),
+    Failure("vllm.kv_too_small", {"length": "8192", "needed": "1.0", "available": "-1"}),
+    Failure("vllm.kv_too_small"),
+    Failure("vllm.kv_too_small_v0", {"length": "8192", "stored": "5000"}),
+    Failure("vllm.max_len_over_model", {"length": "8192", "most": "4096"}),
+    Failure("vllm.free_lt_util", {"free": "6.0", "total": "7.96", "share": "0.8", "wanted": "6.4"}),
+    Failure("vllm.free_lt_util", {"free": "nonsense", "total": ""}),
+    Failure("vllm.kv_negative", {"kv": "-0.4"}),
+    *(
+        Failure("torch.oom", stage=stage)
+        for stage in ("", "pictures", "pass", "graphs", "weights", "requests")
+    ),
+    *(
+        Failure(name)
+        for name in step_down._ANSWERS  # every cause that has an answer
+    ),
+    Failure("vllm.unknown_flag", {"flags": "--enforce-eager --mm-processor-kwargs {}"}),
+    Failure("vllm.bad_value", {"flag": "--limit-mm-per-prompt"}),
+)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_from_any_plan_with_any_failures_it_ends_and_never_repeats(seed: int) -> None:
+    chance = random.Random(seed)
+    machine, name, wishes = chance.choice(
+        [
+            (EXAMPLE, "4B", {}),
+            (EXAMPLE, "2B", {"context": 8192, "kv_tokens": 2048}),
+            (FOUR, "8B", {"sequences": 8}),
+            (card("RTX 3090"), "8B", {"image_tokens": 2560, "eager": True}),
+        ]
+    )
+    tried = [first(name, machine, **wishes)]
+    nothing = 0
+    while nothing < 60:
+        step = next_plan(chance.choice(FAILURES), tried, machine, wished(**wishes))
+        if step is None:
+            nothing += 1
+            continue
+        assert step.plan.settings not in [each.settings for each in tried]
+        assert step.what_changed
+        assert step.plan.command is not None
+        tried.append(step.plan)
+        assert len(tried) < 80
+    for failure in FAILURES:  # nothing is left
+        assert next_plan(failure, tried, machine, wished(**wishes)) is None or len(tried) < 80
+
+
+def test_it_works_on_plans_in_ram() -> None:
+    machine, wishes = EXAMPLE, wished(context=4096, kv_tokens=1024)
+    failed = plan_in_ram(subjects("mini"), machine, wishes)
+    assert "--gpu-memory-utilization" not in (failed.command or ())
+    assert "--enforce-eager" in (failed.command or ())
+    tiny = {"length": "4096", "needed": "0.01", "available": "0.0", "estimate": "896"}
+    step = next_plan(Failure("vllm.kv_too_small", tiny), [failed], machine, wishes)
+    assert step is not None
+    assert step.plan.settings.context == 896
+    assert step.plan.settings.vllm.in_ram
+    assert "--gpu-memory-utilization" not in (step.plan.command or ())
+
+
+# --- from a log ---------------------------------------------------------------------------------------------
+
+LOG = b"""(EngineCore pid=1) ERROR 11-22 10:00:00 [core.py:1] ValueError: To serve at least one request with \
+the model's max seq len (8192), (0.88 GiB KV cache is needed, which is larger than the available KV cache \
+memory (0.22 GiB). Based on the available memory, the estimated maximum model length is 1936. Try increasing
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}
+"""
+OUT_OF_MEMORY = b"""Traceback (most recent call last):
+  File "/venv/vllm/v1/worker/gpu_model_runner.py", line 1, in profile_run
+    self.model.embed_multimodal(**batched)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 25.00 MiB. GPU 0 has a total capacity of 7.9 GiB
+"""
+
+
+def test_the_doctor_hands_over_what_the_log_says() -> None:
+    failure, diagnosis = read_failure(BytesIO(LOG))
+    assert failure.id == "vllm.kv_too_small"
+    assert failure.number("estimate") == 1936
+    assert diagnosis is not None
+    assert diagnosis.id == failure.id
+
+
+def test_the_stage_of_a_traceback_goes_along() -> None:
+    failure, _ = read_failure(BytesIO(OUT_OF_MEMORY))
+    assert (failure.id, failure.stage) == ("torch.oom", "pictures")
+
+
+@pytest.mark.parametrize("log", [b"", b"all is well\n", LOG.splitlines()[-1], b"\xff\x00" * 1000])
+def test_a_log_without_a_cause_is_none(log: bytes) -> None:
+    assert read_failure(BytesIO(log))[0] == Failure("")
