@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, AnyStr, cast
@@ -139,8 +139,7 @@ def _entries(file: io.BufferedReader) -> Iterator[tuple[int, str | Unreadable]]:
     """Numbered from 1, without those that say nothing."""
     head = file.peek(_BLOCK)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):  # as PowerShell writes
-        wide = io.TextIOWrapper(file, encoding="utf-16", errors="replace")
-        pieces: Iterator[bytes] = (line.encode("utf-8", "surrogatepass") for line in _lines(wide.readline))
+        pieces = _wide_lines(file)
     elif b"\0" in head:
         pieces = _between_nuls(file)
     else:
@@ -153,6 +152,16 @@ def _entries(file: io.BufferedReader) -> Iterator[tuple[int, str | Unreadable]]:
         text = os.fsdecode(piece.removeprefix(b"\xef\xbb\xbf") if number == 1 else piece).strip()
         if text and not text.startswith("#"):
             yield number, text
+
+
+def _wide_lines(file: io.BufferedReader) -> Iterator[bytes]:
+    wide = io.TextIOWrapper(file, encoding="utf-16", errors="replace")
+    try:
+        for line in _lines(wide.readline):
+            yield line.encode("utf-8", "surrogatepass")
+    finally:
+        with suppress(ValueError):  # closed already
+            wide.detach()
 
 
 def _lines(readline: Callable[[int], AnyStr]) -> Iterator[AnyStr]:

@@ -1,4 +1,4 @@
-"""Pictures in tar shards, as WebDataset has them: files of one name belong together, ``7.jpg`` and ``7.json``.
+"""Pictures in tar shards as WebDataset has them: files of one name belong together, ``7.jpg`` and ``7.json``.
 
 Knows which members are pictures and which are words about them; the words go along as ``extra``. Headers are
 read in the order of the file, and pictures by their place in it, so that a job that goes on where it was

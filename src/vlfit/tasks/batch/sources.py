@@ -1,0 +1,328 @@
+"""From what a person typed to a source: folders, patterns, lists, pictures, tar shards and Parquet, together.
+
+Knows how each is told from the others, and how keys stay apart where several are given. What is wrong with
+the words is said here, before a model is loaded for them. Does not know how any of them is read.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from vlfit.errors import PictureNotFound, UsageError
+from vlfit.tasks.batch.folders import PICTURES, FolderSource, check_folder, split_pattern
+from vlfit.tasks.batch.item import Item, Source
+from vlfit.tasks.batch.list_files import ListSource, picture_named
+from vlfit.tasks.batch.names import extension_of, key_of
+from vlfit.tasks.batch.readers import Unreadable
+from vlfit.tasks.batch.tables import ParquetSource
+from vlfit.tasks.batch.tar_index import PACKED_HINT, packed_by
+from vlfit.tasks.batch.webdataset import WebDatasetSource
+
+LISTS = frozenset((".txt", ".lst", ".list", ".jsonl", ".ndjson"))
+TABLES = frozenset((".parquet", ".pq"))
+SHARDS = frozenset((".tar",))
+_PACKED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
+_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
+_MOST_BRACES = 100_000
+_KINDS = "a folder, a pattern, pictures, a list (.txt, .jsonl), tar shards or Parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """``column``: of Parquet files, the one with pictures; ``keep``: those that go along into the output.
+
+    ``allow_private``: URLs in lists and tables may lead into private networks. ``hidden``: pictures count
+    whose name, or whose folder's, begins with a dot.
+    """
+
+    column: str | None = None
+    keep: tuple[str, ...] = ()
+    allow_private: bool = False
+    hidden: bool = False
+
+
+_DEFAULTS = SourceOptions()
+
+
+def open_sources(typed: Sequence[str], options: SourceOptions = _DEFAULTS) -> Source:
+    """What ``typed`` means, as one source. Keys are as short as they can be: below the folder, if it is one.
+
+    With several folders, patterns or lists, what each is called stands before its keys (``2020/a.jpg``, and
+    for a second one of that name ``2020-2/a.jpg``). Raises ``PictureNotFound`` for what is not there,
+    ``UsageError`` for what is none of these.
+    """
+    sorted_out = _SortedOut(options)
+    for text in dict.fromkeys(typed):
+        sorted_out.add(text)
+    parts = sorted_out.parts()
+    if not parts:
+        raise UsageError("no pictures are named", f"Name {_KINDS}.")
+    return parts[0] if len(parts) == 1 else JoinedSource(tuple(parts))
+
+
+class NamedPictures:
+    """A ``Source`` of pictures that were named one by one, as a shell does with ``*.jpg``; keys as typed."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        # URLs may lead anywhere: they were typed by whoever runs it.
+        self._items = {
+            item.key: item for name in names if (item := picture_named(name, "", allow_private=True))
+        }
+
+    def __iter__(self) -> Iterator[Item]:
+        yield from self._items.values()
+
+    def count(self) -> int:
+        return len(self._items)
+
+    def notes(self) -> list[str]:
+        """None: nobody names a picture that is to be left out."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSource:
+    """Several as one, in the order of the parts. Their keys are kept apart by whoever joins them."""
+
+    parts: tuple[Source, ...]
+
+    def __iter__(self) -> Iterator[Item]:
+        for part in self.parts:
+            yield from part
+
+    def count(self) -> int | None:
+        counts = [part.count() for part in self.parts]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    def notes(self) -> list[str]:
+        return [note for part in self.parts for note in part.notes()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefixed:
+    """``source`` with a name before its keys."""
+
+    name: str
+    source: Source
+
+    def __iter__(self) -> Iterator[Item]:
+        for item in self.source:
+            yield replace(item, key=f"{self.name}/{item.key}")
+
+    def count(self) -> int | None:
+        return self.source.count()
+
+    def notes(self) -> list[str]:
+        return self.source.notes()
+
+
+@dataclass(slots=True)
+class _SortedOut:
+    """What was typed, by kind. Named files of a kind are one source, however many the shell made of them."""
+
+    options: SourceOptions
+    pictures: list[str] = field(default_factory=list)
+    shards: list[Path] = field(default_factory=list)
+    tables: list[Path] = field(default_factory=list)
+    # What has keys below itself, with the name that stands before them if there are several.
+    wholes: list[tuple[str, Source]] = field(default_factory=list)
+
+    def add(self, text: str) -> None:
+        if not text:
+            raise PictureNotFound("the name of a source is empty", f"Name {_KINDS}.")
+        if text == "-":
+            self.wholes.append(("stdin", ListSource("-", self.options.allow_private)))
+            return
+        if "://" in text[:16] or text[:5].lower() == "data:":
+            self._add_address(text)
+            return
+        path = os.path.expanduser(text)
+        if os.path.isdir(path):
+            self._add_folder(path)
+        elif os.path.lexists(path):
+            self._add_file(path)
+        elif _BRACES.search(text):
+            for name in _expanded(path):
+                self._add_listed(name, text)
+        elif set(text) & set("*?["):
+            self._add_pattern(path, text)
+        else:
+            raise PictureNotFound(f"{key_of(text)}: no such file or folder", f"You are in {Path.cwd()}.")
+
+    def parts(self) -> list[Source]:
+        bare: list[Source] = []
+        if self.pictures:
+            bare.append(NamedPictures(self.pictures))
+        if self.shards:
+            bare.append(WebDatasetSource(self.shards, _short_names(self.shards)))
+        if self.tables:
+            bare.append(self._tables(self.tables, _short_names(self.tables)))
+        if len(self.wholes) + len(bare) == 1:
+            return bare or [self.wholes[0][1]]
+        # A picture that was typed as 2020/a.jpg is not the one of a folder called 2020.
+        taken = {key_of(os.path.normpath(name)).split("/")[0] for name in self.pictures}
+        named: list[Source] = []
+        for name, source in self.wholes:
+            unique, number = name, 1
+            while unique in taken:
+                number += 1
+                unique = f"{name}-{number}"
+            taken.add(unique)
+            named.append(_Prefixed(unique, source))
+        return bare + named
+
+    def _add_address(self, url: str) -> None:
+        kind = extension_of(url.partition("?")[0].partition("#")[0])
+        if kind in TABLES | SHARDS | LISTS or url.lower().endswith(_PACKED):
+            raise UsageError(
+                f"{url[:120]}: of shards, tables and lists, files of this computer are read",
+                "Download it first, or mount it.",
+            )
+        self.pictures.append(url)
+
+    def _add_folder(self, folder: str) -> None:
+        check_folder(folder)
+        kinds = Counter(extension_of(entry.name) for entry in os.scandir(folder) if entry.name[0] not in "._")
+        name = key_of(os.path.basename(os.path.abspath(folder))) or "root"
+        source: Source
+        if any(kinds[kind] for kind in PICTURES) or not any(kinds[kind] for kind in SHARDS | TABLES):
+            source = FolderSource(folder, hidden=self.options.hidden)
+        elif any(kinds[kind] for kind in TABLES):
+            if any(kinds[kind] for kind in SHARDS):
+                raise UsageError(
+                    f"{key_of(folder)} holds tar shards and Parquet files",
+                    f"Say which: '{key_of(folder)}/*.tar' or '{key_of(folder)}/*.parquet'.",
+                )
+            source = self._below(folder, None, TABLES)
+        else:
+            source = self._below(folder, None, SHARDS)
+        self.wholes.append((name, source))
+
+    def _add_pattern(self, pattern: str, typed: str) -> None:
+        root, parts = split_pattern(pattern)
+        if pattern.lower().endswith(_PACKED):
+            raise _packed(typed)
+        kind = extension_of(parts[-1])
+        if os.path.isdir(root):
+            check_folder(root)
+        source: Source
+        if kind in LISTS:
+            for name in self._matching(root, parts, frozenset((kind,))):
+                self._add_file(os.path.join(root, name))
+            return
+        if kind in SHARDS | TABLES:
+            source = self._below(root, parts, frozenset((kind,)))
+        else:
+            # An extension that is typed out is meant, whatever it is.
+            meant = None if kind and not set(kind) & set("*?[]") else PICTURES
+            source = FolderSource(root, parts, meant, self.options.hidden)
+            if not os.path.isdir(root) or next(source.names(), None) is None:
+                raise PictureNotFound(f"{key_of(typed)} matches no picture", f"You are in {Path.cwd()}.")
+        self.wholes.append((key_of(os.path.basename(os.path.abspath(root))) or "root", source))
+
+    def _add_listed(self, name: str, typed: str) -> None:
+        if not os.path.lexists(name):
+            raise PictureNotFound(
+                f"{key_of(name)}: no such file, of those that {key_of(typed)} means",
+                "Name those that are there, or fetch the others first.",
+            )
+        self._add_file(name)
+
+    def _add_file(self, name: str) -> None:
+        kind, path = extension_of(name), Path(name)
+        if name.lower().endswith(_PACKED) or (kind in SHARDS and packed_by(path)):
+            raise _packed(name)
+        if kind in SHARDS:
+            self.shards.append(path)
+        elif kind in TABLES:
+            self.tables.append(path)
+        elif kind in LISTS:
+            self.wholes.append((key_of(path.stem), ListSource(name, self.options.allow_private)))
+        elif kind in PICTURES:
+            self.pictures.append(name)
+        elif kind in (".csv", ".tsv", ".json", ".zip"):
+            raise UsageError(
+                f"{key_of(name)}: {kind} files are not read",
+                'Make it a list: a path or URL in each line (.txt), or {"picture": ..., ...} (.jsonl).',
+            )
+        else:
+            raise UsageError(
+                f"{key_of(name)} is by its name no picture, list, shard or table",
+                f"Name {_KINDS}. To try it as a picture all the same: echo NAME | vlfit batch - ...",
+            )
+
+    def _below(self, root: str, parts: tuple[str, ...] | None, kinds: frozenset[str]) -> Source:
+        """The shards or tables in a folder, called as they lie below it."""
+        names = self._matching(root, parts, kinds)
+        paths = [Path(root) / name for name in names]
+        keys = [key_of(name) for name in names]
+        if kinds <= TABLES:
+            return self._tables(paths, keys)
+        if packed_by(paths[0]):
+            raise _packed(str(paths[0]))
+        return WebDatasetSource(paths, keys)
+
+    def _matching(self, root: str, parts: tuple[str, ...] | None, kinds: frozenset[str]) -> list[str]:
+        """Files below ``root``. Raises ``PictureNotFound`` for none, ``UsageError`` for folders unread."""
+        found = FolderSource(root, parts, kinds, self.options.hidden)
+        names = []
+        for name in found.names() if os.path.isdir(root) else ():
+            if isinstance(name, Unreadable):
+                raise UsageError(name.message, name.hint)
+            # Spark and others lay marks (_SUCCESS, _metadata) beside their files.
+            if not os.path.basename(name).startswith("_"):
+                names.append(name)
+        if not names:
+            what = " or ".join(sorted(kinds))
+            raise PictureNotFound(f"{key_of(root)}: no {what} there matches", f"You are in {Path.cwd()}.")
+        return names
+
+    def _tables(self, paths: list[Path], names: list[str]) -> Source:
+        return ParquetSource(
+            paths,
+            names,
+            column=self.options.column,
+            keep=self.options.keep,
+            allow_private=self.options.allow_private,
+        )
+
+
+def _short_names(paths: list[Path]) -> list[str]:
+    """File names, where no two are the same; else the paths as they were typed."""
+    short = [path.name for path in paths]
+    return [key_of(name) for name in (short if len(set(short)) == len(short) else map(str, paths))]
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """``shard-{000..123}.tar``, ``{train,val}.tar``, as in a shell. Raises ``UsageError`` for too many."""
+    names = [text]
+    while any(_BRACES.search(name) for name in names):
+        longer: list[str] = []
+        for name in names:
+            longer += _first_brace(name)
+            if len(longer) > _MOST_BRACES:
+                raise UsageError(f"{key_of(text)} means more than {_MOST_BRACES:,} files", "Name fewer.")
+        names = longer
+    yield from names
+
+
+def _first_brace(name: str) -> Iterator[str]:
+    found = _BRACES.search(name)
+    if found is None:
+        yield name
+        return
+    before, behind = name[: found.start()], name[found.end() :]
+    if found[3] is not None:
+        yield from (before + one + behind for one in found[3].split(","))
+        return
+    width = len(found[1]) if found[1].startswith("0") or len(found[1]) == len(found[2]) else 0
+    first, last = int(found[1][:18]), int(found[2][:18])
+    for number in range(first, min(last, first + _MOST_BRACES) + 1):
+        yield f"{before}{number:0{width}d}{behind}"
+
+
+def _packed(name: str) -> UsageError:
+    return UsageError(f"{key_of(name)} is packed", PACKED_HINT)

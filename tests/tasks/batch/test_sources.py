@@ -1,0 +1,171 @@
+"""What people type: lists of every form, pictures by name, and several sources at once."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tasks.batch.test_folders import fill
+from tests.tasks.website import PNG
+from vlfit.errors import PictureError, PictureNotFound, PrivateAddress, UsageError
+from vlfit.tasks.batch.item import Item
+from vlfit.tasks.batch.sources import SourceOptions, open_sources
+
+
+def found(*typed: str) -> dict[str, Item]:
+    items = list(open_sources(typed))
+    assert len({item.key for item in items}) == len(items)
+    return {item.key: item for item in items}
+
+
+def listed(tmp_path: Path, data: bytes, name: str = "list.txt") -> dict[str, Item]:
+    (tmp_path / name).write_bytes(data)
+    return found(str(tmp_path / name))
+
+
+def test_a_list_with_all_that_lists_have(tmp_path: Path) -> None:
+    fill(tmp_path, "a.jpg", "sub/b.jpg", "#1.jpg")
+    lines = b"\xef\xbb\xbfa.jpg\r\n\n# a remark\n  sub/../sub/b.jpg \n./#1.jpg\na.jpg\nmissing.jpg\n"
+    lines += b"https://me:secret@example.org/x.jpg?size=2#top\ncaf\xe9.jpg\nftp://example.org/x.jpg\n"
+    items = listed(tmp_path, lines)
+    assert list(items) == [
+        *("a.jpg", "sub/b.jpg", "#1.jpg", "missing.jpg", "https://example.org/x.jpg?size=2"),
+        *(r"caf\xe9.jpg", "ftp://example.org/x.jpg"),
+    ]
+    assert items["sub/b.jpg"].read() == PNG
+    assert items["a.jpg"].path == tmp_path / "a.jpg"
+    assert items["https://example.org/x.jpg?size=2"].path is None
+    with pytest.raises(PictureNotFound, match=r"missing\.jpg: no such file"):
+        items["missing.jpg"].read()
+    with pytest.raises(PictureNotFound, match="of URLs, http:, https: and data: are read"):
+        items["ftp://example.org/x.jpg"].read()
+    source = open_sources([str(tmp_path / "list.txt")])
+    assert source.count() == 7
+    assert source.notes() == [f"{tmp_path}/list.txt: 1 line names a picture that an earlier line names"]
+
+
+def test_lists_of_windows_and_of_find(tmp_path: Path) -> None:
+    assert list(listed(tmp_path, "a.jpg\r\nü.jpg\r\n".encode("utf-16"))) == ["a.jpg", "ü.jpg"]
+    assert list(listed(tmp_path, b"a.jpg\0with\nbreak.jpg\0caf\xe9.jpg\0")) == [
+        "a.jpg",
+        "with\nbreak.jpg",
+        r"caf\xe9.jpg",
+    ]
+    assert listed(tmp_path, b"") == {}
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    fill(tmp_path, "a.jpg")
+    rows = [
+        {"picture": "a.jpg", "question": "why?", "score": float("nan")},
+        {"image": "a.jpg", "question": "who?"},
+        {"id": 7, "url": "https://example.org/7?signature=secret"},
+        {"key": "own", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
+        {"file_name": 3},
+        [],
+    ]
+    text = "\n".join([*map(json.dumps, rows[:-1]), "{broken", '{"image": "a.jpg"}'])
+    items = listed(tmp_path, text.encode(), "rows.jsonl")
+    assert list(items) == ["a.jpg", "a.jpg#line 2", "7", "own", "line 5", "line 6"]
+    assert items["a.jpg"].extra == {"question": "why?", "score": "NaN"}
+    assert items["a.jpg#line 2"].extra == {"question": "who?"}
+    assert items["7"].extra == {}
+    assert items["own"].read().startswith(b"\x89PNG")
+    for key, what in (("line 5", "names no picture"), ("line 6", "is no JSON")):
+        with pytest.raises(PictureError, match=what):
+            items[key].read()
+
+
+def test_lists_on_standard_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fill(tmp_path, "a.jpg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"a.jpg\n"))))
+    source = open_sources(["-"])
+    assert source.count() is None
+    assert [(item.key, item.read()) for item in source] == [("a.jpg", PNG)]
+    with pytest.raises(UsageError, match="read once only"):
+        list(source)
+
+
+def test_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlfit.tasks.batch.list_files._LONGEST_LINE", 1000)
+    items = listed(tmp_path, b"a.jpg\n" + b"x" * 3000 + b"\nb.jpg\n")
+    assert list(items) == ["a.jpg", "line 2"]
+    with pytest.raises(PictureError, match="nothing after it was read"):
+        items["line 2"].read()
+
+
+def test_a_list_does_not_lead_into_private_networks(site: str, tmp_path: Path) -> None:
+    url = f"{site}/picture.png"
+    (tmp_path / "list.txt").write_text(url)
+    [item] = open_sources([str(tmp_path / "list.txt")])
+    with pytest.raises(PrivateAddress) as caught:
+        item.read()
+    assert "--allow-private-urls" in caught.value.hint
+    [item] = open_sources([str(tmp_path / "list.txt")], SourceOptions(allow_private=True))
+    assert item.read() == PNG
+    [item] = open_sources([url])  # typed by whoever runs it
+    assert item.read() == PNG
+
+
+def test_pictures_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, "a.jpg", "b[1].png", "sub/a.jpg")
+    monkeypatch.chdir(tmp_path)
+    items = found("a.jpg", "./a.jpg", "b[1].png", "sub//a.jpg", str(tmp_path / "a.jpg"))
+    assert list(items) == ["a.jpg", "b[1].png", "sub/a.jpg", str(tmp_path / "a.jpg")]
+    assert items["b[1].png"].read() == PNG
+
+
+def test_several_sources_keep_their_keys_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, "x/2020/a.jpg", "y/2020/a.jpg", "z/2020/a.jpg", "2020/a.jpg")
+    (tmp_path / "wanted.txt").write_text("x/2020/a.jpg\n")
+    monkeypatch.chdir(tmp_path)
+    items = found("x/2020", "y/2020/*.jpg", "wanted.txt", "2020/a.jpg", "x/2020")
+    assert {key: str(item.path) for key, item in items.items()} == {
+        "2020/a.jpg": "2020/a.jpg",
+        "2020-2/a.jpg": "x/2020/a.jpg",
+        "2020-3/a.jpg": "y/2020/a.jpg",
+        "wanted/x/2020/a.jpg": "x/2020/a.jpg",
+    }
+    assert open_sources(["x/2020", "y/2020"]).count() == 2
+    assert list(found(f"{tmp_path}/x/2020/")) == ["a.jpg"]
+
+
+def test_patterns_mean_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, "p/a.jpg", "p/b.dat", "p/c.txt")
+    (tmp_path / "p" / "c.txt").write_text("a.jpg\n")
+    monkeypatch.chdir(tmp_path)
+    assert list(found("p/*")) == ["a.jpg"]
+    assert list(found("p/*.dat")) == ["b.dat"]  # an extension that was typed is meant
+    assert list(found("p/*.txt")) == ["a.jpg"]  # a list
+    with pytest.raises(PictureNotFound, match=r"p/\*\.png matches no picture"):
+        found("p/*.png")
+
+
+@pytest.mark.parametrize(
+    ("typed", "error", "words"),
+    [
+        ("nothing", PictureNotFound, "nothing: no such file or folder"),
+        (None, UsageError, "no pictures are named"),
+        ("", PictureNotFound, "the name of a source is empty"),
+        ("x.csv", UsageError, r"\.csv files are not read"),
+        ("x.tar.gz", UsageError, r"x\.tar\.gz is packed"),
+        ("packed.tar", UsageError, r"packed\.tar is packed"),
+        ("movie.mp4", UsageError, "is by its name no picture, list, shard or table"),
+        ("https://example.org/x.tar", UsageError, "files of this computer are read"),
+        ("{a,b}.tar", PictureNotFound, r"a\.tar: no such file, of those that \{a,b\}\.tar means"),
+        ("s-{0..99999999}.tar", UsageError, "means more than 100,000 files"),
+        ("mixed", UsageError, "holds tar shards and Parquet files"),
+    ],
+)
+def test_words_that_mean_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str | None, error: type[Exception], words: str
+) -> None:
+    for name in ("x.csv", "x.tar.gz", "movie.mp4", "mixed/a.tar", "mixed/b.parquet"):
+        fill(tmp_path, name)
+    (tmp_path / "packed.tar").write_bytes(b"\x1f\x8b\x08\x00 and so on")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=words):
+        open_sources([] if typed is None else [typed])
