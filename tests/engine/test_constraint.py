@@ -86,20 +86,24 @@ def test_what_is_checked_and_what_is_masked_agree(mini: NativeBackend, constrain
     for token_id in tokenizer.encode('{"colour": "red", "sure": true, "few": [1]}').ids:
         allowed = constraint.allowed(4096 + 8)
         assert not allowed[4096:].any(), "rows that stand for no token"
-        # Where only one text may follow, the mask has its usual tokens alone; others that spell it are sound.
-        assert all(constraint.allows(each) for each in np.flatnonzero(allowed).tolist())
+        assert [constraint.allows(each) for each in range(4096 + 8)] == allowed.tolist()
+        # Where only one text may follow, its usual tokens alone are allowed; others that spell it are sound.
+        assert all(follows(constraint, each) for each in np.flatnonzero(allowed).tolist())
         if allowed.sum() > 1:
-            assert [constraint.allows(each) for each in range(4096)] == allowed[:4096].tolist()
+            assert [follows(constraint, each) for each in range(4096)] == allowed[:4096].tolist()
         assert allowed[token_id]
         constraint.take(token_id)
     end = set(mini.engine.generation.eos_token_ids)
     assert set(np.flatnonzero(constraint.allowed(4096)).tolist()) == end, "whole: only its end may follow"
 
 
+def follows(constraint: Constraint, token_id: int) -> bool:
+    """What llguidance says of a token alone."""
+    return constraint._matcher.validate_tokens([constraint._plain(token_id)]) == 1
+
+
 class Only:
     """Allows some tokens."""
-
-    agreed = False
 
     def __init__(self, *token_ids: int) -> None:
         self.token_ids = token_ids
@@ -132,7 +136,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_what_is_allowed_keeps_its_share(top_k: int) -> None:
-    """What is drawn again is drawn among the allowed: of those each has its share."""
+    """What is drawn is drawn among the allowed: of those each has its share."""
     row = torch.tensor([1.0, 2.0, 1.5, -20.0])
     sampling = SamplingParams(temperature=1.0, top_k=top_k)
     tokens = [each.token_id for each in drawn(row, sampling, Only(0, 2), 4000)]

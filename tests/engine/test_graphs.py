@@ -3,6 +3,7 @@ GPU; on a CPU what would be recorded is run.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vlfit.engine.sampling import SamplingParams
 from vlfit.engine.scheduler import Work
 from vlfit.engine.scores import Scores
 from vlfit.engine.sequence import PricedPrompt, Sequence
+from vlfit.errors import InvalidRequest
 
 __all__ = ["device"]  # a fixture
 SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"], CONVERSATIONS["text"]]
@@ -45,13 +47,18 @@ class Rerun:
 
     replays = 0
 
-    def __init__(self, step: Callable[[], Scores], pool: object, device: object) -> None:
-        self.scores = step()
-        self._step = step
+    def __init__(
+        self, compute: Callable[[], Tensor], choose: Callable[[Tensor], Scores], pool: object, device: object
+    ) -> None:
+        self.scores = choose(compute())
+        self._compute, self._choose = compute, choose
 
-    def replay(self) -> None:
+    def compute(self) -> None:
         Rerun.replays += 1
-        self.scores = self._step()
+        self._logits = self._compute()
+
+    def choose(self) -> None:
+        self.scores = self._choose(self._logits)
 
 
 VOCABULARY = 97
@@ -89,7 +96,24 @@ def expected(sequence: Sequence, token: int | None = None, further: int = 0) -> 
     newest = sequence.generated[-1] if token is None else token
     chosen = told(newest, sequence.position + further, slot)
     draw = Draw(sequence.sampling, [], [], sequence.seed, sequence.position + further + 1)
+    draw = replace(draw, constraint=sequence.constraint)
     return sample(torch.eye(VOCABULARY)[[chosen]], [chosen], None, [draw], str)[0].token_id
+
+
+class Odd:
+    """A form that allows odd tokens, and says how often it was asked. It follows nothing."""
+
+    asked = 0
+
+    def bits(self) -> Any:
+        self.asked += 1
+        return np.packbits(np.arange(96) % 2 == 1, bitorder="little").view(np.uint32)
+
+    def allows(self, token_id: int) -> bool:
+        return token_id % 2 == 1
+
+    def allowed(self, vocabulary: int) -> Any:
+        return (np.arange(vocabulary) % 2 == 1) & (np.arange(vocabulary) < 96)
 
 
 @pytest.fixture
@@ -98,7 +122,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> DecodeGraphs
     monkeypatch.setattr(graphs, "Graph", Rerun)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(Rerun, "replays", 0)
-    return DecodeGraphs(step, CACHE, 16, 4, 8)
+    return DecodeGraphs(step, CACHE, VOCABULARY, 16, 4, 8)
 
 
 def say(steps: DecodeGraphs, sequences: list[Sequence]) -> int:
@@ -133,6 +157,35 @@ class TestAhead:
         assert [say(steps, [drawing, greedy]) for _ in range(2)] == [2, 1]
         assert [say(steps, [drawing]) for _ in range(2)] == [2, 1]
         assert [say(steps, [greedy]) for _ in range(2)] == [2, 1]
+
+    @pytest.mark.parametrize("wishes", [{}, {"temperature": 1.0, "top_k": 20}], ids=["greedy", "drawn"])
+    def test_what_a_form_allows_is_asked_for_while_the_next_step_is_computed(
+        self, steps: DecodeGraphs, wishes: dict[str, Any]
+    ) -> None:
+        """Once for each token; another beside it has no form, and later comes alone."""
+        formed, free = decoding([3, 7, 1], 2, **wishes), decoding([5, 0, 2], 3)
+        formed.constraint = odd = Odd()  # type: ignore[assignment]
+        for number in range(4):
+            assert say(steps, [formed, free]) == (2 if number == 0 else 1)
+            assert steps.is_ahead([formed, free])
+            assert odd.asked == number + 1
+        assert all(token % 2 for token in formed.generated[1:])
+        assert [say(steps, [free]) for _ in range(2)] == [2, 1]
+        assert odd.asked == 4
+
+    def test_a_form_without_a_way_on_fails_before_anything_is_chosen(self, steps: DecodeGraphs) -> None:
+        formed = decoding([3, 7, 1], 2)
+        formed.constraint = Odd()  # type: ignore[assignment]
+        assert say(steps, [formed]) == 2
+
+        def fail() -> None:
+            raise InvalidRequest("no way on")
+
+        formed.constraint.bits = fail  # type: ignore[union-attr, method-assign]
+        with pytest.raises(InvalidRequest):
+            steps.run([formed])
+        formed.constraint = None
+        assert say(steps, [formed]) == 2
 
     def test_a_new_block_or_another_token_is_computed_anew(self, steps: DecodeGraphs) -> None:
         one = decoding([3, 7, 1], 2)

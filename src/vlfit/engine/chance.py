@@ -1,9 +1,8 @@
 """Chance by number: the seed of a request and the position of a token say at what point it is drawn.
 
-So a token does not depend on who else is in the batch, on what was drawn before, or on whether it is drawn
-for the second time; and a GPU can draw the next one without being told anything. Knows Philox 4x32 with 10
-rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), as Triton has it. Does not draw
-(``sampler.py``, ``kernels/draw.py``).
+So a token does not depend on who else is in the batch or on what was drawn before; and a GPU can draw the
+next one without being told anything. Knows Philox 4x32 with 10 rounds (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", 2011), as Triton has it. Does not draw (``sampler.py``, ``kernels/draw.py``).
 """
 
 _WORD = 0xFFFFFFFF
@@ -13,12 +12,12 @@ _ROUNDS = 10
 BITS = 24  # of a point: as many as float32 holds exactly
 
 
-def point(seed: int, position: int, turn: int = 0) -> float:
-    """A number from 0 to below 1 in steps of 2^-24, evenly distributed over seeds, positions and turns.
+def point(seed: int, position: int) -> float:
+    """A number from 0 to below 1 in steps of 2^-24, evenly distributed over seeds and positions.
 
-    ``seed``: 64 bits of it count. ``position``: 32 bits. ``turn``: how many were asked for there before.
+    ``seed``: 64 bits of it count. ``position``: 32 bits.
     """
-    first, second, third, fourth = position & _WORD, turn, 0, 0
+    first, second, third, fourth = position & _WORD, 0, 0, 0
     low, high = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
         one, other = _MULTIPLIERS[0] * first, _MULTIPLIERS[1] * third

@@ -3,9 +3,9 @@
 Knows: llguidance, which follows a JSON schema or a grammar in its dialect of Lark, and how this vocabulary
 spells. Does not know: logits, or who wants which form.
 
-The model is asked first. Its own choice is checked, which takes a few microseconds, and only where the form
-does not allow it is a mask computed: 4 to 19 microseconds for a vocabulary of 151,644 tokens, 0.3 ms at most
-(``benchmarks/constraint.py``), while a step of decoding takes a millisecond and more.
+What may come next is a bit for each token, found in 4 to 19 microseconds for a vocabulary of 151,644 tokens,
+0.3 ms at most (``benchmarks/constraint.py``). A step of decoding takes a millisecond and more, and the bits
+are wanted at its end only: they are found while a GPU computes (``graphs.py``).
 """
 
 from collections.abc import Iterable
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
+Bits = np.ndarray[tuple[int], np.dtype[np.uint32]]
+
+BITS = 32  # tokens of a word
 
 LONGEST_FORM = 256 * 1024  # characters of a schema or grammar
 LONGEST_READING = 5.0  # seconds: the slowest form within ``form_bounds.py`` takes less than one
@@ -45,11 +48,7 @@ SPACING: "JsonCompileOptions" = {
 
 
 class Constraint:
-    """How far one answer has come in its form. Belongs to one sequence, once it runs.
-
-    ``agreed``: whether the token that was asked about last was allowed, so that it pays to go ahead of the
-    next answer.
-    """
+    """How far one answer has come in its form. Belongs to one sequence, once it runs."""
 
     def __init__(
         self, matcher: "LLMatcher", eos_token_ids: tuple[int, ...], place: str | None = None
@@ -57,32 +56,47 @@ class Constraint:
         self._matcher = matcher
         self._eos = eos_token_ids
         self._place = place
-        self.agreed = False
+        self._bits: Bits | None = None
 
-    def allows(self, token_id: int) -> bool:
-        """Whether ``token_id`` may come next. Changes nothing of the form."""
-        self.agreed = self._matcher.validate_tokens([self._plain(token_id)]) == 1
-        return self.agreed
+    def bits(self) -> Bits:
+        """Which tokens may come next: token ``t`` is bit ``t % 32`` of word ``t // 32``, the lowest first.
+        Those behind the last word may not.
 
-    def allowed(self, vocabulary: int) -> Allowed:
-        """[vocabulary]: which tokens may come next. Raises ``InvalidRequest`` where the form has no way
-        on, or too many to be followed: which some show only here.
+        Where only one text may follow, its usual tokens alone. Raises ``InvalidRequest`` where the form has
+        no way on, or too many to be followed: which some show only here.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed: Allowed = np.zeros(vocabulary, dtype=np.bool_)
-        found = np.unpackbits(bits, bitorder="little")[:vocabulary]
-        allowed[: len(found)] = found
-        allowed[list(self._eos)] = allowed[self._eos[0]]
-        if self._matcher.is_error() or not allowed.any():
+        bits = self._found()
+        if self._matcher.is_error() or not bits.any():
             raise InvalidRequest(
                 f"the form that was asked for cannot be followed any further: {_words(self._matcher)}",
                 "ask for a simpler form",
                 param=self._place,
             )
+        return bits
+
+    def allows(self, token_id: int) -> bool:
+        """Whether ``token_id`` may come next."""
+        return _is_set(self._found(), token_id)
+
+    def allowed(self, vocabulary: int) -> Allowed:
+        """[vocabulary]: ``bits`` as a value each."""
+        allowed: Allowed = np.zeros(vocabulary, dtype=np.bool_)
+        found = np.unpackbits(self.bits().view(np.uint8), bitorder="little")[:vocabulary]
+        allowed[: len(found)] = found
         return allowed
+
+    def _found(self) -> Bits:
+        if self._bits is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32).copy()
+            if _is_set(bits, self._eos[0]):
+                for token_id in self._eos:
+                    bits[token_id // BITS] |= np.uint32(1 << token_id % BITS)
+            self._bits = bits
+        return self._bits
 
     def take(self, token_id: int) -> None:
         """``token_id`` has come; one that ends the answer too."""
+        self._bits = None
         self._matcher.consume_token(self._plain(token_id))
 
     def _plain(self, token_id: int) -> int:
@@ -185,6 +199,10 @@ class Constraints:
             if self._words is None:
                 self._words = vocabulary_of(self._tokenizer, self._eos[0])
             return self._words
+
+
+def _is_set(bits: Bits, token_id: int) -> bool:
+    return token_id < BITS * len(bits) and bool(bits[token_id // BITS] >> np.uint32(token_id % BITS) & 1)
 
 
 def vocabulary_of(tokenizer: Tokenizer, eos_token_id: int) -> "LLTokenizer":

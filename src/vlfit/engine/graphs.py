@@ -3,8 +3,12 @@
 A step of one token is hundreds of small kernels, and launching them one by one takes longer than they take.
 So the step is recorded once for each of a few numbers of sequences, over tensors that stay where they are,
 and replayed from then on; rows of a graph that no sequence needs leave nothing behind. A step ends with the
-inputs of the next, so that it may be launched before the host has read a token. Knows: what a step reads, and
-where it is recorded. Does not know who runs (``scheduler.py``) or what a step is (``runner.py``).
+inputs of the next, so that it may be launched before the host has read a token. It is two recordings: what
+comes next is computed, then chosen. Where answers keep to a form only the first is launched ahead, and while
+it runs the host reads the token before and finds what the form allows next.
+
+Knows: what a step reads, and where it is recorded. Does not know who runs (``scheduler.py``) or what a step
+is (``runner.py``).
 """
 
 from collections.abc import Callable
@@ -17,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlfit.engine.form_rows import FormRows, keeps_to_form
 from vlfit.engine.kernels.attention import BlockPlan
-from vlfit.engine.kernels.draw import FIELDS, words_of
+from vlfit.engine.kernels.draw import FIELDS, FORMED, words_of
 from vlfit.engine.kernels.ends import next_inputs
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.scores import Scores, scores_of
@@ -45,12 +50,12 @@ def sizes_for(sequences: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A step that was launched before the tokens it begins with were read: its ``scores``, and the ``tokens``
-    [n] that it took for the newest. Its sequences held ``blocks`` then, a list of each sequence's own, and
-    had ``cached`` tokens before those. None of them is kept alive.
+    """A step that was launched before the tokens it begins with were read: its ``scores``, None where nothing
+    is chosen yet, and the ``tokens`` [n] that it took for the newest. Its sequences held ``blocks`` then, a
+    list of each sequence's own, and had ``cached`` tokens before those. None of them is kept alive.
     """
 
-    scores: Scores
+    scores: Scores | None
     tokens: Tensor
     blocks: tuple[list[int], ...]
     cached: tuple[int, ...]
@@ -68,7 +73,9 @@ class Ahead:
 class DecodeGraphs:
     """``step`` for up to ``sequences`` sequences of up to ``context`` tokens in ``cache``."""
 
-    def __init__(self, step: Step, cache: KVCache, context: int, sequences: int, guess_rows: int = 0) -> None:
+    def __init__(
+        self, step: Step, cache: KVCache, vocabulary: int, context: int, sequences: int, guess_rows: int = 0
+    ) -> None:
         """``guess_rows``: rows of passes with guesses; 0: there are none."""
         from vlfit.engine.guess_rows import GuessInputs
 
@@ -84,6 +91,7 @@ class DecodeGraphs:
         self._recorded_at = (0, 0)
         self._ahead: Ahead | None = None
         self._told = Told(max(sequences, guess_rows), cache.keys.device)
+        self._forms = FormRows(max(sequences, guess_rows), vocabulary, cache.keys.device)
         self.nbytes = 0  # what torch took for what is recorded
         self.recordings = 0  # how often a step was recorded
         self._pool: _POOL_HANDLE | None = None
@@ -98,9 +106,9 @@ class DecodeGraphs:
         """Forget what was recorded, because tensors move or their memory is wanted; it is recorded anew when
         it is needed.
         """
-        if self._ahead is not None:
-            self._ahead.scores.read()  # it runs, or has
-            self._ahead = None
+        if self._ahead is not None and self._cache.keys.device.type == "cuda":
+            torch.cuda.synchronize(self._cache.keys.device)  # it runs, or has
+        self._ahead = None
         self._recorded.clear()
         self._pool = None
         self.nbytes = 0
@@ -110,17 +118,21 @@ class DecodeGraphs:
 
         What ``run_ahead`` has launched for them is not computed again. For others it was in vain: what it
         wrote into the cache lies behind all that is known there, and is written anew before it is read.
+
+        Raises ``InvalidRequest`` where an answer's form has no way on.
         """
         if self._place() != self._recorded_at:
             self.release()  # the cache was made anew
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.fits(sequences):
-            return ahead.scores
         inputs = self._inputs_for(sequences)
-        graph = self._graph(inputs)
-        inputs.fill(sequences)
-        graph.replay()
-        return self._told.by(graph, len(sequences))
+        if ahead is None or not ahead.fits(sequences):
+            graph = self._graph(inputs)
+            inputs.fill(sequences)
+            graph.compute()
+        elif ahead.scores is not None:
+            return ahead.scores
+        self._forms.fill(sequences)
+        return self._chosen(inputs, len(sequences))
 
     def run_guesses(self, batch: Many["Work"]) -> Scores:
         """What comes behind the newest token of each of ``batch``, and behind each of its guesses, a row each
@@ -133,8 +145,8 @@ class DecodeGraphs:
         self._ahead = None
         graph = self._graph(self._guesses)
         rows = self._guesses.fill_guessed(batch)
-        graph.replay()
-        return self._told.by(graph, rows)
+        graph.compute()
+        return self._chosen(self._guesses, rows)
 
     def is_ahead(self, sequences: Many[Sequence]) -> bool:
         """Whether ``run_ahead`` has launched what ``run`` would be asked for with ``sequences``."""
@@ -142,7 +154,8 @@ class DecodeGraphs:
 
     def run_ahead(self, sequences: Many[Sequence]) -> None:
         """Launch the step after the one that ``run`` has just launched for ``sequences``, each of which goes
-        on with the token that the device has chosen, and knows already.
+        on with the token that the device has chosen, and knows already; where one keeps to a form, up to what
+        is chosen.
 
         Nothing is launched where somebody's next token has no block yet.
         """
@@ -150,14 +163,20 @@ class DecodeGraphs:
         if not inputs.reach(sequences, 1):
             return
         tokens = self._told.latest[0, : len(sequences)]
-        graph = self._recorded[inputs]
-        graph.replay()
+        self._recorded[inputs].compute()
+        formed = any(keeps_to_form(sequence) for sequence in sequences)
         self._ahead = Ahead(
-            self._told.by(graph, len(sequences)),
+            None if formed else self._chosen(inputs, len(sequences)),
             tokens,
             tuple(sequence.blocks for sequence in sequences),
             tuple(sequence.cached + 1 for sequence in sequences),
         )
+
+    def _chosen(self, inputs: "StepInputs", rows: int) -> Scores:
+        """What comes next, of what was computed last."""
+        graph = self._recorded[inputs]
+        graph.choose()
+        return self._told.by(graph, rows)
 
     def _inputs_for(self, sequences: Many[Sequence]) -> "StepInputs":
         return next(inputs for inputs in self._inputs if inputs.size >= len(sequences))
@@ -169,7 +188,9 @@ class DecodeGraphs:
                 self._pool = torch.cuda.graph_pool_handle()
             self._recorded_at = self._place()
             inputs.fill([])
-            graph = Graph(partial(self._run, inputs), self._pool, self._cache.keys.device)
+            compute = partial(self._step, inputs.token_ids, inputs.positions, inputs.plan)
+            choose = partial(self._choose, inputs)
+            graph = Graph(compute, choose, self._pool, self._cache.keys.device)
             self._recorded[inputs] = graph
             self.recordings += 1
             self.nbytes = bytes_of(self._pool)
@@ -178,9 +199,8 @@ class DecodeGraphs:
     def _place(self) -> tuple[int, int]:
         return self._cache.keys.data_ptr(), self._cache.values.data_ptr()
 
-    def _run(self, inputs: "StepInputs") -> Scores:
-        logits = self._step(inputs.token_ids, inputs.positions, inputs.plan)
-        scores = scores_of(logits, inputs.asked, inputs.positions[0])
+    def _choose(self, inputs: "StepInputs", logits: Tensor) -> Scores:
+        scores = scores_of(logits, inputs.asked, inputs.positions[0], self._forms.on_device[: inputs.size])
         inputs.move_on(scores.summary[0])
         return scores
 
@@ -212,11 +232,20 @@ class Told:
 
 
 class Graph:
-    """``run`` as it went once: ``scores`` are where it left them, and ``replay`` writes them anew."""
+    """A step as it went once: ``compute`` writes its logits anew, and then ``choose`` the ``scores``, which
+    are where they were left.
+    """
 
-    def __init__(self, run: Callable[[], Scores], pool: "_POOL_HANDLE", device: torch.device) -> None:
-        run()  # kernels are compiled and loaded outside of a recording
-        self.replay, self.scores = record(device, run, pool)
+    def __init__(
+        self,
+        compute: Callable[[], Tensor],
+        choose: Callable[[Tensor], Scores],
+        pool: "_POOL_HANDLE",
+        device: torch.device,
+    ) -> None:
+        choose(compute())  # kernels are compiled and loaded outside of a recording
+        self.compute, logits = record(device, compute, pool)
+        self.choose, self.scores = record(device, partial(choose, logits), pool)
 
 
 class StepInputs:
@@ -264,10 +293,11 @@ class StepInputs:
             if self._tabled[row] is not sequence.blocks:
                 self._table[row, : len(sequence.blocks)] = sequence.blocks
                 self._asked[:, row] = words_of(sequence.sampling, sequence.seed)
+                self._asked[FORMED, row] = keeps_to_form(sequence)
                 self._tabled[row] = sequence.blocks
         self._slots[count:] = _NOBODY
         self._spans[count:, 2] = _NOBODY
-        self._asked[0, count:] = 0  # nobody wishes for a draw
+        self._asked[:, count:] = 0  # nobody wishes for anything
         self._tabled[count:] = [None] * (self.size - count)
         self._on_device.copy_(self._on_host, non_blocking=True)
 

@@ -20,7 +20,7 @@ import torch
 
 from vlfit.engine.budget import Budget, asked_bytes, is_shortage
 from vlfit.engine.guessing import came_true
-from vlfit.engine.kernels.draw import draws
+from vlfit.engine.kernels.draw import surely_draws
 from vlfit.engine.kv_cache import slots_of
 from vlfit.engine.runner import Runner
 from vlfit.engine.sampler import Draw, Sampled, TokenText, is_plain_greedy, sample
@@ -248,11 +248,10 @@ def _overflow(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
 def _goes_on_by_itself(sequence: Sequence) -> bool:
     """Whether the device knows its next token, and it is not its last for being as many as were asked for.
 
-    Of an answer with a form it is so if the last one was: models mostly keep to a form, once they are in it.
+    Where the host may have to draw from this pass's logits, no other may write over them.
     """
-    keeps = sequence.constraint is None or sequence.constraint.agreed
-    known = is_plain_greedy(sequence.sampling) or draws(sequence.sampling)
-    return keeps and known and len(sequence.generated) + 1 < sequence.max_tokens
+    known = is_plain_greedy(sequence.sampling) or surely_draws(sequence.sampling)
+    return known and len(sequence.generated) + 1 < sequence.max_tokens
 
 
 def _draw(sequence: Sequence) -> Draw:

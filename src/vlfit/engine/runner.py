@@ -18,7 +18,7 @@ from vlfit.engine.graphs import DecodeGraphs
 from vlfit.engine.image_cache import ImageCache
 from vlfit.engine.images import PreparedImage, patches_by_time
 from vlfit.engine.kernels.attention import BlockPlan
-from vlfit.engine.kernels.draw import words_of
+from vlfit.engine.kernels.draw import FIELDS, Words, words_of
 from vlfit.engine.kernels.linear import means
 from vlfit.engine.kv_cache import KVCache
 from vlfit.engine.layout import Layout
@@ -67,9 +67,7 @@ class Runner:
         if not speaking or not kernels.used_on(self.device) or any(work.guesses for work in batch):
             with self._threads(batch):
                 return scores_of(self._forward(batch))
-        words = np.array(
-            [(*words_of(each.sampling, each.seed), each.position) for each in speaking], np.int32
-        )
+        words = np.array([(*_asked(each), each.position) for each in speaking], np.int32)
         asked = torch.from_numpy(words.T.copy()).to(self.device, non_blocking=True)
         return scores_of(self._forward(batch), asked[:-1], asked[-1])
 
@@ -92,7 +90,8 @@ class Runner:
         def step(token_ids: Tensor, positions: Tensor, plan: BlockPlan) -> Tensor:
             return self.text(token_ids, positions, None, self.cache, plan, None)
 
-        self.graphs = DecodeGraphs(step, self.cache, context, sequences, guess_rows)
+        vocabulary = self.text.vocabulary
+        self.graphs = DecodeGraphs(step, self.cache, vocabulary, context, sequences, guess_rows)
         if self.vision is not None and means(self.device).tower:
             self.recorded = Recorded(self.device, WHOLE_ROWS)
         with torch.inference_mode():
@@ -236,6 +235,13 @@ def _ends_of(sequence: Sequence) -> dict[int, int]:
 
 def _one_by_one(sequence: Sequence) -> Iterator[PreparedImage]:
     return (step for image in sequence.prompt.images for step in image.steps())
+
+
+def _asked(sequence: Sequence) -> Words:
+    """What the device is asked to draw for ``sequence``: nothing where its form must be looked at first."""
+    if sequence.constraint is not None:
+        return np.zeros(FIELDS, dtype=np.int32)
+    return words_of(sequence.sampling, sequence.seed)
 
 
 def _token_ids(work: Work) -> IntVector:

@@ -5,8 +5,7 @@ cumulative distribution at a point that the seed and the token's position give (
 gives the same tokens whatever else is in the batch. Logprobs are those of the model, before any of it. On a
 GPU most tokens are chosen by then (``kernels/draw.py``).
 
-Where an answer has a form (``constraint.py``), a token is first chosen as if it had none. One that the form
-does not allow is chosen again among those that it does, which gives each the share that it has among them.
+Where an answer has a form (``constraint.py``), what it does not allow is out before all else but penalties.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,29 +60,24 @@ def sample(
 ) -> list[Sampled]:
     """One token for each row of ``logits`` [n, vocabulary].
 
-    ``tokens`` are the likeliest ones; or, where ``drawn`` says so, as ``draws`` wish already. None: nobody
-    has tried. Who has and could not looked at a row's likeliest tokens only.
+    ``tokens`` are the likeliest ones; or, where ``drawn`` says so, as ``draws`` wish and forms allow.
+    None: nobody has tried. Who has and could not looked at a row's likeliest tokens only.
     """
     likely = _likely(logits, draws) if drawn is None else {}
     sampled = []
     for number, (row, draw) in enumerate(zip(logits, draws, strict=True)):
-        if is_plain_greedy(draw.sampling) or (drawn is not None and drawn[number]):
-            chosen = Sampled(tokens[number])
+        if _is_chosen(tokens[number], draw) or (drawn is not None and drawn[number]):
+            sampled.append(Sampled(tokens[number]))
         elif number in likely and (token_id := likely[number].draw(draw)) is not None:
-            chosen = Sampled(token_id)
+            sampled.append(Sampled(token_id))
         else:
-            chosen = _sample_row(row.float(), draw, token_text)
-        sampled.append(_kept_to_form(chosen, row, draw, token_text))
+            sampled.append(_sample_row(row.float(), draw, token_text))
     return sampled
 
 
-def _kept_to_form(chosen: Sampled, row: Tensor, draw: Draw, token_text: TokenText) -> Sampled:
-    """``chosen`` if the answer's form allows it, else one that it does."""
-    constraint = draw.constraint
-    if constraint is None or constraint.allows(chosen.token_id):
-        return chosen
-    allowed = torch.from_numpy(constraint.allowed(row.shape[-1])).to(row.device)
-    return _sample_row(row.float(), draw, token_text, allowed)
+def _is_chosen(likeliest: int, draw: Draw) -> bool:
+    """Whether the likeliest token of all is the one that is wished for."""
+    return is_plain_greedy(draw.sampling) and (draw.constraint is None or draw.constraint.allows(likeliest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +103,7 @@ def _likely(logits: Tensor, draws: Sequence[Draw]) -> dict[int, Likely]:
     Sorting a whole vocabulary row by row takes as long as a decode step. Equal scores stand in the order of
     their tokens, as when all are sorted; where more may be equal than were looked at, the row is left out.
     """
-    rows = [number for number, draw in enumerate(draws) if _is_cut(draw.sampling)]
+    rows = [number for number, draw in enumerate(draws) if draw.constraint is None and _is_cut(draw.sampling)]
     if not rows:
         return {}
     largest, ids = (found.cpu().numpy() for found in _best(logits))
@@ -156,18 +150,16 @@ def is_plain_greedy(sampling: SamplingParams) -> bool:
     return sampling.greedy and sampling.top_logprobs is None and not sampling.penalizes
 
 
-def _sample_row(row: Tensor, draw: Draw, token_text: TokenText, allowed: Tensor | None = None) -> Sampled:
-    """``allowed`` [vocabulary]: the tokens that may be chosen; None: all."""
+def _sample_row(row: Tensor, draw: Draw, token_text: TokenText) -> Sampled:
     sampling = draw.sampling
     adjusted = _penalize(row, draw) if sampling.penalizes else row
-    if allowed is not None:
-        adjusted = adjusted.where(allowed, float("-inf"))
+    if draw.constraint is not None:
+        allowed = torch.from_numpy(draw.constraint.allowed(len(row)))
+        adjusted = adjusted.where(allowed.to(row.device), float("-inf"))
     if sampling.greedy:
         token_id = int(adjusted.argmax())
     else:
-        drawn = None if allowed is not None else _drawn_where_it_is(adjusted, draw)
-        turn = 0 if allowed is None else 1  # what is chosen again owes nothing to the first choice
-        at = point(draw.seed, draw.position, turn)
+        drawn, at = _drawn_where_it_is(adjusted, draw), point(draw.seed, draw.position)
         token_id = _draw(adjusted / sampling.temperature, sampling, at) if drawn is None else drawn
     return Sampled(token_id, _logprobs(row, token_id, sampling.top_logprobs, token_text))
 

@@ -34,12 +34,18 @@ class Scores:
         return tokens, [bool(each) for each in usable], [bool(each) for each in drawn[0]] if drawn else None
 
 
-def scores_of(logits: Tensor, asked: Tensor | None = None, positions: Tensor | None = None) -> Scores:
+def scores_of(
+    logits: Tensor,
+    asked: Tensor | None = None,
+    positions: Tensor | None = None,
+    forms: Tensor | None = None,
+) -> Scores:
     """The summary of ``logits`` [n, vocabulary], computed where they are.
 
-    A GPU draws as it is ``asked`` to, for rows of tokens at ``positions`` (``kernels/draw.py``).
+    A GPU draws as it is ``asked`` to, for rows of tokens at ``positions``, of what ``forms`` allow
+    (``kernels/draw.py``).
     """
     if kernels.used_on(logits.device):
-        return Scores(logits, choose_tokens(logits, asked, positions))
+        return Scores(logits, choose_tokens(logits, asked, positions, forms))
     largest, best = logits.max(-1)
     return Scores(logits, torch.stack((best, largest.isfinite().long())))

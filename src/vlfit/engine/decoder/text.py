@@ -50,6 +50,7 @@ class TextModel:
         what this one replaces, from the same files; what waits is not read again.
         """
         text = config.text
+        self.vocabulary = text.vocab_size
         self.eps = text.rms_norm_eps
         layers = f"{text.prefix}.layers."
 

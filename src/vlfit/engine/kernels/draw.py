@@ -13,7 +13,8 @@ from vlfit.engine.kernels.launch import arrivals, overlapping, power_of_two
 from vlfit.engine.sampling import SamplingParams
 
 MOST_LISTED = 64  # tokens of a list; a power of two
-FIELDS = 6  # of what is written down for a row
+FIELDS = 7  # of what is written down for a row
+FORMED = 6  # the one that says whether it keeps to a form
 _TILE = 4096  # logits that one program looks through; no fewer than are listed
 
 Words = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -22,6 +23,11 @@ Words = np.ndarray[tuple[int], np.dtype[np.int32]]
 def draws(sampling: SamplingParams) -> bool:
     """Whether rows are drawn here as they come: by temperature, top-k, top-p and min-p alone."""
     return may_draw(sampling) and sampling.top_logprobs is None and not sampling.penalizes
+
+
+def surely_draws(sampling: SamplingParams) -> bool:
+    """Whether rows are drawn here whatever they are: without top-k a list may not say what comes."""
+    return draws(sampling) and sampling.top_k > 0
 
 
 def may_draw(sampling: SamplingParams) -> bool:
@@ -35,19 +41,29 @@ def words_of(sampling: SamplingParams, seed: int) -> Words:
 
 
 def written(sampling: SamplingParams, seed: int) -> Words:
-    """[FIELDS] int32: temperature, top-p and min-p as the bits of float32, top-k, and the seed's halves."""
+    """[FIELDS] int32: temperature, top-p and min-p as the bits of float32, top-k, the seed's halves, and 0
+    for no form.
+    """
     shares = np.array((sampling.temperature, sampling.top_p, sampling.min_p), dtype=np.float32)
     halves = np.array((seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), dtype=np.uint32)
     top_k = np.array([sampling.top_k], dtype=np.int32)
-    return np.concatenate((shares.view(np.int32), top_k, halves.view(np.int32)))
+    return np.concatenate((shares.view(np.int32), top_k, halves.view(np.int32), np.zeros(1, np.int32)))
 
 
-def choose_tokens(logits: Tensor, asked: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+def choose_tokens(
+    logits: Tensor,
+    asked: Tensor | None = None,
+    positions: Tensor | None = None,
+    forms: Tensor | None = None,
+) -> Tensor:
     """[3, rows] int64 of ``logits`` [rows, vocabulary]: the token of each row; 1 where all logits are numbers
     and one is finite, else 0; and 1 where the token was drawn, as ``asked`` [FIELDS, rows] int32 wishes.
 
     Where it was not drawn it is the likeliest, the first of equals. ``positions`` [rows] int32 are those of
     the tokens that the rows are of: what is drawn stands one further. None: nothing is asked.
+
+    ``forms`` [rows, words] int32 has a bit for each token, the lowest first: which of them rows that keep to
+    a form may have. All that is said of such a row is said of those.
     """
     rows, vocabulary = logits.shape
     parts = -(-vocabulary // _TILE)
@@ -63,6 +79,8 @@ def choose_tokens(logits: Tensor, asked: Tensor | None = None, positions: Tensor
     if asked is None or positions is None:
         asked = torch.zeros((FIELDS + 1, rows), dtype=torch.int32, device=logits.device)
         positions = asked[FIELDS]
+    if forms is None:
+        forms = asked  # nobody has one: it is not looked at
     if logits.device.type != "meta" and rows:
         from vlfit.engine.kernels.draw_steps import choose_tokens as kernel
 
@@ -70,6 +88,7 @@ def choose_tokens(logits: Tensor, asked: Tensor | None = None, positions: Tensor
             logits,
             asked,
             positions,
+            forms,
             largest,
             places,
             weights,
@@ -79,6 +98,7 @@ def choose_tokens(logits: Tensor, asked: Tensor | None = None, positions: Tensor
             summary,
             rows,
             vocabulary,
+            forms.shape[1],
             bits=16 if logits.dtype == torch.bfloat16 else 32,  # that tell one number from another
             parts=parts,
             tile=_TILE,

@@ -102,11 +102,15 @@ def list_of_parts(
 
 
 @quick
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["asked", "positions"])
+@triton.jit(
+    do_not_specialize=["rows", "form_words"],
+    do_not_specialize_on_alignment=["asked", "positions", "forms"],
+)
 def choose_tokens(
     logits,
     asked,
     positions,
+    forms,
     largest,
     places,
     weights,
@@ -116,6 +120,7 @@ def choose_tokens(
     summary,
     rows,
     vocabulary,
+    form_words,
     bits: tl.constexpr,
     parts: tl.constexpr,
     tile: tl.constexpr,
@@ -137,6 +142,9 @@ def choose_tokens(
     inside = token < vocabulary
     value = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("inf"))
+    if tl.load(asked + 6 * rows + row) == 1:  # it keeps to a form
+        allowed = tl.load(forms + row * form_words + token // 32, mask=inside, other=0)
+        value = tl.where((allowed >> (token % 32)) & 1 == 1, value, float("-inf"))
     likeliest = tl.max(value, 0)
     tl.store(largest + here + part, likeliest)
     tl.store(places + here + part, tl.min(tl.where(value == likeliest, token, vocabulary), 0))
