@@ -5,7 +5,7 @@ say in most architectures. Does not know: what any field of the config means to 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,22 +104,16 @@ def part_of(name: str) -> str:
     return EMBEDDING if _EMBEDDING.search(name) else TEXT
 
 
-def open_any(
-    model: str | Path,
-    progress: Progress | None = None,
-    *,
-    check: Callable[[Path], object],
-    code: bool = False,
-) -> AnyCheckpoint:
+def open_any(model: str | Path, files: hub.Files, progress: Progress | None = None) -> AnyCheckpoint:
     """Open ``mini``, a folder, or a hub name, of whatever architecture; a hub name is downloaded if need be.
 
-    ``check`` is given the folder before weights are fetched, and raises for an architecture that nobody runs.
-    ``code``: files of Python that come with it are fetched, too. Raises ``CheckpointError`` when config or
-    headers cannot be read, and ``HubError`` when files cannot be fetched.
+    ``files``: what is fetched of it, and who judges its config (``hub.any_model``). Raises what that raises,
+    ``CheckpointError`` when config or headers cannot be read, and ``HubError`` when files cannot be fetched.
     """
-    name, folder = locate(model, progress, hub.any_model(check, code=code))
-    check(folder)
-    return read_any(name, folder)
+    name, folder = locate(model, progress, files)
+    checkpoint = read_any(name, folder)
+    files.check(folder)
+    return checkpoint
 
 
 def read_any(name: str, folder: Path) -> AnyCheckpoint:

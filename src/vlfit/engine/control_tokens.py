@@ -48,8 +48,8 @@ class ControlTokens:
         self, conversation: Conversation, tools: tuple[Tool, ...] = ()
     ) -> tuple[list[TemplateValue], list[TemplateValue], Markers | None]:
         """Messages and tools as a template wants them, with control tokens' names in their text marked."""
-        described = [_as_template_tool(tool) for tool in tools]
-        called = [_as_template_calls(message.calls) for message in conversation]
+        described = [as_template_tool(tool) for tool in tools]
+        called = [as_template_calls(message.calls) for message in conversation]
         texts = [_text_of(message) for message in conversation]
         texts.append(json.dumps([described, called], ensure_ascii=False) if tools or any(called) else "")
         markers = None
@@ -157,13 +157,15 @@ def _as_template_message(message: Message) -> TemplateValue:
     return {"role": message.role, "content": content}
 
 
-def _as_template_tool(tool: Tool) -> TemplateValue:
+def as_template_tool(tool: Tool) -> TemplateValue:
+    """A function as chat templates want it."""
     described = {"description": tool.description} if tool.description else {}
     function = {"name": tool.name, **described, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
-def _as_template_calls(calls: tuple[ToolCall, ...]) -> list[TemplateValue]:
+def as_template_calls(calls: tuple[ToolCall, ...]) -> list[TemplateValue]:
+    """What the assistant asked to have called, as chat templates want it."""
     return [
         {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
         for call in calls

@@ -27,7 +27,7 @@ def choose_device(wish: str) -> torch.device:
 
     A GPU that kernels cannot be built for is refused here, before anything loads.
     """
-    device = _device(wish)
+    device = named_device(wish)
     if device.type == "cuda":
         check_toolchain()
         _lower_stacks(device)
@@ -44,7 +44,8 @@ def _lower_stacks(device: torch.device) -> None:
             driver.cuCtxSetLimit(_STACK_SIZE, ctypes.c_size_t(STACK_BYTES))
 
 
-def _device(wish: str) -> torch.device:
+def named_device(wish: str) -> torch.device:
+    """As ``choose_device``, for whoever needs no kernels of ours."""
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -64,8 +65,17 @@ def _device(wish: str) -> torch.device:
 
 
 def choose_dtype(wish: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU, on a GPU the dtype of the embedding (of the last norm, if in 8 bits);
-    float16 for a bfloat16 that the GPU lacks, which is said. Raises ``UsageError`` where that was asked for.
+    """``dtype_for`` a checkpoint whose embedding (or last norm, if that is in 8 bits) tells what it is in."""
+    tensors, prefix = checkpoint.tensors, checkpoint.config.text.prefix
+    told_by = tensors.get(f"{prefix}.embed_tokens.weight")
+    if told_by is None or told_by.dtype == "I8":
+        told_by = tensors[f"{prefix}.norm.weight"]
+    return dtype_for(wish, torch_dtype(told_by), device)
+
+
+def dtype_for(wish: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """``auto`` is float32 on a CPU, on a GPU the dtype that weights are ``stored`` in; float16 for a bfloat16
+    that the GPU lacks, which is said. Raises ``UsageError`` where that was asked for.
     """
     if wish != "auto":
         dtype: torch.dtype = getattr(torch, wish)  # one of `options.DTYPES`, checked when they were built
@@ -74,15 +84,10 @@ def choose_dtype(wish: str, checkpoint: Checkpoint, device: torch.device) -> tor
         return dtype
     if device.type == "cpu":
         return torch.float32
-    tensors, prefix = checkpoint.tensors, checkpoint.config.text.prefix
-    told_by = tensors.get(f"{prefix}.embed_tokens.weight")
-    if told_by is None or told_by.dtype == "I8":
-        told_by = tensors[f"{prefix}.norm.weight"]
-    dtype = torch_dtype(told_by)
-    if dtype == torch.bfloat16 and (lack := _lack_of_bfloat16(device)):
+    if stored == torch.bfloat16 and (lack := _lack_of_bfloat16(device)):
         logger.warning("warning: %s: computing in float16, whose numbers are exact but not as large", lack)
         return torch.float16
-    return dtype
+    return stored
 
 
 def _lack_of_bfloat16(device: torch.device) -> str:

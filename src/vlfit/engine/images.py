@@ -78,7 +78,7 @@ def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int 
     One of low detail gets at most ``LOW_DETAIL`` tokens.
     Raises ``NotAPicture`` or ``PictureTooLarge``.
     """
-    with _naming(part.place):
+    with naming(part.place):
         decoded = decode(part.data, part.label)
     cause = f"the plan allows {max_tokens} tokens per picture"
     if part.detail == "low" and (max_tokens is None or max_tokens > LOW_DETAIL):
@@ -99,8 +99,8 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
     Raises ``NotAPicture``, ``PictureTooLarge``, or ``InvalidRequest`` for no frames, more than
     ``MAX_FRAMES``, frames of unequal size, or an ``fps`` that is not a positive number.
     """
-    _check_clip(part)
-    first = _decode_frame(part, 0)
+    check_clip(part)
+    first = decode_frame(part, 0)
     frames = len(part.frames)
     size = _capped_size(first.image, processing, max_tokens, frames)
     cause = f"the plan allows {max_tokens} tokens per pair of frames"
@@ -109,7 +109,7 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
     pixels = np.empty((frames + repeats, *size, 3), dtype=np.uint8)
     pixels[0] = _resized(first.image, size)
     for index in range(1, frames):
-        image = _decode_frame(part, index).image
+        image = decode_frame(part, index).image
         if image.size != first.image.size:
             raise InvalidRequest(
                 f"{part.label}: frame {index + 1} is {image.width}x{image.height}, "
@@ -347,9 +347,10 @@ def _prepared(
     return PreparedImage(pixels, grid, tokens, digest.digest(), seen, bool(frame_seconds), frame_seconds)
 
 
-def _decode_frame(part: VideoPart, index: int) -> Decoded:
+def decode_frame(part: VideoPart, index: int) -> Decoded:
+    """One frame of a clip. Raises what ``decode`` raises, with the place of the frame."""
     check_wanted()
-    with _naming(_frame_place(part, index)):
+    with naming(_frame_place(part, index)):
         return decode(part.frames[index], f"{part.label} frame {index + 1}")
 
 
@@ -358,7 +359,7 @@ def _frame_place(part: VideoPart, index: int) -> str | None:
 
 
 @contextmanager
-def _naming(place: str | None) -> Iterator[None]:
+def naming(place: str | None) -> Iterator[None]:
     """Errors about a picture say which field of the request it came in."""
     try:
         yield
@@ -367,7 +368,8 @@ def _naming(place: str | None) -> Iterator[None]:
         raise
 
 
-def _check_clip(part: VideoPart) -> None:
+def check_clip(part: VideoPart) -> None:
+    """Raises ``InvalidRequest`` for no frames, too many, or a rate that is none."""
     if not 0 < len(part.frames) <= MAX_FRAMES:
         raise InvalidRequest(
             f"{part.label} has {len(part.frames)} frames",

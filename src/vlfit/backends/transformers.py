@@ -1,0 +1,201 @@
+"""Models that only transformers runs, as a backend: conversations in, chunks out, in this process.
+
+Knows: how such a model is opened and asked. Does not know: its architecture (``engine/any_model/``), or what
+fits (``plan/any_model.py``).
+"""
+
+import atexit
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from vlfit.backends.base import Listener, Prepared, Ticket
+from vlfit.backends.interrupts import interrupts_held_back
+from vlfit.backends.native import Progress
+from vlfit.backends.streams import QueuedStream
+from vlfit.checkpoint.any_model import AnyCheckpoint, open_any
+from vlfit.checkpoint.hub import Files, any_model
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine.account import EngineAccount
+from vlfit.engine.answer import ImageSeen
+from vlfit.engine.conversation import Conversation, Tool
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import UsageError
+from vlfit.plan.expect import Expectation
+
+if TYPE_CHECKING:
+    from vlfit.engine.any_model.generating import Request
+    from vlfit.engine.any_model.loop import AnyLoop
+    from vlfit.engine.any_model.prompts import AnyPrompt
+
+
+def wanted_files(*, code: bool = False) -> Files:
+    """What is fetched of a model on the hub, for an architecture that the installed transformers runs."""
+
+    def check(folder: Path) -> None:
+        from vlfit.engine.any_model.package import check_known
+
+        check_known(folder, code=code)
+
+    return any_model(check, code=code)
+
+
+class TransformersBackend:
+    """Build with ``load``. Close it (or use it in a ``with`` block) to give the memory back."""
+
+    kind = "transformers"
+
+    def __init__(self, checkpoint: AnyCheckpoint, loop: "AnyLoop") -> None:
+        self.checkpoint = checkpoint
+        self._loop = loop
+        atexit.register(self.close)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | Checkpoint | AnyCheckpoint,
+        options: EngineOptions | None = None,
+        progress: Progress | None = None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> "TransformersBackend":
+        """Open a checkpoint of any architecture (a folder, a hub id, ``mini``) and load it.
+
+        Raises ``UsageError`` for a package that is missing and for options that only the native engine has,
+        ``CheckpointError``, ``HubError``, ``DeviceError``, and ``DoesNotFit`` before anything is loaded.
+        ``trust_remote_code``: Python files that come with the checkpoint are run.
+        """
+        if progress is not None and "transformers" not in sys.modules:
+            progress("importing transformers", 0.0)
+        _import_packages()
+        if isinstance(model, Checkpoint):
+            model = model.folder
+        if isinstance(model, AnyCheckpoint):
+            checkpoint = model
+        else:
+            checkpoint = open_any(model, wanted_files(code=trust_remote_code))
+        from vlfit.engine.any_model.engine import AnyEngine, Load
+        from vlfit.engine.any_model.loop import AnyLoop
+
+        load = Load(checkpoint, options or EngineOptions(), trust_remote_code)
+        return cls(checkpoint, AnyLoop(lambda report: AnyEngine(load, report), progress))
+
+    @property
+    def model(self) -> str:
+        return self.checkpoint.name
+
+    @property
+    def context(self) -> int:
+        """Most tokens of one request, prompt and completion."""
+        return self._loop.engine.context
+
+    @property
+    def device(self) -> str:
+        return str(self._loop.engine.device)
+
+    @property
+    def expectation(self) -> Expectation:
+        """The ledger as it was planned, and measured where it could not be planned."""
+        lines = self._loop.engine.lines
+        return Expectation(lines, why_not="" if lines else "the driver does not tell of the GPU: no plan")
+
+    def account(self) -> EngineAccount:
+        """What the engine has done and what it holds. Any thread may ask; nobody waits."""
+        return self._loop.account()
+
+    def default_sampling(self) -> SamplingParams:
+        wished = self._loop.engine.generation
+        if not wished.do_sample:
+            return SamplingParams(repetition_penalty=wished.repetition_penalty)
+        return SamplingParams(
+            temperature=wished.temperature,
+            top_p=wished.top_p,
+            top_k=wished.top_k,
+            min_p=wished.min_p,
+            repetition_penalty=wished.repetition_penalty,
+        )
+
+    def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> "TransformersPrepared":
+        asked = time.perf_counter()
+        return self._priced(self._loop.engine.prompts.build(conversation, tools), sampling, asked)
+
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> "TransformersPrepared":
+        asked = time.perf_counter()
+        return self._priced(self._loop.engine.prompts.raw(prompt), sampling, asked)
+
+    def _priced(self, prompt: "AnyPrompt", sampling: SamplingParams, asked: float) -> "TransformersPrepared":
+        engine = self._loop.engine
+        most = engine.price(prompt, sampling)
+        engine.words.constraint(sampling.form)  # what is wrong with a form is found before anybody waits
+        return TransformersPrepared(prompt, most, asked)
+
+    def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
+        if not isinstance(prepared, TransformersPrepared):
+            raise UsageError(
+                "the request was prepared by another backend", "prepare and start on the same one"
+            )
+        request = self._loop.engine.request(prepared.prompt, sampling, listener, prepared.asked)
+        self._loop.submit(request)
+        return TransformersTicket(self._loop, request)
+
+    def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
+        return QueuedStream(self, self.prepare(conversation, sampling), sampling)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersPrepared:
+    """A request with its tokens counted and its pictures as the model's processor makes them."""
+
+    prompt: "AnyPrompt"
+    most_tokens: int
+    asked: float
+
+    @property
+    def images(self) -> tuple[ImageSeen, ...]:
+        return self.prompt.seen
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt.tokens
+
+    @property
+    def image_tokens(self) -> int:
+        return self.prompt.image_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersTicket:
+    loop: "AnyLoop"
+    request: "Request"
+
+    def cancel(self) -> None:
+        self.loop.cancel(self.request)
+
+
+def _import_packages() -> None:
+    """torch, and what says that transformers is there. Raises ``UsageError`` where it is not."""
+    from vlfit.backends.native import import_engine
+
+    import_engine()
+    with interrupts_held_back():
+        from vlfit.engine.any_model.package import transformers
+
+        transformers()

@@ -1,0 +1,272 @@
+"""A model of any architecture in this process: loaded by the plan, asked by one thread, one at a time.
+
+The constructor goes in the order of the ledger, as the native engine's. Whatever a request does to the
+model's code, the next one finds the engine as it was.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vlfit.checkpoint.any_model import AnyCheckpoint
+from vlfit.engine.account import Counters, EngineAccount, EngineSettings, Holdings, Pool
+from vlfit.engine.any_model import loading
+from vlfit.engine.any_model.generating import Listener, Request, run
+from vlfit.engine.any_model.package import transformers
+from vlfit.engine.any_model.processor import load_processor
+from vlfit.engine.any_model.prompts import AnyPrompt, Prompts
+from vlfit.engine.any_model.words import Words
+from vlfit.engine.budget import Budget
+from vlfit.engine.completion import Completion
+from vlfit.engine.device import dtype_for, named_device
+from vlfit.engine.holdings import gpu_uuid, resident_bytes, torch_statistics
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import DoesNotFit, UsageError
+from vlfit.machine.gpu import gpu_behind, read_gpus
+from vlfit.machine.host import read_host
+from vlfit.machine.model import Gpu
+from vlfit.plan import any_model as plan
+from vlfit.plan.ledger import Line
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+_BLOCK = 16  # tokens: in which the KV cache is told of, as there are no blocks
+_WORDS = 128  # tokens that a question and a template take, which a picture leaves free
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked of an engine. ``code``: the checkpoint's own Python files may be run."""
+
+    checkpoint: AnyCheckpoint
+    options: EngineOptions
+    code: bool = False
+
+
+class AnyEngine:
+    """Everything but ``prepare``, ``prepare_text``, ``request`` and ``account`` belongs to one thread."""
+
+    def __init__(self, load: Load, report: Progress) -> None:
+        """Raises ``DoesNotFit`` before any weights are read, ``DeviceError``, ``UsageError`` and
+        ``CheckpointError``.
+        """
+        checkpoint, options = load.checkpoint, load.options
+        _check_options(options)
+        report("importing transformers", 0.0)
+        transformers()
+        gpus = () if options.device == "cpu" else read_gpus()[0]  # as they are before CUDA is there
+        self.checkpoint = checkpoint
+        self.options = options
+        self.device = named_device(options.device)
+        config = loading.read_config(checkpoint, code=load.code)
+        self.dtype = dtype_for(options.dtype, _stored(checkpoint, config), self.device)
+        self._shape = plan.text_shape(config.to_dict())
+        self.context = plan.context_of(self._shape, options.context)
+        self.image_limit = min(options.image_tokens or self.context, self.context - _WORDS)
+        self.resident_before = resident_bytes()
+        self.gpu_uuid = gpu_uuid(self.device)
+        self.gpu = _gpu(gpus, self.gpu_uuid, self.device)
+        self.room = self._room()
+        self.lines: tuple[Line, ...] = self.room.lines if self.room else ()
+
+        report("reading the processor's files", 0.0)
+        processor = load_processor(checkpoint.folder, code=load.code)
+        self.prompts = Prompts(processor, config, self.context, self.image_limit)
+        report("loading weights", 0.1)
+        spread = self.room is not None and self.room.weights_here < self.room.weights
+        here = self.room.weights_here if self.room is not None and spread else None
+        self._model = loading.load_model(checkpoint, self.device, self.dtype, here, code=load.code)
+        self.generation = loading.take_over_generation(self._model, processor.tokenizer)
+        self.words = Words(processor.tokenizer, self.generation.eos_token_ids)
+        self.weights = loading.weight_holdings(self._model, self.device)
+        self.waiting = loading.waiting_layers(self._model)
+        self.budget = Budget(self.device, self._limit() if options.keep_to_plan else None)
+        self.running: Request | None = None
+        self.counters = Counters()
+        self.closing = False
+        self.built = time.perf_counter()
+        if options.keep_to_plan and self.device.type == "cuda":
+            from vlfit.engine.any_model.rehearsal import rehearse
+
+            report("rehearsing the worst case", 0.9)
+            rehearse(self)
+
+    def price(self, prompt: AnyPrompt, sampling: SamplingParams) -> int:
+        """How long the completion may become. Raises ``DoesNotFit``."""
+        room = self.context - prompt.tokens
+        if room < 1:
+            raise DoesNotFit(
+                f"the prompt is {prompt.tokens} tokens ({prompt.image_tokens} of them pictures); the context "
+                f"holds {self.context}, with at least one for the answer",
+                "send less text, fewer or smaller pictures, or start with a larger --context",
+            )
+        if sampling.max_tokens is None:
+            return min(room, self.options.max_tokens)
+        if sampling.max_tokens > room:
+            raise DoesNotFit(
+                f"max_tokens {sampling.max_tokens} and a prompt of {prompt.tokens} tokens are more than the "
+                f"context of {self.context}",
+                f"ask for at most {room} tokens, or start with a larger --context",
+                param="max_tokens",
+            )
+        return sampling.max_tokens
+
+    def request(
+        self, prompt: AnyPrompt, sampling: SamplingParams, listener: Listener, asked: float | None = None
+    ) -> Request:
+        """A request that is ready to run. Any thread may ask for one."""
+        most = self.price(prompt, sampling)
+        completion = Completion(self.words.detokenizer(), sampling, self.words.eos_token_ids, most)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        form = self.words.constraint(sampling.form)
+        asked = time.perf_counter() if asked is None else asked
+        return Request(prompt, sampling, most, completion, listener, seed, form, asked)
+
+    def answer(self, request: Request) -> None:
+        """Run ``request`` to its end, which its listener is told unless this raises."""
+        request.started = time.perf_counter()
+        self.running = request
+        try:
+            last = run(
+                self._model,
+                self.device,
+                self.dtype,
+                request,
+                self.words.token_text,
+                self._told,
+                lambda: request.cancelled or self.closing,
+            )
+        finally:
+            self.running = None
+        ended = "cancelled" if last.finish_reason == "cancelled" else "finished"
+        self.counters = replace(self.counters, **{ended: getattr(self.counters, ended) + 1})
+        request.listener(last)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of a request as long as the context; 0 where nobody knows."""
+        return 0 if self._shape is None else self._shape.kv_bytes(self.context, self.dtype.itemsize)
+
+    def forget_what_was_done(self) -> None:
+        """What was counted so far was nobody's request."""
+        self.counters = Counters()
+
+    def failed(self, memory: bool) -> None:
+        """A request has failed. ``memory``: for want of it; what torch keeps in pieces is given back."""
+        self.counters = replace(self.counters, failed=self.counters.failed + 1)
+        if memory:
+            self.budget.release()
+
+    def let_go(self) -> None:
+        """The model and its memory."""
+        self._model = None
+        self.budget.release()
+
+    def account(self, waiting: int) -> EngineAccount:
+        """What it does and holds; nobody waits for anybody. ``waiting``: how many are in the queue.
+
+        The KV cache of transformers grows with a request: what is told of is the whole context, which is
+        planned for and, on a GPU, was taken once by the rehearsal.
+        """
+        running = self.running
+        tokens = min(running.tokens, self.context) if running is not None else 0
+        blocks = -(-self.context // _BLOCK)
+        return EngineAccount(
+            time.perf_counter() - self.built,
+            EngineSettings(
+                device=str(self.device),
+                gpu_uuid=self.gpu_uuid,
+                dtype=str(self.dtype).removeprefix("torch."),
+                value_bytes=self.dtype.itemsize,
+                context=self.context,
+                image_tokens=self.image_limit,
+                sequences=1,
+                chunk=self.context,
+                kv_tokens=blocks * _BLOCK,
+                offload=self.waiting,
+                speculate=False,
+            ),
+            int(running is not None),
+            waiting,
+            Pool(blocks, -(-tokens // _BLOCK), _BLOCK, 0, blocks),
+            Holdings(
+                self.weights,
+                self.kv_bytes,
+                0,
+                0,
+                resident=resident_bytes(),
+                resident_before=self.resident_before,
+                **torch_statistics(self.device),
+            ),
+            self.counters,
+        )
+
+    def _told(self, prompt_tokens: int, seconds: float) -> None:
+        """One more pass."""
+        cached = 0 if prompt_tokens or self.running is None else self.running.tokens
+        self.counters = self.counters.after_step(
+            seconds, prompt_tokens=prompt_tokens, sampled=1, cached=cached
+        )
+
+    def _room(self) -> plan.Room | None:
+        """The plan, or its refusal. None where the driver does not tell of the GPU."""
+        wish = plan.Wish(self.context, self.image_limit, self.dtype.itemsize, self.options.offload)
+        host = read_host()
+        if self.device.type == "cpu":
+            return plan.room_in_ram(self.checkpoint, self._shape, host, wish)
+        if self.gpu is None:
+            logger.warning(
+                "warning: the driver's library does not tell of %s: nothing is planned", self.device
+            )
+            return None
+        return plan.room_on_gpu(self.checkpoint, self._shape, self.gpu, host, wish)
+
+    def _limit(self) -> int | None:
+        """What torch's pool may come to: all that is free but the context, and air for the desktop."""
+        if self.gpu is None or self.room is None:
+            return None
+        apart = sum(line.bytes for line in self.room.lines if line.line in ("desktop", "context", "reserve"))
+        return self.gpu.total - apart
+
+
+def _check_options(options: EngineOptions) -> None:
+    """Refuse what only the native engine does."""
+    if options.offload is not None and options.device == "cpu":
+        raise UsageError(
+            "--offload lets layers wait in RAM for a GPU; on a CPU all weights are in RAM already",
+            "leave it out",
+            param="offload",
+        )
+    own = {"kv_dtype": options.kv_dtype == "fp8", "kv_tokens": options.kv_tokens not in (None, "auto")}
+    own["idle_sleep"] = options.idle_sleep is not None
+    for name, asked in own.items():
+        if asked:
+            typed = {"kv_tokens": "--kv"}.get(name, f"--{name.replace('_', '-')}")
+            raise UsageError(
+                f"{typed} is of the native engine: transformers makes its KV cache as it goes, never sleeps",
+                "leave it out",
+                param=name,
+            )
+
+
+def _stored(checkpoint: AnyCheckpoint, config: Any) -> torch.dtype:
+    """What the checkpoint is to be computed in by itself."""
+    named = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    if checkpoint.stored in named:
+        return named[checkpoint.stored]
+    told = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(told, str):
+        told = getattr(torch, told, None)
+    return told if isinstance(told, torch.dtype) else torch.bfloat16
+
+
+def _gpu(gpus: tuple[Gpu, ...], uuid: str, device: torch.device) -> Gpu | None:
+    return None if device.type == "cpu" else gpu_behind(gpus, uuid, str(device))

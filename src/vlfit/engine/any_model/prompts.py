@@ -1,0 +1,327 @@
+"""From a conversation to what a model of any architecture is given: its processor's template, tokens, pixels.
+
+Knows: processors of transformers, and that a picture is decoded by us before they see it. Does not know: the
+model, or what a request may cost (``engine.py`` judges that).
+
+Names of control tokens in a person's text become text, as in ``engine/prompt.py``; where this transformers or
+this processor cannot do that, such a text is refused.
+"""
+
+import json
+import unicodedata
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from itertools import groupby
+from threading import Lock
+from typing import Any
+
+from jinja2 import TemplateError
+from PIL import Image
+
+from vlfit.engine.answer import ImageSeen
+from vlfit.engine.any_model.failures import in_one
+from vlfit.engine.any_model.package import takes
+from vlfit.engine.any_model.pictures import Seen, decoded, smaller
+from vlfit.engine.any_model.processor import has_clips
+from vlfit.engine.chat_template import ChatTemplate
+from vlfit.engine.control_tokens import as_template_calls, as_template_tool
+from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, Tool, VideoPart
+from vlfit.errors import CheckpointError, DoesNotFit, InvalidRequest, UsageError
+
+_TRIES = 8  # at a picture's size until its tokens are few enough
+# Names by which configs and processors call the tokens that stand for pictures and clips.
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnyPrompt:
+    """What a model is given: ``inputs`` are tensors of one row, on the CPU."""
+
+    inputs: dict[str, Any]
+    token_ids: tuple[int, ...]
+    image_tokens: int
+    seen: tuple[ImageSeen, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class Prompts:
+    """Makes prompts; any thread may ask. ``config`` is the model's.
+
+    ``image_limit``: most tokens of one picture; larger ones are scaled down, if the processor goes by size.
+    """
+
+    def __init__(self, processor: Any, config: Any, context: int, image_limit: int) -> None:
+        self._processor = processor
+        self._tokenizer = processor.tokenizer
+        self._context = context
+        self._limit = image_limit
+        # Processors and tokenizers of transformers change settings of their own while they work.
+        self._lock = Lock()
+        told = [getattr(thing, name, None) for thing in (processor, config) for name in _PLACEHOLDERS]
+        self._placeholders = frozenset(each for each in told if isinstance(each, int))
+
+    def build(self, conversation: Conversation, tools: tuple[Tool, ...] = ()) -> AnyPrompt:
+        """``conversation`` up to where the model is to speak.
+
+        Raises ``InvalidRequest``, ``PictureError``, or ``DoesNotFit`` for text or pictures that cannot fit.
+        """
+        if not conversation:
+            raise InvalidRequest("there are no messages", "Send at least one.", param="messages")
+        self._check_texts(conversation, tools)
+        parts = [part for message in conversation for part in message.parts]
+        if any(isinstance(part, VideoPart) for part in parts) and not has_clips(self._processor):
+            raise InvalidRequest(
+                "this model's processor takes no clips here",
+                "send a few frames as pictures; where it knows clips, the package torchvision is missing",
+                param="messages",
+            )
+        seen = [decoded(part) for part in parts if not isinstance(part, TextPart)]
+        inputs = self._encoded(conversation, tools, seen)
+        counts = self._counts(inputs, seen)
+        for _ in range(_TRIES):
+            large = [number for number, each in enumerate(seen) if counts[number] > each.most(self._limit)]
+            if not large:
+                break
+            for number in large:
+                seen[number] = smaller(seen[number], counts[number], self._limit)
+            inputs = self._encoded(conversation, tools, seen)
+            counts = self._counts(inputs, seen)
+        if any(count > each.most(self._limit) for count, each in zip(counts, seen, strict=True)):
+            raise self._of_any_size(max(counts))
+        ids = inputs["input_ids"][0].tolist()
+        told = tuple(
+            each.told(count, place)
+            for each, count, place in zip(seen, counts, self._sizes(inputs, seen), strict=True)
+        )
+        return AnyPrompt(inputs, tuple(ids), sum(each in self._placeholders for each in ids), told)
+
+    def raw(self, text: str | tuple[int, ...]) -> AnyPrompt:
+        """Text, or token ids, that the model goes on with as they are. Raises ``InvalidRequest``."""
+        import torch
+
+        if isinstance(text, str):
+            self._check_length([text])
+            with self._lock:
+                text = tuple(self._tokenizer(text)["input_ids"])
+        if not text:
+            raise InvalidRequest("the prompt is empty", "send some text", param="prompt")
+        size = len(self._tokenizer)
+        wrong = next((each for each in text if not 0 <= each < size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"there is no token {wrong}", f"tokens are 0 to {size - 1}", param="prompt")
+        if not self._placeholders.isdisjoint(text):
+            raise InvalidRequest(
+                "the prompt holds the place of a picture, and no picture comes with it",
+                "use /v1/chat/completions for pictures",
+                param="prompt",
+            )
+        ids = torch.tensor([text])
+        return AnyPrompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, text, 0)
+
+    @cached_property
+    def plain_token(self) -> int:
+        """Some token of text, for prompts that nobody reads."""
+        with self._lock:
+            ids = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        return int(ids[-1])
+
+    def largest(self) -> Conversation:
+        """A picture that has as many tokens as one may have, and a word."""
+        buffer = BytesIO()
+        Image.new("RGB", (4096, 4096), (127, 127, 127)).save(buffer, "PNG")
+        return (Message("user", (ImagePart(buffer.getvalue(), "the largest picture"), TextPart("this"))),)
+
+    def _encoded(
+        self, conversation: Conversation, tools: tuple[Tool, ...], seen: list[Seen]
+    ) -> dict[str, Any]:
+        left = iter(seen)
+        messages = [_as_template_message(message, left) for message in conversation]
+        wishes: dict[str, Any] = {"tools": [as_template_tool(tool) for tool in tools]} if tools else {}
+        clips = [each.metadata for each in seen if each.metadata is not None]
+        more = {"video_metadata": [clips], "do_sample_frames": False} if clips else {}
+        if takes(self._processor.apply_chat_template, "processor_kwargs"):
+            wishes["processor_kwargs"] = more
+        else:
+            wishes |= more
+        if self._writes_control_tokens(conversation, tools):
+            wishes["sanitize_control_tokens"] = True
+        try:
+            with self._lock:
+                found = self._processor.apply_chat_template(
+                    messages,
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=True,
+                    return_tensors="pt",
+                    **wishes,
+                )
+        except TemplateError as error:
+            raise InvalidRequest(
+                f"the checkpoint's chat template refuses these messages: {error}",
+                "Most templates want an optional system message first, then user and assistant in turn.",
+                param="messages",
+            ) from error
+        except Exception as error:
+            if "sanitize_control_tokens" in wishes:
+                raise _cannot_tell_apart() from error
+            raise in_one(error, "preparing the request") from None
+        return dict(found)
+
+    @cached_property
+    def _template(self) -> str:
+        found = getattr(self._processor, "chat_template", None) or getattr(
+            self._tokenizer, "chat_template", None
+        )
+        if isinstance(found, Mapping):
+            found = found.get("default")
+        if not isinstance(found, str):
+            raise UsageError(
+                "this checkpoint has no chat template: nobody says how it is spoken to",
+                "send text that it goes on with (/v1/completions), or take an instruct model",
+            )
+        return found
+
+    @cached_property
+    def _takes_tools(self) -> bool:
+        with suppress(CheckpointError):
+            return ChatTemplate(self._template, {}).takes_tools
+        return "tools" in self._template
+
+    @cached_property
+    def _control_names(self) -> tuple[str, ...]:
+        """What only the template may write."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        names = {token.content for token in added if token.special}
+        names |= {
+            token.content for token in added if token.content.strip() and token.content in self._template
+        }
+        marks = (getattr(self._processor, name, None) for name in ("image_token", "video_token"))
+        return tuple(names | {mark for mark in marks if isinstance(mark, str)})
+
+    def _writes_control_tokens(self, conversation: Conversation, tools: tuple[Tool, ...]) -> bool:
+        """Whether texts spell such names out. Raises ``InvalidRequest`` where that cannot be told apart."""
+        text = "".join(_texts(conversation, tools))
+        if not any(name in text for name in self._control_names):
+            return False
+        if not takes(self._processor.apply_chat_template, "sanitize_control_tokens"):
+            raise _cannot_tell_apart()
+        return True
+
+    def _check_texts(self, conversation: Conversation, tools: tuple[Tool, ...]) -> None:
+        texts = _texts(conversation, tools)
+        self._check_length(texts)
+        said_by_tools = any(message.role == "tool" for message in conversation)
+        if (tools or said_by_tools) and not self._takes_tools:
+            raise InvalidRequest(
+                "the checkpoint's chat template has no place for tools", "leave them out", param="tools"
+            )
+
+    def _check_length(self, texts: list[str]) -> None:
+        """Refuse half characters, and text that cannot fit, before work that grows with it."""
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(
+                    f"the text holds half a character ({text[error.start]!r}, at {error.start})",
+                    "Send whole Unicode characters.",
+                    param="messages",
+                ) from None
+        if sum(map(len, texts)) <= self._context * 16:
+            return
+        size = sum(len(unicodedata.normalize("NFC", text)) for text in texts)
+        least = size // self._longest_token
+        if least > self._context:
+            raise DoesNotFit(
+                f"{size:,} characters of text are at least {least:,} tokens; "
+                f"the context holds {self._context:,}",
+                f"Send at most {self._context - 1:,} tokens, or start with a larger --context.",
+                param="messages",
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters in which the vocabulary writes its longest token: no fewer than it stands for."""
+        with self._lock:
+            return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def _counts(self, inputs: dict[str, Any], seen: list[Seen]) -> list[int]:
+        """Placeholders of each picture: of one all there are, of several the runs, if each has one."""
+        if not seen:
+            return []
+        ids = inputs["input_ids"][0].tolist()
+        runs = [
+            sum(1 for _ in run)
+            for is_one, run in groupby(ids, lambda each: each in self._placeholders)
+            if is_one
+        ]
+        if len(seen) == 1:
+            return [sum(runs)]
+        if len(runs) == len(seen):
+            return runs
+        return [self._alone(each) for each in seen]
+
+    def _alone(self, one: Seen) -> int:
+        """Placeholders of one picture by itself."""
+        inputs = self._encoded((Message("user", (one.part,)),), (), [one])
+        return sum(each in self._placeholders for each in inputs["input_ids"][0].tolist())
+
+    def _sizes(self, inputs: dict[str, Any], seen: list[Seen]) -> list[tuple[int, int] | None]:
+        """Width and height at which the model sees each, where what the processor gives tells; else None."""
+        pixels = []
+        for kind, part in (("image", "image_processor"), ("video", "video_processor")):
+            grid, patch = (
+                inputs.get(f"{kind}_grid_thw"),
+                getattr(getattr(self._processor, part, None), "patch_size", None),
+            )
+            rows = [] if grid is None or not isinstance(patch, int) else grid.tolist()
+            pixels.append([(width * patch, height * patch) for _, height, width in rows])
+        values = inputs.get("pixel_values")
+        pictures = [each for each in seen if each.metadata is None]
+        if not pixels[0] and values is not None and values.dim() == 4 and len(values) == len(pictures):
+            pixels[0] = [(values.shape[3], values.shape[2])] * len(pictures)
+        found = [iter(each) for each in pixels]
+        return [next(found[each.metadata is not None], None) for each in seen]
+
+    def _of_any_size(self, tokens: int) -> DoesNotFit:
+        return DoesNotFit(
+            f"a picture has {tokens} tokens with this model however small it is; {self._limit} are allowed",
+            f"start with --image-tokens {tokens} and a --context with room for it",
+            param="messages",
+        )
+
+
+def _cannot_tell_apart() -> InvalidRequest:
+    return InvalidRequest(
+        "the text spells out control tokens of this model, and its processor cannot read them as text",
+        "write such names differently, or upgrade transformers",
+        param="messages",
+    )
+
+
+def _texts(conversation: Conversation, tools: tuple[Tool, ...]) -> list[str]:
+    texts = [part.text for message in conversation for part in message.parts if isinstance(part, TextPart)]
+    texts += [f"{call.name} {call.arguments}" for message in conversation for call in message.calls]
+    texts += [
+        json.dumps([tool.name, tool.description, tool.parameters], ensure_ascii=False) for tool in tools
+    ]
+    return texts
+
+
+def _as_template_message(message: Message, left: Any) -> dict[str, Any]:
+    """``left`` gives what was seen of the pictures, in their order."""
+    content: list[dict[str, Any]] = []
+    for part in message.parts:
+        if isinstance(part, TextPart):
+            content.append({"type": "text", "text": part.text})
+        else:
+            kind = "image" if isinstance(part, ImagePart) else "video"
+            content.append({"type": kind, kind: next(left).pixels})
+    calls = as_template_calls(message.calls)
+    return {"role": message.role, "content": content, **({"tool_calls": calls} if calls else {})}
