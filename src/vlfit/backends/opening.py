@@ -83,7 +83,11 @@ def _open_vllm(wanted: Wanted, progress: Progress | None) -> OpenBackend:
 
 
 def _open_transformers(wanted: Wanted, progress: Progress | None) -> OpenBackend:
-    raise UsageError("the backend transformers cannot be opened yet", "use --backend native")
+    from vlfit.backends.transformers import TransformersBackend
+
+    return TransformersBackend.load(
+        _model(wanted), wanted.options, progress, trust_remote_code=wanted.trust_remote_code
+    )
 
 
 def _open_remote(wanted: Wanted, progress: Progress | None) -> OpenBackend:
