@@ -36,7 +36,7 @@ FORBIDS = {"never": 0, "1 of 10": 10, "1 of 2": 2, "always": 1}
 
 
 class Stand:
-    """A form that forbids token 0 and all that came before, every ``often`` times; 0: never."""
+    """A form that forbids the newest token to come again, every ``often`` times; 0: never."""
 
     def __init__(self, vocabulary: int, often: int) -> None:
         self._all: Bits = np.full(-(-vocabulary // BITS), 0xFFFFFFFF, dtype=np.uint32)
