@@ -7,7 +7,7 @@ splits the work so that nothing blocks an event loop. ``opening.py`` opens any o
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.account import EngineAccount, Rest
@@ -15,6 +15,10 @@ from vlfit.engine.answer import Answer, Chunk, ImageSeen
 from vlfit.engine.conversation import Conversation, Tool
 from vlfit.engine.options import Park
 from vlfit.engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from vlfit.checkpoint.any_model import AnyCheckpoint
+    from vlfit.plan.expect import Expectation
 
 Listener = Callable[[Chunk | Exception], None]
 
@@ -84,8 +88,16 @@ class Accountable(Protocol):
         ...
 
     @property
-    def checkpoint(self) -> Checkpoint: ...
+    def checkpoint(self) -> "Checkpoint | AnyCheckpoint": ...
     def account(self) -> EngineAccount: ...
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """A backend that has the plan of its model itself, as none can be made from the checkpoint alone."""
+
+    @property
+    def expectation(self) -> "Expectation": ...
 
 
 @runtime_checkable
