@@ -115,6 +115,20 @@ class Sleeper(Protocol):
         ...
 
 
+@runtime_checkable
+class Perishable(Protocol):
+    """A backend whose model runs in a process of its own, which can die, and takes its time to end."""
+
+    @property
+    def closing_seconds(self) -> float:
+        """How long ``close`` may take."""
+        ...
+
+    def when_lost(self, tell: Callable[[Exception], None]) -> None:
+        """``tell`` is called with the reason, in a thread, once the process has died by itself."""
+        ...
+
+
 class LocalBackend(Backend, Protocol):
     """A backend whose requests are prepared first and run beside each other."""
 

@@ -3,6 +3,7 @@
 Does not know: options (``serve.py``), routes (``server``) or how a model runs (``backends``).
 """
 
+import asyncio
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vlfit.backends.base import OpenBackend
     from vlfit.backends.phases import Phases
     from vlfit.machine.model import Gpu
+    from vlfit.server.closing import Closing
     from vlfit.server.keeper import Kept
     from vlfit.server.settings import ServerSettings
     from vlfit.settings import Settings
@@ -82,6 +84,7 @@ def serve_here(
             with ExitStack() as known:
 
                 def announce() -> None:
+                    _watch(backend, app.state.closing)
                     phases.end()
                     known.enter_context(
                         recorded(url, backend.model, settings.drain, kept.keeper if kept else None)
@@ -254,6 +257,7 @@ def _tell_ledger(
     from vlfit.server.status import gpu_of, ledger_facts, ledger_rows
 
     if not isinstance(backend, Accountable):
+        printer.note(server_settings.expectation.why_not)
         return
     account, expectation = backend.account(), server_settings.expectation
     gpu = gpu_of(account, _gpus(settings.device))
@@ -313,11 +317,26 @@ def _folder(path: Path | None) -> Path | None:
     raise UsageError(f"--allow-files {path} is no folder", "name one whose pictures requests may read")
 
 
+def _watch(backend: "OpenBackend", closing: "Closing") -> None:
+    """A model that dies in a process of its own ends the server, also while nobody asks. Called in its loop."""
+    from vlfit.backends.base import Perishable
+
+    if isinstance(backend, Perishable):
+        loop = asyncio.get_running_loop()
+
+        def tell(why: Exception) -> None:
+            loop.call_soon_threadsafe(closing.judge, why)
+
+        backend.when_lost(tell)
+
+
 def _close(backend: "OpenBackend") -> None:
     """Give the memory back. A forward pass under way cannot be stopped, and is not waited for very long."""
+    from vlfit.backends.base import Perishable
+
     closing = threading.Thread(target=backend.close, daemon=True)
     closing.start()
-    closing.join(CLOSING_SECONDS)
+    closing.join(backend.closing_seconds if isinstance(backend, Perishable) else CLOSING_SECONDS)
 
 
 def _leave(code: int = 0) -> None:

@@ -113,21 +113,22 @@ class CompletionReply(Reply):
     def __init__(
         self, reply_id: str, model: str, wishes: CompletionRequest, prepared: Sequence[Prepared]
     ) -> None:
-        self._each = wishes.n or 1
         self._offsets = [0] * len(prepared)
         echoed = [each if isinstance(each, str) else "" for each in wishes.prompts()] if wishes.echo else []
-        self._echo = [text for text in echoed for _ in range(self._each)] or [""] * len(prepared)
+        each = wishes.n or 1
+        self._echo = [text for text in echoed for _ in range(each)] or [""] * len(prepared)
         super().__init__(
             reply_id,
             model,
             len(prepared),
-            prompt_tokens=sum(each.prompt_tokens for each in prepared[:: self._each]),
+            prompt_tokens=sum(one.prompt_tokens for one in prepared[::each]),
             image_tokens=0,
             images=(),
             ignored=wishes.ignored(),
             with_logprobs=wishes.logprobs is not None,
             with_usage=bool(wishes.stream_options and wishes.stream_options.include_usage),
         )
+        self._each = each
 
     def whole(self) -> dict[str, Any]:
         choices = [

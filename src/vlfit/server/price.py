@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlfit.backends.base import Accountable, Prepared
+from vlfit.backends.base import Accountable, OpenBackend, Prepared
 from vlfit.plan.expect import Expectation
 from vlfit.server.chat import prepare_chat, read_chat
 from vlfit.server.failures import JSONReply
@@ -54,6 +54,8 @@ class PriceEndpoints:
                 "device": wishes.device,
                 "settings": {name: getattr(wishes, name) for name in names},
             }
+        elif isinstance(backend, OpenBackend):
+            facts |= {"backend": backend.kind, "device": backend.device}
         lines = [asdict(line) for line in expectation.lines]
         planned = sum(line.bytes for line in expectation.lines)
         return JSONReply({**facts, "lines": lines, "total": planned, "note": expectation.why_not or None})
@@ -73,6 +75,10 @@ class PriceEndpoints:
             "completions": count,
             "max_tokens": most,
         }
+        if not prepared.prompt_tokens:  # no prompt is empty: the backend cannot count
+            unknown = dict.fromkeys(("prompt_tokens", "image_tokens", "images", "decode_s"))
+            note = "what a prompt costs only its answer tells: the server that runs the model counts it then"
+            return {**facts, **unknown, "max_tokens": most or None, "note": note}
         if isinstance(backend, Accountable):
             account = backend.account()
             pool, held = account.pool, account.holdings.kv_cache

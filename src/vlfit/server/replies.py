@@ -25,6 +25,8 @@ _OPENAI_FINISH = {"stop": "stop", "length": "length", "loop": "stop"}
 # JSON has no minus infinity; OpenAI sends this number for tokens that cannot be.
 _LEAST_LOGPROB = -9999.0
 
+_UNTOLD = Usage(0, 0, 0)
+
 
 def event(value: Any) -> bytes:
     """``value`` as one server-sent event."""
@@ -41,7 +43,11 @@ class Said:
 
 @dataclass(slots=True)
 class Choice:
-    """What has come of one choice so far. ``reader`` finds calls of tools in it; None: there are none."""
+    """What has come of one choice so far. ``reader`` finds calls of tools in it; None: there are none.
+
+    ``usage`` and ``images`` are what its chunks told: all that is known of a prompt which the backend could
+    not count (``Prepared``).
+    """
 
     reader: ToolCallReader | None = None
     text: list[str] = field(default_factory=list)
@@ -51,6 +57,8 @@ class Choice:
     completion_tokens: int = 0
     cached_tokens: int = 0
     timings: Timings | None = None
+    usage: Usage = _UNTOLD
+    images: tuple[ImageSeen, ...] = ()
 
     def add(self, chunk: Chunk) -> Said:
         said = self._read(chunk)
@@ -59,7 +67,9 @@ class Choice:
         self.logprobs.extend(chunk.logprobs)
         self.finish_reason = chunk.finish_reason
         self.timings = chunk.timings
+        self.images = chunk.images or self.images
         if chunk.usage is not None:
+            self.usage = chunk.usage
             self.completion_tokens = chunk.usage.completion_tokens
             self.cached_tokens = chunk.usage.cached_tokens
         return said
@@ -106,6 +116,7 @@ class Reply:
         self._ignored = ignored
         self._with_logprobs = with_logprobs
         self._with_usage = with_usage
+        self._each = choices  # of one prompt
 
     @property
     def finished(self) -> bool:
@@ -201,7 +212,10 @@ class Reply:
         """The prompt is counted once, however many choices were made of it: as cached, what none computed."""
         completion = sum(choice.completion_tokens for choice in self.choices)
         cached = min(choice.cached_tokens for choice in self.choices)
-        return Usage(self._prompt_tokens, self._image_tokens, completion, cached)
+        told = [choice.usage for choice in self.choices[:: self._each]]
+        prompt = self._prompt_tokens or sum(each.prompt_tokens for each in told)
+        image = self._image_tokens or sum(each.image_tokens for each in told)
+        return Usage(prompt, image, completion, cached)
 
     def _usage(self) -> dict[str, Any]:
         total = self._total()
@@ -217,7 +231,7 @@ class Reply:
 
     def _extras(self) -> dict[str, Any]:
         return {
-            "images": [asdict(image) for image in self._images],
+            "images": [asdict(image) for image in self._images or self.choices[0].images],
             "timings": merged_timings(
                 [choice.timings for choice in self.choices if choice.timings is not None]
             ),

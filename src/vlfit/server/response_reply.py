@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vlfit.backends.base import Prepared
-from vlfit.engine.answer import Chunk, TokenLogprob
+from vlfit.engine.answer import Chunk, TokenLogprob, Usage
 from vlfit.engine.conversation import ToolCall
 from vlfit.engine.tool_calls import ToolCallReader
 from vlfit.server.failures import encode, error_body
@@ -78,8 +78,9 @@ class ResponseReply:
         return self._event("error", **{name: body[name] for name in ("code", "message", "param")}, error=body)
 
     def note(self) -> str:
-        images = f" ({self._image_tokens} of them image)" if self._image_tokens else ""
-        return f"{self._prompt_tokens}{images} + {self._choice.completion_tokens} tokens"
+        usage = self._total()
+        images = f" ({usage.image_tokens} of them image)" if usage.image_tokens else ""
+        return f"{usage.prompt_tokens}{images} + {usage.completion_tokens} tokens"
 
     def _status(self) -> str:
         return "incomplete" if self._choice.finish_reason == "length" else "completed"
@@ -170,22 +171,32 @@ class ResponseReply:
             **self._sent,
             "usage": None if status == "in_progress" else self._usage(),
             "vlfit": {
-                "images": [asdict(image) for image in self._images],
+                "images": [asdict(image) for image in self._images or self._choice.images],
                 "timings": merged_timings([self._choice.timings] if self._choice.timings else []),
                 "finish_reasons": [self._choice.finish_reason],
                 "ignored": list(self._ignored),
             },
         }
 
+    def _total(self) -> Usage:
+        """What the backend counted before, or told afterwards."""
+        told = self._choice.usage
+        return Usage(
+            self._prompt_tokens or told.prompt_tokens,
+            self._image_tokens or told.image_tokens,
+            self._choice.completion_tokens,
+            self._choice.cached_tokens,
+        )
+
     def _usage(self) -> dict[str, Any]:
-        completion = self._choice.completion_tokens
+        total = self._total()
         return {
-            "input_tokens": self._prompt_tokens,
+            "input_tokens": total.prompt_tokens,
             "input_tokens_details": {
-                "cached_tokens": self._choice.cached_tokens,
-                "image_tokens": self._image_tokens,
+                "cached_tokens": total.cached_tokens,
+                "image_tokens": total.image_tokens,
             },
-            "output_tokens": completion,
+            "output_tokens": total.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": self._prompt_tokens + completion,
+            "total_tokens": total.total_tokens,
         }

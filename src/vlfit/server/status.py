@@ -15,8 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlfit._version import __version__
-from vlfit.backends.base import Accountable, LocalBackend
+from vlfit.backends.base import Accountable, LocalBackend, OpenBackend, Planned
 from vlfit.checkpoint.quantization import FP8
+from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.account import EngineAccount
 from vlfit.machine.gpu import gpu_behind
 from vlfit.machine.model import Gpu
@@ -87,6 +88,12 @@ class Status:
         }
         if isinstance(self._backend, Accountable):
             facts |= self._about_engine(self._backend)
+        elif isinstance(self._backend, OpenBackend):
+            facts |= {
+                "backend": self._backend.kind,
+                "device": self._backend.device,
+                "note": self._expectation.why_not,
+            }
         self._told, self._told_at = facts, now
         return facts
 
@@ -116,13 +123,18 @@ class Status:
 
 def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
     """What the plan says of the model that ``backend`` runs; ``gpus`` were read before it was loaded."""
+    if isinstance(backend, Planned):
+        return backend.expectation
     if not isinstance(backend, Accountable):
-        return Expectation()
-    account = backend.account()
+        where = f"at {backend.device}" if isinstance(backend, OpenBackend) else "elsewhere"
+        return Expectation(why_not=f"the model runs {where}: what it holds is not known here")
+    account, checkpoint = backend.account(), backend.checkpoint
+    if not isinstance(checkpoint, Checkpoint):
+        return Expectation(why_not="no plan is known of a checkpoint of this architecture")
     wishes = account.settings
     if wishes.device == "cpu":
         return expect.expect_in_ram(
-            backend.checkpoint,
+            checkpoint,
             wishes.kv_tokens,
             wishes.value_bytes,
             halves=wishes.halves,
@@ -132,7 +144,7 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
     if gpu is None:
         return Expectation(why_not="the driver's library does not tell of the GPU that the model is on")
     settings = Settings(
-        backend.checkpoint.weights_format,
+        checkpoint.weights_format,
         wishes.context,
         wishes.image_tokens,
         wishes.sequences,
@@ -141,7 +153,7 @@ def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
         kv_dtype=wishes.kv_dtype,
         speculate=wishes.speculate,
     )
-    return expect.expect_on_gpu(backend.checkpoint, gpu, settings, wishes.value_bytes, wishes.kv_tokens)
+    return expect.expect_on_gpu(checkpoint, gpu, settings, wishes.value_bytes, wishes.kv_tokens)
 
 
 def gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:

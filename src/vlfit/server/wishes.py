@@ -95,6 +95,14 @@ def tools_of(wishes: ChatRequest) -> tuple[Tool, ...]:
 
 def form_of(wishes: ChatRequest) -> Form | None:
     """The form that the answer must have, of its JSON and of its calls; None: any."""
+    form = _form_of(wishes)
+    if form is None or form.kind == "json":
+        return form
+    names = {"tool_choice", "parallel_tool_calls", "response_format"}
+    return replace(form, wire=wishes.model_dump(include=names, exclude_none=True, by_alias=True))
+
+
+def _form_of(wishes: ChatRequest) -> Form | None:
     tools, choice = tools_of(wishes), wishes.tool_choice
     schema = _schema_of(wishes.response_format)
     parallel = wishes.parallel_tool_calls is not False
