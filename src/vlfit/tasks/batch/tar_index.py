@@ -84,7 +84,8 @@ def members(path: Path, name: str) -> Iterator[Member | Unreadable | NoEnd]:
         except GeneratorExit:
             raise
         except Exception as error:  # tarfile raises whatever hostile bytes drive it to
-            position, damage = file.tell(), str(error)
+            endless = isinstance(error, RecursionError)
+            position, damage = file.tell(), "headers of headers" if endless else str(error)
         yield from _ending(file, name, shown_name(path), found, position, damage)
 
 
@@ -105,7 +106,7 @@ def _ending(
 ) -> Iterator[Unreadable | NoEnd]:
     """Whether what was taken for the end is it: ``tarfile`` stops at any header that it cannot read."""
     size = file.seek(0, 2)
-    before = f"; what it has before that ({found:,} files) is read" if found else ""
+    before = f"; what it has before that ({found:,} of its files) is read" if found else ""
     if not damage:
         file.seek(min(position, size))
         block = file.read(tarfile.BLOCKSIZE)
