@@ -92,7 +92,7 @@ class Run:
         self._ordered = ordered
         self._held: dict[int, Outcome] = {}
         self._next = 0
-        self._arrivals: queue.SimpleQueue[tuple[Task, _Arrival] | Exception | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[tuple[Task, _Arrival] | None] = queue.SimpleQueue()
         self._ready: deque[Outcome] = deque()
         self._suspects: list[Outcome] = []
         self._streak = Streak()
@@ -130,13 +130,12 @@ class Run:
                 )
             except queue.Empty:
                 return None
-            if arrival is None:
-                if self._intake.over:
-                    continue
+            if arrival is not None:
+                self._take(*arrival)
+            elif self._intake.problem is not None:
+                raise self._intake.problem
+            elif not self._intake.over:
                 return None
-            if isinstance(arrival, Exception):
-                raise arrival
-            self._take(*arrival)
         return self._ready.popleft() if self._ready else None
 
     def wake(self) -> None:
@@ -166,11 +165,7 @@ class Run:
 
     def _read_on(self) -> None:
         while True:
-            try:
-                task = self._intake.take()
-            except Exception as error:  # of the source: nobody knows what is behind the place
-                self._arrivals.put(error)
-                return
+            task = self._intake.take()
             if task is None:
                 self._arrivals.put(None)
                 return

@@ -51,6 +51,7 @@ class Intake:
         self._open = 0
         self._exhausted = False
         self._closed = False
+        self.problem: Exception | None = None
 
     @property
     def over(self) -> bool:
@@ -67,8 +68,8 @@ class Intake:
         return self._open == 0 and not self._exhausted and not self._may_take()
 
     def take(self) -> Task | None:
-        """The next task, when there is one; None after the last, or after ``close``. Raises what going
-        through the source raises.
+        """The next task, when there is one; None after the last, or after ``close``, or where the source
+        cannot be gone through any further: ``problem`` says why.
         """
         with self._changed:
             while not self._closed and not self.over:
@@ -76,7 +77,13 @@ class Intake:
                 if self._due and self._due[0].when <= now:
                     return heapq.heappop(self._due).task
                 if not self._exhausted and self._may_take():
-                    item = next(self._items, None)
+                    try:
+                        item = next(self._items, None)
+                    except Exception as error:  # nobody knows what is behind this place
+                        self.problem = error
+                        self._closed = True
+                        self._changed.notify_all()
+                        return None
                     if item is not None:
                         self._open += 1
                         self._taken += 1

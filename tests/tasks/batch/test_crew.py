@@ -1,0 +1,256 @@
+"""A crew keeps a backend busy, tries again what may pass, and stops for what concerns all."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.scripted_backend import png
+from tests.tasks.batch.beside import BesideBackend, item
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import (
+    DoesNotFit,
+    EngineStopped,
+    OutOfMemory,
+    PictureError,
+    QueueFull,
+    RemoteError,
+    ServerUnreachable,
+    VlfitError,
+)
+from vlfit.tasks.batch import failures
+from vlfit.tasks.batch.crew import Crew, Outcome, Pace
+from vlfit.tasks.batch.item import Item
+from vlfit.tasks.batch.job import Work
+from vlfit.tasks.batch.wish import Wish
+
+WORK = Work(Wish.caption(), SamplingParams())
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "FIRST_WAIT", 0.001)
+
+
+def crew(backend: BesideBackend, at_once: int = 4, tries: int = 3) -> Crew:
+    return Crew(WORK, backend, Pace(at_once, readers=2, tries=tries))
+
+
+def numbered(count: int, start: int = 0) -> list[Item]:
+    """Items of pictures that all differ."""
+    return [item(f"{number}", png(16 + number % 100, 16 + number // 100)) for number in range(start, start + count)]
+
+
+def keys(outcomes: list[Outcome]) -> list[str]:
+    return [outcome.item.key for outcome in outcomes]
+
+
+def until(found: Callable[[], object], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_every_picture_comes_out_once_and_no_more_run_than_may() -> None:
+    backend = BesideBackend()
+    outcomes = list(crew(backend).outcomes([*numbered(60), item("gone", missing=True)]))
+    assert sorted(keys(outcomes)) == sorted([*map(str, range(60)), "gone"])
+    assert backend.most <= 4
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    assert keys(failed) == ["gone"]
+    assert isinstance(failed[0].error, PictureError)
+    record = next(outcome.record for outcome in outcomes if outcome.item.key == "3")
+    assert record is not None
+    assert (record["images"][0]["width"], record["usage"]["total_tokens"]) == (19, 13)
+
+
+def test_the_backend_is_kept_full_and_no_more_is_read_than_fits() -> None:
+    backend = BesideBackend(hold=True)
+    read: list[str] = []
+
+    def items() -> Iterator[Item]:
+        for each in numbered(40):
+            read.append(each.key)
+            yield each
+
+    run = crew(backend).run(items())
+    until(lambda: len(backend.started) == 4)
+    time.sleep(0.02)
+    assert len(backend.started) == 4
+    assert len(read) <= 6  # four run, two wait prepared in the readers' hands
+    for _ in range(40):
+        until(lambda: backend._held)
+        backend.release()
+        assert run.next(5.0) is not None
+    assert run.next(1.0) is None
+    assert run.over
+    run.close()
+
+
+def test_pictures_of_the_same_bytes_are_asked_about_once() -> None:
+    backend = BesideBackend(hold=True)
+    same, other = png(20, 20), png(30, 30)
+    group = crew(backend)
+    run = group.run([item("a", same), item("b", same), item("c", other), item("d", same)])
+    until(lambda: len(backend.started) == 2)
+    backend.release()
+    backend.release()
+    outcomes = [run.next(5.0) for _ in range(4)]
+    records = {outcome.item.key: outcome.record for outcome in outcomes if outcome and outcome.record}
+    leader = next(key for key in "abd" if "same_as" not in records[key])
+    assert {key: record.get("same_as") for key, record in records.items()} == {
+        **dict.fromkeys("abd", leader),
+        leader: None,
+        "c": None,
+    }
+    assert records["d"]["key"] == records["d"]["picture"] == "d"
+    late = list(group.outcomes([item("late", same)]))
+    assert late[0].record is not None
+    assert late[0].record["same_as"] == leader
+    assert len(backend.started) == 2
+
+
+def test_who_waits_for_the_same_bytes_fails_with_them() -> None:
+    backend = BesideBackend(say=lambda data, prompt: DoesNotFit("too large", ""))
+    same = png()
+    outcomes = list(crew(backend).outcomes([item(key, same) for key in "abc"]))
+    assert [type(outcome.error) for outcome in outcomes] == [DoesNotFit] * 3
+
+
+@pytest.mark.parametrize(
+    "error", [QueueFull("full", retry_after=0), RemoteError("500", status=503), OutOfMemory("full")]
+)
+def test_a_failure_that_may_pass_is_tried_again(error: VlfitError) -> None:
+    tries: list[bytes] = []
+
+    def say(data: bytes, prompt: str) -> str | Exception:
+        tries.append(data)
+        return error if tries.count(data) < 3 else "at last"
+
+    outcomes = list(crew(BesideBackend(say=say)).outcomes(numbered(5)))
+    assert [outcome.tries for outcome in outcomes] == [3] * 5
+    assert len(tries) == 15
+
+
+def test_a_refusal_is_not_tried_again() -> None:
+    wrong = png(50, 50)
+
+    def say(data: bytes, prompt: str) -> str | Exception:
+        return RemoteError("400: no", status=400) if data == wrong else "fine"
+
+    outcomes = list(crew(BesideBackend(say=say)).outcomes([item("w", wrong), *numbered(5)]))
+    assert [(outcome.item.key, outcome.tries) for outcome in outcomes if outcome.error] == [("w", 1)]
+
+
+@pytest.mark.parametrize("error", [EngineStopped("gone"), ServerUnreachable("gone")])
+def test_a_failure_of_all_stops_at_once_and_lists_nothing(error: VlfitError) -> None:
+    backend = BesideBackend(say=lambda data, prompt: error)
+    seen: list[Outcome] = []
+    with pytest.raises(type(error)):
+        seen.extend(crew(backend, tries=2).outcomes(numbered(500)))
+    assert seen == []
+    assert len(backend.started) < 250
+
+
+def test_when_nothing_fits_it_is_not_the_pictures() -> None:
+    backend = BesideBackend(say=lambda data, prompt: DoesNotFit("over the context", ""))
+    outcomes = crew(backend).outcomes(numbered(500))
+    with pytest.raises(DoesNotFit):
+        list(outcomes)
+    assert len(backend.started) < 100
+
+
+def test_some_that_do_not_fit_are_listed() -> None:
+    def say(data: bytes, prompt: str) -> str | Exception:
+        return DoesNotFit("over the context", "") if len(data) % 2 else "fine"
+
+    outcomes = list(crew(BesideBackend(say=say)).outcomes(numbered(100)))
+    assert len(outcomes) == 100
+    assert {type(outcome.error) for outcome in outcomes} == {type(None), DoesNotFit}
+
+
+def test_a_fault_of_a_library_costs_one_picture() -> None:
+    strange = png(50, 50)
+
+    def say(data: bytes, prompt: str) -> str | Exception:
+        return ZeroDivisionError("in the decoder") if data == strange else "fine"
+
+    outcomes = list(crew(BesideBackend(say=say)).outcomes([item("s", strange), *numbered(5)]))
+    assert [type(outcome.error) for outcome in outcomes if outcome.error] == [ZeroDivisionError]
+
+
+def test_a_source_that_breaks_is_told() -> None:
+    def items() -> Iterator[Item]:
+        yield from numbered(3)
+        raise ZeroDivisionError("of the source")
+
+    with pytest.raises(ZeroDivisionError):
+        list(crew(BesideBackend()).outcomes(items()))
+
+
+def test_in_order_whatever_ends_first() -> None:
+    backend = BesideBackend(hold=True)
+    run = crew(backend).run([*numbered(6), item("gone", missing=True)], ordered=True)
+    for _ in range(6):
+        until(lambda: backend._held)
+        backend.release(last=True)
+    outcomes = []
+    while not run.over:
+        outcome = run.next(5.0)
+        assert outcome is not None
+        outcomes.append(outcome)
+    assert keys(outcomes) == [*map(str, range(6)), "gone"]
+    run.close()
+
+
+def test_in_order_with_failures_that_nobody_knows_whose_they_are() -> None:
+    def say(data: bytes, prompt: str) -> str | Exception:
+        return DoesNotFit("over the context", "") if len(data) % 2 else "fine"
+
+    run = crew(BesideBackend(say=say)).run(
+        [*numbered(40), *(item(f"gone{number}", missing=True) for number in range(500))], ordered=True
+    )
+    outcomes = []
+    while not run.over:
+        outcome = run.next(5.0)
+        assert outcome is not None
+        outcomes.append(outcome)
+    assert keys(outcomes) == [*map(str, range(40)), *(f"gone{number}" for number in range(500))]
+    run.close()
+
+
+def test_a_run_that_is_closed_lets_go_of_its_places_and_of_who_waits_for_it() -> None:
+    backend = BesideBackend(hold=True)
+    group = crew(backend)
+    same = png(20, 20)
+    first = group.run([item("a", same), *numbered(3)])
+    until(lambda: len(backend.started) == 4)
+    second = group.run([item("b", same)])
+    time.sleep(0.02)
+    first.close()
+    assert backend.cancelled == 4
+    until(lambda: len(backend.started) == 5)
+    backend.release(last=True)
+    outcome = second.next(5.0)
+    assert outcome is not None
+    assert outcome.record is not None
+    assert "same_as" not in outcome.record
+    second.close()
+
+
+def test_two_runs_share_the_places() -> None:
+    backend = BesideBackend()
+    group = crew(backend)
+    found: list[Outcome] = []
+    threads = [
+        threading.Thread(target=lambda start=start: found.extend(group.outcomes(numbered(30, start))))
+        for start in (0, 30)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(map(int, keys(found))) == list(range(60))
+    assert backend.most <= 4

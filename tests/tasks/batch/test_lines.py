@@ -1,0 +1,83 @@
+"""The output after a kill: what was whole stays, what was not is as if it had never been."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from vlfit.errors import CannotWrite, UsageError
+from vlfit.tasks.batch import keys
+from vlfit.tasks.batch.keys import KeySet, hash_of
+from vlfit.tasks.batch.lines import JsonlSink, Lines, keys_in, records_in
+
+
+def test_a_file_cut_at_any_byte_goes_on_with_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    lines = Lines(path)
+    for number in range(3):
+        lines.append({"key": f"ä{number}", "text": "zwei\nZeilen " + "x" * number})
+    lines.close()
+    whole = path.read_bytes()
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        sink = JsonlSink(path)
+        before = list(sink.done_keys())
+        assert before == [f"ä{number}" for number in range(whole[:size].count(b"\n"))]
+        sink.write({"key": "new"})
+        sink.close()
+        assert list(keys_in(path)) == [*before, "new"]
+
+
+def test_a_last_line_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b'{"key": "a"}\n{"key": "' + b"b" * 200_000)
+    assert list(JsonlSink(path).done_keys()) == ["a"]
+    assert path.read_bytes() == b'{"key": "a"}\n'
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Lines(tmp_path / "out.jsonl")
+    lines.append({"key": "a"})
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if len(data) < 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[:50])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(CannotWrite, match="No space left on device") as failed:
+        lines.append({"key": "b", "text": "x" * 75})
+    assert "same command again" in failed.value.hint
+    assert lines.path.read_bytes() == b'{"key": "a"}\n'
+    monkeypatch.undo()
+    lines.append({"key": "b"})
+    lines.close()
+    lines.close()
+    assert list(keys_in(lines.path)) == ["a", "b"]
+
+
+def test_lines_of_others_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"key": "a"}\n{"text": 1, "key": "b"}\n{"key": 3}\n')
+    with pytest.raises(UsageError, match="line 3 of"):
+        list(keys_in(path))
+    path.write_text('{"key": "a"}\n["key"]\nnull\n{"key": "b"\n')
+    assert [record["key"] for record in records_in(path)] == ["a"]
+
+
+def test_names_that_are_no_text_are_written(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "out.jsonl")
+    sink.write({"key": "a", "picture": os.fsdecode(b"\xff.jpg")})
+    sink.close()
+    assert next(records_in(tmp_path / "out.jsonl"))["picture"] == os.fsdecode(b"\xff.jpg")
+
+
+def test_key_sets_find_what_they_have_through_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "_LEAST_MERGED", 16)
+    found = KeySet(f"{number}.jpg" for number in range(0, 2000, 2))
+    assert [f"{number}.jpg" in found for number in range(2000)] == [True, False] * 1000
+    found.add("0.jpg")
+    assert len(found) == 1000
+    assert list(found.hashes()) == sorted(hash_of(f"{number}.jpg") for number in range(0, 2000, 2))
