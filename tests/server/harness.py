@@ -36,9 +36,11 @@ class Running:
 
 
 @contextmanager
-def running(backend: LocalBackend, settings: ServerSettings | None = None) -> Iterator[Running]:
-    """Serve ``backend`` for as long as the block lasts."""
-    listener = bind("127.0.0.1", 0)
+def running(
+    backend: LocalBackend, settings: ServerSettings | None = None, port: int = 0
+) -> Iterator[Running]:
+    """Serve ``backend`` for as long as the block lasts, on a free port unless one is given."""
+    listener = bind("127.0.0.1", port)
     config = uvicorn.Config(
         create_app(backend, settings),
         log_config=None,

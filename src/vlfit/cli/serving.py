@@ -318,7 +318,9 @@ def _folder(path: Path | None) -> Path | None:
 
 
 def _watch(backend: "OpenBackend", closing: "Closing") -> None:
-    """A model that dies in a process of its own ends the server, also while nobody asks. Called in its loop."""
+    """A model that dies in a process of its own ends the server, also while nobody asks. Called in its
+    loop.
+    """
     from vlfit.backends.base import Perishable
 
     if isinstance(backend, Perishable):
