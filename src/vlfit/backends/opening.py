@@ -7,12 +7,15 @@ planned for it. A backend's own module is imported only if it is the one.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from vlfit.backends.base import OpenBackend
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.options import EngineOptions
 from vlfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlfit.backends.vllm.options import VllmOptions
 
 Kind = Literal["native", "vllm", "transformers", "remote"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -30,7 +33,7 @@ class Wanted:
     ``server``, ``api_key``: of ``remote`` alone, which needs the first. So are ``max_tokens`` of an answer
     whose request names no limit (None: as the server has it), ``at_once``: requests that are sent at a time,
     and ``serves``: it stands behind a server of ours. ``trust_remote_code``: ``transformers`` may run the
-    code that comes with a model.
+    code that comes with a model. ``vllm``: of ``vllm`` alone, how it is found and started.
     """
 
     kind: Kind = "native"
@@ -42,6 +45,7 @@ class Wanted:
     at_once: int | None = None
     serves: bool = False
     trust_remote_code: bool = False
+    vllm: "VllmOptions | None" = None
 
     def __post_init__(self) -> None:
         kind_of(self.kind)
@@ -79,7 +83,9 @@ def _open_native(wanted: Wanted, progress: Progress | None) -> OpenBackend:
 
 
 def _open_vllm(wanted: Wanted, progress: Progress | None) -> OpenBackend:
-    raise UsageError("the backend vllm cannot be opened yet", "use --backend native")
+    from vlfit.backends.vllm.backend import VllmBackend
+
+    return VllmBackend.load(_model(wanted), wanted.options, wanted.vllm, progress)
 
 
 def _open_transformers(wanted: Wanted, progress: Progress | None) -> OpenBackend:

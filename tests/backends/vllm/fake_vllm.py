@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path.startswith("/v1") and self.headers.get("Authorization") != f"Bearer {self.key}":
             self._answer(401, b'{"error": {"message": "Unauthorized"}}')
         elif self.path == "/v1/models":
-            card = {"id": self.name, "object": "model", "max_model_len": 1024}
+            card = {"id": self.name, "object": "model", "owned_by": "vllm"}
             self._answer(200, json.dumps({"object": "list", "data": [card]}).encode())
         else:
             self._answer(404, b"{}")

@@ -74,8 +74,8 @@ class Guarded:
         code = self._process.returncode or 0
         return code if code >= 0 else 128 - code
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until it has ended, or for ``seconds``; whether it has."""
+    def wait(self, seconds: float | None) -> bool:
+        """Wait until it has ended, or for ``seconds`` (None: for as long as it takes); whether it has."""
         return self._over.wait(seconds)
 
     def stop(self) -> None:

@@ -1,0 +1,123 @@
+"""Starts of vLLM, one after the other, until one serves or nothing cheaper is left.
+
+Knows: what is said between two starts. Does not know what a log means (handed in, as the doctor is above this
+floor) nor what the next cheaper plan is (``plan/vllm/step_down.py``).
+"""
+
+import io
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vlfit.backends.vllm.command import Command, Front, assemble
+from vlfit.backends.vllm.options import Diagnosis, ReadFailure, Tell
+from vlfit.backends.vllm.planning import Planned, as_it_is_now, check, native_offer
+from vlfit.backends.vllm.starting import Progress, Started, start
+from vlfit.errors import VllmFailed
+from vlfit.plan.search import Plan
+from vlfit.plan.vllm.step_down import Failure, Step, next_plan
+
+MOST_STARTS = 8  # each takes a minute or more; plans that help are found in the first few
+_PORTS = 3  # tries of a port that somebody took in the meantime
+_LAST_LINES = 12
+_KILLED = 128 + signal.SIGKILL
+PORT_IN_USE = "port.in_use"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A vLLM that answers: with which plan, where, and the plans that failed before it, in their order."""
+
+    started: Started
+    plan: Plan
+    front: Front
+    failed: tuple[Plan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """How to start ``planned`` until it serves. ``new_front`` says where to listen, anew for each start.
+    ``model``: what to load. ``retry``: whether to go on after a failure.
+    """
+
+    planned: Planned
+    new_front: Callable[[], Front]
+    model: str
+    retry: bool
+    read_failure: "ReadFailure | None"
+    tell: Tell
+    progress: Progress
+
+    def run(self) -> Serving:
+        """Start it. Raises ``DoesNotFit`` for a plan that cannot be tried, ``VllmFailed`` with the cause."""
+        check(self.planned)
+        tried: list[Plan] = [self.planned.plan]
+        ports = _PORTS
+        while True:
+            front = self.new_front()
+            started = start(self._command(tried[-1], front), _reached(front), self.progress, self.tell)
+            if not started.ended:
+                return Serving(started, tried[-1], front, tuple(tried[:-1]))
+            failure, diagnosis = read(started, self.read_failure)
+            if failure.id == PORT_IN_USE and not front.direct and ports:
+                ports -= 1
+                continue
+            step = self._step(failure, tried)
+            if step is None:
+                raise self._failed(started, diagnosis)
+            self.tell(f"vLLM did not start: {in_words(started, diagnosis)}")
+            self.tell(f"started again: {step.what_changed}")
+            for wish in step.broken:
+                self.tell(f"NOT AS YOU ASKED: {wish}")
+            tried.append(step.plan)
+
+    def _command(self, plan: Plan, front: Front) -> Command:
+        program, own = self.planned.installed.program, self.planned.own
+        command = assemble(plan, program, front, own, self.model)
+        for word in command.overrides:
+            self.tell(f"planned {word} gives way to what you typed")
+        return command
+
+    def _step(self, failure: Failure, tried: list[Plan]) -> Step | None:
+        if not self.retry or not failure.id or len(tried) >= MOST_STARTS:
+            return None
+        planned = self.planned
+        return next_plan(failure, tried, as_it_is_now(planned.machine), planned.wishes, planned.own)
+
+    def _failed(self, started: Started, diagnosis: Diagnosis | None) -> VllmFailed:
+        hints = [] if diagnosis is None else [diagnosis.remedy]
+        hints.append(f"its log is {started.log.path}")
+        offer = native_offer(self.planned)
+        if offer is not None and offer.command is not None:
+            hints.append(f"the native engine has a plan that fits: {' '.join(offer.command)}")
+        elif not self.planned.machine.gpus:
+            name = self.planned.plan.model.name
+            hints.append(f"the native engine runs without a GPU, too: vlfit serve {name}")
+        return VllmFailed(f"vLLM did not start: {in_words(started, diagnosis)}", "\n".join(hints))
+
+
+def read(started: Started, read_failure: "ReadFailure | None") -> tuple[Failure, Diagnosis | None]:
+    """What its log says about why it ended."""
+    if read_failure is None:
+        return Failure(""), None
+    text = started.log.text
+    if started.guarded.code == _KILLED:
+        text += b"\nKilled\n"  # as a shell would have said
+    return read_failure(io.BytesIO(text), None)
+
+
+def in_words(started: Started, diagnosis: Diagnosis | None) -> str:
+    """The cause; where nothing is known of it, the last words."""
+    if diagnosis is not None:
+        return f"{diagnosis.cause}  [{diagnosis.id}]"
+    said = started.log.text.decode("utf-8", "replace").strip().splitlines()
+    ended = f"it ended with code {started.guarded.code}"
+    return (
+        "\n".join([f"{ended}. Its last words:", *said[-_LAST_LINES:]]) if said else f"{ended} without a word"
+    )
+
+
+def _reached(front: Front) -> tuple[str, int]:
+    """Where a program on this computer reaches it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(front.host, front.host)
+    return host, front.port

@@ -1,0 +1,247 @@
+"""vLLM as a backend: planned, started below this process, and spoken to as to any OpenAI server.
+
+Knows: the order in which a vLLM is found, planned for, started and left, and what to say when it dies while
+it serves. Does not know how requests are written (``backends/remote.py``), what is planned (``planning.py``)
+or what a failure means (``attempts.py``).
+"""
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from vlfit.backends.base import Listener, Prepared, Ticket
+from vlfit.backends.remote import RemoteBackend
+from vlfit.backends.streams import QueuedStream
+from vlfit.backends.vllm import account, attempts
+from vlfit.backends.vllm.attempts import Attempts, Serving
+from vlfit.backends.vllm.command import loopback
+from vlfit.backends.vllm.options import ReadFailure, VllmOptions
+from vlfit.backends.vllm.planning import Planned, plan_start
+from vlfit.backends.vllm.starting import free_port
+from vlfit.backends.vllm.where import find
+from vlfit.checkpoint.sidecar import GenerationDefaults
+from vlfit.checkpoint.source import Checkpoint, locate
+from vlfit.engine.answer import Chunk
+from vlfit.engine.conversation import Conversation, Tool
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import EngineLost, RemoteError, ServerUnreachable
+from vlfit.machine.survey import survey
+from vlfit.plan.actual import Row
+from vlfit.plan.search import Plan
+
+Progress = Callable[[str, float], None]
+_LATE_SECONDS = 3.0  # for a process to be seen to have died, once its connection has broken off
+
+logger = logging.getLogger("vlfit")
+
+
+class VllmBackend:
+    """Build with ``load``. Close it (or use it in a ``with`` block) to end vLLM and all that it started."""
+
+    kind = "vllm"
+    closing_seconds = 15.0  # what stopping may take: vLLM ends in order in four, and is killed in fourteen
+
+    def __init__(
+        self, serving: Serving, planned: Planned, name: str, folder: Path, read_failure: "ReadFailure | None"
+    ) -> None:
+        self._serving, self._planned, self._read_failure = serving, planned, read_failure
+        self._folder = folder
+        self.model = name
+        self._why: EngineLost | None = None
+        self._listeners: list[Callable[[EngineLost], None]] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        self.lost_memory = account.lost_since(serving.plan, survey())
+        account.keep(serving.plan, serving.started.told, self.lost_memory)
+        front = serving.front
+        try:
+            self._remote = RemoteBackend(
+                f"http://{front.host}:{front.port}", front.key, name, context=self.context, serves=True
+            )
+        except BaseException:
+            serving.started.guarded.stop()
+            raise
+        atexit.register(self.close)
+        threading.Thread(target=self._watch, name="vllm-watch", daemon=True).start()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | Checkpoint,
+        options: EngineOptions | None = None,
+        vllm: VllmOptions | None = None,
+        progress: Progress | None = None,
+    ) -> "VllmBackend":
+        """Find vLLM, plan for it, start it, and go on with cheaper plans until one serves.
+
+        Raises ``UsageError`` where there is no vLLM, ``DoesNotFit`` where no plan fits, ``VllmFailed`` with
+        the cause, and what opening a checkpoint raises. If it is interrupted nothing is left behind.
+        """
+        vllm = vllm or VllmOptions()
+        options = options or EngineOptions()
+        planned = plan_start(model, options, vllm, find(vllm.python), survey())
+        return cls.launch(planned, vllm, progress)
+
+    @classmethod
+    def launch(cls, planned: Planned, vllm: VllmOptions, progress: Progress | None = None) -> "VllmBackend":
+        """The same for what was planned before."""
+        name, folder = locate(planned.plan.model.place or planned.plan.model.name)
+        tell = vllm.tell or logger.warning
+        for words in planned.said if vllm.tell is None else ():
+            tell(words)
+        tries = Attempts(
+            planned,
+            lambda: loopback(name, free_port()),
+            str(folder),
+            vllm.retry,
+            vllm.read_failure,
+            tell,
+            progress or (lambda what, share: None),
+        )
+        return cls(tries.run(), planned, name, folder, vllm.read_failure)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that serves, which need not be the first that was tried."""
+        return self._serving.plan
+
+    @property
+    def serving(self) -> Serving:
+        return self._serving
+
+    @property
+    def context(self) -> int:
+        """Most tokens of one request, prompt and completion."""
+        return self.plan.settings.context
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.plan.settings.vllm.in_ram else f"cuda:{self.plan.gpu.index}"
+
+    @property
+    def log(self) -> Path:
+        """All that vLLM says."""
+        return self._serving.started.log.path
+
+    def rows(self) -> tuple[Row, ...]:
+        """The plan's ledger beside what vLLM said it holds."""
+        return account.rows_of(self.plan, self._serving.started.told, self.lost_memory)
+
+    def default_sampling(self) -> SamplingParams:
+        """The checkpoint's own settings, as its files have them."""
+        return _sampling_of(GenerationDefaults.read(self._folder))
+
+    def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> Prepared:
+        self._check()
+        return self._remote.prepare(conversation, sampling, tools)
+
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared:
+        self._check()
+        return self._remote.prepare_text(prompt, sampling)
+
+    def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
+        """As ``RemoteBackend``. A request that ends as vLLM dies gets ``EngineLost``, with the cause."""
+        self._check()
+
+        def hear(arrival: Chunk | Exception) -> None:
+            if _may_be_death(arrival):
+                # The thread of connections has others to serve while this one is looked into.
+                threading.Thread(target=self._explain, args=(arrival, listener), daemon=True).start()
+            else:
+                listener(arrival)
+
+        return self._remote.start(prepared, sampling, hear)
+
+    def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
+        return QueuedStream(self, self.prepare(conversation, sampling), sampling)
+
+    def when_lost(self, listener: Callable[[EngineLost], None]) -> None:
+        """Call ``listener``, in a thread, once vLLM has ended without having been told to."""
+        with self._lock:
+            why = self._why
+            if why is None:
+                self._listeners.append(listener)
+        if why is not None:
+            listener(why)
+
+    def close(self) -> None:
+        """End vLLM and all that it started; come back when nothing of it is left."""
+        atexit.unregister(self.close)
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            self._remember()
+            with contextlib.suppress(Exception):  # what is to be ended must not fail for a connection
+                self._remote.close()
+        self._serving.started.guarded.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        """Raises ``EngineLost`` once vLLM is gone."""
+        if self._why is not None:
+            raise self._why
+
+    def _watch(self) -> None:
+        guarded = self._serving.started.guarded
+        guarded.wait(None)
+        if self._closed:
+            return
+        _, diagnosis = attempts.read(self._serving.started, self._read_failure)
+        words = attempts.in_words(self._serving.started, diagnosis)
+        why = EngineLost(
+            f"vLLM ended while it served: {words}",
+            f"{diagnosis.remedy} Its log is {self.log}" if diagnosis else f"its log is {self.log}",
+        )
+        with self._lock:
+            self._why, listeners = why, self._listeners
+        for listener in listeners:
+            listener(why)
+
+    def _explain(self, arrival: Chunk | Exception, listener: Listener) -> None:
+        """What a broken connection means: that vLLM has died, or no more than it says."""
+        self._serving.started.guarded.wait(_LATE_SECONDS)
+        end = time.monotonic() + _LATE_SECONDS
+        while self._serving.started.ended and self._why is None and time.monotonic() < end:
+            time.sleep(0.01)  # the other thread reads the log
+        listener(arrival if self._why is None else self._why)
+
+    def _remember(self) -> None:
+        """What the card holds now, requests included, is what the next plan should count with."""
+        lost = account.lost_since(self.plan, survey())
+        if lost is not None and not self._serving.started.ended:
+            account.keep(self.plan, self._serving.started.told, max(lost, self.lost_memory or 0))
+
+
+def _may_be_death(arrival: Chunk | Exception) -> bool:
+    """A connection that broke off, or a server that says that it has failed."""
+    if isinstance(arrival, RemoteError):
+        return arrival.status is None or arrival.status >= 500
+    return isinstance(arrival, ServerUnreachable)
+
+
+def _sampling_of(defaults: GenerationDefaults) -> SamplingParams:
+    if not defaults.do_sample:
+        return SamplingParams(repetition_penalty=defaults.repetition_penalty)
+    return SamplingParams(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+    )

@@ -1,0 +1,133 @@
+"""The command that is really run: what was planned, where it listens, and the words that a person added.
+
+Knows: which flags are vlfit's to set, and that a word that a person typed goes before a planned one. Does not
+know what is planned (``plan/vllm/command.py``).
+"""
+
+import os
+import secrets
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vlfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlfit.plan.search import Plan
+
+KEY_VARIABLE = "VLLM_API_KEY"
+LOOPBACK = "127.0.0.1"
+# What vlfit itself says to vLLM, and the option of ``vlfit serve`` that a person uses for it.
+_OURS = {
+    "--host": "--host",
+    "--port": "--port",
+    "--uds": "--host and --port",
+    "--api-key": "--api-key, or better VLFIT_API_KEY",
+    "--served-model-name": "--model",
+    "--model": "--model",
+}
+# Calls of functions as Qwen writes them.
+_TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Where vLLM listens, the name of its model, and the key that it asks for ("" for none).
+
+    ``direct``: clients speak to it themselves; else a server of ours does, which sends every wish itself.
+    """
+
+    host: str
+    port: int
+    name: str
+    key: str = field(default="", repr=False)
+    direct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``words`` to run, the variables that are ``added`` to the environment, and what a person overrode."""
+
+    words: tuple[str, ...]
+    added: Mapping[str, str]
+    overrides: tuple[str, ...] = ()
+
+    def environment(self, ours: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The whole environment: ours without what is meant for vlfit alone, and what is added."""
+        ours = os.environ if ours is None else ours
+        kept = {name: value for name, value in ours.items() if not name.startswith("VLFIT_")}
+        return {**kept, **self.added}
+
+    @property
+    def shell(self) -> str:
+        """As it can be pasted into a shell; a key is not shown."""
+        variables = [
+            f"{name}={shlex.quote(value) if name != KEY_VARIABLE else '...'}"
+            for name, value in self.added.items()
+        ]
+        return " ".join([*variables, shlex.join(self.words)])
+
+
+def loopback(name: str, port: int) -> Front:
+    """A front that only this process is to use: on this computer, with a key that nobody else knows."""
+    return Front(LOOPBACK, port, name, secrets.token_urlsafe(24))
+
+
+def check_own(words: Sequence[str]) -> None:
+    """Raises ``UsageError`` for flags among a person's own ``words`` that vlfit has to set itself."""
+    for word in words:
+        flag = _flag(word)
+        if flag in _OURS:
+            raise UsageError(f"{flag} after -- is vlfit's to set", f"use vlfit's own {_OURS[flag]}")
+
+
+def assemble(
+    plan: "Plan", program: Sequence[str], front: Front, own: Sequence[str] = (), model: str | None = None
+) -> Command:
+    """The command for ``plan``. ``own``: words that go to vLLM as they are, in place of planned ones with the
+    same flag. ``model``: what to load, if it is not the plan's place (its files are here already).
+    """
+    assert plan.command is not None
+    check_own(own)
+    typed = {_flag(word) for word in own if word.startswith("-")}
+    planned, overrides = _without(plan.command[3:], typed)
+    words = [*program, *plan.command[1:2], model or plan.command[2], *planned]
+    words += ["--host", front.host, "--port", str(front.port), "--served-model-name", front.name]
+    if "--tool-call-parser" not in typed:
+        words += _TOOLS
+    if not front.direct and "--generation-config" not in typed:
+        # Each request brings all that it wishes; what it leaves out is to mean nothing, not the model's own.
+        words += ["--generation-config", "vllm"]
+    added = {"VLLM_NO_USAGE_STATS": "1", **plan.environment}
+    if front.key:
+        added[KEY_VARIABLE] = front.key
+    return Command((*words, *own), added, tuple(overrides))
+
+
+def _without(words: Sequence[str], typed: set[str]) -> tuple[list[str], list[str]]:
+    """``words`` less the flags of ``typed``, and what those were."""
+    kept: list[str] = []
+    left_out: list[str] = []
+    leaves_out = False
+    for word in words:
+        if word.startswith("--"):
+            leaves_out = _flag(word) in typed
+        (left_out if leaves_out else kept).append(word)
+    return kept, [f"{flag} {value}".rstrip() for flag, value in _pairs(left_out)]
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for word in words:
+        if word.startswith("--"):
+            found.append((word, ""))
+        else:
+            found[-1] = (found[-1][0], word)
+    return found
+
+
+def _flag(word: str) -> str:
+    """``--max_model_len=4096`` is ``--max-model-len``, ``--no-enforce-eager`` is ``--enforce-eager``."""
+    flag = word.partition("=")[0].replace("_", "-")
+    return "--" + flag.removeprefix("--no-") if flag.startswith("--no-") else flag

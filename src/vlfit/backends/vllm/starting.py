@@ -1,0 +1,116 @@
+"""One start of vLLM, from the first word of its command until it answers, or has ended instead.
+
+Knows: which signs say that it is ready, and how long a silence is worth a word. Does not know what to do
+about a failure (``attempts.py``).
+"""
+
+import http.client
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vlfit.backends.vllm.command import LOOPBACK, Command
+from vlfit.backends.vllm.log import Log
+from vlfit.backends.vllm.memory_lines import Told
+from vlfit.backends.vllm.phases import SERVER, Start
+from vlfit.backends.vllm.process import Guarded
+
+Progress = Callable[[str, float], None]
+
+SILENCE_SECONDS = 60.0  # importing vLLM from a cold disk takes half of it
+_LOOK_SECONDS, _SELDOM_SECONDS = 0.2, 2.0
+_ASK_SECONDS = 2.0  # for an answer to /health
+
+
+@dataclass
+class Started:
+    """A vLLM that was started. ``told``: what it said of its memory so far. ``seconds``: of its start."""
+
+    guarded: Guarded
+    log: Log
+    command: Command
+    told: Told = field(default_factory=Told)
+    seconds: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        return self.guarded.ended
+
+
+def free_port() -> int:
+    """A port of this computer that nobody listens on."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind((LOOPBACK, 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def start(
+    command: Command, address: tuple[str, int], progress: Progress, tell: Callable[[str], None]
+) -> Started:
+    """Run ``command`` and wait until it answers at ``address``, or has ended (``Started.ended``).
+
+    ``progress`` is told the phase and the share of the start that is done; ``tell`` that it has been silent
+    for long. If anything is raised meanwhile (Ctrl-C), nothing of it is left when this returns.
+    """
+    log = Log(command.shell)
+    watching = _Watching(progress)
+    begun = time.monotonic()
+    progress(watching.start.phase, 0.0)
+    guarded = Guarded(command.words, command.environment(), log, watching.hear)
+    started = Started(guarded, log, command, watching.told)
+    try:
+        _wait(started, watching, address, tell)
+    except BaseException:
+        guarded.stop()
+        raise
+    started.seconds = time.monotonic() - begun
+    return started
+
+
+class _Watching:
+    """Hears each line, in a thread."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.start, self.told = Start(), Told()
+        self.spoke = time.monotonic()
+        self.ready = False
+        self._progress = progress
+
+    def hear(self, line: str) -> None:
+        self.spoke = time.monotonic()
+        self.told.read(line)
+        if not self.ready and self.start.read(line):
+            self._progress(self.start.phase, self.start.share)
+
+
+def _wait(
+    started: Started, watching: _Watching, address: tuple[str, int], tell: Callable[[str], None]
+) -> None:
+    silence, asked = SILENCE_SECONDS, 0.0
+    while not started.guarded.wait(_LOOK_SECONDS):
+        now = time.monotonic()
+        # A version that calls its last phase otherwise is asked all the same, only less often.
+        if watching.start.phase == SERVER or now - asked > _SELDOM_SECONDS:
+            asked = now
+            if _answers(address):
+                watching.ready = True
+                return
+        if now - watching.spoke > silence:
+            silence *= 2
+            tell(
+                f"vLLM has said nothing for {now - watching.spoke:.0f} s; last it was "
+                f"{watching.start.phase}. What it said is in {started.log.path}"
+            )
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    connection = http.client.HTTPConnection(*address, timeout=_ASK_SECONDS)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

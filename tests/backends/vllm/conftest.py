@@ -1,0 +1,55 @@
+"""A stand-in for vLLM in an environment of its own, and folders of this test's own for all that is kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.backends.vllm.fake_vllm import environment
+from tests.backends.vllm.processes import gone
+from vlfit.backends.vllm.backend import VllmBackend
+from vlfit.backends.vllm.options import VllmOptions
+from vlfit.doctor.failure import read_failure
+from vlfit.engine.options import EngineOptions
+
+LOG = str(Path(__file__).parent / "logs" / "0.32-cpu.log")
+TOKEN_BYTES = 3072  # of mini's KV cache
+
+
+class Stage:
+    """``python`` is the stand-in's; ``told``: what a person was told; ``load`` starts it as a backend."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._monkeypatch = folder, monkeypatch
+        self.python = str(environment(folder / "env"))
+        self.told: list[str] = []
+        self.phases: list[str] = []
+        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        self.behaves()
+
+    def behaves(self, **how: Any) -> None:
+        """As ``fake_vllm.py`` describes it."""
+        facts = {"log": LOG, "starts": str(self.folder / "starts"), **how}
+        self._monkeypatch.setenv("FAKE_VLLM", json.dumps(facts))
+
+    def load(self, options: EngineOptions | None = None, *words: str, **more: Any) -> VllmBackend:
+        vllm = VllmOptions(
+            python=self.python, words=words, read_failure=read_failure, tell=self.told.append, **more
+        )
+        return VllmBackend.load("mini", options, vllm, lambda what, share: self.phases.append(what))
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """The words and the environment of each start."""
+        return [json.loads(line) for line in (self.folder / "starts").read_text().splitlines()]
+
+    @property
+    def is_gone(self) -> bool:
+        return gone(str(self.folder / "env"))
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(tmp_path, monkeypatch)

@@ -1,0 +1,189 @@
+"""vLLM as a backend, over a stand-in: started, asked, stepped down, gone; what it and we are told."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.backends.vllm.conftest import TOKEN_BYTES, Stage
+from tests.backends.vllm.fake_vllm import environment
+from vlfit.backends.vllm import starting
+from vlfit.backends.vllm.backend import VllmBackend
+from vlfit.backends.vllm.options import VllmOptions
+from vlfit.engine.conversation import ask
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import DeviceError, DoesNotFit, EngineLost, UsageError, VllmFailed
+from vlfit.machine.cards import card
+from vlfit.machine.model import Machine
+
+
+def flag(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_it_answers_and_leaves_nothing_behind(stage: Stage) -> None:
+    with stage.load() as backend:
+        answer = backend.stream(ask("hello"), SamplingParams()).answer()
+        assert (backend.kind, backend.model, backend.device) == ("vllm", "mini", "cpu")
+        assert backend.context == 4096
+        assert backend.default_sampling() == SamplingParams()
+        assert "Application startup complete" in backend.log.read_text()
+    assert answer.text == "a fake answer"
+    assert answer.usage.completion_tokens == 3
+    assert stage.phases[0] == "importing vLLM"
+    assert stage.phases[-1] == "starting the server"
+    assert stage.told == []
+    assert stage.is_gone
+
+
+def test_what_it_is_told(stage: Stage) -> None:
+    options = EngineOptions(context=2048, image_tokens=256, dtype="float32")
+    with stage.load(options, "--seed", "3", "--max_num_batched_tokens=512", sequences=3) as backend:
+        shown = backend.serving.started.command.shell
+    (start,) = stage.starts
+    words, environment = start["words"], start["environment"]
+    assert words[0] == "serve"
+    assert flag(words, "--max-model-len") == "2048"
+    assert flag(words, "--max-num-seqs") == "3"
+    assert flag(words, "--served-model-name") == "mini"
+    assert flag(words, "--host") == "127.0.0.1"
+    assert flag(words, "--dtype") == "float32"
+    # The cache is given in bytes: else a build for processors takes nine tenths of the RAM.
+    assert int(flag(words, "--kv-cache-memory-bytes")) < 2**30
+    assert "--gpu-memory-utilization" not in words
+    assert flag(words, "--seed") == "3"
+    # The key that only we know is in no list of processes and on no screen.
+    key = environment["VLLM_API_KEY"]
+    assert len(key) > 20
+    assert key not in " ".join(words) + shown
+    assert not [name for name in environment if name.startswith("VLFIT_")]
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+
+
+@pytest.mark.parametrize("word", ["--port", "--host=0.0.0.0", "--api_key", "--served-model-name"])
+def test_what_is_ours_to_set(stage: Stage, word: str) -> None:
+    with pytest.raises(UsageError, match="after -- is vlfit's to set"):
+        stage.load(None, word, "1")
+
+
+def test_an_impossible_kv_setting_is_stepped_down(stage: Stage) -> None:
+    stage.behaves(tokens=TOKEN_BYTES)
+    with stage.load(EngineOptions(context=4096, kv_tokens=1024)) as backend:
+        assert backend.stream(ask("hello"), SamplingParams()).answer().text == "a fake answer"
+        assert backend.context <= 1024
+    assert len(stage.starts) == 2
+    assert "vllm.kv_too_small" in stage.told[0]
+    assert stage.told[1].startswith("started again: context 4096 -> ")
+    assert "--context" in stage.told[2]
+    assert stage.told[2].startswith("NOT AS YOU ASKED")
+    assert stage.is_gone
+
+
+def test_no_retry_stops_with_the_cause_and_a_way_on(stage: Stage) -> None:
+    stage.behaves(tokens=TOKEN_BYTES)
+    with pytest.raises(VllmFailed, match=r"vllm\.kv_too_small") as raised:
+        stage.load(EngineOptions(context=4096, kv_tokens=1024), retry=False)
+    assert len(stage.starts) == 1
+    assert "vlfit serve mini" in raised.value.hint
+    assert str(stage.folder / "state") in raised.value.hint
+    assert stage.is_gone
+
+
+def test_a_flag_that_this_vllm_does_not_have_is_explained(stage: Stage) -> None:
+    stage.behaves(unknown=["--swap-space"])
+    with pytest.raises(VllmFailed, match=r"no such flag: --swap-space\..*vllm.unknown_flag") as raised:
+        stage.load(None, "--swap-space", "4")
+    assert "it is gone since" in raised.value.message
+    assert len(stage.starts) == 1  # the same would be refused again
+
+
+def test_a_planned_flag_that_this_vllm_does_not_have_is_left_out(stage: Stage) -> None:
+    stage.behaves(unknown=["--mm-processor-cache-gb"])
+    with stage.load():
+        pass
+    assert len(stage.starts) == 2
+    assert "--mm-processor-cache-gb" not in stage.starts[1]["words"]
+    assert "without --mm-processor-cache-gb" in stage.told[1]
+
+
+def test_an_unknown_failure_shows_its_last_words(stage: Stage) -> None:
+    stage.behaves(fails="SomethingError: nobody has seen this before")
+    with pytest.raises(VllmFailed, match="ended with code 1") as raised:
+        stage.load()
+    assert raised.value.message.endswith("SomethingError: nobody has seen this before")
+    assert len(stage.starts) == 1
+
+
+def test_a_taken_port_is_tried_elsewhere(stage: Stage) -> None:
+    taken = "OSError: [Errno 98] Address already in use"
+    stage.behaves(fails=taken, fails_once=str(stage.folder / "failed"))
+    with stage.load():
+        ports = [flag(start["words"], "--port") for start in stage.starts]
+    assert len(set(ports)) == 2
+    assert stage.told == []
+
+
+def test_dying_while_it_serves_is_told_with_the_cause(stage: Stage) -> None:
+    lost: list[EngineLost] = []
+    seen = threading.Event()
+    with stage.load() as backend:
+        backend.when_lost(lost.append)
+        backend.when_lost(lambda _: seen.set())
+        with pytest.raises(EngineLost, match=r"vLLM ended while it served: .*torch.oom") as raised:
+            backend.stream(ask("die now"), SamplingParams()).answer()
+        assert raised.value.http_status == 503
+        assert str(backend.log) in raised.value.hint
+        assert seen.wait(5)
+        assert lost == [raised.value]
+        with pytest.raises(EngineLost):
+            backend.prepare(ask("hello"), SamplingParams())
+    assert stage.is_gone
+
+
+def test_an_interrupt_while_it_starts_leaves_nothing_behind(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.behaves(stops_after="Starting to load model")
+    monkeypatch.setattr(starting, "SILENCE_SECONDS", 0.2)
+    heard: list[str] = []
+
+    def interrupt(words: str) -> None:
+        heard.append(words)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        VllmBackend.load("mini", None, VllmOptions(python=stage.python, tell=interrupt))
+    assert "vLLM has said nothing for" in heard[0]
+    assert "loading weights" in heard[0]
+    assert stage.is_gone
+
+
+def test_it_loads_in_any_thread(stage: Stage) -> None:
+    loaded: list[VllmBackend] = []
+    thread = threading.Thread(target=lambda: loaded.append(stage.load()))
+    thread.start()
+    thread.join()
+    time.sleep(0.1)  # what is bound to the thread that started it would be gone by now
+    with loaded[0] as backend:
+        assert backend.stream(ask("hello"), SamplingParams()).answer().text == "a fake answer"
+
+
+def test_what_only_the_native_engine_has_is_refused(stage: Stage) -> None:
+    with pytest.raises(UsageError, match="--idle-sleep is a setting of the native engine"):
+        stage.load(EngineOptions(idle_sleep=5.0))
+
+
+def test_a_plan_that_cannot_be_is_not_started(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = replace(card("RTX 5060").host, ram_available=64 * 2**20)
+    monkeypatch.setattr("vlfit.backends.vllm.backend.survey", lambda: Machine((), host, ()))
+    with pytest.raises(DoesNotFit, match="mini under vLLM needs"):
+        stage.load()
+    assert not (stage.folder / "starts").exists()
+
+
+def test_a_vllm_for_gpus_without_one(stage: Stage) -> None:
+    stage.python = str(environment(stage.folder / "gpu", "0.32.0", cpu=False))
+    with pytest.raises(DeviceError, match=r"there is no GPU, and vLLM 0.32.0 is built for one"):
+        stage.load()
