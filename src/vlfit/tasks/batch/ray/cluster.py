@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+import ray.data  # its logging has to be there before it is made quiet
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlfit.backends.opening import Wanted
@@ -142,7 +143,7 @@ def connected(options: RayOptions) -> Iterator[Cluster]:
         ours = not ray.is_initialized()
         if ours:
             _start(options)
-        _be_quiet()
+            _be_quiet()
         try:
             yield Cluster(ray.get_runtime_context().get_node_id(), overheard)
         finally:
@@ -152,9 +153,6 @@ def connected(options: RayOptions) -> Iterator[Cluster]:
 
 def _start(options: RayOptions) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(
-        "RAY_BACKEND_LOG_LEVEL", "error"
-    )  # of what it says on our stderr; its files have all
     endpoint = options.endpoint()
     if endpoint is not None:
         _knock(*endpoint)

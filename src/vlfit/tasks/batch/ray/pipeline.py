@@ -5,6 +5,7 @@ Knows Ray Data. A row of its datasets is a handful of items, because that is wha
 again, when a worker dies. Does not know what a handful holds.
 """
 
+import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import pyarrow
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask
 from ray.data.block import BlockMetadata
+from ray.util.annotations import RayDeprecationWarning
 
 from vlfit.errors import ClusterError, VlfitError
 from vlfit.tasks.batch.item import Item, Source
@@ -107,14 +109,28 @@ def stream(cluster: Cluster, team: Team, duty: Duty, listing: Listing) -> Genera
 
     To be closed: the workers end with it.
     """
+    with _settings(listing.way):
+        rows = iter(_dataset(cluster.home, team, duty, listing).iter_rows())
+        try:
+            for row in rows:
+                yield unpacked(row["done"])
+        except ray.exceptions.RayError as error:
+            raise _died(error, cluster) from error
+
+
+def _dataset(home: str, team: Team, duty: Duty, listing: Listing) -> ray.data.Dataset:
     way = listing.way
-    with _settings(way):
-        dataset = ray.data.read_datasource(
-            _Datasource(listing),
-            override_num_blocks=1,
-            num_cpus=0,
-            label_selector={"ray.io/node-id": cluster.home},  # where the source's names mean what was typed
-        ).map_batches(
+    listed = ray.data.read_datasource(
+        _Datasource(listing),
+        override_num_blocks=1,
+        num_cpus=0,
+        label_selector={"ray.io/node-id": home},  # where the source's names mean what was typed
+    )
+    with warnings.catch_warnings():
+        # max_task_retries has no place of its own among map_batches' names, and the place for others is to
+        # go in Ray 2.64. Without it a picture that kills workers would kill them for ever.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        dataset: ray.data.Dataset = listed.map_batches(
             Worker,
             fn_constructor_args=(duty,),
             batch_size=1,
@@ -128,12 +144,7 @@ def stream(cluster: Cluster, team: Team, duty: Duty, listing: Listing) -> Genera
             max_task_retries=way.retries,
             **_resources(team),
         )
-        rows = iter(dataset.iter_rows())
-        try:
-            for row in rows:
-                yield unpacked(row["done"])
-        except ray.exceptions.RayError as error:
-            raise _died(error, cluster) from error
+    return dataset
 
 
 def _resources(team: Team) -> dict[str, int]:

@@ -24,7 +24,7 @@ from vlfit.tasks.batch.keys import KeySet
 from vlfit.tasks.batch.progress import Progress, Tally
 from vlfit.tasks.batch.ray.handful import Done, Duty, Listed
 from vlfit.tasks.batch.ray.options import RayOptions
-from vlfit.tasks.batch.ray.sight import other_version, samples_of, with_whole_path
+from vlfit.tasks.batch.ray.sight import Sample, other_version, samples_of, with_whole_path
 from vlfit.tasks.batch.runner import FLUSH_SECONDS, Place
 
 if TYPE_CHECKING:
@@ -91,10 +91,13 @@ def run_on_ray(
     wanted = with_whole_path(wanted)
     duty = Duty(Work.of(job), wanted, at_once, readers, tries, os.getcwd(), __version__)
     ledger = _Ledger(output, progress or Progress())
+    samples = samples_of(item for item in source if not output.is_settled(item.key))
+    if samples is None:
+        return ledger.progress.tally
     ledger.progress.note("reaching the cluster")
     with connected(options) as cluster:
         team = cluster.team(options, wanted.options.device)
-        send = _check_machines(cluster, team, wanted, source, ledger.progress)
+        send = _check_machines(cluster, team, wanted, samples, ledger.progress)
         ledger.progress.note(_in_words(team))
         try:
             _go(cluster, team, duty, source, ledger, send, limit)
@@ -222,12 +225,12 @@ class _Ledger:
 
 
 def _check_machines(
-    cluster: "Cluster", team: "Team", wanted: Wanted, source: Source, progress: Progress
+    cluster: "Cluster", team: "Team", wanted: Wanted, samples: tuple[Sample, ...], progress: Progress
 ) -> bool:
     """Whether pictures have to be sent: a machine lacks them. Raises ``ClusterError`` if one lacks the model,
     or has another vlfit.
     """
-    sights = cluster.look(team, wanted, samples_of(source))
+    sights = cluster.look(team, wanted, samples)
     for sight in sights:
         if sight.version != __version__:
             raise other_version(sight.node, sight.version, __version__)
@@ -251,7 +254,11 @@ def _handful_size(count: int | None, team: "Team", at_once: int | None) -> int:
 
 
 def _in_words(team: "Team") -> str:
-    what = f"{team.gpus} GPU{'s' if team.gpus > 1 else ''}" if team.gpus else f"{team.cpus} of the cores"
+    what = (
+        f"{team.gpus} GPU{'s' if team.gpus > 1 else ''}"
+        if team.gpus
+        else f"{team.cpus} core{'s' if team.cpus > 1 else ''}"
+    )
     machines = f"{len(team.nodes)} machine{'s' if len(team.nodes) > 1 else ''}"
     words = f"starting {team.size} worker{'s' if team.size > 1 else ''} on {machines}, each with {what}"
     waiting = team.size - team.room

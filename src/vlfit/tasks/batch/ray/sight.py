@@ -45,10 +45,13 @@ class Sight:
     unread: str | None
 
 
-def samples_of(items: Iterable[Item]) -> tuple[Sample, ...]:
-    """The first pictures that can be read here. None of them: nothing is said about machines then."""
+def samples_of(items: Iterable[Item]) -> tuple[Sample, ...] | None:
+    """The first pictures that can be read here; there may be none among the first of many. None: no items."""
     found: list[Sample] = []
-    for item in islice(items, _LOOKED_AT):
+    first = list(islice(items, _LOOKED_AT))
+    if not first:
+        return None
+    for item in first:
         with suppress(VlfitError):
             data = item.read()
             found.append(Sample(item, _digest(data) if item.path is not None else None))
