@@ -142,9 +142,9 @@ class ReplyReader:
         known[1] += function.get("arguments") or ""
 
     def _written_calls(self) -> str:
-        return "\n".join(
-            written_call(name, arguments) for _, (name, arguments) in sorted(self._calls.items())
-        )
+        """Once: the reason of an ending may be told twice."""
+        calls, self._calls = sorted(self._calls.items()), {}
+        return "\n".join(written_call(name, arguments) for _, (name, arguments) in calls)
 
     def _timings(self) -> Timings:
         """The server's own if it told them, else what we saw from here."""
