@@ -10,7 +10,7 @@ import pytest
 from vlfit.doctor.failure import read_failure
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
-from vlfit.plan.ledger import VLLM, pool_tokens
+from vlfit.plan.ledger import VLLM, ledger, pool_tokens
 from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import subjects
 from vlfit.plan.vllm import step_down
@@ -77,7 +77,7 @@ def test_where_less_is_free_as_much_less_is_planned() -> None:
         now, before = getattr(step.plan.settings, name), getattr(failed.settings, name)
         if now != before:
             larger = replace(step.plan.settings, **{name: before})
-            lines = step_down.ledger(failed.model, failed.gpu, VLLM, larger)
+            lines = ledger(failed.model, failed.gpu, VLLM, larger)
             held = sum(line.bytes for line in lines) - sizes["desktop"] - sizes["reserve"] - 0.53 * GIB
             assert held > 6.2 * GIB, name
 
@@ -112,7 +112,7 @@ def test_wishes_are_kept_while_anything_else_can_give() -> None:
     kept = tried[first_broken].settings  # graphs, passes and pictures went before
     assert (kept.context, kept.sequences) == (8192, wishes["sequences"])
     assert (kept.graphs, kept.chunk) == (False, 256)
-    smallest = step_down.ledger(failed.model, failed.gpu, VLLM, replace(kept, image_tokens=64))
+    smallest = ledger(failed.model, failed.gpu, VLLM, replace(kept, image_tokens=64))
     assert sum(line.bytes for line in smallest) >= tried[first_broken].total - MIB
     assert tried[-1].settings.sequences == 1
 

@@ -1,7 +1,7 @@
 """The command that a log came from, written again with some of its flags changed.
 
-Knows: how ``vllm serve`` is spelt, and since which version it has the flags that remedies use (read in the
-sources of 0.8.5 to 0.33.0). Does not know which flags to change (``rules/``).
+Knows: how ``vllm serve`` is spelt. Does not know which flags to change (``rules/``) or since which version it
+has them (``plan/vllm/flags.py``).
 """
 
 import json
@@ -10,16 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlfit.doctor.facts import Facts
+from vlfit.plan.vllm.flags import LIVES
 
 NO_MODEL = "MODEL"
 # Named in the log of the server, but no flags of it.
 _NO_FLAGS = {"api_server_count", "model_config", "subparser", "dispatch_function"}
-SINCE: Mapping[str, tuple[int, ...]] = {
-    "kv_cache_memory_bytes": (0, 11),
-    "mm_processor_cache_gb": (0, 11),
-    "cudagraph_capture_sizes": (0, 12),
-    "language_model_only": (0, 19, 1),
-}
 
 
 def serve(
@@ -35,10 +30,16 @@ def serve(
     words = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     words += ["vllm", "serve", shlex.quote(model or facts.model or NO_MODEL)]
     for name, value in arguments.items():
-        if name in without or name in _NO_FLAGS or not facts.at_least(*SINCE.get(name, (0,))):
+        if name in without or name in _NO_FLAGS or not _is_there(name, facts):
             continue
         words += _flag(name, value)
     return " ".join(words)
+
+
+def _is_there(name: str, facts: Facts) -> bool:
+    """Whether the version of the log has this flag; an unknown one counts as recent."""
+    life = LIVES.get("--" + name.replace("_", "-"))
+    return life is None or facts.at_least(*life.first)
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -11,11 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 from vlfit.plan import costs
 from vlfit.plan.calibration import MODELLED
 from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings
-from vlfit.plan.model import Model
+from vlfit.plan.model import HALF, Model
+from vlfit.plan.vllm.parallel import kv_bytes_of_card
+from vlfit.plan.vllm.settings import OfVllm
 
 if TYPE_CHECKING:
     from vlfit.plan.search import Wishes
@@ -121,7 +124,7 @@ def _candidates(
             f"{models[sees.index(False)][0].name} is a text-only model and takes no pictures",
             "leave out --image-tokens",
         )
-    told = replace(wishes.vllm, kv_tokens=wishes.kv_tokens, pictures=wishes.pictures)
+    told = {model.name: _told(model, wishes) for model, _ in models}
     for context in turn(_steps(wishes.context, _contexts(models))):
         for image_tokens in turn(_steps(wishes.image_tokens, _pictures(models) if all(sees) else (0,))):
             for sequences in turn(_steps(wishes.sequences, SEQUENCES)):
@@ -141,9 +144,18 @@ def _candidates(
                                 graphs=graphs,
                                 tight=tight,
                                 kv_dtype=wishes.kv_dtype or BF16,
-                                vllm=told,
+                                vllm=told[model.name],
                             )
                             yield settings, model, backend
+
+
+def _told(model: Model, wishes: "Wishes") -> OfVllm:
+    """What vLLM is told of its pool and of pictures, in tokens of this model."""
+    tokens = wishes.kv_tokens
+    if tokens is None and wishes.kv_bytes is not None:
+        each = kv_bytes_of_card(model, wishes.vllm.tensor, model.kv_bytes_per_token)
+        tokens = max(wishes.kv_bytes // (each // HALF if wishes.kv_dtype == FP8 else each), 1)
+    return replace(wishes.vllm, kv_tokens=tokens, pictures=wishes.pictures)
 
 
 def _pools(backend: str, context: int, sequences: int) -> tuple[bool, ...]:

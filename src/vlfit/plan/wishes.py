@@ -18,6 +18,7 @@ _LEAST_IMAGE_TOKENS = 4
 # Wishes that only vLLM has, with the names of their options.
 _OF_VLLM = {
     "kv_tokens": "kv",
+    "kv_bytes": "kv-cache-memory-bytes",
     "tensor_parallel": "tensor-parallel",
     "data_parallel": "data-parallel",
     "chunk": "chunk",
@@ -30,10 +31,10 @@ class Wishes:
     """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for what makes no sense.
 
     ``offload``: bytes of weights that leave the card, ``auto``: as few as make it fit; None: none ever.
-    ``kv_dtype``: of the KV cache; None: 16 bits. For vLLM only: ``kv_tokens`` of its pool, which is taken as
-    it is; ``tensor_parallel`` and ``data_parallel``, over how many cards each layer goes and how many copies
-    there are; ``eager``: no CUDA graphs; ``chunk``: tokens of a pass; ``pictures``: most in one prompt; and
-    ``vllm``, what a plan begins with.
+    ``kv_dtype``: of the KV cache; None: 16 bits. For vLLM only: ``kv_tokens`` of its pool (or ``kv_bytes`` on
+    each card), which is taken as it is; ``tensor_parallel`` and ``data_parallel``, over how many cards each
+    layer goes and how many copies there are; ``eager``: no CUDA graphs; ``chunk``: tokens of a pass;
+    ``pictures``: most in one prompt; and ``vllm``, what a plan begins with.
     """
 
     context: int | None = None
@@ -45,6 +46,7 @@ class Wishes:
     offload: Wish | None = None
     kv_dtype: str | None = None
     kv_tokens: int | None = None
+    kv_bytes: int | None = None
     tensor_parallel: int | None = None
     data_parallel: int | None = None
     eager: bool = False

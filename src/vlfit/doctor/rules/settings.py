@@ -1,6 +1,7 @@
 """Settings that vLLM refuses: unknown flags, lengths, formats that the GPU lacks, requests too large.
 
-Knows: which flags came and went with which version (read in the sources of vLLM 0.8.5 to 0.33.0).
+Knows: what each message means (sources of vLLM 0.8.5 to 0.33.0). Which flags came and went with which version
+is in ``plan/vllm/flags.py``.
 """
 
 import re
@@ -9,24 +10,9 @@ from vlfit.doctor.arithmetic import QWEN3_VL, kv_gib, size_of
 from vlfit.doctor.command import serve, without_model
 from vlfit.doctor.rule import Case, Rule, Values
 from vlfit.doctor.rules.shortfall import planned_start
+from vlfit.plan.vllm.flags import GONE
 
 _MODEST_CONTEXT = 8192
-
-# What became of flags that guides still name.
-GONE = {
-    "--disable-v1-engine": "no version ever had it, and the old engine is gone since 0.11",
-    "--swap-space": "it is gone since 0.19",
-    "--disable-log-requests": "it is gone since 0.19, and is the default now",
-    "--max-seq-len-to-capture": "it is gone since 0.11; --max-cudagraph-capture-size (0.12) is its heir",
-    "--cuda-graph-sizes": "it is gone since 0.14; --cudagraph-capture-sizes is its heir",
-    "--disable-mm-preprocessor-cache": "it is gone since 0.14; --mm-processor-cache-gb 0 is its heir",
-    "--calculate-kv-scales": "it is gone since 0.28",
-    "--kv-cache-memory-bytes": "it came with 0.11",
-    "--mm-processor-cache-gb": "it came with 0.11",
-    "--cudagraph-capture-sizes": "it came with 0.12",
-    "--language-model-only": "it came with 0.19.1",
-    "--trust-request-mm-kwargs": "it came with 0.31",
-}
 
 
 def _unknown(case: Case) -> Values:

@@ -1,0 +1,272 @@
+"""Flags of ``vllm serve`` as people know them, and what to use of them today: wishes of the plan, or words.
+
+Knows: which flags the plan counts with and therefore takes as wishes, which are gone and what became of them
+(``flags.py``), and how values are spelt in vLLM. What it does not know it hands on to vLLM as it is. Does not
+know a machine: whether a share of memory is there is asked after planning (``share_words``).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vlfit.errors import UsageError
+from vlfit.plan.vllm.flags import GONE, has
+from vlfit.plan.vllm.settings import OfVllm
+from vlfit.plan.vllm.versions import Version
+from vlfit.plan.vllm.words import as_json, flags_of, whole_number
+from vlfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from vlfit.plan.search import Plan
+
+_PIXELS = 1024  # of a token, in all sizes of Qwen3-VL
+
+
+@dataclass(frozen=True, slots=True)
+class Legacy:
+    """``words`` that are left for vLLM, sentences to tell (``said``), ``wishes`` by their fields' names, the
+    ``share`` of memory that was given, and variables to ``unset``.
+    """
+
+    words: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+    wishes: dict[str, Any] = field(default_factory=dict)
+    share: float | None = None
+    unset: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What was understood so far."""
+
+    version: Version
+    words: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    wishes: dict[str, Any] = field(default_factory=dict)
+    share: float | None = None
+
+    def wish(self, flag: str, name: str, value: object, words: str) -> None:
+        self.wishes[name] = value
+        self.said.append(f"{flag} is taken as {words}: the plan counts with it.")
+
+
+def understood(
+    words: Sequence[str], version: Version, environment: Mapping[str, str] | None = None
+) -> Legacy:
+    """What ``words``, typed for ``vllm serve``, and ``environment`` mean to a plan for this version.
+
+    Raises ``UsageError`` for a value that is none and for what is vlfit's own to say.
+    """
+    reading = _Reading(version)
+    for flag, value, given in flags_of(words):
+        _READERS.get(flag, _other)(reading, flag, value, given)
+    unset = []
+    for name, value in (environment or {}).items():
+        if name in _VARIABLES and value:
+            reading.said.append(f"{name}={value}: {_VARIABLES[name]}.")
+            unset.append(name)
+    return Legacy(tuple(reading.words), tuple(reading.said), reading.wishes, reading.share, tuple(unset))
+
+
+def share_words(given: float | None, plan: "Plan") -> str:
+    """What a share of memory that was given means for ``plan``; "" if none was."""
+    from vlfit.plan.vllm.command import budget, share
+    from vlfit.plan.vllm.lines import outside
+
+    if given is None:
+        return ""
+    says = f"--gpu-memory-utilization {given:g}"
+    if plan.settings.vllm.in_ram:
+        return f"{says} means nothing on a processor: the plan gives the KV cache its bytes."
+    own, total = share(plan.ledger, plan.gpu), plan.gpu.total
+    free = plan.gpu.free - outside(plan.ledger)
+    asked = f"{format_bytes(round(given * total))} of {format_bytes(total)}"
+    if given * total > free:
+        return (
+            f"{says} would end the start: it asks for {asked}, and {format_bytes(max(free, 0))} are free "
+            f"once vLLM has its CUDA context. The plan takes {own:g}, which is."
+        )
+    if given < own:
+        return (
+            f"{says} ({asked}) is less than vLLM comes to hold by this plan: "
+            f"{format_bytes(budget(plan.ledger))}, {own:g} of the card. It stays {own:g}; for less take a "
+            "shorter --context, fewer --image-tokens or --sequences."
+        )
+    return (
+        f"{says} ({asked}) is free and holds this plan, which needs {own:g} and says so: with the KV cache "
+        "given in bytes a larger share moves nothing."
+    )
+
+
+# --- one flag each ------------------------------------------------------------------------------------------
+
+_Reader = Callable[[_Reading, str, str | None, list[str]], None]
+
+
+def _other(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+    """Handed on; one that this version lacks would end its start, and is told instead."""
+    if flag in GONE and not has(reading.version.number, flag):
+        reading.said.append(f"{flag} is left out: {GONE[flag]}.")
+    else:
+        reading.words += given
+
+
+def _context(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+    if value in ("auto", "-1"):
+        reading.said.append(f"{flag} {value}: the plan chooses the context; --context fixes it.")
+        return
+    reading.wish(flag, "context", whole_number(flag, value), f"--context {whole_number(flag, value)}")
+
+
+def _counted(name: str, option: str) -> _Reader:
+    def read(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+        number = whole_number(flag, value)
+        reading.wish(flag, name, number, option.format(number))
+
+    return read
+
+
+def _eager(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+    reading.wish(flag, "eager", True, "no CUDA graphs")
+
+
+def _share(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+    """A check, not a size: the plan gives bytes."""
+    try:
+        share = float(value or "")
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise UsageError(f"{flag} is {value!r}", "it is a share of all memory of the card, such as 0.8")
+    reading.share = share
+
+
+def _cache_dtype(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+    if value in ("auto", "bfloat16", "float16"):
+        return
+    if value in ("fp8", "fp8_e4m3"):
+        reading.wish(flag, "kv_dtype", "fp8", "--kv-dtype fp8")
+        return
+    reading.said.append(f"{flag} {value} goes to vLLM as it is; the ledger counts 16 bits.")
+    reading.words += given
+
+
+def _dtype(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+    if value == "auto":
+        return
+    if value in ("half", "float16", "bfloat16"):
+        name = "float16" if value == "half" else value
+        reading.wish(flag, "vllm", OfVllm(dtype=name), f"{name}, as many bytes")
+        return
+    reading.said.append(f"{flag} {value} goes to vLLM as it is; the ledger counts 16 bits.")
+    reading.words += given
+
+
+def _limits(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+    """Pictures in one prompt: JSON as vLLM takes it today, or ``image=2,video=0`` as it did once."""
+    if (value or "").startswith("{"):
+        limits = as_json(flag, value)
+    else:
+        limits = dict(pair.partition("=")[::2] for pair in (value or "").split(","))
+        reading.said.append(f"{flag} {value} is written as JSON today, which the plan does.")
+    for name, limit in limits.items():
+        count = str(limit.get("count", 1) if isinstance(limit, dict) else limit)
+        if name == "image":
+            number = whole_number(f"{flag}: image", count)
+            if number < 1:
+                raise UsageError(f"{flag} forbids pictures", "for text alone take a text-only model")
+            reading.wish(flag, "pictures", number, f"{number} pictures in one prompt")
+        elif count != "0":
+            reading.said.append(f"{flag}: {name} stays 0, as the plan has no room for its frames or sounds.")
+
+
+def _processor(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+    """The size of pictures."""
+    told = as_json(flag, value)
+    size = told.pop("size", None)
+    pixels = size.get("longest_edge") if isinstance(size, dict) else told.pop("max_pixels", None)
+    if pixels is None:
+        raise UsageError(
+            f"{flag} has no size of pictures",
+            "write it like '{\"max_pixels\": 1048576}', or say --image-tokens 1024",
+        )
+    tokens = whole_number(flag, str(pixels)) // _PIXELS
+    reading.wish(flag, "image_tokens", tokens, f"--image-tokens {tokens}")
+    if told:
+        reading.said.append(f"{flag}: {', '.join(told)} is left out, as the plan writes this flag itself.")
+
+
+def _beyond(words: str) -> _Reader:
+    def read(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+        reading.said.append(f"{' '.join(given)} goes to vLLM as it is: {words}.")
+        reading.words += given
+
+    return read
+
+
+def _gone(words: str) -> _Reader:
+    def read(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+        reading.said.append(f"{flag} is left out: {words}.")
+
+    return read
+
+
+def _ours(option: str) -> _Reader:
+    def read(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
+        raise UsageError(f"{flag} is vlfit's to say, not vLLM's", f"use vlfit's own: {option}")
+
+    return read
+
+
+_NO_SWAP = "it is gone since 0.19: a request that finds no room is computed again later"
+_GRAPHS_BY_PLAN = "the plan's requests at once decide which graphs there are; --enforce-eager has none"
+_READERS: Mapping[str, _Reader] = {
+    "--max-model-len": _context,
+    "--max-num-seqs": _counted("sequences", "--sequences {}"),
+    "--max-num-batched-tokens": _counted("chunk", "passes of {} tokens"),
+    "--kv-cache-memory-bytes": _counted("kv_bytes", "a KV cache of {} bytes"),
+    "--kv-cache-memory": _counted("kv_bytes", "a KV cache of {} bytes"),
+    "--tensor-parallel-size": _counted("tensor_parallel", "each layer over {} cards"),
+    "-tp": _counted("tensor_parallel", "each layer over {} cards"),
+    "--data-parallel-size": _counted("data_parallel", "{} copies of the model"),
+    "-dp": _counted("data_parallel", "{} copies of the model"),
+    "--enforce-eager": _eager,
+    "--gpu-memory-utilization": _share,
+    "--device-memory-utilization": _share,
+    "--kv-cache-dtype": _cache_dtype,
+    "--dtype": _dtype,
+    "--limit-mm-per-prompt": _limits,
+    "--mm-processor-kwargs": _processor,
+    "--cpu-offload-gb": _beyond("the ledger does not count what it moves to RAM; vlfit's own is --offload"),
+    "--quantization": _beyond("the ledger counts the weights as they are stored"),
+    "-q": _beyond("the ledger counts the weights as they are stored"),
+    "--pipeline-parallel-size": _beyond("the ledger does not count with it"),
+    "-pp": _beyond("the ledger does not count with it"),
+    "--num-gpu-blocks-override": _beyond("the ledger's KV cache is not what it makes"),
+    "--swap-space": _gone(_NO_SWAP),
+    "--disable-v1-engine": _gone(
+        f"{GONE['--disable-v1-engine']}; what saves memory is --enforce-eager, few --sequences, small "
+        "--image-tokens"
+    ),
+    "--max-seq-len-to-capture": _gone(_GRAPHS_BY_PLAN),
+    "--max-context-len-to-capture": _gone(_GRAPHS_BY_PLAN),
+    "--cuda-graph-sizes": _gone(_GRAPHS_BY_PLAN),
+    "--disable-mm-preprocessor-cache": _gone("the plan says --mm-processor-cache-gb 0, its heir"),
+    "--use-v2-block-manager": _gone("no version of today has it; there is one way to keep blocks"),
+    "--worker-use-ray": _gone("no version of today has it; --distributed-executor-backend ray is its heir"),
+    "--num-scheduler-steps": _gone("no version of today has it"),
+    "--preemption-mode": _gone(_NO_SWAP.replace("it is gone since 0.19", "no version of today has it")),
+    "--device": _gone("no version of today has it: the build decides"),
+    "--host": _ours("--host"),
+    "--port": _ours("--port"),
+    "--api-key": _ours("--api-key, or VLFIT_API_KEY"),
+    "--model": _ours("vlfit serve MODEL"),
+    "--uds": _ours("--host and --port"),
+    "--headless": _ours("vLLM by itself"),
+}
+_VARIABLES = {
+    "VLLM_USE_V1": "there is one engine only since 0.11, and no version from 0.12 on reads it",
+    "VLLM_ATTENTION_BACKEND": "today's versions do not read it; --attention-backend is its heir (0.14)",
+    "VLLM_CPU_KVCACHE_SPACE": "the plan gives the KV cache its bytes, which go before it",
+}
