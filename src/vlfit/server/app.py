@@ -61,13 +61,13 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     sleep = SleepEndpoints(backend, closing)
     app = Starlette(
         routes=[
+            *word_routes(workshop),  # routes are looked through in turn, and words are what one waits for
             *page_routes(backend),
             Route("/health", health),
             Route("/ready", ready),
             Route("/metrics", Metrics(status.facts, meters).answer),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            *word_routes(workshop),
             Route("/v1/vlfit/status", status.status),
             Route("/v1/vlfit/ledger", status.ledger),
             Route("/v1/vlfit/sleep", sleep.sleep, methods=["POST"]),
