@@ -89,6 +89,20 @@ def plan(
             metavar="VERSION", help="With --backend vllm: plan for this one.  [default: the installed]"
         ),
     ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --backend vllm: cards that share each layer.  [default: as few as hold the model]",
+        ),
+    ] = None,
+    data_parallel: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --backend vllm: copies of the model.  [default: as many as the cards hold]",
+        ),
+    ] = None,
     offload: Annotated[
         str | None,
         typer.Option(
@@ -132,6 +146,8 @@ def plan(
         vllm_version,
         parse_wish(offload) if offload is not None else None,
         _kv_dtype(kv_dtype),
+        tensor_parallel=tensor_parallel,
+        data_parallel=data_parallel,
     )
     if svg is not None and model is None:
         raise UsageError("--svg draws the ledger of one model", "name it: vlfit plan MODEL --svg FILE")

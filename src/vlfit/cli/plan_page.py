@@ -50,9 +50,9 @@ LETTERS = {
 }
 
 
-def page(plan: "Plan") -> str:
-    """One plan, whole."""
-    console = new_console()
+def page(plan: "Plan", *, lively: bool | None = None) -> str:
+    """One plan, whole; ``lively``: for a terminal, None: if stdout is one."""
+    console = new_console(lively=lively)
     console.print(Text(_head(plan), style="bold"))
     console.print(_settings(plan))
     console.print()
@@ -150,8 +150,15 @@ def _settings(plan: "Plan") -> str:
     narrow = f", KV cache in {settings.kv_dtype}" if settings.kv_dtype != BF16 else ""
     return (
         f"{settings.weights} weights, context {settings.context}{pictures}, {settings.sequences} at once, "
-        f"{settings.chunk} tokens a pass{narrow}"
+        f"{settings.chunk} tokens a pass{narrow}{_cards(plan)}"
     )
+
+
+def _cards(plan: "Plan") -> str:
+    """Over how many cards, where they are several."""
+    told = plan.settings.vllm
+    copies = f", {told.data} copies" if told.data > 1 else ""
+    return f"{copies}{f', {told.tensor} cards share each layer' if told.tensor > 1 else ''}"
 
 
 def _bar(plan: "Plan") -> Text:
@@ -204,9 +211,9 @@ def _speed(plan: "Plan") -> list[str]:
     lines = [
         f"Speed, predicted: {_between(speed)} tokens/s; first token after {format_seconds(first.low)} to "
         f"{format_seconds(first.high)}.",
-        f"  {format_bytes(speed.bytes_per_token)} are moved for a token; the card's limit is "
+        f"  {format_bytes(speed.bytes_per_token)} are moved for a token; {_whose(plan)} limit is "
         f"{speed.roof:.0f} tokens/s, each weight read once as it is stored "
-        f"({format_bandwidth(plan.gpu.bandwidth or 0)}).",
+        f"({format_bandwidth(plan.gpu.bandwidth or 0)}{' each' if plan.settings.vllm.tensor > 1 else ''}).",
     ]
     if speed.offload is not None:
         lines.append(
@@ -219,6 +226,11 @@ def _speed(plan: "Plan") -> list[str]:
             f"  This card has no units for bfloat16: all is computed in float16{untried}. Expect less."
         )
     return lines
+
+
+def _whose(plan: "Plan") -> str:
+    cards = plan.settings.vllm.tensor
+    return "the card's" if cards == 1 else f"{cards} cards'"
 
 
 def _how(plan: "Plan") -> str:

@@ -48,6 +48,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         ],
         "remarks": list(plan.remarks),
         **_flag_facts(plan),
+        **_card_facts(plan),
         **_offload_facts(plan),
     }
 
@@ -61,6 +62,23 @@ def _flag_facts(plan: Plan) -> dict[str, Any]:
             {"flag": flag.flag, "value": flag.value, "line": flag.line, "why": flag.why}
             for flag in plan.flags
         ]
+    }
+
+
+def _card_facts(plan: Plan) -> dict[str, Any]:
+    """What only plans for vLLM have where there are several cards: how the model goes over which."""
+    told = plan.settings.vllm
+    if told.cards < 2:
+        return {}
+    gpus = sorted(gpu.index for gpu in plan.gpus)
+    return {
+        "parallel": {
+            "tensor": told.tensor,
+            "data": told.data,
+            "tower": "split" if told.split_tower else "whole",
+            "gpus": gpus,
+            "sequences": plan.settings.sequences * told.data,
+        }
     }
 
 

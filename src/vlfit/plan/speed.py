@@ -14,7 +14,14 @@ from vlfit.plan.calibration import Constants
 from vlfit.plan.ledger import NATIVE, VLLM, Settings, kv_bytes
 from vlfit.plan.model import HALF, Matrix, Model
 from vlfit.plan.offload import copy_seconds, offload_of
-from vlfit.plan.vllm.constants import LAUNCH_OF_GRAPHS, LAUNCH_OF_GRAPHS_LOW
+from vlfit.plan.vllm.constants import (
+    ALL_REDUCE_HIGH,
+    ALL_REDUCE_LOW,
+    ALL_REDUCE_SECONDS,
+    LAUNCH_OF_GRAPHS,
+    LAUNCH_OF_GRAPHS_LOW,
+)
+from vlfit.plan.vllm.parallel import all_reduces
 
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
 _NONE = (0.0, 0.0, 0.0)  # no layer waits in RAM, so none is copied
@@ -35,10 +42,11 @@ class Range:
 class Speed:
     """``decode``: tokens per second of one request alone. ``first_token``: seconds, picture decoded.
 
-    ``roof`` is the card's limit: tokens per second if every weight were read once as it is stored, at peak
-    bandwidth. ``offload``: tokens per second at most if ``offloaded`` bytes of weights came from RAM over
-    PCIe for each token, as they are too much; None where the plan fits or the link is not known. Layers that
-    the plan lets wait in RAM are in ``decode`` and ``first_token`` already.
+    ``roof`` is the limit of the card, or of those that share each layer: tokens per second if every weight
+    were read once as it is stored, at peak bandwidth. ``offload``: tokens per second at most if ``offloaded``
+    bytes of weights came from RAM over PCIe for each token, as they are too much; None where the plan fits or
+    the link is not known. Layers that the plan lets wait in RAM are in ``decode`` and ``first_token``
+    already.
     """
 
     decode: Range
@@ -56,7 +64,10 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     """
     if gpu.bandwidth is None:
         return None
-    bandwidth = gpu.bandwidth
+    # Cards that share each layer read their parts of it at once, and then wait for each other.
+    cards = settings.vllm.tensor
+    bandwidth = gpu.bandwidth * cards
+    sums = _sums(model, cards)
     constants = calibration.constants_for(gpu)
     if backend != NATIVE:  # what was measured here is the native engine's
         constants = replace(constants, launch_low=calibration.LAUNCH_LOW, launch=calibration.LAUNCH)
@@ -68,12 +79,13 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
         launch = min(launch, calibration.STEP_OF_GRAPH.value)
     cached = settings.image_tokens + TEXT_TOKENS
     weights = _pass_bytes(model)
-    moved = weights + cached * kv_bytes(model, backend, settings)
+    moved = weights + cards * cached * kv_bytes(model, backend, settings)
     layers = model.text.num_hidden_layers
     # Kernels are launched ahead of the GPU, so the longer of the two counts; at worst nothing overlaps.
     fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * launch_low)
     expected = max(moved / (bandwidth * constants.efficiency.value), layers * launch)
     slow = moved / (bandwidth * constants.efficiency_low.value) + layers * launch
+    fast, expected, slow = fast + sums[0], expected + sums[1], slow + sums[2]
     copies = copy_seconds(offload_of(model, settings.offload), gpu, constants) if settings.offload else _NONE
     if copies is None:
         return None
@@ -85,12 +97,38 @@ def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: i
     offload = gpu.pcie_bandwidth / offloaded if offloaded and gpu.pcie_bandwidth else None
     return Speed(
         decode=Range(1 / slow, 1 / expected, 1 / fast),
-        first_token=_first_token(model, bandwidth, weights, settings, constants, copies),
+        first_token=_first_token(
+            model, bandwidth, weights, settings, constants, copies, _rows(model, gpu, settings)
+        ),
         roof=bandwidth / moved,
         bytes_per_token=round(moved),
         offload=offload,
         offloaded=offloaded,
     )
+
+
+def _sums(model: Model, cards: int) -> tuple[float, float, float]:
+    """Seconds in which cards add up their parts for one token: little to send, so each sum takes its time."""
+    if cards == 1:
+        return _NONE
+    times = all_reduces(model)
+    return (
+        times * ALL_REDUCE_LOW.value,
+        times * ALL_REDUCE_SECONDS.value,
+        times * ALL_REDUCE_HIGH.value,
+    )
+
+
+def _rows(model: Model, gpu: Gpu, settings: Settings) -> tuple[float, float, float]:
+    """Seconds in which cards add up their parts for a prompt: rows that go over the link, once there and once
+    back less a card's own part; nothing at best, as links between cards that no driver tells of may be fast.
+    """
+    cards = settings.vllm.tensor
+    if cards == 1 or not gpu.pcie_bandwidth:
+        return _NONE
+    tokens = settings.image_tokens + TEXT_TOKENS
+    sent = all_reduces(model) * tokens * model.text.hidden_size * HALF * 2 * (cards - 1) / cards
+    return 0.0, sent / gpu.pcie_bandwidth, 2 * sent / gpu.pcie_bandwidth
 
 
 def _matrices(model: Model) -> list[Matrix]:
@@ -109,11 +147,16 @@ def _first_token(
     settings: Settings,
     constants: Constants,
     copies: tuple[float, float, float],
+    rows: tuple[float, float, float],
 ) -> Range:
-    """``copies``: seconds in which the layers that wait in RAM are copied once, as each pass needs them."""
+    """``copies``: seconds in which the layers that wait in RAM are copied once, as each pass needs them;
+    ``rows``: those in which cards add up their parts.
+    """
     prompt = settings.image_tokens + TEXT_TOKENS
     passes = -(-prompt // settings.chunk)
-    looking = _tower_work(model.vision, settings.image_tokens)
+    # A picture is one card's, unless they share the tower out.
+    alone = 1 if settings.vllm.split_tower else settings.vllm.tensor
+    looking = alone * _tower_work(model.vision, settings.image_tokens)
     work = 2.0 * model.head_and_layer_weights * prompt + looking
     layers = model.text.num_hidden_layers * passes + (model.vision.depth if model.vision else 0)
 
@@ -129,14 +172,15 @@ def _first_token(
             constants.efficiency_high.value,
             constants.launch_low.value,
             copies[0],
-        ),
-        seconds(
-            constants.flops_per_byte.value, constants.efficiency.value, constants.launch.value, copies[1]
-        ),
+        )
+        + rows[0],
+        seconds(constants.flops_per_byte.value, constants.efficiency.value, constants.launch.value, copies[1])
+        + rows[1],
         seconds(
             constants.flops_per_byte_low.value, constants.efficiency_low.value, constants.launch.value, 0.0
         )
-        + passes * copies[2],
+        + passes * copies[2]
+        + rows[2],
     )
 
 

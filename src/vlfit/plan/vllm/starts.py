@@ -6,6 +6,7 @@ broken is as good as none: the plan counts as if nothing had been started.
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -107,13 +108,24 @@ def held_by(card: str, version: str, place: str, settings: "Settings") -> Began 
         settings.graphs,
         settings.kv_dtype,
     )
-    found = (each for each in _read(file_of(card, version, place)) if each.key == wanted)
+    found = (each for each in _all(card, version, place) if each.key == wanted)
     return next(found, None)
 
 
 def any_of(card: str, version: str, place: str) -> Began | None:
     """The latest start with any settings, for what does not depend on them: weights and the context."""
-    return next(reversed(_read(file_of(card, version, place))), None)
+    return next(reversed(_all(card, version, place)), None)
+
+
+def _all(card: str, version: str, place: str) -> tuple[Began, ...]:
+    """Every start of this kind. Where it is kept is worked out once: a search asks hundreds of times."""
+    return _read(_file(card, version, place, os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")))
+
+
+@lru_cache(maxsize=256)
+def _file(card: str, version: str, place: str, cache: str | None, home: str | None) -> Path:
+    """``file_of`` for as long as the folders of the environment are these."""
+    return file_of(card, version, place)
 
 
 @lru_cache(maxsize=64)
