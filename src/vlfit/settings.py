@@ -118,6 +118,8 @@ class Settings(BaseSettings):
         None, description="web origin that may call the server from a browser"
     )
 
+    vllm_python: str | None = Field(None, description="Python, environment or program that has vLLM")
+
     debug: bool = Field(False, description="show tracebacks")
 
 

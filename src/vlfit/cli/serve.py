@@ -5,14 +5,20 @@ order of starting and stopping (``serving.py``), routes (``server``).
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from vlfit.cli import serve_options as options
 from vlfit.cli.options import refuse_engine_options
+from vlfit.cli.serve_options import OfServe
 from vlfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlfit.settings import Settings
 
 
 def serve(
     model_argument: options.ModelArgument = None,
+    vllm_words: options.VllmWords = None,
     model: options.Model = None,
     backend: options.Backend = None,
     host: options.Host = None,
@@ -45,6 +51,10 @@ def serve(
     drain: options.Drain = None,
     log_format: options.LogFormat = None,
     restart: options.Restart = None,
+    vllm_python: options.VllmPython = None,
+    direct: options.Direct = False,
+    dry_run: options.DryRun = False,
+    no_retry: options.NoRetry = False,
     daemon: options.Daemon = False,
     systemd: options.Systemd = False,
     json_line: options.JsonLine = False,
@@ -63,6 +73,8 @@ def serve(
       vlfit serve mini --port 8001
       vlfit serve Qwen/Qwen3-VL-2B-Instruct-FP8 --context 4096
       vlfit serve --idle-sleep 5m
+      vlfit serve 4B --backend vllm
+      vlfit serve 4B --backend vllm --dry-run -- --seed 3
       vlfit serve --backend remote http://gpu-box:8000 --port 8001
       VLFIT_API_KEY=secret vlfit serve --host 0.0.0.0
       vlfit serve mini --daemon
@@ -73,6 +85,7 @@ def serve(
 
     if systemd and daemon:
         raise UsageError("--systemd and --daemon", "choose one: systemd runs it in the background itself")
+    model_argument, words = _apart(model_argument, vllm_words)
     typed = read_settings(backend=backend)
     server = model_argument if typed.backend == "remote" else None
     if model_argument and model and server is None and model_argument != model:
@@ -110,7 +123,10 @@ def serve(
         drain=drain,
         restart=restart,
         log_format=log_format,
+        vllm_python=vllm_python,
     )
+    asked = OfServe(words, direct, dry_run, not no_retry)
+    _check_vllm(settings, asked, apart=daemon or systemd)
     if settings.backend == "remote":
         refuse_engine_options(
             settings.server or "the URL",
@@ -136,7 +152,35 @@ def serve(
         from vlfit.cli.daemon import start_in_background
 
         start_in_background(settings, sys.argv[1:], as_json=json_line)
+    elif settings.backend == "vllm":
+        from vlfit.cli.serving_vllm import serve_vllm
+
+        serve_vllm(settings, asked, json_line=json_line, quiet=quiet)
     else:
         from vlfit.cli.serving import serve_here
 
         serve_here(settings, json_line=json_line, quiet=quiet, trust_remote_code=trust_remote_code)
+
+
+def _apart(model: str | None, words: list[str] | None) -> tuple[str | None, tuple[str, ...]]:
+    """The model that was named, and words for vLLM: what stands first after ``--`` may be either."""
+    words = words or []
+    if model is not None and model.startswith("-"):
+        return None, (model, *words)
+    return model, tuple(words)
+
+
+def _check_vllm(settings: "Settings", asked: OfServe, *, apart: bool) -> None:
+    """Raises ``UsageError`` for what only vLLM has where something else runs the model."""
+    named = {"--direct": asked.direct, "--dry-run": asked.dry_run, "--no-retry": not asked.retry}
+    typed = [name for name, is_typed in named.items() if is_typed]
+    if settings.backend != "vllm":
+        if asked.words and not any(word.startswith("-") for word in asked.words):
+            raise UsageError(f"more than a model is named: {' '.join(asked.words)}", "name one")
+        if typed or asked.words:
+            what = ", ".join([*typed, *asked.words[:1]])
+            raise UsageError(f"{what} is for vLLM, which does not run here", "add --backend vllm")
+    elif apart and typed:
+        raise UsageError(
+            f"{', '.join(typed)} is for a server in this terminal", "leave --daemon and --systemd out"
+        )

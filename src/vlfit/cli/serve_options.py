@@ -1,5 +1,6 @@
 """Options of ``vlfit serve``, as they are written and explained. Knows nothing of what they do."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,20 @@ import typer
 _Text = str | None
 _Count = int | None
 
+
+@dataclass(frozen=True, slots=True)
+class OfServe:
+    """What only ``vlfit serve --backend vllm`` is asked: ``words`` of vLLM's own, ``direct``: no server of
+    ours before it, ``dry_run``: print the command and end, ``retry``: go on after a start that failed.
+    """
+
+    words: tuple[str, ...] = ()
+    direct: bool = False
+    dry_run: bool = False
+    retry: bool = True
+
+
+ALONE = OfServe()
 ModelArgument = Annotated[
     _Text,
     typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False),
@@ -35,6 +50,39 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code",
         help="With --backend transformers: run the code that comes with the model. Only for a model whose"
         " makers you trust.",
+    ),
+]
+VllmWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- WORDS...]",
+        help="With --backend vllm: options of vLLM's own, which go before planned ones.",
+        show_default=False,
+    ),
+]
+VllmPython = Annotated[
+    _Text,
+    typer.Option(
+        metavar="FILE",
+        help="With --backend vllm: the Python that has vLLM, its environment's folder, or the program vllm."
+        "  [default: the one beside vlfit, else on PATH; env VLFIT_VLLM_PYTHON]",
+    ),
+]
+Direct = Annotated[
+    bool,
+    typer.Option(
+        "--direct", help="With --backend vllm: clients speak to vLLM's own server, without vlfit's before it."
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="With --backend vllm: print the command with its environment, and end."),
+]
+NoRetry = Annotated[
+    bool,
+    typer.Option(
+        "--no-retry",
+        help="With --backend vllm: end when a start fails, instead of taking the next cheaper plan.",
     ),
 ]
 ServerKey = Annotated[

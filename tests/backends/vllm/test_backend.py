@@ -64,7 +64,7 @@ def test_what_it_is_told(stage: Stage) -> None:
 
 @pytest.mark.parametrize("word", ["--port", "--host=0.0.0.0", "--api_key", "--served-model-name"])
 def test_what_is_ours_to_set(stage: Stage, word: str) -> None:
-    with pytest.raises(UsageError, match="after -- is vlfit's to set"):
+    with pytest.raises(UsageError, match="is vlfit's to say, not vLLM's"):
         stage.load(None, word, "1")
 
 
@@ -92,11 +92,21 @@ def test_no_retry_stops_with_the_cause_and_a_way_on(stage: Stage) -> None:
 
 
 def test_a_flag_that_this_vllm_does_not_have_is_explained(stage: Stage) -> None:
-    stage.behaves(unknown=["--swap-space"])
-    with pytest.raises(VllmFailed, match=r"no such flag: --swap-space\..*vllm.unknown_flag") as raised:
-        stage.load(None, "--swap-space", "4")
-    assert "it is gone since" in raised.value.message
+    stage.behaves(unknown=["--trust-me"])
+    with pytest.raises(VllmFailed, match=r"no such flag: --trust-me\..*vllm.unknown_flag"):
+        stage.load(None, "--trust-me", "4")
     assert len(stage.starts) == 1  # the same would be refused again
+
+
+def test_notes_of_old_are_understood(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    words = ("--disable-v1-engine", "--max-model-len", "2048", "--gpu-memory-utilization", "0.70")
+    with stage.load(None, *words, retry=False) as backend:
+        assert backend.context == 2048
+    (start,) = stage.starts
+    assert not {"--disable-v1-engine", "--gpu-memory-utilization"} & set(start["words"])
+    assert start["words"].count("--max-model-len") == 1
+    assert "VLLM_USE_V1" not in start["environment"]
 
 
 def test_a_planned_flag_that_this_vllm_does_not_have_is_left_out(stage: Stage) -> None:

@@ -72,8 +72,9 @@ class Attempts:
             tried.append(step.plan)
 
     def _command(self, plan: Plan, front: Front) -> Command:
-        program, own = self.planned.installed.program, self.planned.own
-        command = assemble(plan, program, front, own, self.model)
+        planned = self.planned
+        program = planned.installed.program
+        command = assemble(plan, program, front, planned.own, self.model, planned.unset)
         for word in command.overrides:
             self.tell(f"planned {word} gives way to what you typed")
         return command

@@ -1,7 +1,7 @@
 """The command that is really run: what was planned, where it listens, and the words that a person added.
 
-Knows: which flags are vlfit's to set, and that a word that a person typed goes before a planned one. Does not
-know what is planned (``plan/vllm/command.py``).
+Knows: which flags vlfit adds, and that a word that a person typed goes before a planned one. Does not know
+what is planned (``plan/vllm/command.py``) or what words mean to a plan (``plan/vllm/legacy.py``).
 """
 
 import os
@@ -11,22 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vlfit.errors import UsageError
-
 if TYPE_CHECKING:
     from vlfit.plan.search import Plan
 
 KEY_VARIABLE = "VLLM_API_KEY"
 LOOPBACK = "127.0.0.1"
-# What vlfit itself says to vLLM, and the option of ``vlfit serve`` that a person uses for it.
-_OURS = {
-    "--host": "--host",
-    "--port": "--port",
-    "--uds": "--host and --port",
-    "--api-key": "--api-key, or better VLFIT_API_KEY",
-    "--served-model-name": "--model",
-    "--model": "--model",
-}
 # Calls of functions as Qwen writes them.
 _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
@@ -47,16 +36,20 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``words`` to run, the variables that are ``added`` to the environment, and what a person overrode."""
+    """``words`` to run, the variables that are ``added`` to the environment and taken out of it (``unset``),
+    and what a person overrode.
+    """
 
     words: tuple[str, ...]
     added: Mapping[str, str]
     overrides: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
 
     def environment(self, ours: Mapping[str, str] | None = None) -> dict[str, str]:
         """The whole environment: ours without what is meant for vlfit alone, and what is added."""
         ours = os.environ if ours is None else ours
-        kept = {name: value for name, value in ours.items() if not name.startswith("VLFIT_")}
+        out = {name for name in ours if name.startswith("VLFIT_") or name in self.unset}
+        kept = {name: value for name, value in ours.items() if name not in out}
         return {**kept, **self.added}
 
     @property
@@ -66,7 +59,8 @@ class Command:
             f"{name}={shlex.quote(value) if name != KEY_VARIABLE else '...'}"
             for name, value in self.added.items()
         ]
-        return " ".join([*variables, shlex.join(self.words)])
+        without = ["env", *(f"-u {name}" for name in self.unset)] if self.unset else []
+        return " ".join([*without, *variables, shlex.join(self.words)])
 
 
 def loopback(name: str, port: int) -> Front:
@@ -74,22 +68,19 @@ def loopback(name: str, port: int) -> Front:
     return Front(LOOPBACK, port, name, secrets.token_urlsafe(24))
 
 
-def check_own(words: Sequence[str]) -> None:
-    """Raises ``UsageError`` for flags among a person's own ``words`` that vlfit has to set itself."""
-    for word in words:
-        flag = _flag(word)
-        if flag in _OURS:
-            raise UsageError(f"{flag} after -- is vlfit's to set", f"use vlfit's own {_OURS[flag]}")
-
-
 def assemble(
-    plan: "Plan", program: Sequence[str], front: Front, own: Sequence[str] = (), model: str | None = None
+    plan: "Plan",
+    program: Sequence[str],
+    front: Front,
+    own: Sequence[str] = (),
+    model: str | None = None,
+    unset: Sequence[str] = (),
 ) -> Command:
     """The command for ``plan``. ``own``: words that go to vLLM as they are, in place of planned ones with the
-    same flag. ``model``: what to load, if it is not the plan's place (its files are here already).
+    same flag. ``model``: what to load, if it is not the plan's place (its files are here already). ``unset``:
+    variables that must not be set.
     """
     assert plan.command is not None
-    check_own(own)
     typed = {_flag(word) for word in own if word.startswith("-")}
     planned, overrides = _without(plan.command[3:], typed)
     words = [*program, *plan.command[1:2], model or plan.command[2], *planned]
@@ -102,7 +93,7 @@ def assemble(
     added = {"VLLM_NO_USAGE_STATS": "1", **plan.environment}
     if front.key:
         added[KEY_VARIABLE] = front.key
-    return Command((*words, *own), added, tuple(overrides))
+    return Command((*words, *own), added, tuple(overrides), tuple(unset))
 
 
 def _without(words: Sequence[str], typed: set[str]) -> tuple[list[str], list[str]]:

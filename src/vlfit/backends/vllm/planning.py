@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlfit.backends.vllm.command import check_own
 from vlfit.backends.vllm.options import VllmOptions
 from vlfit.backends.vllm.where import Installed
 from vlfit.checkpoint.source import Checkpoint
@@ -24,6 +23,8 @@ from vlfit.plan.model import Model
 from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import Named, named
 from vlfit.plan.vllm.in_ram import plan_in_ram
+from vlfit.plan.vllm.legacy import share_words, understood
+from vlfit.plan.vllm.versions import chosen_version
 from vlfit.units import format_bytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -34,7 +35,7 @@ _NOT_OF_VLLM = {"offload": None, "idle_sleep": None}
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A plan to start with, and what the next one is made of. ``own``: words that go to vLLM as they are.
-    ``said``: what a person should read before the start.
+    ``said``: what a person should read before the start. ``unset``: variables that vLLM must not see.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Planned:
     installed: Installed
     own: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
 
 
 def plan_start(
@@ -57,7 +59,6 @@ def plan_start(
 
     Raises ``UsageError`` for wishes that vLLM cannot have, and what reading the model raises.
     """
-    check_own(vllm.words)
     for name, nothing in _NOT_OF_VLLM.items():
         if getattr(options, name) != nothing:
             option = name.replace("_", "-")
@@ -65,11 +66,13 @@ def plan_start(
                 f"--{option} is a setting of the native engine", "leave it out, or --backend vllm"
             )
     machine = visible(machine, options.device, os.environ)
-    wishes = Wishes(**_wishes(options, vllm, installed))
+    words = (*_own_words(options), *vllm.words)
+    legacy = understood(words, chosen_version(installed.version), os.environ)
+    wishes = Wishes(**{**_wishes(options, vllm, installed), **legacy.wishes})
     subject = named(str(model.folder) if isinstance(model, Checkpoint) else str(model), wishes.weights)
     made = _planned(_whole(subject), machine, wishes, installed)
-    own = (*_own_words(options), *vllm.words)
-    return Planned(made, wishes, subject, machine, installed, own)
+    said = (*legacy.said, *filter(None, [share_words(legacy.share, made)]))
+    return Planned(made, wishes, subject, machine, installed, legacy.words, said, legacy.unset)
 
 
 def check(planned: Planned) -> None:

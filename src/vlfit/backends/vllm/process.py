@@ -78,6 +78,12 @@ class Guarded:
         """Wait until it has ended, or for ``seconds`` (None: for as long as it takes); whether it has."""
         return self._over.wait(seconds)
 
+    def resident(self) -> int | None:
+        """Bytes of RAM that all of it holds, what several share counted once; None where nothing tells."""
+        held = [_share_of_ram(pid) for pid in _members(self.pid)]
+        known = [size for size in held if size is not None]
+        return sum(known) if known else None
+
     def stop(self) -> None:
         """End it, and come back when nothing of it is left. Any thread may call it, more than once.
 
@@ -143,6 +149,15 @@ class Guarded:
         for pid in [*leader, *_members(self.pid)]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _share_of_ram(pid: int) -> int | None:
+    """Of pages that others have too only a part (proc(5): Pss); None where the system does not tell."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii", "replace").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def _members(leader: int) -> list[int]:

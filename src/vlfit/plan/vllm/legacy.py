@@ -262,6 +262,7 @@ _READERS: Mapping[str, _Reader] = {
     "--port": _ours("--port"),
     "--api-key": _ours("--api-key, or VLFIT_API_KEY"),
     "--model": _ours("vlfit serve MODEL"),
+    "--served-model-name": _ours("vlfit serve MODEL"),
     "--uds": _ours("--host and --port"),
     "--headless": _ours("vLLM by itself"),
 }
