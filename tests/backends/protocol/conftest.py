@@ -1,0 +1,167 @@
+"""The bundled checkpoint over every backend, each opened once, and what transformers' own model says."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.pictures import picture
+from tests.server.harness import running
+from vlfit.backends.base import OpenBackend
+from vlfit.backends.native import NativeBackend
+from vlfit.backends.opening import Kind, Wanted, kind_of, open_backend
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, ask
+from vlfit.engine.options import EngineOptions
+from vlfit.server.settings import ServerSettings
+
+MODEL = "mini"
+CONTEXT = 1024
+OPTIONS = EngineOptions(device="cpu", dtype="float32", context=CONTEXT, sequences=2)
+
+BACKENDS = [
+    "native",
+    "remote",
+    "transformers",
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
+]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A backend, and whether who runs behind it tells all that vlfit tells."""
+
+    kind: Kind
+    backend: OpenBackend
+
+    @property
+    def tells_all(self) -> bool:
+        return self.kind != "vllm"
+
+
+@contextmanager
+def opened(kind: Kind) -> Iterator[OpenBackend]:
+    """The bundled checkpoint over ``kind``; ``remote`` asks a server of ours in a thread."""
+    if kind == "remote":
+        with (
+            NativeBackend.load(MODEL, OPTIONS) as behind,
+            running(behind, ServerSettings(context=behind.context)) as server,
+        ):
+            backend = open_backend(Wanted(kind=kind, server=server.url))
+            try:
+                yield backend
+            finally:
+                backend.close()
+        return
+    backend = open_backend(Wanted(kind=kind, model=MODEL, options=OPTIONS))
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def given(request: pytest.FixtureRequest) -> Iterator[Opened]:
+    import torch
+
+    torch.set_num_threads(1)
+    kind = kind_of(request.param)
+    with opened(kind) as backend:
+        yield Opened(kind, backend)
+
+
+@pytest.fixture(scope="module")
+def backend(given: Opened) -> OpenBackend:
+    return given.backend
+
+
+def jpeg(seed: int, width: int = 150, height: int = 110) -> ImagePart:
+    """A picture as phones send them: servers of every kind read it alike."""
+    file = BytesIO()
+    Image.open(BytesIO(picture(width, height, seed=seed))).convert("RGB").save(file, "JPEG", quality=90)
+    return ImagePart(file.getvalue())
+
+
+CONVERSATIONS: dict[str, Conversation] = {
+    "text": ask("What can you do?"),
+    "system": ask("What can you do?", system="Answer in one word."),
+    "picture": ask("What is in the picture?", jpeg(1)),
+    "two pictures": ask("What is different?", jpeg(2), jpeg(3, 90, 200)),
+    "turns": (
+        Message("user", (TextPart("What is this?"), jpeg(4))),
+        Message("assistant", (TextPart("A picture."),)),
+        Message("user", (TextPart("What colour is it?"),)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the reference says: its words, token ids of the prompt and of the answer, and of the first step
+    the logprobs of all tokens.
+    """
+
+    text: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    first_logprobs: Any
+    image_tokens: int
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[str], Expected]:
+    """transformers' own model and processor, greedy, of one of ``CONVERSATIONS``."""
+    import torch
+    from transformers import GenerationConfig, Qwen3VLForConditionalGeneration
+
+    from tests.reference_processor import reference_processor
+
+    folder = open_checkpoint(MODEL).folder
+    torch.set_num_threads(1)
+    model: Any = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = reference_processor(folder)
+    greedy = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=MOST,
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=model.generation_config.eos_token_id[0],
+    )
+
+    @cache
+    def say(name: str) -> Expected:
+        messages = [
+            {"role": message.role, "content": [_content(part) for part in message.parts]}
+            for message in CONVERSATIONS[name]
+        ]
+        inputs = processor.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        with torch.inference_mode():
+            told = model.generate(
+                **inputs, generation_config=greedy, output_logits=True, return_dict_in_generate=True
+            )
+        prompt = inputs["input_ids"][0].tolist()
+        answer = told.sequences[0, len(prompt) :].tolist()
+        return Expected(
+            processor.tokenizer.decode(answer, skip_special_tokens=True),
+            tuple(prompt),
+            tuple(answer),
+            torch.log_softmax(told.logits[0][0], -1),
+            prompt.count(model.config.image_token_id),
+        )
+
+    return say
+
+
+MOST = 24
+
+
+def _content(part: Any) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image", "image": Image.open(BytesIO(part.data)).convert("RGB")}
