@@ -147,7 +147,6 @@ def _idefics3(folder: Path) -> Any:
             },
             scale_factor=2,
             image_token_id=words.convert_tokens_to_ids("<image>"),
-            pad_token_id=0,
             tie_word_embeddings=False,
         )
     )

@@ -1,0 +1,216 @@
+"""What is refused before and while a model is loaded, and where weights are told to go."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vlfit.backends.opening import Wanted, open_backend
+from vlfit.backends.transformers import TransformersBackend, wanted_files
+from vlfit.checkpoint.any_model import open_any, read_any
+from vlfit.checkpoint.hub import is_complete
+from vlfit.engine.any_model import engine, loading, package
+from vlfit.engine.any_model.words import DecodedAnew, Words
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import Form
+from vlfit.errors import (
+    BrokenShard,
+    CheckpointError,
+    DoesNotFit,
+    InvalidRequest,
+    MissingFile,
+    MissingTensor,
+    NotACheckpoint,
+    UnknownArchitecture,
+    UsageError,
+    VlfitError,
+)
+from vlfit.machine.model import Host
+from vlfit.units import GIB
+
+Checkpoints = Callable[[str], Path]
+
+ON_CPU = EngineOptions(device="cpu", context=512)
+
+
+@pytest.fixture
+def folder(checkpoints: Checkpoints, tmp_path: Path) -> Path:
+    """A checkpoint to be spoilt."""
+    return Path(shutil.copytree(checkpoints("llava"), tmp_path / "spoilt"))
+
+
+def load(folder: Path, options: EngineOptions = ON_CPU, **wishes: Any) -> None:
+    TransformersBackend.load(folder, options, **wishes).close()
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | values), "utf-8")
+
+
+def test_opened_by_its_name(checkpoints: Checkpoints) -> None:
+    told: list[str] = []
+    wanted = Wanted(kind="transformers", model=checkpoints("llava"), options=ON_CPU)
+    backend = open_backend(wanted, lambda what, _: told.append(what))
+    try:
+        assert (backend.kind, backend.model, backend.device, backend.context) == (
+            "transformers",
+            "llava",
+            "cpu",
+            512,
+        )
+        assert told[-2:] == ["reading the processor's files", "loading weights"]
+        sampling = backend.default_sampling()
+        assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty) == (0.7, 20, 1.05)
+    finally:
+        backend.close()
+
+
+def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "mlp" in name and "language" in name)
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MissingTensor, match="1 tensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda folder: change_config(folder, model_type="no_such_model"), UnknownArchitecture),
+        (lambda folder: (folder / "config.json").unlink(), NotACheckpoint),
+        (lambda folder: (folder / "model.safetensors").unlink(), MissingFile),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\1\0"), BrokenShard),
+        (lambda folder: (folder / "config.json").write_text("{"), CheckpointError),
+        (lambda folder: (folder / "preprocessor_config.json").unlink(), VlfitError),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), VlfitError),
+        (
+            lambda folder: change_config(folder, text_config={"model_type": "llama", "hidden_size": -5}),
+            VlfitError,
+        ),
+    ],
+)
+def test_broken_folders_are_told_in_words(
+    spoil: Callable[[Path], object],
+    error: type[Exception],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    spoil(folder)
+    with pytest.raises(error):
+        load(folder)
+
+
+def test_code_that_comes_with_a_model_is_run_only_if_that_is_typed(folder: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n", "utf-8")
+    change_config(
+        folder,
+        model_type="their_own",
+        auto_map={"AutoConfig": "own.Config", "AutoModelForImageTextToText": "own.M"},
+    )
+    with pytest.raises(UnknownArchitecture, match="Python code") as caught:
+        load(folder)
+    assert "--trust-remote-code" in caught.value.hint
+    assert not ran.exists()
+    with pytest.raises(VlfitError):
+        load(folder, trust_remote_code=True)
+    assert ran.exists()
+    assert "*.py" in wanted_files(code=True).small
+    assert "*.py" not in wanted_files().small
+
+
+def test_without_the_package_it_is_said_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="not installed") as caught:
+        load(folder)
+    assert "vlfit[transformers]" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (EngineOptions(device="cpu", kv_dtype="fp8"), "--kv-dtype"),
+        (EngineOptions(device="cpu", kv_tokens=4096), "--kv"),
+        (EngineOptions(device="cpu", idle_sleep=5.0), "--idle-sleep"),
+        (EngineOptions(device="cpu", offload="auto"), "--offload"),
+    ],
+)
+def test_options_of_the_native_engine_are_refused(options: EngineOptions, what: str, folder: Path) -> None:
+    with pytest.raises(UsageError, match=what):
+        load(folder, options)
+
+
+def test_what_does_not_fit_is_refused_before_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Host(GIB, 100_000, 0, None, False, False, "none", 2, "Linux")
+    monkeypatch.setattr(engine, "read_host", lambda: small)
+    monkeypatch.setattr(loading, "load_model", None)
+    with pytest.raises(DoesNotFit, match="too few"):
+        load(folder)
+    with pytest.raises(DoesNotFit, match="positions"):
+        load(folder, EngineOptions(device="cpu", context=4096))
+
+
+def test_offload_tells_transformers_how_much_may_be_on_the_gpu(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(_: str, **wishes: Any) -> tuple[Any, dict[str, Any]]:
+            told.update(wishes)
+            return torch.nn.Linear(1, 1), {"missing_keys": [], "mismatched_keys": []}
+
+    found = read_any("llava", checkpoints("llava"))
+    monkeypatch.setattr(loading, "transformers", lambda: SimpleNamespace(AutoModelForImageTextToText=Loader))
+    loading.load_model(found, torch.device("cuda", 1), torch.float16, 5 * GIB, code=False)
+    assert (told["device_map"], told["max_memory"][1], told["dtype"]) == ("auto", 5 * GIB, torch.float16)
+    assert told["trust_remote_code"] is False
+    assert told["local_files_only"] is True
+    monkeypatch.setattr(package, "has_accelerate", lambda: False)
+    with pytest.raises(UsageError, match="accelerate") as caught:
+        loading.load_model(found, torch.device("cuda", 1), torch.float16, 5 * GIB, code=False)
+    assert caught.value.hint == "pip install accelerate"
+
+
+def test_layers_that_wait_are_counted() -> None:
+    model = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "cpu"})
+    assert loading.waiting_layers(model) == 2
+    assert loading.waiting_layers(SimpleNamespace(hf_device_map={"": 0})) == 0
+
+
+def test_any_architecture_is_opened_and_complete_with_any_tokenizer(folder: Path) -> None:
+    found = open_any(folder, wanted_files())
+    assert (found.model_type, found.weights_format, found.quantized) == ("llava", "fp32", False)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    assert is_complete(folder, wanted_files())
+    assert not is_complete(folder)
+
+
+def test_a_tokenizer_that_does_not_spell_is_followed_and_no_form_is_kept_to(checkpoints: Checkpoints) -> None:
+    from transformers import AutoTokenizer
+
+    whole = AutoTokenizer.from_pretrained(checkpoints("llava"))
+    hidden = SimpleNamespace(decode=whole.decode)
+    words = Words(hidden, frozenset({2}))
+    ids = whole("hello 图片里有什么 🙂🙂 the quick brown fox")["input_ids"]
+    follower = words.detokenizer()
+    assert isinstance(follower, DecodedAnew)
+    pieces = [follower.add(each) for each in ids]
+    assert "".join(pieces) + follower.flush() == whole.decode(ids, skip_special_tokens=True)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    with pytest.raises(InvalidRequest, match="llguidance"):
+        words.constraint(Form("json", "{}"))

@@ -1,0 +1,164 @@
+"""The ledger of models that nobody measured: from headers and configs of several architectures."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlfit.checkpoint.any_model import EMBEDDING, TEXT, VISION, AnyCheckpoint, part_of
+from vlfit.checkpoint.headers import TensorInfo
+from vlfit.errors import DoesNotFit
+from vlfit.machine.model import Gpu, Host
+from vlfit.plan.any_model import TextShape, Wish, context_of, measured, room_in_ram, room_on_gpu, text_shape
+from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
+from vlfit.units import GIB, MIB
+
+HOST = Host(16 * GIB, 12 * GIB, 0, None, False, False, "none", 8, "Linux")
+CARD = Gpu(
+    0, "A card", 8151 * MIB, 7200 * MIB, 951 * MIB, (), "596.49", "13.2", (12, 0), None, "unknown", None
+)
+QWEN = {"num_hidden_layers": 28, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2}
+WISH = Wish(context=4096, image_tokens=1024, value_bytes=2)
+
+
+def checkpoint(gib: float, config: dict[str, Any] | None = None, dtype: str = "BF16") -> AnyCheckpoint:
+    """Weights of so many GiB: a tenth looks at pictures, a tenth is a table of tokens and its head."""
+    size = {"BF16": 2, "F32": 4, "I32": 4}[dtype]
+    shares = {
+        "visual.blocks.0.w": 0.1,
+        "model.embed_tokens.weight": 0.05,
+        "lm_head.weight": 0.05,
+        "model.layers.0.w": 0.8,
+    }
+    tensors = {}
+    for name, share in shares.items():
+        count = int(gib * GIB * share) // size
+        tensors[name] = TensorInfo(name, dtype, (count,), Path("x"), 0, count * size)
+    return AnyCheckpoint("some/model", Path("x"), config or {"model_type": "some"}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("visual.blocks.0.attn.qkv.weight", VISION),
+        ("model.visual.merger.mlp.0.weight", VISION),
+        ("vision_tower.vision_model.embeddings.patch_embedding.weight", VISION),
+        ("multi_modal_projector.linear_1.weight", VISION),
+        ("model.connector.modality_projection.proj.weight", VISION),
+        ("model.vision_model.encoder.layers.0.self_attn.k_proj.weight", VISION),
+        ("language_model.model.embed_tokens.weight", EMBEDDING),
+        ("model.text_model.embed_tokens.weight", EMBEDDING),
+        ("lm_head.weight", EMBEDDING),
+        ("language_model.model.layers.0.mlp.up_proj.weight", TEXT),
+        ("model.layers.3.self_attn.q_proj.bias", TEXT),
+        ("model.language_model.norm.weight", TEXT),
+    ],
+)
+def test_names_say_what_a_tensor_is_of(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+def test_bytes_follow_the_dtype_that_is_computed_in_and_packed_ones_stay() -> None:
+    plain = checkpoint(2.0, dtype="F32")
+    assert sum(plain.bytes_loaded(4).values()) == plain.weight_bytes
+    assert sum(plain.bytes_loaded(2).values()) == plain.weight_bytes // 2
+    packed = checkpoint(2.0, dtype="I32")
+    assert sum(packed.bytes_loaded(2).values()) == packed.weight_bytes
+    tied = checkpoint(2.0, {"text_config": {"tie_word_embeddings": True}})
+    assert tied.bytes_loaded(2)[EMBEDDING] == tied.tensors["model.embed_tokens.weight"].bytes
+
+
+def test_keys_and_values_of_plain_windowed_and_other_layers() -> None:
+    plain = text_shape({"text_config": QWEN})
+    assert plain is not None
+    assert plain.kv_bytes(100, 2) == 100 * 28 * 2 * 2 * 128 * 2
+    kinds = ["sliding_attention"] * 21 + ["full_attention"] * 7
+    windowed = text_shape({"text_config": {**QWEN, "layer_types": kinds, "sliding_window": 64}})
+    assert windowed is not None
+    assert windowed.kv_bytes(100, 2) == (7 * 100 + 21 * 64) * 2 * 2 * 128 * 2
+    hybrid = text_shape({**QWEN, "layer_types": ["linear_attention"] * 21 + ["full_attention"] * 7})
+    assert hybrid is not None
+    assert (hybrid.full, hybrid.others, hybrid.kv_bytes(100, 2)) == (7, 21, 7 * 100 * 2 * 2 * 128 * 2)
+    compressed = text_shape({**QWEN, "kv_lora_rank": 512})
+    assert compressed is not None
+    assert compressed.kv_bytes(100, 2) == 0
+    assert text_shape({"model_type": "odd"}) is None
+    assert text_shape({"text_config": {"num_hidden_layers": "many"}}) is None
+
+
+def test_a_context_is_the_models_at_most() -> None:
+    shape = text_shape({**QWEN, "max_position_embeddings": 32768})
+    assert context_of(shape, None) == 8192
+    assert context_of(shape, 20000) == 20000
+    assert context_of(None, None) == 8192
+    with pytest.raises(DoesNotFit, match="32,768"):
+        context_of(shape, 40000)
+
+
+def lines_of(size: float, wish: Wish = WISH, config: dict[str, Any] = QWEN) -> dict[str, tuple[int, str]]:
+    room = room_on_gpu(checkpoint(size, config), text_shape(config), CARD, HOST, wish)
+    assert room.total == sum(line.bytes for line in room.lines)
+    return {line.line: (line.bytes, line.how) for line in room.lines}
+
+
+def test_what_fits_has_exact_lines_in_the_order_of_loading() -> None:
+    lines = lines_of(3.0)
+    assert [*lines][:6] == [
+        "desktop",
+        "context",
+        "weights.text",
+        "weights.vision",
+        "weights.embedding",
+        "kv_cache",
+    ]
+    assert lines["weights.text"] == (checkpoint(3.0).bytes_loaded(2)[TEXT], EXACT)
+    assert lines["kv_cache"] == (4096 * 28 * 2 * 2 * 128 * 2, EXACT)
+    assert lines["text_workspace"][1] == MODELLED
+    hybrid = lines_of(3.0, config={**QWEN, "layer_types": ["linear_attention"] * 28})
+    assert hybrid["kv_cache"] == (0, MODELLED)
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_a_way() -> None:
+    with pytest.raises(DoesNotFit, match=r"7,200 MiB are free, [\d,]+ too few") as caught:
+        lines_of(7.0)
+    assert "--offload auto" in caught.value.hint
+
+
+def test_offload_takes_as_little_as_makes_it_fit_or_what_was_asked() -> None:
+    enough = room_on_gpu(checkpoint(3.0), None, CARD, HOST, replace(WISH, offload="auto"))
+    assert enough.weights_here == enough.weights
+    tight = room_on_gpu(checkpoint(12.0), None, CARD, HOST, replace(WISH, offload="auto"))
+    assert tight.total == CARD.total or CARD.total - tight.total < 8  # whole bytes of each line
+    assert tight.weights_here < tight.weights
+    asked = room_on_gpu(checkpoint(3.0), None, CARD, HOST, replace(WISH, offload=GIB))
+    assert asked.weights - asked.weights_here == GIB
+    with pytest.raises(DoesNotFit, match="RAM"):
+        room_on_gpu(checkpoint(30.0), None, CARD, HOST, replace(WISH, offload="auto"))
+    with pytest.raises(DoesNotFit, match="nothing is left"):
+        room_on_gpu(
+            checkpoint(3.0), text_shape(QWEN), CARD, HOST, replace(WISH, context=400_000, offload="auto")
+        )
+
+
+def test_in_ram_weights_and_cache_count() -> None:
+    room = room_in_ram(checkpoint(2.0), text_shape(QWEN), HOST, replace(WISH, value_bytes=4))
+    assert [line.line for line in room.lines] == [TEXT, VISION, EMBEDDING, "kv_cache"]
+    assert all(line.how == EXACT for line in room.lines)
+    with pytest.raises(DoesNotFit, match="too few"):
+        room_in_ram(checkpoint(7.0), None, HOST, replace(WISH, value_bytes=4))
+
+
+def test_what_was_measured_takes_the_place_of_guesses() -> None:
+    room = room_on_gpu(checkpoint(3.0), text_shape(QWEN), CARD, HOST, WISH)
+    lines = {line.line: line for line in measured(room.lines, {TEXT: 5}, 77, "as run")}
+    assert (lines["text_workspace"].bytes, lines["text_workspace"].how) == (77, MEASURED)
+    assert (lines["vision_workspace"].bytes, lines["vision_workspace"].how) == (0, MEASURED)
+    assert (lines[TEXT].bytes, lines[TEXT].how) == (5, MEASURED)
+    assert lines["kv_cache"] == next(line for line in room.lines if line.line == "kv_cache")
+
+
+def test_shapes_are_what_they_are_called() -> None:
+    assert text_shape({"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 9}) == TextShape(
+        2, 0, 0, 0, 2, 4, 8, 32, 9, None
+    )
