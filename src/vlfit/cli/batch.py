@@ -109,7 +109,9 @@ def batch(
             return
         with _Batch(session, job, source, cards, force=force, again=retry_failed) as run:
             if ray is not None:
-                run.on_ray(ray, workers, pace, plain=limit is None and not ordered)
+                if ordered:
+                    raise UsageError("a cluster keeps no order", "leave out --ordered, or --ray")
+                run.on_ray(ray, workers, pace, limit)
             else:
                 run.here(pace, limit, ordered=ordered)
     run.tell(as_json=options.json)
@@ -191,13 +193,12 @@ class _Batch:
         finally:
             backend.close()
 
-    def on_ray(self, address: str, workers: int | None, pace: _Wishes, *, plain: bool) -> None:
+    def on_ray(self, address: str, workers: int | None, pace: _Wishes, limit: int | None) -> None:
         """Over a cluster."""
+        from vlfit.tasks.batch.failures import TRIES
         from vlfit.tasks.batch.ray.options import RayOptions
         from vlfit.tasks.batch.ray.run import run_on_ray
 
-        if not plain:
-            raise UsageError("--limit and --ordered are for one machine", "leave them out, or --ray")
         _count_beside(self._source, self._page.tally)
         with self._page as page:
             run_on_ray(
@@ -208,6 +209,9 @@ class _Batch:
                 output=self._output,
                 progress=page,
                 at_once=pace.concurrency,
+                readers=pace.readers,
+                tries=TRIES if pace.tries is None else pace.tries,
+                limit=limit,
             )
 
     def tell(self, *, as_json: bool) -> None:
