@@ -143,7 +143,7 @@ def foreign_imports(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("src", DECLARED | EXTRAS["parquet"] | EXTRAS["ray"]),
+        ("src", DECLARED | EXTRAS["parquet"] | EXTRAS["ray"] | EXTRAS["transformers"]),
         ("examples", DECLARED),
         ("tests", DECLARED | EXTRAS["dev"] | CLIENTS),
         ("benchmarks", DECLARED | EXTRAS["dev"]),
