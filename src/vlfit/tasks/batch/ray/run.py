@@ -157,7 +157,7 @@ class _Ledger:
         self.progress = progress
         self._keys = KeySet()
         self._streak = Streak()
-        self._listed: int | None = None
+        self._all = False  # whether nothing that was listed is missing
         self._limit: int | None = None
         self._begun = False
         self._workers: set[str] = set()
@@ -172,7 +172,7 @@ class _Ledger:
 
         from vlfit.tasks.batch.ray.pipeline import Listing, stream
 
-        self._listed, self._limit = None, limit
+        self._all, self._limit, before = False, limit, len(self._keys)
         listing = Listing(source, ray.put(self.output.settled()), way, duty.folder, limit)
         end: Listed | None = None
         with closing(stream(cluster, team, duty, listing)) as dones:
@@ -180,7 +180,7 @@ class _Ledger:
                 self._take(done)
                 end = end or done.end
         if end is not None:
-            self._listed = end.count
+            self._all = len(self._keys) - before >= end.count
             for note in end.notes:
                 self.progress.note(note)
 
@@ -217,7 +217,7 @@ class _Ledger:
 
     def left_of(self, source: Source) -> list[Item]:
         """What was listed and not settled. Goes through ``source`` only if something is missing."""
-        if self._listed is not None and len(self._keys) >= self._listed:
+        if self._all:
             return []
         keys, output = self._keys, self.output
         wanted = (item for item in source if item.key in keys or not output.is_settled(item.key))

@@ -1,0 +1,121 @@
+"""What the tests of a cluster are made of: pictures as items that pickle, an output in memory, a job."""
+
+import io
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.ray.conftest import AT_HOME
+from vlfit.backends.opening import Wanted
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import PictureNotFound
+from vlfit.tasks.batch.item import Item, Record
+from vlfit.tasks.batch.job import Job
+from vlfit.tasks.batch.keys import KeySet
+from vlfit.tasks.batch.progress import Progress
+from vlfit.tasks.batch.wish import Wish
+
+
+def png(number: int) -> bytes:
+    """A picture like no other number's."""
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32), (number % 256, number // 256, 7)).save(file, "PNG")
+    return file.getvalue()
+
+
+@dataclass(frozen=True)
+class Painted:
+    """Reads picture ``number``. It ``ends`` the process that does; is ``far``: only the first machine has it;
+    or is ``bad``.
+    """
+
+    number: int
+    ends: bool = False
+    far: bool = False
+    bad: bool = False
+
+    def read(self) -> bytes:
+        if self.ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.far and AT_HOME not in os.environ:
+            raise PictureNotFound(f"{self.number}: no such file", "")
+        return b"no picture" if self.bad else png(self.number)
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """A source of painted pictures."""
+
+    pictures: tuple[Painted, ...]
+
+    def __iter__(self) -> Iterator[Item]:
+        return (Item(f"{picture.number:04}.png", picture.read) for picture in self.pictures)
+
+    def count(self) -> int:
+        return len(self.pictures)
+
+    def notes(self) -> list[str]:
+        return ["the gallery is closed"]
+
+
+def gallery(many: int) -> Gallery:
+    return Gallery(tuple(map(Painted, range(many))))
+
+
+@dataclass
+class Book:
+    """An output that remembers."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    failures: dict[str, Exception] = field(default_factory=dict)
+    model: str = ""
+
+    def is_settled(self, key: str) -> bool:
+        return key in self.records or key in self.failures
+
+    def settled(self) -> NDArray[np.uint64]:
+        return KeySet([*self.records, *self.failures]).hashes()
+
+    def begin(self, model: str) -> None:
+        self.model = model
+
+    def write(self, item: Item, record: Record) -> None:
+        assert item.key == record["key"]
+        assert item.key not in self.records, "written twice"
+        self.records[item.key] = record
+
+    def fail(self, item: Item, error: Exception, tries: int) -> None:
+        self.failures[item.key] = error
+
+    def flush(self) -> None: ...
+
+
+class Heard(Progress):
+    """Remembers what was said; ``workers`` are the processes that have begun. ``then`` is called after each
+    picture with how many there are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+    @property
+    def workers(self) -> list[int]:
+        return [int(text.rpartition(":")[2]) for text in self.said if "has begun" in text]
+
+
+def job(max_tokens: int = 4) -> Job:
+    return Job(Wish.caption(), SamplingParams(max_tokens=max_tokens), ("gallery",), Path("captions.jsonl"))
+
+
+def at(url: str) -> Wanted:
+    return Wanted(kind="remote", server=url)

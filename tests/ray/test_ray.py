@@ -1,0 +1,133 @@
+"""A batch over a cluster of two machines: complete, whatever dies; and nothing twice."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ray.parts import Book, Gallery, Heard, Painted, at, gallery, job
+from tests.server.harness import Running, running
+from tests.server.scripted import ScriptedBackend
+from vlfit.backends.opening import Wanted
+from vlfit.errors import ClusterError, NotAPicture
+from vlfit.tasks.batch.crew import Crew, Outcome
+from vlfit.tasks.batch.job import Work
+from vlfit.tasks.batch.opening import open_for_batch
+from vlfit.tasks.batch.ray.options import RayOptions
+from vlfit.tasks.batch.ray.run import run_on_ray
+
+# Ray warns of names of its own that it uses itself.
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    """A model that says the same of every picture, in a fifth of a second."""
+    with running(ScriptedBackend(delay=0.03)) as server:
+        yield server
+
+
+def keys(source: Gallery) -> list[str]:
+    return [item.key for item in source]
+
+
+def test_words_are_those_of_one_machine(cluster: str) -> None:
+    pictures = Gallery((*map(Painted, range(12)), Painted(12, bad=True)))
+    book, heard = Book(), Heard()
+    wanted = Wanted(model="mini")
+    tally = run_on_ray(job(), wanted, RayOptions(cluster, 2), source=pictures, output=book, progress=heard)
+    backend, pace = open_for_batch(wanted)
+    crew = Crew(Work.of(job()), backend, pace)
+    here = {outcome.item.key: outcome.record for outcome in crew.outcomes(pictures)}
+    backend.close()
+    assert sorted(here) == keys(pictures)
+    for key, record in book.records.items():
+        expected = here[key]
+        assert expected is not None
+        for name in ("key", "picture", "text", "model", "finish_reason", "images"):
+            assert record[name] == expected[name]
+    assert list(book.failures) == ["0012.png"]
+    assert isinstance(book.failures["0012.png"], NotAPicture)
+    assert (tally.done, tally.failed, book.model) == (12, 1, "mini")
+    assert len(heard.workers) == 2
+    assert "the gallery is closed" in heard.said
+
+
+class Killer(Heard):
+    """Ends a worker when ``after`` pictures are done."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+
+    def settled(self, outcome: Outcome) -> None:
+        super().settled(outcome)
+        if self.tally.settled == self.after:
+            os.kill(self.workers[0], signal.SIGKILL)
+
+
+def test_a_killed_worker_loses_nothing(cluster: str, server: Running) -> None:
+    pictures, book, killer = gallery(200), Book(), Killer(after=30)
+    run_on_ray(
+        job(),
+        at(server.url),
+        RayOptions(cluster, 2),
+        source=pictures,
+        output=book,
+        progress=killer,
+        at_once=8,
+    )
+    assert sorted(book.records) == keys(pictures)  # Book refuses a second record of a key
+    assert len(killer.workers) == 3
+    assert not book.failures
+
+
+def test_a_picture_that_kills_its_worker_fails_alone(cluster: str, server: Running) -> None:
+    # None of the first pictures, which are read here.
+    pictures = Gallery(tuple(Painted(number, ends=number == 17) for number in range(24)))
+    book, heard = Book(), Heard()
+    run_on_ray(job(), at(server.url), RayOptions(cluster, 2), source=pictures, output=book, progress=heard)
+    assert list(book.failures) == ["0017.png"]
+    assert isinstance(book.failures["0017.png"], ClusterError)
+    assert len(book.records) == 23
+    assert any("one by one" in text for text in heard.said)
+
+
+def test_pictures_are_sent_to_machines_that_lack_them(
+    cluster: str, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.ray.conftest import AT_HOME
+
+    monkeypatch.setenv(AT_HOME, "1")
+    pictures = Gallery(tuple(Painted(number, far=True) for number in range(80)))
+    book, heard = Book(), Heard()
+    run_on_ray(
+        job(), at(server.url), RayOptions(cluster, 2), source=pictures, output=book, progress=heard, at_once=1
+    )
+    assert sorted(book.records) == keys(pictures)
+    assert len(heard.workers) == 2  # the machine that lacks them has worked too
+    assert any("sent to the workers" in text for text in heard.said)
+
+
+def test_what_is_settled_is_not_asked_again(cluster: str, server: Running) -> None:
+    pictures, book, heard = gallery(20), Book(), Heard()
+    options = RayOptions(cluster, 1)
+    run_on_ray(job(), at(server.url), options, source=pictures, output=book, progress=heard, limit=6)
+    assert sorted(book.records) == keys(pictures)[:6]
+    first = dict(book.records)
+    run_on_ray(job(), at(server.url), options, source=pictures, output=book, progress=(heard := Heard()))
+    assert sorted(book.records) == keys(pictures)
+    assert all(book.records[key] is record for key, record in first.items())
+    assert heard.tally.done == 14
+    run_on_ray(job(), at(server.url), options, source=pictures, output=book, progress=(heard := Heard()))
+    assert heard.said == []  # nothing left: no cluster is reached
+
+
+def test_what_concerns_all_is_said_once_and_ends_the_run(cluster: str) -> None:
+    with running(ScriptedBackend()) as server:
+        gone = server.url
+    book = Book()
+    with pytest.raises(Exception, match=r"on .*: .*"):
+        run_on_ray(job(), at(gone), RayOptions(cluster, 1), source=gallery(4), output=book, tries=1)
+    assert not book.records
