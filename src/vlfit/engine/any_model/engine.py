@@ -27,7 +27,7 @@ from vlfit.engine.device import dtype_for, named_device
 from vlfit.engine.holdings import gpu_uuid, resident_bytes, torch_statistics
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import DoesNotFit, UsageError
+from vlfit.errors import DoesNotFit, EngineStopped, UsageError
 from vlfit.machine.gpu import gpu_behind, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
@@ -131,7 +131,9 @@ class AnyEngine:
         return Request(prompt, sampling, most, completion, listener, seed, form, asked)
 
     def answer(self, request: Request) -> None:
-        """Run ``request`` to its end, which its listener is told unless this raises."""
+        """Run ``request`` to its end, which its listener is told unless this raises: what the model's code does,
+        and ``EngineStopped`` if it is not to go on.
+        """
         request.started = time.perf_counter()
         self.running = request
         try:
@@ -146,7 +148,9 @@ class AnyEngine:
             )
         finally:
             self.running = None
-        ended = "cancelled" if last.finish_reason == "cancelled" else "finished"
+        if last.finish_reason == "cancelled" and not request.cancelled:
+            raise stopped()
+        ended = "cancelled" if request.cancelled else "finished"
         self.counters = replace(self.counters, **{ended: getattr(self.counters, ended) + 1})
         request.listener(last)
 
@@ -235,6 +239,11 @@ class AnyEngine:
             return None
         apart = sum(line.bytes for line in self.room.lines if line.line in ("desktop", "context", "reserve"))
         return self.gpu.total - apart
+
+
+def stopped() -> EngineStopped:
+    """What requests are told that end because the engine does."""
+    return EngineStopped("the engine has stopped", "start it again")
 
 
 def _check_options(options: EngineOptions) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from vlfit.engine.account import EngineAccount
 from vlfit.engine.answer import Chunk
-from vlfit.engine.any_model.engine import AnyEngine, Progress
+from vlfit.engine.any_model.engine import AnyEngine, Progress, stopped
 from vlfit.engine.any_model.failures import in_one
 from vlfit.engine.any_model.generating import Request
 from vlfit.engine.threads import keep_to_own_cores
@@ -43,7 +43,7 @@ class AnyLoop:
         """Queue ``request``. Raises ``EngineStopped`` after ``close``."""
         with self._wake:
             if self._closing:
-                raise _stopped()
+                raise stopped()
             self._queue.append(request)
             self._wake.notify()
 
@@ -79,7 +79,7 @@ class AnyLoop:
     ) -> None:
         def report(what: str, share: float) -> None:
             if self._closing:
-                raise _stopped()
+                raise stopped()
             if progress is not None:
                 progress(what, share)
 
@@ -93,7 +93,7 @@ class AnyLoop:
         while (request := self._next()) is not None:
             self._answer(engine, request)
         for late in self._queue:
-            _tell(late, _stopped())
+            _tell(late, stopped())
         self._queue.clear()
         engine.let_go()
 
@@ -112,7 +112,8 @@ class AnyLoop:
             told = in_one(error, "the model was answering")
             error.__traceback__ = None  # it holds the tensors of the pass
             engine.failed(isinstance(told, OutOfMemory))
-            logger.warning("a request failed: %s", told.message)
+            if not isinstance(told, EngineStopped):
+                logger.warning("a request failed: %s", told.message)
             _tell(request, told)
 
 
@@ -121,7 +122,3 @@ def _tell(request: Request, arrival: Chunk | Exception) -> None:
         request.listener(arrival)
     except Exception:
         logger.debug("a listener has gone away", exc_info=True)
-
-
-def _stopped() -> EngineStopped:
-    return EngineStopped("the engine has stopped", "start it again")
