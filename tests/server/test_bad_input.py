@@ -177,9 +177,13 @@ SCHEMA = "response_format.json_schema"
         ({"functions": [{"name": "x"}]}, "functions", "not support"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not support"),
         ({"modalities": ["audio"]}, "modalities", "not support"),
+        ({"stop": [1] * 20_000}, "stop", "[1, 1"),
+        ({"numbers": [1] * 300_000}, None, "262,144 commas"),
     ],
 )
-def test_a_wrong_field_is_named(server: Running, fields: dict[str, Any], param: str, says: str) -> None:
+def test_a_wrong_field_is_named(
+    server: Running, fields: dict[str, Any], param: str | None, says: str
+) -> None:
     status, error = post(server, {"messages": HELLO, **fields})
     assert status == 400
     assert error["type"] == "invalid_request_error"

@@ -5,13 +5,16 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
-from tests.server.harness import Running, running
+from tests.server.harness import Running, running, wait_for
 from tests.server.scripted import ScriptedBackend
 from vlfit.server import heads, relay
+from vlfit.server.heads import HeadsInTime
+from vlfit.server.limits import Connections
 
 HALF = b"GET /health HTTP/1.1\r\nHost: local"
 REST = b"host\r\n\r\n"
@@ -79,3 +82,31 @@ def test_a_server_may_have_as_many_files_as_the_system_lets_it() -> None:
     assert hard == resource.RLIM_INFINITY or hard >= 1000
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "(1000, 1000)\n"
+
+
+def test_an_address_has_so_many_connections_and_no_more(server: Running) -> None:
+    HeadsInTime.connections_of.most = 2
+    with ExitStack() as opened:
+        opened.callback(setattr, HeadsInTime.connections_of, "most", None)
+        first, second = (opened.enter_context(server.socket()) for _ in range(2))
+        for each in (first, second):
+            each.sendall(HALF + REST)
+            assert each.recv(20).startswith(b"HTTP/1.1 200 ")
+        third = opened.enter_context(server.socket())
+        said = third.recv(2000)
+        assert said.startswith(b"HTTP/1.1 429 ")
+        assert b"this address has 2 connections" in said
+        assert third.recv(100) == b""
+        first.close()
+        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+
+
+def test_networks_of_ipv6_are_one_client() -> None:
+    connections = Connections(1)
+    assert connections.enter("2001:db8::1")
+    assert not connections.enter("2001:db8::2")
+    assert connections.enter("2001:db8:0:1::1")
+    assert connections.enter("::ffff:192.0.2.1")
+    assert not connections.enter("192.0.2.1")
+    connections.leave("2001:db8::1")
+    assert connections.enter("2001:db8::3")

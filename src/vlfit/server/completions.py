@@ -18,7 +18,7 @@ from vlfit.errors import InvalidRequest
 from vlfit.server.generating import Endpoint
 from vlfit.server.places import Held
 from vlfit.server.replies import DONE, Reply, event
-from vlfit.server.schemas import SamplingWishes
+from vlfit.server.schemas import FirstWrong, SamplingWishes
 from vlfit.server.wishes import words_of
 from vlfit.server.wrong_field import read_body_as, renamed
 
@@ -29,13 +29,19 @@ MOST_PROMPTS = 64
 class CompletionRequest(SamplingWishes):
     """``POST /v1/completions``. ``prompt``: text, token ids, or several of either."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], Field(union_mode="left_to_right")]
+    prompt: Annotated[
+        str
+        | Annotated[list[str], FirstWrong()]
+        | Annotated[list[int], FirstWrong()]
+        | Annotated[list[Annotated[list[int], FirstWrong()]], FirstWrong()],
+        Field(union_mode="left_to_right"),
+    ]
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         """Raises ``InvalidRequest`` for none, or too many."""

@@ -153,6 +153,7 @@ class Door:
             "path": scope["path"][:200],
             "status": status,
             "seconds": round(seconds, 4),
+            **({"client": scope["client"][0]} if scope.get("client") else {}),
             **({"key": state["key"]} if state["key"] else {}),
             **({"note": note} if note else {}),
         }

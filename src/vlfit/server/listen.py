@@ -19,9 +19,10 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from vlfit.server.address import cannot_listen
+from vlfit.server.address import cannot_listen, fair_share
 from vlfit.server.closing import Closing
 from vlfit.server.heads import HeadsInTime
+from vlfit.server.limits import Connections
 from vlfit.server.settings import ServerSettings
 
 BACKLOG = 2048
@@ -37,6 +38,7 @@ def serve_until_stopped(
         listener.listen(BACKLOG)
     except OSError as error:
         raise cannot_listen(host, port, error) from error
+    _Protocol.connections_of = Connections(fair_share())
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -45,11 +47,15 @@ def serve_until_stopped(
         server_header=False,
         backlog=BACKLOG,
         ws="none",
-        http=HeadsInTime,
+        http=_Protocol,
         # A last resort for a client that does not read: everything else is over when the drain is.
         timeout_graceful_shutdown=1,
     )
     _Server(config, app.state.closing, settings, on_ready).run(sockets=[listener])
+
+
+class _Protocol(HeadsInTime):
+    """Of this server: how many connections each client has is counted for all of its own."""
 
 
 class _Server(uvicorn.Server):

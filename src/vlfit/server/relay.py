@@ -5,7 +5,8 @@ in a process of its own, without the model: whatever happens to that one, the co
 
 A request that was under way gets 503, a stream its last event, as if the server had told it itself; where
 neither can be said any more the connection breaks. Each direction waits for the other side to take what it
-was given, so that who reads slowly has memory for 64 KiB.
+was given, so that who reads slowly has memory for 64 KiB. One connection to the server is there before its
+client is, who would wait a millisecond for it; what is said first on each is whose it is (``heads.py``).
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 BACK_AFTER = 5  # seconds; mini is back after three
@@ -147,10 +149,34 @@ def alive() -> bytes:
     )
 
 
+class _Spare:
+    """A connection to the server at ``path`` for the next client."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._ready: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def take(self) -> "_Server | None":
+        """The one that is there, if any; another is made, to be there for who comes next."""
+        ready, self._ready = self._ready, None
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._make())
+        return ready if ready is not None and not ready.is_closing() else None
+
+    async def _make(self) -> None:
+        with suppress(OSError):  # nobody serves just now
+            _, made = await asyncio.get_running_loop().create_unix_connection(_Server, self._path)
+            self._ready = made
+
+
 class _Client(asyncio.Protocol):
     """A connection of a client, and that to the server which belongs to it."""
 
-    def __init__(self, path: str, is_up: Callable[[], bool], clients: "set[_Client]") -> None:
+    def __init__(
+        self, path: str, is_up: Callable[[], bool], clients: "set[_Client]", spare: _Spare | None = None
+    ) -> None:
+        self._spare = spare
         self._clients = clients
         self._path = path
         self._is_up = is_up
@@ -166,7 +192,12 @@ class _Client(asyncio.Protocol):
         self.transport = transport
         self._clients.add(self)
         self._late = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._too_late)
-        if self._is_up():
+        if not self._is_up():
+            return
+        server = self._spare.take() if self._spare is not None else None
+        if server is not None:
+            server.serve(self)
+        else:
             self.transport.pause_reading()
             self._task = asyncio.ensure_future(self._connect())
 
@@ -177,7 +208,8 @@ class _Client(asyncio.Protocol):
 
     async def _connect(self) -> None:
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: _Server(self), self._path)
+            _, server = await asyncio.get_running_loop().create_unix_connection(_Server, self._path)
+            server.serve(self)
         except OSError:  # it died a moment ago
             self.server = None
         if not self.transport.is_closing():
@@ -227,31 +259,44 @@ class _Client(asyncio.Protocol):
 
 
 class _Server(asyncio.Protocol):
-    """The other half."""
+    """The other half. Until it serves a client it is nobody's."""
 
-    def __init__(self, client: _Client) -> None:
-        self._client = client
+    def __init__(self) -> None:
+        self._client: _Client | None = None
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._client.server = transport
-        if self._client.transport.is_closing():
+
+    def is_closing(self) -> bool:
+        return bool(self._transport.is_closing())
+
+    def serve(self, client: _Client) -> None:
+        self._client = client
+        client.server = self._transport
+        if client.transport.is_closing():
             self._transport.abort()
+        else:
+            host, port = client.transport.get_extra_info("peername")[:2]
+            self._transport.write(f"{host} {port}\n".encode())
 
     def data_received(self, data: bytes) -> None:
-        self._client.answers.feed(data)
-        self._client.transport.write(data)
+        if self._client is not None:
+            self._client.answers.feed(data)
+            self._client.transport.write(data)
 
     def pause_writing(self) -> None:
-        self._client.transport.pause_reading()
+        if self._client is not None:
+            self._client.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if not self._client.transport.is_closing():
+        if self._client is not None and not self._client.transport.is_closing():
             self._client.transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         client = self._client
+        if client is None:
+            return
         client.server = None
         client._refused = True
         if client.transport.is_closing():
@@ -276,7 +321,10 @@ async def relay(listener: socket.socket, path: str, is_up: Callable[[], bool]) -
     """
     loop = asyncio.get_running_loop()
     clients: set[_Client] = set()
-    server = await loop.create_server(lambda: _Client(path, is_up, clients), sock=listener, backlog=2048)
+    spare = _Spare(path)
+    server = await loop.create_server(
+        lambda: _Client(path, is_up, clients, spare), sock=listener, backlog=2048
+    )
     ending: list[asyncio.Task[None]] = []
     loop.add_signal_handler(LAST_CALL, lambda: ending.append(loop.create_task(_end(server, clients))))
     await asyncio.Event().wait()

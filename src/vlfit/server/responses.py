@@ -153,7 +153,7 @@ class ResponseRequest(SamplingWishes):
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextWishes | None = None
-    tools: list[ResponseTool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS), FirstWrong()] | None = None
     tool_choice: (
         Annotated[
             Union[  # noqa: UP007

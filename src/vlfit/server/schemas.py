@@ -11,6 +11,7 @@ Three kinds of fields that are not carried out:
   misspelt ``temprature`` does not go unnoticed.
 """
 
+from itertools import islice
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
@@ -21,6 +22,7 @@ from vlfit.errors import InvalidRequest
 MAX_CHOICES = 16
 MOST_TOOLS = 128  # as OpenAI has it
 MOST_PARTS = 10_000  # messages, their parts and their calls of one request, in all
+MOST_NAMED = 50  # fields that were ignored
 BOOKKEEPING = frozenset(
     {
         "user",
@@ -68,7 +70,7 @@ class VideoContent(Strict):
     """vlfit's own extension: a clip as a list of picture URLs, ``fps`` of them to a second."""
 
     type: Literal["video"]
-    frames: list[str] = Field(min_length=1)
+    frames: Annotated[list[str], Field(min_length=1, max_length=MOST_PARTS), FirstWrong()]
     fps: float = Field(default=2.0, gt=0, le=1000)
 
 
@@ -195,8 +197,13 @@ class SamplingWishes(Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: Annotated[str | list[str] | None, Field(union_mode="left_to_right")] = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop: Annotated[
+        str | Annotated[list[str], Field(max_length=MOST_PARTS), FirstWrong()] | None,
+        Field(union_mode="left_to_right"),
+    ] = None
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MOST_PARTS), FirstWrong()] | None
+    ) = None
     ignore_eos: bool | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
@@ -204,8 +211,9 @@ class SamplingWishes(Strict):
     loop_guard: bool | None = None
 
     def ignored(self) -> tuple[str, ...]:
-        """The fields that were sent and have no effect, as a person would write them."""
-        return tuple(name for name in self.model_extra or {} if name not in BOOKKEEPING)
+        """The fields that were sent and have no effect, as a person would write them; the first of many."""
+        names = (name for name in self.model_extra or {} if name not in BOOKKEEPING)
+        return tuple(islice(names, MOST_NAMED))
 
 
 class ChatRequest(SamplingWishes):
@@ -217,13 +225,13 @@ class ChatRequest(SamplingWishes):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[FunctionTool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS), FirstWrong()] | None = None
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
+    functions: Any = None
     function_call: Any = None
-    logit_bias: dict[str, float] | None = None
-    modalities: list[str] | None = None
+    logit_bias: Any = None
+    modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
 
