@@ -22,6 +22,8 @@ _WHAT_RUNS = (
     "vlfit runs Qwen3-VL (2B, 4B, 8B; dense), and without pictures Qwen2.5, Qwen3, Llama and Phi-3 (dense). "
     "Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
 )
+# Before it, for what takes pictures and is none of these.
+_WHAT_ELSE_RUNS = "Add --backend transformers, which runs all that transformers knows. By itself "
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +142,20 @@ def _check_class(fields: Fields, wanted: str) -> None:
     architectures = fields.texts("architectures", (wanted,))
     if wanted not in architectures:
         raise UnknownArchitecture(
-            f"config.json: architectures is {list(architectures)}, without {wanted}", _WHAT_RUNS
+            f"config.json: architectures is {list(architectures)}, without {wanted}", _what_runs(fields)
         )
+
+
+def _what_runs(fields: Fields) -> str:
+    """A hint for a model that the native engine does not run."""
+    return (_WHAT_ELSE_RUNS if fields.has("vision_config") else "") + _WHAT_RUNS
 
 
 def _check_architecture(fields: Fields) -> None:
     model_type = fields.text("model_type", "none")
     if model_type != MODEL_TYPE:
         raise UnknownArchitecture(
-            f"config.json: model_type is {model_type!r}, not {MODEL_TYPE!r}", _WHAT_RUNS
+            f"config.json: model_type is {model_type!r}, not {MODEL_TYPE!r}", _what_runs(fields)
         )
     _check_class(fields, ARCHITECTURE)
     for part in ("text_config", "vision_config"):

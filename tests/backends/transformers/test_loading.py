@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from vlfit.backends.opening import Wanted, open_backend
 from vlfit.backends.transformers import TransformersBackend, wanted_files
 from vlfit.checkpoint.any_model import open_any, read_any
+from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.hub import is_complete
 from vlfit.engine.any_model import engine, loading, package
 from vlfit.engine.any_model.words import DecodedAnew, Words
@@ -190,6 +191,20 @@ def test_layers_that_wait_are_counted() -> None:
     model = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "cpu"})
     assert loading.waiting_layers(model) == 2
     assert loading.waiting_layers(SimpleNamespace(hf_device_map={"": 0})) == 0
+
+
+def test_the_native_engine_says_who_runs_what_it_does_not_know(
+    checkpoints: Checkpoints, folder: Path
+) -> None:
+    with pytest.raises(UnknownArchitecture) as caught:
+        ModelConfig.read(checkpoints("qwen2_5_vl"))
+    assert "--backend transformers" in caught.value.hint
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    del config["vision_config"]
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}), "utf-8")
+    with pytest.raises(UnknownArchitecture) as caught:
+        ModelConfig.read(folder)
+    assert "--backend transformers" not in caught.value.hint
 
 
 def test_any_architecture_is_opened_and_complete_with_any_tokenizer(folder: Path) -> None:

@@ -131,8 +131,8 @@ class AnyEngine:
         return Request(prompt, sampling, most, completion, listener, seed, form, asked)
 
     def answer(self, request: Request) -> None:
-        """Run ``request`` to its end, which its listener is told unless this raises: what the model's code does,
-        and ``EngineStopped`` if it is not to go on.
+        """Run ``request`` to its end, which its listener is told unless this raises: what the model's code
+        raises, and ``EngineStopped`` if the engine is not to go on.
         """
         request.started = time.perf_counter()
         self.running = request
