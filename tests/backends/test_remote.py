@@ -1,6 +1,7 @@
 """The remote backend against our own server, and against others that speak less than it."""
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import png
 from tests.server.scripted import ScriptedBackend
 from vlfit.backends.remote import RemoteBackend
+from vlfit.engine.answer import Chunk
 from vlfit.engine.conversation import ImagePart, Message, TextPart, VideoPart, ask
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import (
@@ -322,6 +324,9 @@ def test_a_url_that_is_no_openai_api(models: object) -> None:
         (says('{"detail": "no such route"}', status=404), RemoteError, "no such route"),
         (says('{"error": {"message": "The model `x` does not exist."}}', status=404), UnknownModel, "`x`"),
         (says('{"error": "bad key"}', status=401), WrongApiKey, "bad key"),
+        (says({"choices": ["word"]}), RemoteError, "another form"),
+        (says({"choices": [{"delta": "word"}]}), RemoteError, "another form"),
+        (says({"choices": 5}), RemoteError, "another form"),
         (says(WORD, {"error": {"message": "it broke", "code": 500}}), RemoteError, "it broke"),
     ],
 )
@@ -332,3 +337,84 @@ def test_what_goes_wrong_elsewhere(answering: Answering, kind: type[VlfitError],
         pytest.raises(kind, match=message),
     ):
         backend.stream(ask("Hello"), GREEDY).answer()
+
+
+def test_a_full_server_is_asked_again_when_it_said() -> None:
+    asked: list[float] = []
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        asked.append(time.perf_counter())
+        if len(asked) < 3:
+            handler.send_response(429)
+            handler.send_header("Retry-After", "0.05")
+            handler.end_headers()
+        else:
+            says(WORD, END, DONE)(handler, body)
+
+    with other_server(answer) as url:
+        with RemoteBackend(url) as backend:
+            assert backend.stream(ask("Hello"), GREEDY).answer().text == "word"
+        assert len(asked) == 3
+        assert asked[2] - asked[0] >= 0.1
+        asked.clear()
+        with RemoteBackend(url, serves=True) as backend, pytest.raises(QueueFull) as full:
+            backend.stream(ask("Hello"), GREEDY)
+        assert len(asked) == 1, "who stands behind a server leaves waiting to its clients"
+        assert full.value.retry_after == 1
+
+
+def test_requests_run_side_by_side_as_many_as_were_said() -> None:
+    lock = threading.Lock()
+    running_now: list[int] = [0, 0]
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        with lock:
+            running_now[0] += 1
+            running_now[1] = max(running_now)
+        time.sleep(0.02)
+        with lock:
+            running_now[0] -= 1
+        says(WORD, END, DONE)(handler, body)
+
+    with other_server(answer) as url, RemoteBackend(url, at_once=3) as backend:
+        prepared = backend.prepare(ask("Hello"), GREEDY)
+        ended: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+        def listen(arrival: Chunk | Exception) -> None:
+            if isinstance(arrival, Exception) or arrival.finish_reason:
+                ended.put(arrival)
+
+        for _ in range(30):
+            backend.start(prepared, GREEDY, listen)
+        assert all(isinstance(ended.get(timeout=10), Chunk) for _ in range(30))
+    assert running_now == [0, 3]
+
+
+def test_limits_that_are_told_or_given() -> None:
+    """Of a request that names no limit as much as nobody can say is 0."""
+    bodies: list[dict[str, Any]] = []
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        bodies.append(body)
+        says(WORD, END, DONE)(handler, body)
+
+    cards = {"data": [{"id": "other", "owned_by": "vllm", "max_model_len": 512}]}
+    with other_server(answer) as url, RemoteBackend(url) as backend:
+        assert (backend.context, backend.server) == (None, "other")
+        assert backend.prepare(ask("Hello"), GREEDY).most_tokens == 0
+        assert backend.prepare(ask("Hello"), SamplingParams(max_tokens=7)).most_tokens == 7
+    with other_server(answer, models=cards) as url, RemoteBackend(url, max_tokens=9) as backend:
+        assert (backend.context, backend.server) == (512, "vllm")
+        assert backend.prepare(ask("Hello"), GREEDY).most_tokens == 9
+        assert backend.prepare(ask("Hello"), SamplingParams(max_tokens=7000)).most_tokens == 512
+        backend.stream(ask("Hello"), GREEDY).answer()
+        backend.stream(ask("Hello"), SamplingParams(max_tokens=7)).answer()
+    assert [body["max_tokens"] for body in bodies] == [9, 7]
+
+
+def test_a_url_is_shown_without_the_password_in_it() -> None:
+    with (
+        other_server(says(WORD, END, DONE)) as url,
+        RemoteBackend(url.replace("://", "://me:secret@")) as backend,
+    ):
+        assert backend.device == f"{url}/v1"

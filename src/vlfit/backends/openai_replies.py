@@ -60,6 +60,8 @@ class Events:
         Lines end where the protocol says, at line feeds: text may hold other characters that Python, too,
         takes for the end of a line.
         """
+        if self.done:
+            return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):

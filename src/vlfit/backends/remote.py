@@ -223,7 +223,7 @@ class RemoteBackend:
         )
         body = b"{" + prepared.content + b"," + rest + b"}"
         reader, events = ReplyReader(prepared.asked), Events()
-        with failures_in_words(self._url):
+        with failures_in_words(self.device):
             async with self._room, self._taken(prepared.path, body) as response:
                 ticket.taken.set()
                 pieces = response.aiter_bytes()
@@ -287,7 +287,7 @@ class RemoteBackend:
     def _rest(self, what: str, body: dict[str, str]) -> None:
         import httpx
 
-        with failures_in_words(self._url):
+        with failures_in_words(self.device):
             response = self._client.post(
                 f"{self._url}/vlfit/{what}", json=body, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
             )
@@ -296,7 +296,7 @@ class RemoteBackend:
 
     def _models(self, *, optional: bool) -> list[dict[str, Any]]:
         """The cards of ``/v1/models``; a server without it is fine if the model's name is known."""
-        with failures_in_words(self._url):
+        with failures_in_words(self.device):
             response = self._client.get(f"{self._url}/models")
         if response.status_code == 404 and optional:
             return []
@@ -306,10 +306,11 @@ class RemoteBackend:
             cards = [card for card in response.json()["data"] if isinstance(card, dict)]
         except (ValueError, KeyError, TypeError):
             raise RemoteError(
-                f"{self._url}/models does not answer as OpenAI's API does", "is it the URL of such a server?"
+                f"{self.device}/models does not answer as OpenAI's API does",
+                "is it the URL of such a server?",
             ) from None
         if not cards and not optional:
-            raise RemoteError(f"the server at {self._url} names no model", "name one with --model")
+            raise RemoteError(f"the server at {self.device} names no model", "name one with --model")
         return cards
 
 

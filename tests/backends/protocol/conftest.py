@@ -1,5 +1,6 @@
 """The bundled checkpoint over every backend, each opened once, and what transformers' own model says."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tests.server.harness import running
 from vlfit.backends.base import OpenBackend
 from vlfit.backends.native import NativeBackend
 from vlfit.backends.opening import Kind, Wanted, kind_of, open_backend
+from vlfit.backends.vllm.options import VllmOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, ask
 from vlfit.engine.options import EngineOptions
@@ -58,7 +60,9 @@ def opened(kind: Kind) -> Iterator[OpenBackend]:
             finally:
                 backend.close()
         return
-    backend = open_backend(Wanted(kind=kind, model=MODEL, options=OPTIONS))
+    # A vLLM that records nothing starts sooner and says the same.
+    vllm = VllmOptions(python=os.environ.get("VLFIT_VLLM_PYTHON"), words=("--enforce-eager",))
+    backend = open_backend(Wanted(kind=kind, model=MODEL, options=OPTIONS, vllm=vllm))
     try:
         yield backend
     finally:

@@ -1,0 +1,163 @@
+"""Requests as they are written, without anybody to send them to."""
+
+import base64
+import json
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlfit.backends.openai_wire import Server, chat_fields, form_fields, sampling_fields, text_fields
+from vlfit.engine.conversation import ImagePart, Message, TextPart, Tool, ToolCall, VideoPart, ask
+from vlfit.engine.sampling import Form, SamplingParams
+from vlfit.errors import InvalidRequest, PictureError
+from vlfit.tasks.boxes import BOXES, fenced_json
+
+
+def read(fields: bytes) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(b"{" + fields + b"}")
+    return value
+
+
+def half_red(mode: str = "RGB") -> Image.Image:
+    """40 x 20, its left half red."""
+    pixels = np.full((20, 40, 3), 255, np.uint8)
+    pixels[:, :20] = (255, 0, 0)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def turned() -> bytes:
+    """As a phone writes an upright picture: the sensor's rows, and a note that it lay on its side."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    return file_of(half_red(), "JPEG", exif=exif, quality=95, subsampling=0)
+
+
+def sent(data: bytes, server: Server) -> bytes:
+    body = read(chat_fields(ask("What?", ImagePart(data)), (), server))
+    url = body["messages"][0]["content"][0]["image_url"]["url"]
+    head, _, coded = url.partition(",")
+    assert head in ("data:image/jpeg;base64", "data:image/png;base64", "data:image/tiff;base64")
+    return base64.b64decode(coded)
+
+
+def see_through() -> Image.Image:
+    image = half_red("RGBA")
+    image.putalpha(Image.new("L", image.size, 0))
+    return image
+
+
+DEEP = Image.fromarray(np.full((20, 40), 40000, np.uint16))
+
+USUAL = [
+    file_of(half_red(), "PNG"),
+    file_of(half_red(), "JPEG"),
+    file_of(half_red("L"), "PNG"),
+    file_of(half_red("P"), "PNG"),
+]
+UNUSUAL = [turned(), file_of(see_through(), "PNG"), file_of(DEEP, "PNG"), file_of(half_red(), "TIFF")]
+
+
+@pytest.mark.parametrize("data", USUAL, ids=range(len(USUAL)))
+@pytest.mark.parametrize("server", ["vlfit", "vllm", "other"])
+def test_a_usual_picture_is_sent_as_it_is(data: bytes, server: Server) -> None:
+    assert sent(data, server) == data
+
+
+@pytest.mark.parametrize("data", UNUSUAL, ids=["turned", "transparent", "deep", "tiff"])
+def test_others_are_drawn_anew_for_servers_that_may_show_them_otherwise(data: bytes) -> None:
+    """A server of ours does with them what would be done here."""
+    from vlfit.engine.picture_files import decode
+
+    assert sent(data, "vlfit") == data
+    for server in ("vllm", "other"):
+        with Image.open(BytesIO(sent(data, server))) as image:
+            assert image.format in ("JPEG", "PNG")
+            assert (image.mode, dict(image.getexif())) == ("RGB", {})
+            seen = np.asarray(image, np.int16)
+        expected = np.asarray(decode(data, "picture").image, np.int16)
+        assert seen.shape == expected.shape
+        assert np.abs(seen - expected).max() <= (12 if data == turned() else 0)  # JPEG once more
+    assert expected.shape == ((40, 20, 3) if data == turned() else (20, 40, 3))
+
+
+def test_a_picture_is_checked_before_it_leaves() -> None:
+    bomb = (
+        b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (60000).to_bytes(4, "big") * 2 + b"\x08\x02\0\0\0" + bytes(4)
+    )
+    for data in (bomb, USUAL[1][:300], file_of(Image.new("RGB", (4000, 4)), "PNG")):
+        with pytest.raises(PictureError, match="holiday") as refused:
+            chat_fields(ask("What?", ImagePart(data, "holiday", place="messages[0]")), (), "other")
+        assert refused.value.param == "messages[0]"
+    clip = VideoPart((USUAL[0], b"no picture"), label="clip", place="messages[0].frames")
+    with pytest.raises(PictureError, match="clip frame 2") as frame:
+        chat_fields(ask("What?", clip), (), "vlfit")
+    assert frame.value.param == "messages[0].frames[1]"
+
+
+def test_calls_and_what_they_gave_belong_together_by_number() -> None:
+    text = (TextPart("Hello"),)
+    conversation = (
+        Message("user", text),
+        Message("assistant", (TextPart(""),), (ToolCall("a", "{}"), ToolCall("b", '{"c": 1}'))),
+        Message("tool", text),
+        Message("tool", text),
+        Message("assistant", (), (ToolCall("a", "{}"),)),
+        Message("tool", text),
+    )
+    body = read(chat_fields(conversation, (Tool("a"), Tool("b", "B", {"type": "object"}, True)), "other"))
+    told = body["messages"]
+    assert [each["id"] for each in told[1]["tool_calls"]] == [
+        told[2]["tool_call_id"],
+        told[3]["tool_call_id"],
+    ]
+    assert told[4]["tool_calls"][0]["id"] == told[5]["tool_call_id"] == "call_3"
+    assert told[1]["tool_calls"][1]["function"] == {"name": "b", "arguments": '{"c": 1}'}
+    assert told[1]["content"] is None
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["a", "b"]
+    assert [tool["function"].get("strict") for tool in body["tools"]] == [None, True]
+
+
+def test_forms() -> None:
+    """What a request asks for is always passed on; what a task asks for is kept from who may not know it."""
+    schema = Form("json", '{"type": "null"}')
+    for server in ("vlfit", "vllm", "other"):
+        told = form_fields(schema, server)["response_format"]
+        assert (told["type"], told["json_schema"]["schema"]) == ("json_schema", {"type": "null"})
+    boxes = form_fields(fenced_json(BOXES), "vllm")["response_format"]
+    assert boxes["json_schema"]["schema"] == BOXES
+    assert form_fields(fenced_json(BOXES), "other") == {}
+    asked = Form("grammar", "start: ...", "tools", wire={"tool_choice": "required"})
+    assert form_fields(asked, "other") == {"tool_choice": "required"}
+    with pytest.raises(InvalidRequest, match="grammar"):
+        form_fields(Form("grammar", "start: ..."), "vlfit")
+
+
+def test_what_cannot_be_done_there_is_refused_here() -> None:
+    guarded = SamplingParams(loop_guard=True)
+    assert read(sampling_fields(guarded, "m", "vlfit", chat=True))["loop_guard"] is True
+    with pytest.raises(InvalidRequest, match="only vlfit servers"):
+        sampling_fields(guarded, "m", "vllm", chat=True)
+    with pytest.raises(InvalidRequest):
+        text_fields("")
+    with pytest.raises(InvalidRequest, match="half a character"):
+        text_fields("half \ud83d")
+    with pytest.raises(InvalidRequest, match="half a character"):
+        sampling_fields(SamplingParams(stop=("\ud83d",)), "m", "vlfit", chat=True)
+
+
+def test_logprobs_are_asked_for_as_each_route_has_it() -> None:
+    wishes = SamplingParams(top_logprobs=0)
+    chat = read(sampling_fields(wishes, "m", "other", chat=True))
+    assert (chat["logprobs"], chat["top_logprobs"]) == (True, 0)
+    text = read(sampling_fields(wishes, "m", "other", chat=False))
+    assert text["logprobs"] == 0
+    assert "top_logprobs" not in text
