@@ -4,6 +4,7 @@
 #   make slow        the tests that take half a minute and more each
 #   make test-clients  langchain-openai, llm and litellm against a server with mini, in an environment of their own
 #   make fuzz        thousands of requests made up from the API's description (six minutes), in an environment too
+#   make test-ray    a batch over a cluster of Ray on this machine: three minutes
 #   make test-browser  the page in a real browser: installs Debian's Chromium, as root
 #   make docs        writes docs/cli.md and the list of modules in docs/structure.md from the code
 #   make bench       the native engine against transformers, on this CPU
@@ -14,7 +15,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests slow test-browser fuzz venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow test-ray test-browser fuzz venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -40,7 +41,7 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@$(PYTEST) -m "not slow and not browser"
+	@$(PYTEST) -m "not slow and not browser and not ray"
 
 slow: $(DEV)
 	@$(PYTEST) -m slow
@@ -48,6 +49,9 @@ slow: $(DEV)
 test-browser: $(DEV)
 	@scripts/install-browser
 	@$(IN_VENV) -m pytest -m browser tests/browser
+
+test-ray: $(DEV)
+	@$(PYTEST) -n 0 -m ray tests/ray
 
 test-clients: $(DEV) .venv/clients/.installed
 	@$(PYTEST) -n 0 -m clients tests/clients
