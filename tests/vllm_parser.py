@@ -8,10 +8,11 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 PYTHON = os.environ.get("VLFIT_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
 # The parser moved house: vLLM 0.33, 0.29 to 0.32, and before. In 0.11 and 0.12 it is made otherwise.
-PROGRAM = """
+_PARSER = """
 import contextlib, importlib, io, json, sys
 for home in ("common", "launchers", "openai"):
     with contextlib.suppress(ModuleNotFoundError):
@@ -22,6 +23,10 @@ try:
 except ImportError:
     from vllm.utils import FlexibleArgumentParser
 parser = module.make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+"""
+PROGRAM = (
+    _PARSER
+    + """
 refused = {}
 for words in json.load(sys.stdin):
     said = io.StringIO()
@@ -30,27 +35,79 @@ for words in json.load(sys.stdin):
             module.validate_parsed_serve_args(parser.parse_args(words))
     except SystemExit:
         refused[" ".join(words)] = said.getvalue()[-300:]
-print("REFUSED " + json.dumps(refused))
+print("ANSWER " + json.dumps(refused))
 """
+)
+_OPTIONS = (
+    _PARSER
+    + """
+print("ANSWER " + json.dumps([name for action in parser._actions for name in action.option_strings]))
+"""
+)
+# What a start would make of the words, without loading anything: lengths, sizes and cards are checked here.
+_CONFIGURE = (
+    _PARSER
+    + """
+from vllm.engine.arg_utils import AsyncEngineArgs
+made = []
+for words in json.load(sys.stdin):
+    try:
+        args = parser.parse_args(words)
+        args.model = args.model_tag or args.model
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        limits = config.model_config.multimodal_config
+        made.append({
+            "context": config.model_config.max_model_len,
+            "pool": config.cache_config.kv_cache_memory_bytes,
+            "sequences": config.scheduler_config.max_num_seqs,
+            "chunk": config.scheduler_config.max_num_batched_tokens,
+            "eager": config.model_config.enforce_eager,
+            "tensor": config.parallel_config.tensor_parallel_size,
+            "data": config.parallel_config.data_parallel_size,
+            "pictures": limits.get_limit_per_prompt("image") if limits else None,
+        })
+    except Exception as error:
+        made.append({"error": f"{type(error).__name__}: {error}"[:600]})
+print("ANSWER " + json.dumps(made))
+"""
+)
 _NO_FLAG = ["a/b", "--no-such-flag"]
 
 
 def refused_by_vllm(commands: list[list[str]], python: str = PYTHON) -> dict[str, str]:
     """Each command that its parser refuses, with its last words. One that it must refuse goes with them."""
+    refused: dict[str, str] = _answer(PROGRAM, [*commands, _NO_FLAG], python)
+    # The parser does refuse: else this would prove nothing.
+    assert refused.pop(" ".join(_NO_FLAG), None)
+    return refused
+
+
+def options_of_vllm(python: str = PYTHON) -> set[str]:
+    """Every flag that its parser knows."""
+    return set(_answer(_OPTIONS, [], python))
+
+
+def configured_by_vllm(commands: list[list[str]], python: str = PYTHON) -> list[dict[str, Any]]:
+    """What vLLM makes of each command, the model's folder first: its own settings, or the ``error``."""
+    made: list[dict[str, Any]] = _answer(_CONFIGURE, commands, python)
+    return made
+
+
+def _answer(program: str, given: list[list[str]], python: str) -> Any:
+    """What ``program`` prints behind ANSWER, with ``given`` as its input."""
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     ended = subprocess.run(
-        [python, "-c", PROGRAM],
-        input=json.dumps([*commands, _NO_FLAG]),
+        [python, "-c", program],
+        input=json.dumps(given),
+        env={**os.environ, **quiet},
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
-    answers = [line for line in ended.stdout.splitlines() if line.startswith("REFUSED ")]
+    answers = [line for line in ended.stdout.splitlines() if line.startswith("ANSWER ")]
     assert answers, ended.stderr[-2000:]
-    refused: dict[str, str] = json.loads(answers[0].removeprefix("REFUSED "))
-    # The parser does refuse: else this would prove nothing.
-    assert refused.pop(" ".join(_NO_FLAG), None)
-    return refused
+    return json.loads(answers[0].removeprefix("ANSWER "))
 
 
 def vllm_version(python: str = PYTHON) -> str:

@@ -1,73 +1,141 @@
-"""Every flag that a plan for vLLM can emit, read by vLLM's own parser.
+"""Every flag that a plan for vLLM can emit, read by vLLM's own parser, and plans by its own configuration.
 
-Needs a Python that has vLLM: this one, or the one that VLFIT_VLLM_PYTHON names. Its version is the one that
-is planned for, so another Python there checks another version.
+What is marked needs a Python that has vLLM: this one, or the one that VLFIT_VLLM_PYTHON names. Its version is
+the one that is planned for, so another Python there checks another version.
 """
 
-from dataclasses import replace
-from itertools import product
+import json
+import shutil
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.vllm_parser import PYTHON, refused_by_vllm, vllm_version
-from vlfit.errors import UsageError
-from vlfit.machine.cards import card
-from vlfit.machine.model import Machine
-from vlfit.plan.ledger import VLLM
-from vlfit.plan.search import Plan, Wishes, plan
-from vlfit.plan.subjects import subjects
-from vlfit.units import MIB
+from tests.plan.vllm_product import CHECKPOINTS, FAMILIES, sample, whole
+from tests.vllm_parser import PYTHON, configured_by_vllm, options_of_vllm, refused_by_vllm, vllm_version
+from vlfit.checkpoint import catalog
+from vlfit.checkpoint.source import mini_folder
+from vlfit.plan.search import Plan
+from vlfit.plan.vllm import costs
+from vlfit.plan.vllm.flags import LIVES, has
+from vlfit.plan.vllm.versions import parse_version
 
-# What is known of its flags changed between these; a plan for each differs in flags, variables or remarks.
-FAMILIES = ("0.11", "0.12", "0.14.1", "0.19.1", "0.24", "0.25.1", "0.30", "0.31", "0.33")
-MODELS = ("mini", "2B", "Qwen/Qwen3-VL-4B-Instruct-FP8", "8B", "Qwen/Qwen2.5-3B-Instruct")
+ALL_FLAGS = {
+    "--max-model-len",
+    "--kv-cache-memory-bytes",
+    "--kv-cache-dtype",
+    "--gpu-memory-utilization",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+    "--enforce-eager",
+    "--dtype",
+    "--tensor-parallel-size",
+    "--mm-encoder-tp-mode",
+    "--data-parallel-size",
+    "--mm-processor-kwargs",
+    "--limit-mm-per-prompt",
+    "--mm-processor-cache-gb",
+}
 
 
-def machines() -> list[Machine]:
-    example, old = card("RTX 5060", desktop=951 * MIB, wsl2=True), card("RTX 2080 Ti")
-    two = replace(card("RTX 3090"), gpus=(example.gpus[0], replace(card("RTX 3090").gpus[0], index=1)))
-    return [example, old, two]
+def flags_of(made: Plan) -> set[str]:
+    return {flag.flag for flag in made.flags if flag.flag not in made.environment}
 
 
-def plans(version: str) -> list[Plan]:
-    """Plans that fit, with all flags that there are."""
-    made = []
-    for name, machine, tight in product(MODELS, machines(), (False, True)):
-        wishes = Wishes(backend=VLLM, vllm_version=version, sequences=1 if tight else None)
-        try:
-            planned = plan(subjects(name), machine, wishes)
-        except UsageError:  # no kernels for this format on this card, in some versions
-            continue
-        if planned.fits:
-            made.append(planned)
-    return made
+@pytest.fixture(scope="module")
+def every() -> list[Plan]:
+    """The whole product, for the vLLM that is here: some minutes."""
+    return list(whole(vllm_version()))
+
+
+def test_plans_have_every_flag_and_no_other() -> None:
+    """What the parser reads below is all that can be emitted. Each has a row in the table of versions."""
+    seen = Counter(flag for made in sample() for flag in flags_of(made))
+    assert set(seen) == ALL_FLAGS
+    assert set(LIVES) >= ALL_FLAGS
 
 
 @pytest.mark.parametrize("version", FAMILIES)
-def test_plans_for_each_family_have_every_flag(version: str) -> None:
-    """What the parser reads below is all that can be emitted: these flags and no others."""
-    seen = {flag.flag for made in plans(version) for flag in made.flags}
-    variables = {name for made in plans(version) for name in made.environment}
-    assert seen - variables == {
-        "--max-model-len",
-        "--kv-cache-memory-bytes",
-        "--gpu-memory-utilization",
-        "--max-num-seqs",
-        "--max-num-batched-tokens",
-        "--enforce-eager",
-        "--dtype",
-        "--mm-processor-kwargs",
-        "--limit-mm-per-prompt",
-        "--mm-processor-cache-gb",
-    }
-    assert {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"} <= variables
+def test_every_version_that_is_planned_for_has_every_flag(version: str) -> None:
+    """So that none is left out in silence: what a plan counts on is said in all of them."""
+    number = parse_version(version).number
+    assert [flag for flag in ALL_FLAGS if not has(number, flag)] == []
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
-def test_vllm_takes_every_command() -> None:
-    version = vllm_version()
-    commands = [list(made.command[2:]) for made in plans(version) if made.command is not None]
-    assert len(commands) > 10
-    assert refused_by_vllm(commands) == {}
+def test_vllm_takes_every_command(every: list[Plan]) -> None:
+    """40 cards, 8 checkpoints, all wishes, one, two and four cards: every command line once."""
+    commands = {made.command[3:]: list(made.command[2:]) for made in every if made.command}
+    assert len(commands) > 500
+    assert refused_by_vllm(list(commands.values())) == {}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
+def test_the_table_of_versions_says_what_this_vllm_has() -> None:
+    options, number = options_of_vllm(), parse_version(vllm_version()).number
+    assert {flag: flag in options for flag in LIVES} == {flag: has(number, flag) for flag in LIVES}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """A ``config.json`` with the sizes that the catalog has, all else as mini has it."""
+    entry = catalog.find(name)
+    assert entry is not None
+    facts: dict[str, Any] = json.loads((mini_folder() / "config.json").read_text())
+    text = asdict(entry.config.text)
+    sizes = [
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+    ]
+    facts["text_config"] |= {size: text[size] for size in sizes}
+    facts["text_config"]["rope_scaling"]["mrope_section"] = list(entry.config.text.mrope_section)
+    assert entry.config.vision is not None
+    facts["vision_config"] |= asdict(entry.config.vision)
+    facts["tie_word_embeddings"] = entry.config.tie_word_embeddings
+    if entry.weights == "fp8":
+        facts["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+    return facts
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
+def test_vllm_makes_of_a_sample_what_the_plan_says(every: list[Plan], tmp_path: Path) -> None:
+    """Its own configuration of some thirty plans, for which no weights and no GPU are needed."""
+    seen, plans = set(), []
+    for made in every:
+        told = made.settings.vllm
+        kind = (made.model.name, told.tensor, told.data > 1, made.settings.graphs, made.settings.kv_dtype)
+        if made.model.name in CHECKPOINTS[:6] and kind not in seen and told.data == 1:
+            seen.add(kind)
+            plans.append(made)
+    chosen = plans[:: max(len(plans) // 30, 1)][:30]
+    assert len(chosen) >= 20
+    for name in CHECKPOINTS[:6]:
+        folder = tmp_path / name
+        shutil.copytree(mini_folder(), folder, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+        (folder / "config.json").write_text(json.dumps(config_of(name)))
+    commands = [[str(tmp_path / made.model.name), *(made.command or ())[3:]] for made in chosen]
+    for made, found in zip(chosen, configured_by_vllm(commands), strict=True):
+        settings, told = made.settings, made.settings.vllm
+        pool = next(line.bytes for line in made.ledger if line.line == "kv_cache")
+        wanted = {
+            "context": settings.context,
+            "pool": pool,
+            "sequences": settings.sequences,
+            "chunk": settings.chunk,
+            "eager": not settings.graphs,
+            "tensor": told.tensor,
+            "data": told.data,
+            "pictures": costs.pictures_of_prompt(settings),
+        }
+        assert found == wanted, (made.model.name, made.command)
