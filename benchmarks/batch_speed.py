@@ -78,8 +78,7 @@ def describe(model: str | Path, pictures: Path, at_once: str, options: argparse.
         words += ["--device", options.device]
         done = subprocess.run(
             [sys.executable, "-m", "vlfit", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             cwd=ROOT,
             env=environment(TOKENIZERS_PARALLELISM="false"),
