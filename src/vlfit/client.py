@@ -25,6 +25,7 @@ from vlfit.tasks.scene import Scene, scene
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from vlfit.backends.vllm.options import VllmOptions
     from vlfit.plan.choose import Choice
 
 Picture: TypeAlias = "str | Path | bytes | Image | ImagePart"
@@ -243,7 +244,10 @@ class VLM(VisionModel):
             model = choice.model
         from vlfit.backends.opening import Wanted, open_backend
 
-        wanted = Wanted(kind=backend, model=model, options=options, trust_remote_code=trust_remote_code)
+        vllm = _vllm_options() if backend == "vllm" else None
+        wanted = Wanted(
+            kind=backend, model=model, options=options, trust_remote_code=trust_remote_code, vllm=vllm
+        )
         super().__init__(open_backend(wanted, progress))
 
     def sleep(self, park: Park = "auto") -> None:
@@ -304,6 +308,14 @@ def choose_model(backend: str = "native") -> "Choice":
     from vlfit.plan.choose import choose_checkpoint
 
     return choose_checkpoint(survey(), local_models())
+
+
+def _vllm_options() -> "VllmOptions":
+    """With the doctor, who knows from its log why a vLLM has failed."""
+    from vlfit.backends.vllm.options import VllmOptions
+    from vlfit.doctor.failure import read_failure
+
+    return VllmOptions(read_failure=read_failure)
 
 
 def _load(picture: PictureOrClip) -> ImagePart | VideoPart:

@@ -71,7 +71,9 @@ def open_vllm(settings: "Settings", asked: OfServe, printer: Printer, phases: "P
         planned = planned_for(settings, asked, tell)
         show_plan(planned, printer)
         try:
-            backend = VllmBackend.launch(planned, vllm_options(settings, asked, tell), progress)
+            options = vllm_options(settings, asked, tell)
+            most = settings.max_tokens or engine_options(settings).max_tokens
+            backend = VllmBackend.launch(planned, options, progress, max_tokens=most)
         except VllmFailed:
             show_native(planned, printer)
             raise

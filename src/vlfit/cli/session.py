@@ -4,10 +4,11 @@ The model is opened when it is first needed, so that a missing file is reported 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from vlfit.cli.loading import Progress, loading
+from vlfit.cli.loading import Progress, files_for, loading
 from vlfit.cli.options import CommonOptions, refuse_engine_options
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError
@@ -88,7 +89,12 @@ class Session:
             speculate=settings.speculate,
         )
         trusted = self._typed.trust_remote_code
-        return Wanted(kind=self.kind, model=name, options=options, trust_remote_code=trusted)
+        wanted = Wanted(kind=self.kind, model=name, options=options, trust_remote_code=trusted)
+        if self.kind != "vllm":
+            return wanted
+        from vlfit.cli.serving_vllm import vllm_options
+
+        return replace(wanted, vllm=vllm_options(settings))
 
     def open(self, opener: "Callable[[Wanted, Progress], T]") -> T:
         """What ``opener`` makes of what is wanted; loading is shown meanwhile."""
@@ -101,8 +107,15 @@ class Session:
         phases = Phases()
         if wanted.kind == "native":
             head_start.make_context(wanted.options.device)
-        with loading(str(wanted.model), self.printer, phases) as progress:
-            opened = opener(wanted, progress)
+        if wanted.kind == "vllm":
+            from vlfit.cli.serving_vllm import starting, vllm_options
+
+            with starting(self.printer, phases) as (tell, progress):
+                opened = opener(replace(wanted, vllm=vllm_options(self._settings, tell=tell)), progress)
+        else:
+            files = files_for(wanted.kind, code=wanted.trust_remote_code)
+            with loading(str(wanted.model), self.printer, phases, files) as progress:
+                opened = opener(wanted, progress)
         phases.end()
         if phases.loaded:
             self.printer.note(f"loaded after {phases.in_words()}")

@@ -49,13 +49,17 @@ class VllmBackend:
     closing_seconds = 15.0  # what stopping may take: vLLM ends in order in four, and is killed in fourteen
 
     def __init__(
-        self, serving: Serving, planned: Planned, name: str, folder: Path, read_failure: "ReadFailure | None"
+        self,
+        serving: Serving,
+        name: str,
+        folder: Path,
+        read_failure: "ReadFailure | None",
+        max_tokens: int | None = None,
     ) -> None:
-        self._serving, self._planned, self._read_failure = serving, planned, read_failure
-        self._folder = folder
+        self._serving, self._read_failure, self._folder = serving, read_failure, folder
         self.model = name
         self._why: EngineLost | None = None
-        self._listeners: list[Callable[[EngineLost], None]] = []
+        self._listeners: list[Callable[[Exception], None]] = []
         self._closed = False
         self._lock = threading.Lock()
         self.lost_memory = account.lost_since(serving.plan, survey())
@@ -63,7 +67,12 @@ class VllmBackend:
         front = serving.front
         try:
             self._remote = RemoteBackend(
-                f"http://{front.host}:{front.port}", front.key, name, context=self.context, serves=True
+                f"http://{front.host}:{front.port}",
+                front.key,
+                name,
+                context=self.context,
+                max_tokens=max_tokens,
+                serves=True,
             )
         except BaseException:
             serving.started.guarded.stop()
@@ -87,11 +96,18 @@ class VllmBackend:
         vllm = vllm or VllmOptions()
         options = options or EngineOptions()
         planned = plan_start(model, options, vllm, find(vllm.python), survey())
-        return cls.launch(planned, vllm, progress)
+        return cls.launch(planned, vllm, progress, max_tokens=options.max_tokens)
 
     @classmethod
-    def launch(cls, planned: Planned, vllm: VllmOptions, progress: Progress | None = None) -> "VllmBackend":
-        """The same for what was planned before."""
+    def launch(
+        cls,
+        planned: Planned,
+        vllm: VllmOptions,
+        progress: Progress | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> "VllmBackend":
+        """The same for what was planned before. ``max_tokens``: of an answer whose request names no limit."""
         name, folder = locate(planned.plan.model.place or planned.plan.model.name)
         tell = vllm.tell or logger.warning
         for words in planned.said if vllm.tell is None else ():
@@ -105,7 +121,7 @@ class VllmBackend:
             tell,
             progress or (lambda what, share: None),
         )
-        return cls(tries.run(), planned, name, folder, vllm.read_failure)
+        return cls(tries.run(), name, folder, vllm.read_failure, max_tokens)
 
     @property
     def plan(self) -> Plan:
@@ -164,14 +180,14 @@ class VllmBackend:
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
         return QueuedStream(self, self.prepare(conversation, sampling), sampling)
 
-    def when_lost(self, listener: Callable[[EngineLost], None]) -> None:
-        """Call ``listener``, in a thread, once vLLM has ended without having been told to."""
+    def when_lost(self, tell: Callable[[Exception], None]) -> None:
+        """Call ``tell``, in a thread, once vLLM has ended without having been told to."""
         with self._lock:
             why = self._why
             if why is None:
-                self._listeners.append(listener)
+                self._listeners.append(tell)
         if why is not None:
-            listener(why)
+            tell(why)
 
     def close(self) -> None:
         """End vLLM and all that it started; come back when nothing of it is left."""
@@ -210,8 +226,8 @@ class VllmBackend:
         )
         with self._lock:
             self._why, listeners = why, self._listeners
-        for listener in listeners:
-            listener(why)
+        for tell in listeners:
+            tell(why)
 
     def _explain(self, arrival: Chunk | Exception, listener: Listener) -> None:
         """What a broken connection means: that vLLM has died, or no more than it says."""

@@ -143,14 +143,20 @@ def _wishes(options: EngineOptions, vllm: VllmOptions, installed: Installed) -> 
         "vllm_version": installed.version,
         "context": options.context,
         "image_tokens": options.image_tokens,
-        "sequences": vllm.sequences,
-        "chunk": vllm.chunk,
+        "sequences": vllm.sequences or _chosen(options, "sequences"),
+        "chunk": vllm.chunk or _chosen(options, "chunk"),
         "weights": vllm.weights,
         "kv_dtype": None if options.kv_dtype == "auto" else options.kv_dtype,
         "kv_tokens": options.kv_tokens if isinstance(options.kv_tokens, int) else None,
         "tensor_parallel": vllm.tensor_parallel,
         "data_parallel": vllm.data_parallel,
     }
+
+
+def _chosen(options: EngineOptions, name: str) -> Any:
+    """An option that is not as it is by itself; None leaves it to the plan."""
+    value = getattr(options, name)
+    return None if value == getattr(EngineOptions(), name) else value
 
 
 def _own_words(options: EngineOptions) -> tuple[str, ...]:

@@ -1,0 +1,206 @@
+"""``vlfit serve --backend vllm`` as a program, over a stand-in: what is served, said, and left behind."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.backends.vllm.conftest import TOKEN_BYTES, Stage
+from tests.backends.vllm.processes import gone, with_word
+from vlfit.backends.vllm.starting import free_port
+from vlfit.cli.main import main
+from vlfit.settings import Settings
+
+VLFIT = [sys.executable, "-m", "vlfit", "serve"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run of ``vlfit`` ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Served:
+    """A server that is ready. ``err`` is what it said on stderr, once it has ended."""
+
+    process: "subprocess.Popen[str]"
+    facts: dict[str, Any]
+    err: str = field(default="")
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.facts['url']}/v1", api_key=key, max_retries=0)
+
+    def ends(self, number: int | None = None) -> int:
+        """Its exit code, after a signal if one is named."""
+        if number is not None:
+            self.process.send_signal(number)
+        _, self.err = self.process.communicate(timeout=30)
+        return self.process.returncode
+
+
+def environment(stage: Stage) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLFIT_")}
+    return {**kept, "VLFIT_VLLM_PYTHON": stage.python, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+
+
+@contextmanager
+def serving(stage: Stage, *words: str, key: str = "") -> Iterator[Served]:
+    command = [*VLFIT, "mini", "--backend", "vllm", "--json", *words]
+    variables = {**environment(stage), **({"VLFIT_API_KEY": key} if key else {})}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        yield Served(process, json.loads(line))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+        assert stage.is_gone
+
+
+def ask(client: openai.OpenAI, words: str = "hello") -> str | None:
+    asked = [{"role": "user", "content": words}]
+    answer = client.chat.completions.create(model="mini", messages=asked)  # type: ignore[arg-type]
+    return answer.choices[0].message.content
+
+
+def test_an_impossible_setting_is_stepped_down_and_serves(stage: Stage) -> None:
+    stage.behaves(tokens=TOKEN_BYTES)
+    words = ("--port", "0", "--context", "4096", "--kv", "1024", "--", "--seed", "3")
+    with serving(stage, *words) as served:
+        assert ask(served.client()) == "a fake answer"
+        assert served.facts["context"] <= 1024
+        assert httpx.get(f"{served.facts['url']}/").status_code == 200  # our page is before it
+        assert served.ends(signal.SIGINT) == 0
+        assert stage.is_gone  # when it has ended, not some time after
+    assert [start["words"][-2:] for start in stage.starts] == [["--seed", "3"]] * 2
+    said = served.err.splitlines()
+    assert said.count("vLLM: loading weights") == 2  # a line for each phase of each start
+    assert any(line.startswith("vLLM did not start: ") and "vllm.kv_too_small" in line for line in said)
+    assert any(line.startswith("started again: context 4096 -> ") for line in said)
+    assert any(line.startswith("NOT AS YOU ASKED: --context") for line in said)
+    assert any(line.startswith("k  kv_cache ") for line in said)
+    assert str(stage.folder / "state" / "vlfit" / "vllm") in served.err
+
+
+def test_killed_it_leaves_nothing_behind(stage: Stage) -> None:
+    with serving(stage, "--port", "0") as served:
+        assert with_word(str(stage.folder / "env"))
+        assert served.ends(signal.SIGKILL) == -signal.SIGKILL
+        assert gone(str(stage.folder / "env"), 8)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_dying_while_it_serves_ends_it_with_70_and_the_cause(stage: Stage, direct: bool) -> None:
+    words = ["--port", str(free_port()), "--direct"] if direct else ["--port", "0"]
+    with serving(stage, *words) as served:
+        with pytest.raises(openai.APIError) as raised:
+            ask(served.client(), "die now")
+        if not direct:
+            assert isinstance(raised.value, openai.InternalServerError)
+            assert raised.value.status_code == 503
+            assert "torch.oom" in str(raised.value)
+        assert served.ends() == 70
+    assert "torch.oom" in served.err
+
+
+def test_direct_is_vllm_itself_with_our_key(stage: Stage) -> None:
+    port = free_port()
+    with serving(stage, "--port", str(port), "--direct", key="secret") as served:
+        assert served.facts["url"] == f"http://127.0.0.1:{port}"
+        assert ask(served.client("secret")) == "a fake answer"
+        with pytest.raises(openai.AuthenticationError):
+            served.client("wrong").models.list()
+        assert served.ends(signal.SIGTERM) == 0
+    (start,) = stage.starts
+    assert start["environment"]["VLLM_API_KEY"] == "secret"
+    assert "secret" not in " ".join(start["words"])
+    assert "secret" not in served.err
+    assert "--generation-config" not in start["words"]
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``vlfit serve`` in this process, for what ends at once."""
+    for name in Settings.model_fields:
+        monkeypatch.setenv(f"VLFIT_{name.upper()}", "")
+    monkeypatch.setenv("VLFIT_VLLM_PYTHON", stage.python)
+
+    def serve(*words: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["vlfit", "serve", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), out, err)
+
+    return serve
+
+
+def test_dry_run_prints_what_can_be_pasted(stage: Stage, run: Run) -> None:
+    words = ("mini", "--backend", "vllm", "--dry-run", "--context", "2048")
+    ended = run(*words, "--", "--disable-v1-engine", "--seed", "3")
+    assert ended.code == 0, ended.err
+    (line,) = ended.out.splitlines()
+    variables, program, *flags = shlex.split(line)
+    assert variables == "VLLM_NO_USAGE_STATS=1"
+    assert program == str(Path(stage.python).with_name("vllm"))
+    assert flags[flags.index("--max-model-len") + 1] == "2048"
+    assert flags[-2:] == ["--seed", "3"]
+    assert "--disable-v1-engine is left out: no version ever had it" in ended.err
+    assert "kv_cache" in ended.err
+    assert not (stage.folder / "starts").exists()
+    facts = json.loads(run(*words, "--json").out)
+    assert facts["command"][0] == program
+    assert facts["environment"] == {"VLLM_NO_USAGE_STATS": "1"}
+    assert facts["plan"]["settings"]["context"] == 2048
+
+
+def test_dry_run_needs_no_vllm(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLFIT_VLLM_PYTHON", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ended = run("mini", "--backend", "vllm", "--dry-run")
+    assert ended.out.startswith("VLLM_NO_USAGE_STATS=1 vllm serve ")
+    assert "python3 -m venv" in ended.err
+    assert run("mini", "--backend", "vllm").code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["mini", "--direct"], "--direct is for vLLM, which does not run here"),
+        (["mini", "--", "--seed", "3"], "--seed is for vLLM, which does not run here"),
+        (["mini", "another"], "more than a model is named: another"),
+        (
+            ["mini", "--backend", "vllm", "--dry-run", "--daemon"],
+            "--dry-run is for a server in this terminal",
+        ),
+        (["--backend", "vllm", "--direct", "--key-rate", "3"], "--key-rate: vLLM's own server has no such"),
+        (["mini", "--backend", "vllm", "--vllm-python", "/none"], "there is no Python at /none"),
+    ],
+)
+def test_what_makes_no_sense(words: list[str], says: str, run: Run) -> None:
+    ended = run(*words)
+    assert ended.code == 2
+    assert says in ended.err
