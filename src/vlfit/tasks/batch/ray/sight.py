@@ -15,6 +15,7 @@ from pathlib import Path
 from vlfit._version import __version__
 from vlfit.backends.opening import Wanted
 from vlfit.checkpoint import hub
+from vlfit.checkpoint.config import ModelConfig, no_eyes
 from vlfit.checkpoint.source import MINI, Checkpoint, locate
 from vlfit.errors import ClusterError, VlfitError
 from vlfit.tasks.batch.item import Item
@@ -69,28 +70,36 @@ def look(wanted: Wanted, samples: tuple[Sample, ...], folder: str) -> Sight:
 
 
 def missing_model(wanted: Wanted) -> VlfitError | None:
-    """Why this machine lacks the model's files; None if it has them, or needs none. Fetches nothing: that a
-    hundred machines each download the same gigabytes is nobody's wish.
+    """Why this machine cannot open the model; None if nothing says so yet. Fetches nothing: that a hundred
+    machines each download the same gigabytes is nobody's wish.
     """
     if wanted.kind == "remote":
         return None
     name = str(wanted.model)
     if hub.is_hub_name(name) and not Path(name).expanduser().is_dir():
         # A backend may want other files than ours; the config is there if any of them are.
-        if hub.cached_folder(name, hub.any_model(lambda folder: folder)) is not None:
-            return None
-        return ClusterError(
-            f"{platform.node()} does not have {name}",
-            f"run there: vlfit pull {name}; or give a folder that all machines see",
-        )
+        folder = hub.cached_folder(name, hub.any_model(lambda folder: folder))
+        if folder is None:
+            return ClusterError(
+                f"{platform.node()} does not have {name}",
+                f"run there: vlfit pull {name}; or give a folder that all machines see",
+            )
+    else:
+        try:
+            _, folder = locate(name)
+        except VlfitError as error:
+            return ClusterError(
+                f"{platform.node()} cannot open the model: {error.message}",
+                "give a folder that all machines see, or the name of a model that each has pulled",
+            )
+    return _without_eyes(name, folder) if wanted.kind == "native" else None
+
+
+def _without_eyes(name: str, folder: Path) -> VlfitError | None:
     try:
-        locate(name)
+        return no_eyes(name) if ModelConfig.read(folder).vision is None else None
     except VlfitError as error:
-        return ClusterError(
-            f"{platform.node()} cannot open the model: {error.message}",
-            "give a folder that all machines see, or the name of a model that each has pulled",
-        )
-    return None
+        return error
 
 
 def other_version(node: str, theirs: str, ours: str) -> ClusterError:

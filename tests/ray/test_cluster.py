@@ -1,0 +1,73 @@
+"""How many workers a cluster has room for, and what its failures are called. No cluster is started."""
+
+import socket
+
+import pytest
+
+from vlfit.errors import ClusterError
+from vlfit.tasks.batch.ray import cluster
+from vlfit.tasks.batch.ray.cluster import Overheard, connected
+from vlfit.tasks.batch.ray.options import RayOptions
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+
+
+def test_a_worker_for_each_gpu_or_for_each_few() -> None:
+    gpus = {"head": 0, "a": 8, "b": 3}
+    team = cluster._team_on_gpus(RayOptions(), gpus)
+    assert (team.size, team.gpus, team.nodes) == (11, 1, ("a", "b"))
+    team = cluster._team_on_gpus(RayOptions(gpus_per_worker=2), gpus)
+    assert (team.size, team.room) == (5, 5)  # the third GPU of b is nobody's
+    team = cluster._team_on_gpus(RayOptions(workers=7, gpus_per_worker=4), gpus)
+    assert (team.size, team.room, team.nodes) == (7, 2, ("a",))
+    with pytest.raises(ClusterError, match="has 16 GPUs"):
+        cluster._team_on_gpus(RayOptions(gpus_per_worker=16), gpus)
+
+
+def test_without_gpus_cores_are_shared_evenly() -> None:
+    cores = {"head": 0, "a": 8, "b": 4}
+    team = cluster._team_on_cpus(RayOptions(), cores)
+    assert (team.size, team.cpus, team.nodes) == (2, 4, ("a", "b"))
+    team = cluster._team_on_cpus(RayOptions(workers=3), cores)
+    assert (team.cpus, team.room) == (4, 3)
+    team = cluster._team_on_cpus(RayOptions(workers=20), cores)
+    assert (team.cpus, team.room) == (1, 12)
+    with pytest.raises(ClusterError, match="offers a CPU"):
+        cluster._team_on_cpus(RayOptions(), {"head": 0})
+
+
+def test_a_head_that_is_not_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ClusterError, match=f"answers at 127.0.0.1:{port}"),
+            connected(RayOptions(f"127.0.0.1:{port}")),
+        ):
+            raise AssertionError("nothing is there to be connected to")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "Version mismatch: The cluster was started with:\n  Ray: 2.9.0\n  Python: 3.9",
+            "has other versions",
+        ),
+        ("Authentication token is required", "does not let us in"),
+        ("something new", "cannot be joined: something new"),
+    ],
+)
+def test_what_ray_says_in_words(said: str, words: str) -> None:
+    error = cluster._in_words(RuntimeError(said), RayOptions("head:6379"))
+    assert words in error.message
+    assert error.hint
+
+
+def test_ray_speaks_to_nobody_on_stdout() -> None:
+    overheard = Overheard()
+    print(
+        "(raylet) A worker died. Worker PID: 7 Worker exit detail: killed by the OOM killer.", file=overheard
+    )
+    print("(raylet) something else", file=overheard)
+    assert overheard.last_words() == "killed by the OOM killer."

@@ -1,0 +1,123 @@
+"""What a batch over a cluster knows without a cluster: addresses, handfuls, what a machine lacks."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.tasks.batch.beside import item
+from vlfit.backends.opening import Wanted
+from vlfit.engine.options import EngineOptions
+from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import CheckpointError, ClusterError, PictureNotFound, UnreadableAnswer, UsageError
+from vlfit.tasks.batch.item import Item
+from vlfit.tasks.batch.job import Job
+from vlfit.tasks.batch.ray import handful as handful_module
+from vlfit.tasks.batch.ray.handful import Handful, Sent, handfuls, packed, unpacked
+from vlfit.tasks.batch.ray.options import RayOptions
+from vlfit.tasks.batch.ray.run import check_ray
+from vlfit.tasks.batch.ray.sight import look, missing_model, samples_of, with_whole_path
+from vlfit.tasks.batch.wish import Wish
+
+
+def test_addresses() -> None:
+    assert RayOptions("10.0.0.7:6379").endpoint() == ("10.0.0.7", 6379)
+    assert RayOptions("[fd00::7]:6379").endpoint() == ("fd00::7", 6379)
+    assert RayOptions("auto").endpoint() is None
+    for wrong, words in (
+        ("ray://head:10001", "machine of the cluster"),
+        ("head", "no address"),
+        ("", "no add"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            RayOptions(wrong)
+    with pytest.raises(UsageError, match="--workers is 0"):
+        RayOptions(workers=0)
+
+
+def test_what_a_cluster_cannot_do_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(source: str) -> Job:
+        return Job(Wish.caption(), SamplingParams(), (source,), Path("out.jsonl"))
+
+    mini = Wanted(model="mini")
+    with pytest.raises(UsageError, match="standard input"):
+        check_ray(job("-"), mini)
+    with pytest.raises(UsageError, match="cuda:1: Ray says"):
+        check_ray(job("photos"), Wanted(model="mini", options=EngineOptions(device="cuda:1")))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="not installed") as raised:
+        check_ray(job("photos"), mini)
+    assert "vlfit[ray]" in raised.value.hint
+
+
+def test_handfuls_are_all_and_the_last_tells() -> None:
+    items = [item(str(number)) for number in range(7)]
+    whole = list(handfuls(items, 3, send=False))
+    assert [len(one.items) for one in whole] == [3, 3, 1]
+    assert [one.end.count if one.end else None for one in whole] == [None, None, 7]
+    assert [one.key for some in whole for one in unpacked(packed(some)).to_read()] == list("0123456")
+    # As many as fill their handfuls leave an empty one, which says that there are no more; so does none.
+    assert [len(one.items) for one in handfuls(items[:6], 3, send=False)] == [3, 3, 0]
+    (last,) = handfuls([], 3, send=False)
+    assert last.end is not None
+    assert last.end.count == 0
+
+
+def test_pictures_that_are_sent_come_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [item("a"), item("gone", missing=True), item("b"), item("c")]
+    (some,) = handfuls(items, 8, send=True)
+    first, gone, *_ = unpacked(packed(some)).to_read()
+    assert first.read() == items[0].read()
+    with pytest.raises(PictureNotFound, match="gone"):
+        gone.read()
+    # Few large ones travel alone.
+    monkeypatch.setattr(handful_module, "MOST_BYTES", len(items[0].read()))
+    assert [len(one.items) for one in handfuls(items, 8, send=True)] == [1, 2, 1, 0]
+
+
+def test_an_error_travels_whole() -> None:
+    error = UnreadableAnswer("no JSON", "more room", answer="{")
+    (back,) = [sent.found for sent in unpacked(packed(Handful((item("a"),), (Sent(error),)))).sent]
+    assert isinstance(back, UnreadableAnswer)
+    assert (back.message, back.hint, back.answer) == ("no JSON", "more room", "{")
+
+
+@dataclass(frozen=True)
+class File:
+    path: Path
+
+    def read(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise PictureNotFound(f"{self.path}: no such file", "") from error
+
+
+def test_a_machine_tells_what_it_lacks(tmp_path: Path) -> None:
+    photo = tmp_path / "photo.jpg"
+    photo.write_bytes(b"one")
+    listed = [Item("gone.jpg", File(tmp_path / "gone.jpg").read), Item("photo.jpg", File(photo).read, photo)]
+    samples = samples_of(listed)
+    assert samples is not None
+    assert [sample.item.key for sample in samples] == ["photo.jpg"]  # what is bad here says nothing of others
+    assert look(Wanted(model="mini"), samples, ".").unread is None
+    photo.write_bytes(b"another of the same name")
+    assert look(Wanted(model="mini"), samples, ".").unread == "photo.jpg"
+    assert samples_of([]) is None
+
+
+def test_models_that_a_machine_lacks(tmp_path: Path) -> None:
+    assert missing_model(Wanted(model="mini")) is None
+    assert missing_model(Wanted(kind="remote", server="http://nowhere")) is None
+    for name in ("nobody/has-this", str(tmp_path / "nowhere")):
+        assert isinstance(missing_model(Wanted(model=name)), ClusterError)
+    assert isinstance(missing_model(Wanted(model=str(tmp_path))), CheckpointError)
+
+
+def test_a_folder_is_the_same_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    assert with_whole_path(Wanted(model="model")).model == str(tmp_path / "model")
+    assert with_whole_path(Wanted(model="mini")).model == "mini"
+    assert with_whole_path(Wanted(model="Qwen/Qwen3-VL-2B-Instruct")).model == "Qwen/Qwen3-VL-2B-Instruct"
