@@ -71,6 +71,29 @@ for words in json.load(sys.stdin):
 print("ANSWER " + json.dumps(made))
 """
 )
+# The checks with which vLLM's layers refuse a piece of a matrix: blocks of FP8 weights, Marlin's tiles.
+_SHAPES = """
+import json, sys
+from types import SimpleNamespace
+import vllm.distributed
+vllm.distributed.get_tensor_model_parallel_world_size = lambda: 1  # asked, but not used, where a layer says it
+from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape
+from vllm.model_executor.layers.quantization.utils.marlin_utils import verify_marlin_supports_shape
+answers = []
+for weights, cards, shapes in json.load(sys.stdin):
+    refused = False
+    for rows, columns, own_rows, own_columns in shapes:
+        try:
+            if weights == "fp8":
+                layer = SimpleNamespace(tp_size=cards)
+                validate_fp8_block_shape(layer, columns, rows, own_columns, [own_rows], [128, 128])
+            else:
+                verify_marlin_supports_shape(own_rows, own_columns, columns, 32)
+        except ValueError:
+            refused = True
+    answers.append(refused)
+print("ANSWER " + json.dumps(answers))
+"""
 _NO_FLAG = ["a/b", "--no-such-flag"]
 
 
@@ -93,7 +116,15 @@ def configured_by_vllm(commands: list[list[str]], python: str = PYTHON) -> list[
     return made
 
 
-def _answer(program: str, given: list[list[str]], python: str) -> Any:
+def shapes_refused_by_vllm(asked: list[Any], python: str = PYTHON) -> list[bool]:
+    """Whether its layers refuse any of the pieces: each a format, a number of cards, and shapes (rows,
+    columns, and those of one card).
+    """
+    answers: list[bool] = _answer(_SHAPES, asked, python)
+    return answers
+
+
+def _answer(program: str, given: list[Any], python: str) -> Any:
     """What ``program`` prints behind ANSWER, with ``given`` as its input."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     ended = subprocess.run(

@@ -3,10 +3,13 @@
 import json
 import re
 import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Vlfit
+from vlfit.machine.cards import card
 
 CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB", "--wsl2")
 VLLM = ("--backend", "vllm", "--vllm-version", "0.25.1")
@@ -100,3 +103,19 @@ def test_bad_input_is_told(vlfit: Vlfit, arguments: tuple[str, ...], words: str)
     assert words in ended.err
     assert "hint:" in ended.err
     assert ended.out == ""
+
+
+def test_a_machine_with_several_cards(vlfit: Vlfit, tmp_path: Path) -> None:
+    one = card("RTX 4060")
+    machine = replace(one, gpus=tuple(replace(one.gpus[0], index=index) for index in range(4)))
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(machine.to_json()))
+    words = ("plan", "8B", "--weights", "fp8", "--backend", "vllm", "--machine", str(file))
+    ended = vlfit(*words, "--data-parallel", "1")
+    assert ended.code == 0
+    for word in ("2 cards share each layer", "peers", "--tensor-parallel-size 2", "CUDA_VISIBLE_DEVICES=0,1"):
+        assert word in ended.out
+    facts = json.loads(vlfit(*words, "--json").out)
+    assert facts["parallel"]["gpus"] == [0, 1, 2, 3]
+    assert vlfit(*words, "--tensor-parallel", "8").code == 2
+    assert vlfit(*words[:4], "--tensor-parallel", "2").code == 2  # a setting of vLLM

@@ -1,0 +1,257 @@
+"""Several cards for vLLM: which go together, what each holds, how fast, and what is said of the rest."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.plan.vllm_product import machine_of
+from tests.vllm_parser import PYTHON, shapes_refused_by_vllm
+from vlfit.errors import UsageError
+from vlfit.machine.card_table import CARDS
+from vlfit.machine.model import Gpu, Machine
+from vlfit.plan.ledger import VLLM, Settings, ledger
+from vlfit.plan.report import facts
+from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.subjects import everything, subjects
+from vlfit.plan.svg import draw
+from vlfit.plan.vllm import constants, parallel
+from vlfit.plan.vllm.groups import groups
+from vlfit.plan.vllm.settings import OfVllm
+from vlfit.units import GIB, MIB
+
+BY_NAME = {each.name: each for each in CARDS}
+SMALL, LARGE = BY_NAME["GeForce RTX 4060"], BY_NAME["GeForce RTX 4090"]
+SIZES = ("2B", "4B", "8B")
+
+
+def planned(name: str, machine: Machine, **wishes: Any) -> Plan:
+    asked = Wishes(**{"backend": VLLM, "vllm_version": "0.32", **wishes})
+    return plan(subjects(name, asked.weights), machine, asked, everything)
+
+
+def flags_of(made: Plan) -> dict[str, str]:
+    return {flag.flag: flag.value for flag in made.flags}
+
+
+def lines_of(name: str, weights: str, gpu: Gpu, **told: Any) -> dict[str, int]:
+    settings = Settings(weights, 4096, 1024, 2, 1024, vllm=OfVllm(**told))
+    return {line.line: line.bytes for line in ledger(subjects(name, weights)[0], gpu, VLLM, settings)}
+
+
+# --- what each card holds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+@pytest.mark.parametrize(("name", "weights"), [(size, form) for size in SIZES for form in ("bf16", "fp8")])
+def test_the_parts_of_all_cards_are_the_model(name: str, weights: str, tensor: int) -> None:
+    """Norms are on each card and the tower is whole on each; all else is there once, in equal parts."""
+    model, gpu = subjects(name, weights)[0], machine_of(LARGE).gpus[0]
+    alone, part = lines_of(name, weights, gpu), lines_of(name, weights, gpu, tensor=tensor)
+    text = model.text
+    norms = 2 * (text.num_hidden_layers * 2 * (text.hidden_size + text.head_dim) + text.hidden_size)
+    assert tensor * part["weights.text"] == pytest.approx(
+        alone["weights.text"] + (tensor - 1) * norms, abs=tensor
+    )
+    assert tensor * part["weights.embedding"] == pytest.approx(alone["weights.embedding"], abs=tensor)
+    assert part["weights.vision"] == alone["weights.vision"]
+    assert tensor * part["kv_cache"] == alone["kv_cache"]  # eight heads of keys, in all sizes
+    assert part["text_workspace"] <= alone["text_workspace"]
+    assert part["peers"] == constants.NCCL.bytes + constants.ALL_REDUCE.bytes
+    split = lines_of(name, weights, gpu, tensor=tensor, split_tower=True)
+    assert alone["weights.vision"] / tensor < split["weights.vision"] < alone["weights.vision"]
+    assert split["vision_workspace"] <= part["vision_workspace"]
+
+
+def test_more_cards_than_heads_of_keys_keep_one_each() -> None:
+    model = subjects("8B", "bf16")[0]
+    assert parallel.keys_of_card(model, 16) == 1
+    whole = model.kv_bytes_per_token
+    assert parallel.kv_bytes_of_card(model, 16, whole) == parallel.kv_bytes_of_card(model, 8, whole)
+    gpu = machine_of(LARGE).gpus[0]
+    sixteen = lines_of("8B", "bf16", gpu, tensor=16)["weights.text"]
+    keys = 2 * 2 * model.layer["k_proj"].weights * model.text.num_hidden_layers  # of both, in two bytes
+    assert 16 * sixteen - 8 * lines_of("8B", "bf16", gpu, tensor=8)["weights.text"] == pytest.approx(
+        keys, rel=0.1
+    )
+
+
+def test_server_cards_hold_more_for_each_other() -> None:
+    hopper, other = machine_of(BY_NAME["H100 PCIe"]).gpus[0], machine_of(LARGE).gpus[0]
+    assert parallel.peers(hopper, 2) > 1.7 * GIB > parallel.peers(other, 2) > 600 * MIB
+    assert parallel.peers(hopper, 1) == 0
+    assert "10511" in parallel.peers_note(hopper, 2)
+    assert "964" in parallel.peers_note(other, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "tensor", "words"),
+    [
+        ("2B", "bf16", 3, "16 heads"),
+        ("2B", "bf16", 32, "16 heads"),
+        ("4B", "fp8", 8, "128, and 1216"),
+        ("8B", "int4", 3, "32 heads"),
+        ("4B", "int4", 8, "128, and 1216"),
+    ],
+)
+def test_what_cannot_be_shared_out(name: str, weights: str, tensor: int, words: str) -> None:
+    assert words in parallel.why_not(subjects(name, weights)[0], tensor)
+    assert parallel.why_not(subjects(name, weights)[0], 2) == ""
+    with pytest.raises(UsageError, match=f"cannot go over {tensor} cards"):
+        planned(name, machine_of(LARGE, 32), weights=weights, tensor_parallel=tensor)
+
+
+# --- which way ----------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_one_card_holds_is_copied() -> None:
+    made = planned("8B", machine_of(LARGE, 4))
+    assert (made.settings.vllm.tensor, made.settings.vllm.data) == (1, 4)
+    assert flags_of(made)["--data-parallel-size"] == "4"
+    assert "--tensor-parallel-size" not in flags_of(made)
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert "peers" not in [line.line for line in made.ledger]
+    assert any("32 in all" in remark for remark in made.remarks)
+
+
+def test_a_model_that_one_card_does_not_hold_goes_over_two() -> None:
+    made = planned("8B", machine_of(SMALL, 2), weights="fp8")
+    assert made.fits
+    assert (made.settings.vllm.tensor, made.settings.vllm.data) == (2, 1)
+    assert not planned("8B", machine_of(SMALL), weights="fp8").fits
+    four = planned("8B", machine_of(SMALL, 4), weights="fp8")
+    assert (four.settings.vllm.tensor, four.settings.vllm.data) == (2, 2)
+    values = flags_of(four)
+    assert (values["--tensor-parallel-size"], values["--data-parallel-size"]) == ("2", "2")
+
+
+def test_a_context_that_one_card_does_not_hold_goes_over_two() -> None:
+    made = planned("8B", machine_of(LARGE, 2), weights="bf16", context=65536)
+    assert made.settings.vllm.tensor == 2
+    assert flags_of(made)["--mm-encoder-tp-mode"] == "data"
+
+
+def test_the_tower_is_whole_on_each_card_while_that_fits() -> None:
+    made = planned("8B", machine_of(SMALL, 2), weights="fp8")
+    whole = planned("8B", machine_of(BY_NAME["GeForce RTX 3060 12GB"], 2), weights="bf16", context=8192)
+    assert made.settings.vllm.split_tower
+    assert "--mm-encoder-tp-mode" not in flags_of(made)
+    assert whole.settings.vllm.tensor == 2
+    assert whole.settings.vllm.split_tower == ("--mm-encoder-tp-mode" not in flags_of(whole))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("held", [0, 900])
+def test_the_share_is_free_on_the_fullest_card(count: int, held: int) -> None:
+    machine = machine_of(SMALL, count)
+    fuller = replace(machine.gpus[0], free=machine.gpus[0].free - held * MIB, desktop=held * MIB)
+    made = planned("4B", replace(machine, gpus=(fuller, *machine.gpus[1:])), weights="fp8")
+    assert made.fits
+    assert made.gpu.free == min(gpu.free for gpu in made.gpus)
+    assert made.settings.vllm.cards == len(made.gpus) <= count
+    sizes = {line.line: line.bytes for line in made.ledger}
+    outside = constants.CONTEXT.bytes + sizes.get("peers", 0)
+    asked = float(flags_of(made)["--gpu-memory-utilization"]) * made.gpu.total
+    assert asked <= made.gpu.free - outside
+
+
+def test_only_equal_cards_go_together() -> None:
+    small, large = machine_of(SMALL, 2), machine_of(LARGE)
+    mixed = replace(small, gpus=(*small.gpus, replace(large.gpus[0], index=2)))
+    made = planned("4B", mixed)
+    assert [gpu.index for gpu in made.gpus] == [2]
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "2"
+    assert any("only equal cards" in remark and "GPU 0" in remark for remark in made.remarks)
+    four = machine_of(SMALL, 4)
+    many = replace(four, gpus=(*four.gpus, replace(large.gpus[0], index=4)))
+    assert [len(group.gpus) for group in groups(many)] == [4, 1]
+
+
+def test_a_card_that_others_hold_is_left_out() -> None:
+    machine = machine_of(LARGE, 2)
+    busy = replace(machine.gpus[0], free=4 * GIB, desktop=machine.gpus[0].total - 4 * GIB)
+    made = planned("8B", replace(machine, gpus=(busy, machine.gpus[1])))
+    assert [gpu.index for gpu in made.gpus] == [1]
+    assert any("others hold much of it" in remark for remark in made.remarks)
+
+
+def test_wishes_for_cards() -> None:
+    machine = machine_of(LARGE, 4)
+    made = planned("2B", machine, tensor_parallel=2)
+    assert (made.settings.vllm.tensor, made.settings.vllm.data) == (2, 2)
+    made = planned("2B", machine, tensor_parallel=2, data_parallel=1)
+    assert len(made.gpus) == 2
+    assert any("Not taken" in remark for remark in made.remarks)
+    assert planned("2B", machine, data_parallel=1).settings.vllm.cards == 1
+    with pytest.raises(UsageError, match="8 x 1 cards are asked for; 4 equal ones are here"):
+        planned("2B", machine, tensor_parallel=8)
+    with pytest.raises(UsageError, match="is a setting of vLLM"):
+        Wishes(tensor_parallel=2)
+    with pytest.raises(UsageError, match="at least 1"):
+        Wishes(backend=VLLM, data_parallel=0)
+
+
+def test_what_does_not_fit_is_refused_for_the_way_that_lacks_least() -> None:
+    made = planned("8B", machine_of(BY_NAME["GeForce RTX 3050 6GB"], 2), weights="bf16")
+    assert not made.fits
+    assert made.command is None
+    assert made.settings.vllm.tensor == 2
+    assert made.changes
+
+
+# --- how fast, and how it is shown --------------------------------------------------------------------------
+
+
+def test_cards_that_share_layers_are_faster_but_not_twice() -> None:
+    wishes = {"weights": "bf16", "context": 8192, "image_tokens": 1024, "sequences": 2}
+    one = planned("8B", machine_of(LARGE), **wishes).speed
+    two = planned("8B", machine_of(LARGE, 2), tensor_parallel=2, **wishes).speed
+    copies = planned("8B", machine_of(LARGE, 2), tensor_parallel=1, **wishes).speed
+    assert one is not None
+    assert two is not None
+    assert copies is not None
+    assert copies == one  # of one request
+    assert two.roof == pytest.approx(2 * one.roof, rel=0.01)
+    assert one.decode.expected < two.decode.expected < 2 * one.decode.expected
+    sums = parallel.all_reduces(subjects("8B", "bf16")[0])
+    assert sums == 2 * 36 + 1
+    saved = 1 / one.decode.expected - 1 / two.decode.expected
+    moved = one.bytes_per_token / (LARGE.bandwidth * 1e9)
+    assert saved < moved  # never more than half of all bytes at peak, twice over
+
+
+def test_json_says_how_the_model_goes_over_the_cards() -> None:
+    made = planned("8B", machine_of(SMALL, 4), weights="fp8")
+    assert facts(made)["parallel"] == {
+        "tensor": 2,
+        "data": 2,
+        "tower": "split",
+        "gpus": [0, 1, 2, 3],
+        "sequences": 2 * made.settings.sequences,
+    }
+    assert "parallel" not in facts(planned("4B", machine_of(LARGE)))
+    assert "peers" in draw(made)
+
+
+# --- vLLM's own rules ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
+def test_vllm_refuses_the_same_shapes() -> None:
+    """Its checks of blocks and tiles, with the pieces that each card would get."""
+    asked, ours = [], []
+    for name, weights, tensor in ((n, w, t) for n in SIZES for w in ("fp8", "int4") for t in (2, 4, 8)):
+        model = subjects(name, weights)[0]
+        shapes = []
+        for part, matrix in model.layer.items():
+            rows, columns = matrix.rows, matrix.columns
+            by_inputs = part in ("o_proj", "down_proj")
+            pieces = (rows, columns // tensor) if by_inputs else (rows // tensor, columns)
+            shapes.append([rows, columns, *pieces])
+        asked.append([weights, tensor, shapes])
+        ours.append(parallel.why_not(model, tensor) != "")
+    assert any(ours)
+    assert not all(ours)
+    assert shapes_refused_by_vllm(asked) == ours
