@@ -7,7 +7,7 @@ Pictures of 32 x 32 pixels, no two alike, are made on the fly and described in s
 CPU, which sees 16 tokens of each (of its own accord none has fewer than 64). Two parts, each told as it ends:
 
 overhead    one engine, blocks of pictures by turns: through a batch (a folder, hashes, records, a file) and
-            straight through ``NativeBackend`` (bytes that are in memory already, as many threads that prepare
+            straight through the same backend (bytes that are in memory already, as many threads that prepare
             them, as many in flight, nothing kept). Processor time and wall time of each block; what is told
             is the median of the quotients of neighbours. Where others work too, read processor time.
 kills       `vlfit batch` as a program, ended by SIGKILL at random places of its output, and started again
@@ -36,13 +36,15 @@ from PIL import Image
 
 from benchmarks.facts import commit, processor
 from benchmarks.measure import ROOT
-from vlfit.backends.native import NativeBackend
+from vlfit.backends.base import LocalBackend
+from vlfit.backends.opening import Wanted
 from vlfit.engine.answer import Chunk
 from vlfit.engine.conversation import ImagePart
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
 from vlfit.tasks.batch.crew import Crew, Pace
 from vlfit.tasks.batch.job import Job, Work
+from vlfit.tasks.batch.opening import open_for_batch
 from vlfit.tasks.batch.output import Output
 from vlfit.tasks.batch.runner import Runner
 from vlfit.tasks.batch.sources import open_sources
@@ -115,7 +117,7 @@ def cost_of(pictures: int, work: Callable[[], None]) -> Cost:
     return Cost(pictures, time.process_time() - processor_began, time.perf_counter() - began)
 
 
-def straight(backend: NativeBackend, work: Work, pictures: list[ImagePart], pace: Pace) -> None:
+def straight(backend: LocalBackend, work: Work, pictures: list[ImagePart], pace: Pace) -> None:
     """The same requests with nothing around them."""
     places = threading.Semaphore(pace.at_once)
     left: Iterator[ImagePart] = iter(pictures)
@@ -149,7 +151,7 @@ def straight(backend: NativeBackend, work: Work, pictures: list[ImagePart], pace
         thread.join()
 
 
-def through_batch(backend: NativeBackend, job: Job, pace: Pace) -> None:
+def through_batch(backend: LocalBackend, job: Job, pace: Pace) -> None:
     """As ``vlfit batch`` does it."""
     output = Output(job)
     try:
@@ -161,9 +163,9 @@ def through_batch(backend: NativeBackend, job: Job, pace: Pace) -> None:
 
 def measure_overhead(options: argparse.Namespace, folder: Path, facts: Facts) -> None:
     sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
-    engine = EngineOptions(device="cpu", sequences=options.sequences, image_tokens=options.image_tokens)
-    pace = Pace(options.sequences + max(1, options.sequences // 4), readers=2)
-    with NativeBackend.load("mini", engine) as backend:
+    engine = EngineOptions(device="cpu", image_tokens=options.image_tokens)
+    backend, pace = open_for_batch(Wanted(model="mini", options=engine), options.sequences, readers=2)
+    try:
         for block in range(2 * options.blocks + 2):
             place = folder / f"block{block}"
             make_pictures(place, options.block, seed=block)
@@ -179,6 +181,8 @@ def measure_overhead(options: argparse.Namespace, folder: Path, facts: Facts) ->
             if block >= 2:  # the first of each warms up
                 kept.append(cost)
                 print(f"  {'alone' if kept is facts.alone else 'batch'}: {cost}", flush=True)
+    finally:
+        backend.close()
 
 
 def tell_overhead(facts: Facts) -> None:

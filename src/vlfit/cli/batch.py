@@ -103,7 +103,7 @@ def batch(
         if shard is not None:
             source = _part(source, shard)
         _check_there_are_any(source, job)
-        pace = _Wishes(concurrency, readers, tries)
+        pace = _Wishes(concurrency, readers, tries, alike=bool(wish.system))
         if dry_run:
             _try_out(session, job, source, pace, force=force, again=retry_failed, as_json=options.json)
             return
@@ -119,11 +119,12 @@ def batch(
 
 @dataclass(frozen=True, slots=True)
 class _Wishes:
-    """What was typed of how many things run at once."""
+    """What was typed of how many things run at once; ``alike``: all begin with the same words."""
 
     concurrency: int | None
     readers: int | None
     tries: int | None
+    alike: bool
 
     def open(self, wanted: "Wanted", progress: "Progress") -> "tuple[OpenBackend, Pace]":
         from vlfit.tasks.batch.failures import TRIES
@@ -135,6 +136,7 @@ class _Wishes:
             progress,
             readers=self.readers,
             tries=TRIES if self.tries is None else self.tries,
+            alike=self.alike,
         )
 
 
@@ -175,14 +177,17 @@ class _Batch:
 
     def here(self, pace: _Wishes, limit: int | None, *, ordered: bool) -> None:
         """With a backend of this process. Nothing is loaded if there is nothing left to do."""
+        from vlfit.server.host_memory import give_memory_back, keep_what_is_loaded
         from vlfit.tasks.batch.crew import Crew
         from vlfit.tasks.batch.job import Work
         from vlfit.tasks.batch.runner import Runner
 
         if all(self._output.is_settled(item.key) for item in self._source):
             return
+        give_memory_back()
         _count_beside(self._source, self._page.tally)
         backend, chosen = self._session.open(pace.open)
+        keep_what_is_loaded()
         try:
             self._output.begin(backend.model)
             crew = Crew(Work.of(self._job), backend, chosen)
