@@ -6,6 +6,7 @@ Cheap to import: torch comes when a ``VLM`` is built, and never for a ``Client``
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack
 
@@ -204,7 +205,8 @@ class VLM(VisionModel):
 
     ``model``: ``auto`` (the best checkpoint that is already here for this machine, else mini), ``mini``
     (small, ships with vlfit), a folder, or a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``. ``backend``:
-    who runs it (docs/backends.md); ``trust_remote_code``: transformers may run the code that comes with it.
+    who runs it (docs/backends.md); ``trust_remote_code``: transformers may run the code that comes with it;
+    ``vllm``: where vLLM is, and how it is started (``vlfit.backends.vllm.options``).
     The rest is described at ``vlfit.engine.options.EngineOptions``. ``progress`` is told what is being done
     and the share of it that is done.
 
@@ -217,6 +219,7 @@ class VLM(VisionModel):
         *,
         backend: Literal["native", "vllm", "transformers"] = "native",
         trust_remote_code: bool = False,
+        vllm: "VllmOptions | None" = None,
         device: str = "auto",
         dtype: str = "auto",
         context: int | None = None,
@@ -244,7 +247,8 @@ class VLM(VisionModel):
             model = choice.model
         from vlfit.backends.opening import Wanted, open_backend
 
-        vllm = _vllm_options() if backend == "vllm" else None
+        if backend == "vllm":
+            vllm = _with_doctor(vllm)
         wanted = Wanted(
             kind=backend, model=model, options=options, trust_remote_code=trust_remote_code, vllm=vllm
         )
@@ -310,12 +314,13 @@ def choose_model(backend: str = "native") -> "Choice":
     return choose_checkpoint(survey(), local_models())
 
 
-def _vllm_options() -> "VllmOptions":
+def _with_doctor(vllm: "VllmOptions | None") -> "VllmOptions":
     """With the doctor, who knows from its log why a vLLM has failed."""
     from vlfit.backends.vllm.options import VllmOptions
     from vlfit.doctor.failure import read_failure
 
-    return VllmOptions(read_failure=read_failure)
+    wanted = vllm or VllmOptions()
+    return wanted if wanted.read_failure else replace(wanted, read_failure=read_failure)
 
 
 def _load(picture: PictureOrClip) -> ImagePart | VideoPart:

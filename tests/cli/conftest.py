@@ -96,7 +96,7 @@ def with_tiny_model(
     """``vlfit`` gets the loaded model, and cannot close it for the tests after."""
     monkeypatch.setattr(client, "VLM", lambda *_, **__: client.VisionModel(_Lent(tiny_model._backend)))
     for user in ("vlfit.cli.loading", "vlfit.checkpoint.source"):  # "tiny" is no real name
-        monkeypatch.setattr(f"{user}.locate", lambda name: (name, tiny("tied")))
+        monkeypatch.setattr(f"{user}.locate", lambda name, *_: (name, tiny("tied")))
 
 
 class _Lent:

@@ -4,24 +4,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from threading import Thread
+from typing import TYPE_CHECKING
 
 from vlfit.backends.phases import Phases
 from vlfit.checkpoint.source import locate
 from vlfit.cli.printing import Printer
 from vlfit.engine.head_start import read_ahead
 
+if TYPE_CHECKING:
+    from vlfit.checkpoint.hub import Files
+
 Progress = Callable[[str, float], None]
 
 
 @contextmanager
-def loading(name: str, printer: Printer, phases: Phases) -> Iterator[Progress]:
+def loading(name: str, printer: Printer, phases: Phases, files: "Files | None" = None) -> Iterator[Progress]:
     """Shows that ``name`` is being loaded, within a ``with`` block, and tells ``phases`` what is being done.
 
     Gives a function to call with what is being done and the share of the whole that is done. A model of the
     hub that is not here yet is fetched first, with a line of its own: the two would write over each other.
-    A name that is no model's raises at once, before anything is said to be loading.
+    A name that is no model's raises at once, before anything is said to be loading. ``files`` of the hub, if
+    others than the native engine reads.
     """
-    _, folder = locate(name)
+    _, folder = locate(name, None, files)
     read_ahead(folder)
     with _bar(name) if printer.lively else _line(name, printer) as show:
 
@@ -30,6 +35,15 @@ def loading(name: str, printer: Printer, phases: Phases) -> Iterator[Progress]:
             show(what, share)
 
         yield progress
+
+
+def files_for(backend: str | None, *, code: bool) -> "Files | None":
+    """What ``backend`` reads of a model on the hub, ``code`` included; None: what the native engine does."""
+    if backend != "transformers":
+        return None
+    from vlfit.backends.transformers import wanted_files
+
+    return wanted_files(code=code)
 
 
 def import_beside(*modules: str) -> Thread:

@@ -55,6 +55,15 @@ class CommonOptions:
             " makers you trust.",
         ),
     ] = False
+    vllm_python: Annotated[
+        str | None,
+        typer.Option(
+            "--vllm-python",
+            metavar="PATH",
+            help="With --backend vllm: the Python that has vLLM, or the folder of its environment."
+            "  [env VLFIT_VLLM_PYTHON]",
+        ),
+    ] = None
     device: Annotated[
         str | None,
         typer.Option(

@@ -118,7 +118,7 @@ def _load(
 ) -> "OpenBackend":
     """The model, and meanwhile what serves it: while the GPU computes Python has time to import."""
     from vlfit.backends.opening import Wanted, open_backend
-    from vlfit.cli.loading import import_beside, loading
+    from vlfit.cli.loading import files_for, import_beside, loading
     from vlfit.client import choose_model
     from vlfit.engine.options import EngineOptions
 
@@ -147,7 +147,8 @@ def _load(
     )
     if settings.max_tokens is not None:
         options = replace(options, max_tokens=settings.max_tokens)
-    with loading(name, printer, phases) as progress:
+    files = files_for(settings.backend, code=trust_remote_code)
+    with loading(name, printer, phases, files) as progress:
         server: list[threading.Thread] = []
 
         def tell(what: str, share: float) -> None:

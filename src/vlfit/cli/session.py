@@ -37,6 +37,7 @@ class Session:
         self._settings = read_settings(
             model=options.model,
             backend=options.backend,
+            vllm_python=options.vllm_python,
             server=options.server,
             device=options.device,
             dtype=options.dtype,
@@ -177,6 +178,7 @@ def _vision_model(wanted: "Wanted", progress: "Progress") -> "VisionModel":
         wanted.model,
         backend=wanted.kind,
         trust_remote_code=wanted.trust_remote_code,
+        vllm=wanted.vllm,
         device=options.device,
         dtype=options.dtype,
         context=options.context,
