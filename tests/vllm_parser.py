@@ -76,7 +76,7 @@ _SHAPES = """
 import json, sys
 from types import SimpleNamespace
 import vllm.distributed
-vllm.distributed.get_tensor_model_parallel_world_size = lambda: 1  # asked, but not used, where a layer says it
+vllm.distributed.get_tensor_model_parallel_world_size = lambda: 1  # asked, not used, where a layer says it
 from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape
 from vllm.model_executor.layers.quantization.utils.marlin_utils import verify_marlin_supports_shape
 answers = []

@@ -37,6 +37,7 @@ ALL_FLAGS = {
     "--mm-processor-kwargs",
     "--limit-mm-per-prompt",
     "--mm-processor-cache-gb",
+    "--structured-outputs-config",
 }
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 NO_LINE = "-"  # a flag that moves nothing on the GPU
 _OUTSIDE = ("desktop", "reserve")  # lines that are not vLLM's
+# The library that the native engine has for this, too; vLLM refuses the second for a backend that it chooses.
+_FORMS = {"backend": "guidance", "disable_any_whitespace": True}
 _DIGITS = 1000  # a share is written with three digits, rounded down
 _FLOAT8_FROM = (8, 9)  # the first compute capability with instructions for it
 
@@ -81,6 +83,13 @@ def start(
         *_flags(model, settings, lines, gpus[0]),
         *_flags_of_cards(model, settings),
         *_picture_flags(model, settings),
+        Flag(
+            "--structured-outputs-config",
+            json.dumps(_FORMS),
+            NO_LINE,
+            "JSON by schema without blanks between its parts: a model that may set them can go on with them "
+            "to the end of the context",
+        ),
     ]
     flags = [
         flag for flag in every if has(version.number, flag.flag) and flag.flag not in settings.vllm.left_out

@@ -43,6 +43,7 @@ LIVES: Mapping[str, Life] = {
     "--kv-cache-memory-bytes": Life((0, 11)),
     "--mm-processor-cache-gb": Life((0, 11)),
     "--mm-encoder-tp-mode": Life((0, 11)),
+    "--structured-outputs-config": Life((0, 11)),
     "--cudagraph-capture-sizes": Life((0, 12)),
     "--max-cudagraph-capture-size": Life((0, 12)),
     "--kv-offloading-size": Life((0, 12)),
