@@ -82,7 +82,9 @@ def test_asleep_and_awake_again(server: Running) -> None:
     assert again.json()["sleep"] == facts["sleep"]
     assert say(server) == words
     assert state(server) == "ready"
-    awake = post(server, WAKE)
+    for content in (b"[", b'"now"', b'{"park": "ram"}'):
+        assert post(server, WAKE, content=content).status_code == 400
+    awake = post(server, WAKE, content=b"{}")
     assert (awake.status_code, awake.json()["changed"], awake.json()["sleep"]) == (200, False, None)
     post(server, SLEEP)
     assert post(server, WAKE).json()["changed"] is True
@@ -138,7 +140,7 @@ def test_what_makes_no_sense_does_not_wake_it(server: Running) -> None:
         (b"[" * 4000, "no JSON"),
         (b'{"park": "disk"}', "use auto, ram, files"),
         (b'{"park": 3}', "use auto, ram, files"),
-        (b"[1]", "use auto, ram, files"),
+        (b"[1]", "not an object"),
         (b'{"park": "ram"}', "on a CPU"),
         (b'{"prak": "ram"}', "vlfit does not support 'prak' here"),
         (b'{"park": "files", "\\ud800": 1}', "vlfit does not support '\\ud800' here"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.server.harness import Running, running
@@ -24,6 +24,11 @@ WEATHER: Any = {
 CLOCK: Any = {"type": "function", "function": {"name": "clock", "strict": True}}
 OSLO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +82,40 @@ def test_calls_in_a_stream(client: OpenAI, backend: ScriptedBackend) -> None:
     assert [call.function.name for call in message.message.tool_calls or []] == ["weather", "clock"]
 
 
+def test_only_tools_that_are_allowed_are_there(client: OpenAI, backend: ScriptedBackend) -> None:
+    say(backend, NOW)
+    wishes = {"tools": [WEATHER, CLOCK], "tool_choice": allowed("auto", "clock")}
+    [choice] = client.chat.completions.create(model="scripted", messages=HELLO, extra_body=wishes).choices
+    assert [tool.name for tool in backend.tools] == ["clock"]
+    calls = [call for call in choice.message.tool_calls or [] if call.type == "function"]
+    assert [call.function.name for call in calls] == ["clock"]
+    with pytest.raises(BadRequestError, match="not among the tools"):
+        client.chat.completions.create(
+            model="scripted", messages=HELLO, extra_body={**wishes, "tool_choice": allowed("auto", "x")}
+        )
+
+
+@pytest.mark.parametrize(
+    ("cut", "content", "arguments"),
+    [
+        (OSLO.index('lo"}}'), None, '{"city": "Os'),
+        (OSLO.index('{"city'), None, ""),
+        (OSLO.index('", "arg'), "", None),
+        (8, "", None),
+        (3, "<to", None),
+    ],
+)
+def test_a_call_that_is_cut(
+    client: OpenAI, backend: ScriptedBackend, cut: int, content: str | None, arguments: str | None
+) -> None:
+    backend.words, backend.finish_reason = (OSLO[:cut],), "length"
+    [choice] = client.chat.completions.create(model="scripted", messages=HELLO, tools=[WEATHER]).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.content == content
+    calls = [call for call in choice.message.tool_calls or [] if call.type == "function"]
+    assert [call.function.arguments for call in calls] == ([] if arguments is None else [arguments])
+
+
 def test_nothing_but_a_call_has_no_content(client: OpenAI, backend: ScriptedBackend) -> None:
     say(backend, OSLO)
     [choice] = client.chat.completions.create(model="scripted", messages=HELLO, tools=[WEATHER]).choices
@@ -122,6 +161,8 @@ def test_what_tools_gave_arrives(client: OpenAI, backend: ScriptedBackend) -> No
             "grammar",
             "clock",
         ),
+        ({"tools": [WEATHER, CLOCK], "tool_choice": allowed("required", "clock")}, "grammar", "clock"),
+        ({"tools": [WEATHER, CLOCK], "tool_choice": allowed("auto", "weather")}, None, ""),
         ({"tools": [CLOCK]}, "grammar", "TEXT"),
         ({"tools": [WEATHER], "parallel_tool_calls": False}, "grammar", "call? text"),
         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "grammar", "calls | answer"),

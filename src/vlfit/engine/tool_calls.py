@@ -5,6 +5,7 @@ not know: how tools are told to the model (its chat template does that), or what
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from vlfit.engine.sampling import Form
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # As ``constraint.py`` has it for whole schemas.
+_HALF = re.compile(
+    rf'{_OPEN}\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)', re.DOTALL
+)
 _IN_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
@@ -79,15 +83,21 @@ class ToolCallReader:
             self._called = True
             yield call
 
-    def flush(self) -> Iterator[str | ToolCall]:
-        """The end. A call that only lacks its closing tag is one; what is none was text after all."""
+    def flush(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
+        """The end. A call that only lacks its closing tag is one; what is none was text after all.
+
+        ``cut``: the answer was to go on. A call is then told with the part of its arguments that has come,
+        as OpenAI does; one of which not even the name has come is not told at all.
+        """
         rest, self._held = self._held, ""
         if self._open:
-            call = self._read(rest[len(_OPEN) :])
+            call = self._read(rest[len(_OPEN) :]) or (self._half(rest) if cut else None)
             self._open = False
             if call is not None:
                 yield call
                 return
+        if cut and len(rest) > 5 and self._begins_call(rest):
+            return
         if rest.strip() or (rest and not self._called):
             yield rest
 
@@ -111,6 +121,18 @@ class ToolCallReader:
                 self._open, self._held = False, self._held[self._looked :]
                 return call
         return None
+
+    def _half(self, text: str) -> ToolCall | None:
+        found = _HALF.match(text)
+        if found is None or found["name"] not in self.names:
+            return None
+        return ToolCall(found["name"], found["arguments"].lstrip())
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether ``text`` is how a call begins, line breaks before it and all, up to its arguments."""
+        text = text.lstrip("\n")
+        begins = (f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": ' for name in self.names)
+        return any(begin.startswith(text) for begin in begins)
 
     def _read(self, text: str) -> ToolCall | None:
         try:

@@ -51,9 +51,9 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
         return JSONReply({"object": "list", "data": [card]})
 
     async def model(request: Request) -> Response:
-        if not request.path_params["name"]:  # a slash too many
+        if not request.path_params["model"]:  # a slash too many
             raise HTTPException(404)
-        workshop.check_model(request.path_params["name"])
+        workshop.check_model(request.path_params["model"])
         return JSONReply(card)
 
     workshop = Workshop(backend, settings, closing, meters)
@@ -67,7 +67,7 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
             Route("/ready", ready),
             Route("/metrics", Metrics(status.facts, meters).answer),
             Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
+            Route("/v1/models/{model:path}", model),
             Route("/v1/vlfit/status", status.status),
             Route("/v1/vlfit/ledger", status.ledger),
             Route("/v1/vlfit/sleep", sleep.sleep, methods=["POST"]),

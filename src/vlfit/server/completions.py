@@ -70,6 +70,10 @@ class CompletionRequest(SamplingWishes):
             "best_of": self.best_of not in (None, self.n or 1),
             "echo": self.echo and self.logprobs is not None,
         }
+        if self.echo and not all(isinstance(each, str) for each in self.prompts()):
+            raise InvalidRequest(
+                "echo repeats text, and the prompt is token ids", "send text, or leave echo out", param="echo"
+            )
         for name, wanted in refused.items():
             if wanted:
                 beside = " with logprobs" if name == "echo" else ""
@@ -120,7 +124,7 @@ class CompletionReply(Reply):
         self, reply_id: str, model: str, wishes: CompletionRequest, prepared: Sequence[Prepared]
     ) -> None:
         self._offsets = [0] * len(prepared)
-        echoed = [each if isinstance(each, str) else "" for each in wishes.prompts()] if wishes.echo else []
+        echoed = [str(each) for each in wishes.prompts()] if wishes.echo else []
         each = wishes.n or 1
         self._echo = [text for text in echoed for _ in range(each)] or [""] * len(prepared)
         super().__init__(

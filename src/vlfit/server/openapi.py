@@ -3,6 +3,7 @@
 Knows: what each path is for and what its body may hold. Does not know: how it is shown (``docs``) or served.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ class Path:
     """One path of the API. ``body``: the model that reads it, or a schema; None: none is read.
 
     ``streams``: with ``stream`` it answers in events. ``keyed``: behind the API key, if there is one.
+    ``kind``: of what it gives, as HTTP names it.
     """
 
     path: str
@@ -33,6 +35,7 @@ class Path:
     body: type[BaseModel] | dict[str, Any] | None = None
     streams: bool = False
     keyed: bool = True
+    kind: str = "application/json"
 
 
 _PARK = {
@@ -69,6 +72,15 @@ PATHS = (
         streams=True,
     ),
     Path("/v1/models", "get", "OpenAI", "Lists the one model that is served.", "A list of one model."),
+    Path("/v1/models/{model}", "get", "OpenAI", "The same alone, by its name.", "The model; else 404."),
+    Path(
+        "/v1/embeddings",
+        "post",
+        "OpenAI",
+        "Answers 404: a model that writes has no embeddings worth the name.",
+        "Nothing: it always fails.",
+        {"type": "object"},
+    ),
     Path(
         "/v1/vlfit/price",
         "post",
@@ -100,8 +112,24 @@ PATHS = (
         "Where the weights wait, and how much was given back.",
         _PARK,
     ),
-    Path("/v1/vlfit/wake", "post", "vlfit", "Takes the memory again.", "How long it took."),
+    Path(
+        "/v1/vlfit/wake",
+        "post",
+        "vlfit",
+        "Takes the memory again.",
+        "How long it took.",
+        {"type": "object", "additionalProperties": False},
+    ),
     Path("/health", "get", "operation", "Whether the server is alive.", "Its state and model.", keyed=False),
+    Path("/ready", "get", "operation", "Whether it takes requests.", "Its model; else 503.", keyed=False),
+    Path(
+        "/metrics",
+        "get",
+        "operation",
+        "Numbers for Prometheus.",
+        "Its text format, 0.0.4.",
+        kind="text/plain; version=0.0.4",
+    ),
 )
 _ERROR = {
     "type": "object",
@@ -147,11 +175,12 @@ def document() -> dict[str, Any]:
 
 
 def _operation(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    schema = {"type": "object" if path.kind == "application/json" else "string"}
+    content: dict[str, Any] = {path.kind: {"schema": schema}}
     if path.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     operation: dict[str, Any] = {
-        "operationId": f"{path.method}_{path.path.strip('/').replace('/', '_')}",
+        "operationId": f"{path.method}_{re.sub(r'[^a-z0-9]+', '_', path.path).strip('_')}",
         "tags": [path.group],
         "summary": path.summary,
         "responses": {
@@ -163,8 +192,13 @@ def _operation(path: Path) -> dict[str, Any]:
         },
         **({"security": [{}, {"key": []}]} if path.keyed else {}),
     }
+    names = re.findall(r"\{(\w+)\}", path.path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if path.body is not None:
         named = isinstance(path.body, type)
-        schema = {"$ref": _REFERENCE.format(model=path.body.__name__)} if named else path.body  # type: ignore[union-attr]
-        operation["requestBody"] = {"required": named, "content": {"application/json": {"schema": schema}}}
+        body = {"$ref": _REFERENCE.format(model=path.body.__name__)} if named else path.body  # type: ignore[union-attr]
+        operation["requestBody"] = {"required": named, "content": {"application/json": {"schema": body}}}
     return operation

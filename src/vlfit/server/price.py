@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlfit.backends.base import Accountable, OpenBackend, Prepared
+from vlfit.errors import InvalidRequest
 from vlfit.plan.expect import Expectation
 from vlfit.server.chat import prepare_chat, read_chat
 from vlfit.server.failures import JSONReply
@@ -42,8 +43,9 @@ class PriceEndpoints:
         finally:
             shop.trimming.ended()
 
-    async def plan(self, _: Request) -> Response:
+    async def plan(self, request: Request) -> Response:
         """Line by line, with the settings that it was planned for."""
+        _refuse_parameters(request)
         backend, expectation = self._workshop.backend, self._workshop.settings.expectation
         facts: dict[str, Any] = {"model": backend.model}
         if isinstance(backend, Accountable):
@@ -92,6 +94,16 @@ class PriceEndpoints:
             }
         facts["decode_s"] = _decode_seconds(self._workshop.settings.expectation, prepared)
         return facts
+
+
+def _refuse_parameters(request: Request) -> None:
+    """Who asks for the plan of another model or context would take this one for it."""
+    for name in request.query_params:
+        raise InvalidRequest(
+            f"vlfit does not support {name[:80]!r} here: this is the plan of what runs",
+            "for another, use `vlfit plan`",
+            param=name[:80],
+        )
 
 
 def _decode_seconds(expectation: Expectation, prepared: Prepared) -> dict[str, float] | None:

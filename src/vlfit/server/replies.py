@@ -9,6 +9,7 @@ fields were ignored.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -77,9 +78,14 @@ class Choice:
     def _read(self, chunk: Chunk) -> Said:
         if self.reader is None:
             return Said(chunk.text)
-        found = [*self.reader.add(chunk.text), *(self.reader.flush() if chunk.finish_reason else ())]
+        found = [*self.reader.add(chunk.text), *self._rest(chunk)]
         calls = tuple((f"call_{uuid4().hex[:24]}", each) for each in found if isinstance(each, ToolCall))
         return Said("".join(each for each in found if isinstance(each, str)), calls)
+
+    def _rest(self, chunk: Chunk) -> Iterable[str | ToolCall]:
+        if self.reader is None or chunk.finish_reason is None:
+            return ()
+        return self.reader.flush(cut=chunk.finish_reason == "length")
 
     @property
     def told_finish(self) -> str | None:

@@ -130,7 +130,7 @@ class ResponseReply:
             "call_id": call_id,
             "name": call.name,
             "arguments": call.arguments,
-            "status": "completed",
+            "status": self._status(),
         }
         where = {"item_id": item["id"], "output_index": len(self._items)}
         begun = {**item, "arguments": "", "status": "in_progress"}

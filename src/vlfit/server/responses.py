@@ -20,6 +20,8 @@ from vlfit.server.response_reply import ResponseReply
 from vlfit.server.schemas import (
     MOST_PARTS,
     MOST_TOOLS,
+    AllowedChoice,
+    AllowedTools,
     CalledFunction,
     CalledTool,
     ChatMessage,
@@ -135,8 +137,18 @@ class ResponseToolChoice(Strict):
     name: str
 
 
+class ResponseAllowedChoice(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], Field(min_length=1, max_length=MOST_TOOLS), FirstWrong()]
+
+
 def _kind_of_choice(choice: Any) -> str:
-    return "word" if isinstance(choice, str) or choice is None else "one"
+    if isinstance(choice, dict):
+        return "some" if choice.get("type") == "allowed_tools" else "one"
+    if isinstance(choice, ResponseAllowedChoice):
+        return "some"
+    return "one" if isinstance(choice, ResponseToolChoice) else "word"
 
 
 class ResponseRequest(SamplingWishes):
@@ -159,6 +171,7 @@ class ResponseRequest(SamplingWishes):
             Union[  # noqa: UP007
                 Annotated[Literal["none", "auto", "required"], Tag("word")],
                 Annotated[ResponseToolChoice, Tag("one")],
+                Annotated[ResponseAllowedChoice, Tag("some")],
             ],
             Discriminator(_kind_of_choice),
         ]
@@ -198,11 +211,7 @@ class ResponseRequest(SamplingWishes):
             top_logprobs=self.top_logprobs,
             response_format=self._format(),
             tools=[_tool(tool) for tool in self.tools] if self.tools else None,
-            tool_choice=(
-                ToolChoice(type="function", function=FunctionName(name=self.tool_choice.name))
-                if isinstance(self.tool_choice, ResponseToolChoice)
-                else self.tool_choice
-            ),
+            tool_choice=self._choice(),
             parallel_tool_calls=self.parallel_tool_calls,
         )
 
@@ -220,6 +229,15 @@ class ResponseRequest(SamplingWishes):
                     ChatMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id)
                 )
         return messages
+
+    def _choice(self) -> Literal["none", "auto", "required"] | ToolChoice | AllowedChoice | None:
+        choice = self.tool_choice
+        if isinstance(choice, ResponseToolChoice):
+            return _named(choice)
+        if isinstance(choice, ResponseAllowedChoice):
+            allowed = AllowedTools(mode=choice.mode, tools=[_named(each) for each in choice.tools])
+            return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+        return choice
 
     def _format(self) -> ResponseFormat | None:
         wish = self.text.format if self.text else None
@@ -247,6 +265,10 @@ def _content(content: str | list[InputPart]) -> str | list[Any]:
         else ImageContent(type="image_url", image_url=ImageURL(url=part.image_url, detail=part.detail))
         for part in content
     ]
+
+
+def _named(choice: ResponseToolChoice) -> ToolChoice:
+    return ToolChoice(type="function", function=FunctionName(name=choice.name))
 
 
 def _tool(tool: ResponseTool) -> FunctionTool:
@@ -287,7 +309,7 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
             "text": {"format": _told_format(wishes)},
             "tool_choice": (
                 wishes.tool_choice.model_dump()
-                if isinstance(wishes.tool_choice, ResponseToolChoice)
+                if isinstance(wishes.tool_choice, ResponseToolChoice | ResponseAllowedChoice)
                 else wishes.tool_choice or "auto"
             ),
             "tools": [tool.model_dump() for tool in wishes.tools or ()],

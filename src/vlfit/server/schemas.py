@@ -171,13 +171,31 @@ class ToolChoice(Strict):
     function: FunctionName
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=MOST_TOOLS), FirstWrong()]
+
+
+class AllowedChoice(Strict):
+    """As if there were no other tools than these: the model is not told of the rest."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def _kind_of_choice(choice: Any) -> str:
-    return "one" if isinstance(choice, dict | ToolChoice) else "word"
+    if isinstance(choice, dict):
+        return "some" if choice.get("type") == "allowed_tools" else "one"
+    if isinstance(choice, AllowedChoice):
+        return "some"
+    return "one" if isinstance(choice, ToolChoice) else "word"
 
 
 AnyToolChoice = Annotated[
     Union[  # noqa: UP007
-        Annotated[Literal["none", "auto", "required"], Tag("word")], Annotated[ToolChoice, Tag("one")]
+        Annotated[Literal["none", "auto", "required"], Tag("word")],
+        Annotated[ToolChoice, Tag("one")],
+        Annotated[AllowedChoice, Tag("some")],
     ],
     Discriminator(_kind_of_choice),
 ]

@@ -23,6 +23,7 @@ from vlfit.server.generating import read_body
 from vlfit.units import KIB
 
 _BODY_LIMIT = 4 * KIB
+_LIKE = '{"park": "files"}'
 _PARKS: dict[str, Park] = {park: park for park in get_args(Park)}
 
 
@@ -42,7 +43,9 @@ class SleepEndpoints:
     async def wake(self, request: Request) -> Response:
         """Answers when it is awake."""
         backend = self._check()
-        await self._closing.watch(read_body(request, _BODY_LIMIT))
+        body = await self._closing.watch(read_body(request, _BODY_LIMIT))
+        for name in _wishes(body, "{}"):
+            raise _unknown(name, "{}")
         return await self._answer(backend.wake(), request)
 
     def _check(self) -> Sleeper:
@@ -83,21 +86,30 @@ def sleep_facts(asleep: Asleep | None) -> dict[str, Any] | None:
 
 def read_park(body: bytes) -> Park:
     """``park`` of a body like ``{"park": "files"}``; ``auto`` of an empty one. Raises ``InvalidRequest``."""
-    if not body.strip():
-        return "auto"
-    try:
-        wishes = json.loads(body)
-    except (ValueError, RecursionError):
-        raise InvalidRequest("the body is no JSON", 'send none, or {"park": "files"}') from None
-    # A misspelt park would be one that nobody asked for.
-    for name in wishes if isinstance(wishes, dict) else ():
+    wishes = _wishes(body, _LIKE)
+    for name in wishes:  # a misspelt park would be one that nobody asked for
         if name != "park":
-            raise InvalidRequest(
-                f"vlfit does not support {name!r} here"[:200],
-                'send nothing, or {"park": "files"}',
-                param=name,
-            )
-    park = wishes.get("park", "auto") if isinstance(wishes, dict) else None
+            raise _unknown(name, _LIKE)
+    park = wishes.get("park", "auto")
     if not isinstance(park, str) or park not in _PARKS:
         raise InvalidRequest(f"park is {park!r}"[:200], f"use {', '.join(_PARKS)}", param="park")
     return _PARKS[park]
+
+
+def _wishes(body: bytes, like: str) -> dict[str, Any]:
+    """The object in a body that may be empty. Raises ``InvalidRequest`` for anything else."""
+    if not body.strip():
+        return {}
+    try:
+        wishes = json.loads(body)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the body is no JSON", f"send none, or {like}") from None
+    if not isinstance(wishes, dict):
+        raise InvalidRequest("the body is JSON, but not an object", f"send none, or {like}")
+    return wishes
+
+
+def _unknown(name: str, like: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"vlfit does not support {name!r} here"[:200], f"send nothing, or {like}", param=name
+    )

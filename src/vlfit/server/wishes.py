@@ -13,7 +13,14 @@ from vlfit.engine.conversation import Tool
 from vlfit.engine.sampling import Form, SamplingParams
 from vlfit.engine.tool_calls import calls_form
 from vlfit.errors import InvalidRequest
-from vlfit.server.schemas import ChatRequest, FunctionTool, ResponseFormat, SamplingWishes, ToolChoice
+from vlfit.server.schemas import (
+    AllowedChoice,
+    ChatRequest,
+    FunctionTool,
+    ResponseFormat,
+    SamplingWishes,
+    ToolChoice,
+)
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -84,13 +91,24 @@ def tools_of(wishes: ChatRequest) -> tuple[Tool, ...]:
     choice = wishes.tool_choice
     if choice == "required" and not tools:
         raise InvalidRequest("tool_choice asks for a call, and there are no tools", param="tool_choice")
-    if isinstance(choice, ToolChoice) and choice.function.name not in names:
-        raise InvalidRequest(
-            f"tool_choice asks for {choice.function.name[:80]!r}, which is not among the tools",
-            f"the tools are: {', '.join(names)[:200] or 'none'}",
-            param="tool_choice",
-        )
+    chosen = _chosen(choice)
+    for name in chosen:
+        if name not in names:
+            raise InvalidRequest(
+                f"tool_choice asks for {name[:80]!r}, which is not among the tools",
+                f"the tools are: {', '.join(names)[:200] or 'none'}",
+                param="tool_choice",
+            )
+    if isinstance(choice, AllowedChoice):
+        return tuple(tool for tool in tools if tool.name in chosen)
     return () if choice == "none" else tools
+
+
+def _chosen(choice: str | ToolChoice | AllowedChoice | None) -> tuple[str, ...]:
+    """The tools that a choice names."""
+    if isinstance(choice, AllowedChoice):
+        return tuple(each.function.name for each in choice.allowed_tools.tools)
+    return (choice.function.name,) if isinstance(choice, ToolChoice) else ()
 
 
 def form_of(wishes: ChatRequest) -> Form | None:
@@ -109,6 +127,8 @@ def _form_of(wishes: ChatRequest) -> Form | None:
     if isinstance(choice, ToolChoice):
         called = tuple(tool for tool in tools if tool.name == choice.function.name)
         return calls_form(called, parallel=False, required=True)
+    if isinstance(choice, AllowedChoice):
+        choice = choice.allowed_tools.mode
     if tools and choice == "required":
         return calls_form(tools, parallel=parallel, required=True)
     if tools and (schema is not None or not parallel or any(tool.strict for tool in tools)):

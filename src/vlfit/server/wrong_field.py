@@ -17,7 +17,7 @@ MOST_COMMAS = 262_144  # tokens of the longest context of a Qwen3-VL; takes a se
 _PARTS = 'use "text", "image_url", "video_url", or "video" with "frames": [picture URLs]'
 # Names of the branches of unions, which pydantic puts on the way to a field.
 _TAGS = {
-    *("text", "parts", "nothing", "image_url", "video", "video_url", "word", "one"),
+    *("text", "parts", "nothing", "image_url", "video", "video_url", "word", "one", "some"),
     *("str", "list[str]", "list[int]", "list[list[int]]", "json_object", "json_schema", "items"),
     *("message", "function_call", "function_call_output", "input_text", "input_image", "output_text"),
 }
