@@ -25,7 +25,7 @@ def item(folder: Path, name: str = "photo.jpg") -> Item:
     path = folder / name
     if not path.exists():
         path.write_bytes(PNG)
-    return Item(name, FileBytes(path).read, path)
+    return Item(name, FileBytes(str(path)).read, path)
 
 
 def said(text: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_two_pictures_with_one_text(tmp_path: Path) -> None:
 
 def test_pictures_that_are_no_files_and_kinds_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"s\.tar#1\.jpg is no file of its own"):
-        sidecar("txt").write(Item("s.tar#1.jpg", FileBytes(tmp_path).read), said("words"))
+        sidecar("txt").write(Item("s.tar#1.jpg", FileBytes(str(tmp_path)).read), said("words"))
     with pytest.raises(UsageError, match="no sidecar 'iptc'\nWrite one of: txt, xmp, xmp-stem, exif"):
         sidecar("iptc")
 

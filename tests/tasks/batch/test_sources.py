@@ -27,14 +27,14 @@ def listed(tmp_path: Path, data: bytes, name: str = "list.txt") -> dict[str, Ite
 
 def test_a_list_with_all_that_lists_have(tmp_path: Path) -> None:
     fill(tmp_path, "a.jpg", "sub/b.jpg", "#1.jpg")
-    lines = b"\xef\xbb\xbfa.jpg\r\n\n# a remark\n  sub/../sub/b.jpg \n./#1.jpg\na.jpg\nmissing.jpg\n"
+    lines = b"\xef\xbb\xbfa.jpg\r\n\n# a remark\n  sub/..//sub/./b.jpg \n./#1.jpg\na.jpg\nmissing.jpg\n"
     lines += b"https://me:secret@example.org/x.jpg?size=2#top\ncaf\xe9.jpg\nftp://example.org/x.jpg\n"
     items = listed(tmp_path, lines)
     assert list(items) == [
-        *("a.jpg", "sub/b.jpg", "#1.jpg", "missing.jpg", "https://example.org/x.jpg?size=2"),
+        *("a.jpg", "sub/../sub/b.jpg", "#1.jpg", "missing.jpg", "https://example.org/x.jpg?size=2"),
         *(r"caf\xe9.jpg", "ftp://example.org/x.jpg"),
     ]
-    assert items["sub/b.jpg"].read() == PNG
+    assert items["sub/../sub/b.jpg"].read() == PNG
     assert items["a.jpg"].path == tmp_path / "a.jpg"
     assert items["https://example.org/x.jpg?size=2"].path is None
     with pytest.raises(PictureNotFound, match=r"missing\.jpg: no such file"):

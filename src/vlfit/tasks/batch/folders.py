@@ -38,6 +38,7 @@ PICTURES = frozenset(
         *(".avif", ".jp2", ".j2k", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".qoi"),
     )
 )
+ALL = ("**",)
 # Small copies and leftovers that Synology, macOS and Windows lay beside pictures: hidden, if not by a dot.
 _NOT_THEIRS = frozenset(("@eaDir", "__MACOSX", "$RECYCLE.BIN"))
 _MAGIC = frozenset("*?[")
@@ -65,12 +66,13 @@ class FolderSource:
         self._skipped: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Item]:
-        home, base = Path(self.root), Path(self.root).absolute()
+        home = os.path.join(self.root, "")
+        base = os.path.join(os.getcwd(), self.root, "")
         for name in self.names():
             if isinstance(name, Unreadable):
                 yield Item(key_of(name.name), name.read)
             else:
-                yield Item(key_of(name), FileBytes(base / name).read, home / name)
+                yield Item(key_of(name), FileBytes(base + name).read, Path(home + name))
 
     def names(self) -> Iterator[str | Unreadable]:
         """The paths below ``root``, in order. A folder that cannot be read is an ``Unreadable``."""
@@ -124,7 +126,7 @@ class _Walk:
 
     def names(self, pattern: tuple[str, ...] | None) -> Iterator[str | Unreadable]:
         """Not recursive: folders may lie deeper than Python calls."""
-        parts = pattern if pattern is not None else ("**", "*")
+        parts = pattern if pattern is not None else ALL
         stack: list[_Level] = []
         name, states, outside = "", _reach(frozenset((0,)), parts), False
         while True:
@@ -188,6 +190,8 @@ class _Walk:
 
     def _step(self, states: frozenset[int], name: str, parts: tuple[str, ...]) -> frozenset[int]:
         """Where a path is in ``parts`` after ``name``: nowhere if that is hidden and not meant."""
+        if parts is ALL:
+            return states if self.hidden or name[0] != "." else frozenset()
         after = set()
         for state in states:
             if state == len(parts):

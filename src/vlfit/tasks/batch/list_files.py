@@ -39,8 +39,9 @@ def picture_named(text: str, folder: str, *, allow_private: bool) -> Item:
         short = key_of(text[:120])
         problem = Unreadable(short, f"{short}: of URLs, http:, https: and data: are read", hint)
         return Item(short, problem.read)
-    path = Path(folder) / os.path.expanduser(text)
-    return Item(key_of(os.path.normpath(text)), FileBytes(path.absolute()).read, path)
+    path = os.path.join(folder, os.path.expanduser(text))
+    # Not normpath: past a link, .. is another folder than it looks.
+    return Item(key_of(str(Path(text))), FileBytes(os.path.join(os.getcwd(), path)).read, Path(path))
 
 
 @dataclass(slots=True)

@@ -163,7 +163,7 @@ class _SortedOut:
         if len(self.wholes) + len(bare) == 1:
             return bare or [self.wholes[0][1]]
         # A picture that was typed as 2020/a.jpg is not the one of a folder called 2020.
-        taken = {key_of(os.path.normpath(name)).split("/")[0] for name in self.pictures}
+        taken = {key_of(str(Path(name))).split("/")[0] for name in self.pictures}
         named: list[Source] = []
         for name, source in self.wholes:
             unique, number = name, 1

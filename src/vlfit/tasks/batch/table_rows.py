@@ -66,9 +66,10 @@ class Cell:
 
 @dataclass(slots=True)
 class _Place:
-    """Somewhere in a row group: ``batches`` gives what comes next, ``kept`` is what it gave last."""
+    """Somewhere in a group of ``rows`` rows: ``batches`` gives what comes next, ``kept`` is what it gave."""
 
     group: "_Group"
+    rows: int
     batches: Iterator[Any]
     next_row: int = 0
     kept: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=2))
@@ -85,6 +86,8 @@ class _Place:
                 raise ValueError(f"its row group ends before row {row}")
             self.kept.append((self.next_row, batch.column(0)))
             self.next_row += len(batch)
+        if self.next_row == self.rows:
+            self.batches = iter(())  # it holds the last pages
         start, values = next(entry for entry in reversed(self.kept) if entry[0] <= row)
         return values[row - start].as_py()
 
@@ -124,15 +127,19 @@ class _Places:
             best = max(near, key=lambda place: place.next_row)
             self._open.remove(best)
             return best
+        import pyarrow
+
         try:
             table = open_table(cell.path)
         except UsageError as error:
             raise NotAPicture(error.message, error.hint) from None
-        rows = _rows_at_once(table.metadata.row_group(cell.group), cell.column)
+        pyarrow.default_memory_pool().release_unused()  # pages of the last group
+        group = table.metadata.row_group(cell.group)
+        rows = _rows_at_once(group, cell.column)
         batches = table.iter_batches(
             batch_size=rows, row_groups=[cell.group], columns=[cell.column], use_threads=False
         )
-        return _Place(_group_of(cell), iter(batches))
+        return _Place(_group_of(cell), group.num_rows, iter(batches))
 
 
 def _group_of(cell: Cell) -> _Group:

@@ -8,7 +8,8 @@ reads none that are done. Does not know how a tar file is read (``tar_index.py``
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from contextlib import ExitStack
+from pathlib import Path
 from typing import IO, Any
 
 from vlfit.tasks.batch.folders import PICTURES
@@ -22,6 +23,7 @@ from vlfit.units import GIB, MIB
 _WORDS = frozenset((".txt", ".text", ".transcript", ".caption"))
 _NUMBERS = frozenset((".cls", ".cls2", ".class", ".count", ".index", ".inx", ".id"))
 _JSON = frozenset((".json", ".jsn"))
+_THEIRS = PICTURES | _WORDS | _NUMBERS | _JSON
 _LONGEST_WORDS = MIB
 # In a tar that is no WebDataset a thousand pictures may share what stands before their first dot.
 _LARGEST_GROUP = 64
@@ -69,17 +71,20 @@ class WebDatasetSource:
     def _shard(self, path: Path, name: str) -> Iterator[Item]:
         path = path.absolute()
         seen: Counter[str] = Counter()
-        for group in self._groups(path, name):
-            if isinstance(group, Unreadable):
-                yield Item(name, group.read)
-                continue
-            extra = self._words(path, group)
-            for member in filter(_is_picture, group):
-                inner = _tidy(member.name)
-                seen[inner] += 1
-                again = f"#{seen[inner]}" if seen[inner] > 1 else ""
-                key = f"{name}#{key_of(inner)}{again}"
-                yield Item(key, Span(path, member.offset, member.size, key).read, None, extra)
+        with ExitStack() as opened:
+            file: IO[bytes] | None = None
+            for group in self._groups(path, name):
+                if isinstance(group, Unreadable):
+                    yield Item(name, group.read)
+                    continue
+                file = file or opened.enter_context(path.open("rb"))
+                extra = self._words(file, group)
+                for member in filter(_is_picture, group):
+                    inner = _tidy(member.name)
+                    seen[inner] += 1
+                    again = f"#{seen[inner]}" if seen[inner] > 1 else ""
+                    key = f"{name}#{key_of(inner)}{again}"
+                    yield Item(key, Span(path, member.offset, member.size, key).read, None, extra)
 
     def _groups(self, path: Path, name: str) -> Iterator[list[Member] | Unreadable]:
         group: list[Member] = []
@@ -89,7 +94,8 @@ class WebDatasetSource:
                 self._endless.append(shown_name(path))
                 continue
             if isinstance(found, Unreadable):
-                yield group
+                if group:
+                    yield group
                 group = []
                 yield found
                 continue
@@ -101,36 +107,40 @@ class WebDatasetSource:
                 group = []
             base = here
             group.append(found)
-        yield group
+        if group:
+            yield group
 
     def _is_theirs(self, member: Member) -> bool:
-        if member.kind == "folder" or PurePosixPath(member.name).name.startswith("."):
+        if member.kind == "folder" or _is_hidden(member.name):
             return False
         kind = extension_of(member.name)
-        if not member.kind and kind in PICTURES | _WORDS | _NUMBERS | _JSON:
+        if not member.kind and kind in _THEIRS:
             return True
         self._skipped[member.kind or kind or "without extension"] += 1
         return False
 
-    def _words(self, path: Path, group: list[Member]) -> dict[str, Any]:
+    def _words(self, file: IO[bytes], group: list[Member]) -> dict[str, Any]:
         """The fields of a group that are no pictures, by their extensions without the dot."""
         words = [member for member in group if not _is_picture(member)]
         if not words or len(words) == len(group):
             return {}
         found = {}
-        with path.open("rb") as file:
-            for member in words:
-                if member.size > _LONGEST_WORDS:
-                    self._skipped[f"{extension_of(member.name)} over {_LONGEST_WORDS // MIB} MiB"] += 1
-                    continue
-                field = _tidy(member.name)[len(_base(member.name)) + 1 :]
-                found[key_of(field)] = _value(file, member)
+        for member in words:
+            if member.size > _LONGEST_WORDS:
+                self._skipped[f"{extension_of(member.name)} over {_LONGEST_WORDS // MIB} MiB"] += 1
+                continue
+            field = _tidy(member.name)[len(_base(member.name)) + 1 :]
+            found[key_of(field)] = _value(file, member)
         return found
 
 
 def _is_picture(member: Member) -> bool:
-    name = PurePosixPath(member.name).name
-    return not member.kind and extension_of(name) in PICTURES and not name.startswith(".")
+    return not member.kind and extension_of(member.name) in PICTURES and not _is_hidden(member.name)
+
+
+def _is_hidden(name: str) -> bool:
+    """What macOS lays beside each file begins with a dot."""
+    return name[name.rfind("/") + 1 :].startswith(".")
 
 
 def _tidy(name: str) -> str:
