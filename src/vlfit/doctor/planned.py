@@ -68,7 +68,8 @@ def vllm_plan(
 
     version = None if facts.version is None else ".".join(str(part) for part in facts.version)
     for name, context in product(known, tuple(contexts)):
-        wishes = Wishes(context=context, backend=VLLM, vllm_version=version)
+        copies = facts.whole("data_parallel_size", 1)  # as many as there were: more are no remedy
+        wishes = Wishes(context=context, backend=VLLM, vllm_version=version, data_parallel=copies)
         try:
             made = plan(subjects(name), machine, wishes)
         except VlfitError:

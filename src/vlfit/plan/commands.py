@@ -32,7 +32,9 @@ def start_of(
     ``gpus``: all that a plan for vLLM takes, if there are more than ``gpu``, whose ledger it is.
     """
     if backend == VLLM and version is not None:
-        several, taken = len(machine.gpus) > 1, (gpu, *(each for each in gpus if each.index != gpu.index))
+        # One that is not the first has to be named, too: others may be hidden from this process.
+        several = len(machine.gpus) > 1 or gpu.index > 0
+        taken = (gpu, *(each for each in gpus if each.index != gpu.index))
         return vllm.start(model, settings, lines, taken, version, wsl2=machine.host.wsl2, several=several)
     return _native(model, settings, machine, gpu) if backend == NATIVE else None
 

@@ -27,7 +27,7 @@ def of_vllm(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
     lines = (
         Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
         _context(earlier),
-        *_peers(gpu, settings),
+        *_peers(gpu, settings, earlier),
         *_weights(model, settings),
         kv_cache(model, VLLM, settings),
         *_workspaces(model, settings),
@@ -65,10 +65,12 @@ def _context(earlier: Began | None) -> Line:
     return Line("context", before + inside, MODELLED, note)
 
 
-def _peers(gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+def _peers(gpu: Gpu, settings: Settings, earlier: Began | None) -> tuple[Line, ...]:
     tensor = settings.vllm.tensor
     if tensor == 1:
         return ()
+    if earlier is not None and earlier.own_context is not None:
+        return (Line("peers", 0, MEASURED, "in context: one number at a start with as many cards"),)
     return (Line("peers", parallel.peers(gpu, tensor), MODELLED, parallel.peers_note(gpu, tensor)),)
 
 

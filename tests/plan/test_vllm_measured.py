@@ -1,0 +1,122 @@
+"""What earlier starts of vLLM held goes before what the table says, for the same card, version and model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.vllm_product import machine_of
+from vlfit.machine.card_table import CARDS
+from vlfit.plan.calibration import MEASURED, MODELLED
+from vlfit.plan.ledger import VLLM, Line
+from vlfit.plan.preference import air
+from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.subjects import subjects
+from vlfit.plan.vllm import constants, starts
+from vlfit.plan.vllm.command import budget
+from vlfit.plan.vllm.starts import Began
+from vlfit.units import MIB
+
+CARD = next(each for each in CARDS if each.name == "GeForce RTX 4060")
+VERSION = "0.32.0"
+
+
+def planned(count: int = 1, version: str = VERSION, **wishes: Any) -> Plan:
+    told = {"context": 4096, "image_tokens": 1024, "sequences": 2, "chunk": 1024, **wishes}
+    asked = Wishes(backend=VLLM, vllm_version=version, **told)
+    return plan(subjects("2B", "fp8"), machine_of(CARD, count), asked)
+
+
+def sizes(made: Plan) -> dict[str, int]:
+    return {line.line: line.bytes for line in made.ledger}
+
+
+def lines(made: Plan) -> dict[str, Line]:
+    return {line.line: line for line in made.ledger}
+
+
+@pytest.fixture(autouse=True)
+def _a_home_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def started() -> Callable[..., None]:
+    """Keeps a start as it would be kept: ``made`` with less of everything, ``others`` in place of it."""
+
+    def keep(made: Plan, **others: Any) -> None:
+        settings = made.settings
+        held = sizes(made)
+        context = 400 * MIB
+        known = {
+            "own_context": context,
+            "graph_pool": 20 * MIB,
+            "kv_cache": held["kv_cache"],
+            "process": made.total - held["reserve"] - held["growth"] - 300 * MIB,
+        }
+        began = Began(
+            "2026-11-22T05:00:00",
+            settings.context,
+            settings.image_tokens,
+            settings.sequences,
+            settings.chunk,
+            settings.graphs,
+            settings.kv_dtype,
+            **{**known, **others},
+        )
+        starts.keep(made.gpu.name, VERSION, starts.place_of(made.model, settings), began)
+
+    return keep
+
+
+def test_the_same_settings_are_planned_as_they_were_seen(started: Callable[..., None]) -> None:
+    before = planned()
+    started(before)
+    after = planned()
+    assert after.settings == before.settings
+    found = lines(after)
+    assert found["context"].how == MEASURED
+    assert found["context"].bytes == 400 * MIB + constants.LIBRARIES.bytes
+    assert (found["graphs"].bytes, found["graphs"].how) == (20 * MIB, MEASURED)
+    assert found["text_workspace"].how == found["vision_workspace"].how == MEASURED
+    assert "2026-11-22" in found["text_workspace"].note
+    # All that the process held is on a line, once; what it grows by later comes on top.
+    held = after.total - found["reserve"].bytes - found["growth"].bytes - found["desktop"].bytes
+    assert held == before.total - sizes(before)["reserve"] - sizes(before)["growth"] - 300 * MIB
+    assert found["growth"].how == MODELLED
+    assert air(after.ledger) < air(before.ledger)
+    assert budget(after.ledger) == held + found["growth"].bytes - 400 * MIB
+
+
+def test_other_settings_take_over_the_context_alone(started: Callable[..., None]) -> None:
+    started(planned())
+    other = planned(sequences=4)
+    assert lines(other)["context"].how == MEASURED
+    assert lines(other)["text_workspace"].how == MODELLED
+    assert lines(planned(context=8192))["text_workspace"].how == MEASURED  # it moves the pool alone
+
+
+def test_other_versions_and_ways_over_cards_take_over_nothing(started: Callable[..., None]) -> None:
+    started(planned())
+    assert lines(planned(version="0.31.0"))["context"].how == MODELLED
+    over_two = planned(2, tensor_parallel=2)
+    assert lines(over_two)["context"].how == MODELLED
+    started(over_two, own_context=1200 * MIB)
+    found = lines(planned(2, tensor_parallel=2))
+    assert found["context"].bytes == 1200 * MIB + constants.LIBRARIES.bytes  # NCCL among it
+    assert (found["peers"].bytes, found["peers"].how) == (0, MEASURED)
+    assert lines(planned())["context"].bytes == 400 * MIB + constants.LIBRARIES.bytes
+
+
+def test_a_start_that_told_little_replaces_little(started: Callable[..., None]) -> None:
+    before = planned()
+    started(before, own_context=None, process=None)
+    found = lines(planned())
+    assert found["context"].how == found["text_workspace"].how == MODELLED
+    assert found["graphs"].how == MEASURED
+
+
+def test_a_process_smaller_than_its_parts_is_no_negative_line(started: Callable[..., None]) -> None:
+    started(planned(), process=MIB)
+    assert lines(planned())["text_workspace"].bytes == 0
