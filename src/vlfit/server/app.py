@@ -27,6 +27,7 @@ from vlfit.server.routes import word_routes
 from vlfit.server.settings import ServerSettings
 from vlfit.server.sleep import SleepEndpoints
 from vlfit.server.status import Status
+from vlfit.server.watchdog import Watchdog
 
 
 def create_app(backend: LocalBackend, settings: ServerSettings | None = None) -> Starlette:
@@ -77,6 +78,7 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     )
     app.router.redirect_slashes = False
     app.state.closing = closing
+    app.state.watchdog = Watchdog(backend, closing.judge)
     meters.paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(Door, settings=settings, closing=closing, meters=meters)
     if settings.allow_origins:

@@ -24,6 +24,7 @@ from vlfit.server.closing import Closing
 from vlfit.server.heads import HeadsInTime
 from vlfit.server.limits import Connections
 from vlfit.server.settings import ServerSettings
+from vlfit.server.watchdog import Watchdog
 
 BACKLOG = 2048
 
@@ -51,7 +52,8 @@ def serve_until_stopped(
         # A last resort for a client that does not read: everything else is over when the drain is.
         timeout_graceful_shutdown=1,
     )
-    _Server(config, app.state.closing, settings, on_ready).run(sockets=[listener])
+    state = app.state
+    _Server(config, state.closing, state.watchdog, settings, on_ready).run(sockets=[listener])
 
 
 class _Protocol(HeadsInTime):
@@ -65,11 +67,13 @@ class _Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         closing: Closing,
+        watchdog: Watchdog,
         settings: ServerSettings,
         on_ready: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._closing = closing
+        self._watchdog = watchdog
         self._settings = settings
         self._signalled = False
         self._on_ready = on_ready
@@ -79,6 +83,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         self._closing.on_crash = lambda: self._drain(self._settings.drain_seconds)
+        self._watching = asyncio.ensure_future(self._watchdog.watch())
         self._on_ready()
 
     @contextmanager
@@ -112,4 +117,5 @@ class _Server(uvicorn.Server):
 
     async def _end(self) -> None:
         await self._closing.over.wait()
+        self._watching.cancel()
         self.should_exit = True

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlfit._version import __version__
-from vlfit.backends.base import Accountable, LocalBackend, OpenBackend, Planned
+from vlfit.backends.base import Accountable, Itemized, LocalBackend, OpenBackend, Planned
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.account import EngineAccount
@@ -94,6 +94,8 @@ class Status:
                 "device": self._backend.device,
                 "note": self._expectation.why_not,
             }
+            if isinstance(self._backend, Itemized):
+                facts |= row_facts(self._backend.rows())
         self._told, self._told_at = facts, now
         return facts
 
@@ -241,6 +243,16 @@ def memory_facts(account: EngineAccount, gpu: Gpu | None, found: tuple[Row, ...]
         "held": ours if gpu is not None or account.settings.device == "cpu" else held.reserved,
         "pool": {name: getattr(held, name) for name in names} if held.reserved is not None else None,
         "ram": {"resident": held.resident},
+    }
+
+
+def row_facts(found: tuple[Row, ...]) -> dict[str, Any]:
+    """Rows that a backend tells itself, their sums, and the lines that hold more than planned."""
+    planned, held = actual.totals(found)
+    return {
+        "ledger": [asdict(row) for row in found],
+        "total": {"planned": planned, "actual": held},
+        "over_plan": [{"line": line, "bytes": more} for line, more in actual.over_plan(found)],
     }
 
 
