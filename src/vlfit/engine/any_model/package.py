@@ -36,7 +36,7 @@ def transformers() -> Any:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
     if not hasattr(transformers, "AutoModelForImageTextToText"):
         raise UsageError(
-            f"transformers {transformers.__version__} is too old for this", f"take 4.57 or newer: {_EXTRA}"
+            f"transformers {transformers.__version__} is too old for this", f"take 5 or newer: {_EXTRA}"
         )
     return transformers
 

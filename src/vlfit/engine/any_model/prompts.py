@@ -84,6 +84,11 @@ class Prompts:
         seen = [decoded(part) for part in parts if not isinstance(part, TextPart)]
         inputs = self._encoded(conversation, tools, seen)
         counts = self._counts(inputs, seen)
+        if self._placeholders and 0 in counts:
+            what = "pictures" if seen[counts.index(0)].metadata is None else "clips"
+            raise InvalidRequest(
+                f"the checkpoint's chat template has no place for {what}", "leave them out", param="messages"
+            )
         for _ in range(_TRIES):
             large = [number for number, each in enumerate(seen) if counts[number] > each.most(self._limit)]
             if not large:
@@ -170,7 +175,10 @@ class Prompts:
         except Exception as error:
             if "sanitize_control_tokens" in wishes:
                 raise _cannot_tell_apart() from error
-            raise in_one(error, "preparing the request") from None
+            told = in_one(error, "preparing the request")
+            if isinstance(error, ValueError):  # what processors raise for pictures that find no place
+                raise InvalidRequest(told.message, told.hint, param="messages") from None
+            raise told from None
         return dict(found)
 
     @cached_property
