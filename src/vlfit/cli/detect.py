@@ -41,6 +41,10 @@ def detect(
     """
     from vlfit.cli.session import Session
 
+    if draw is not None:
+        from vlfit.tasks.drawing import check_drawing
+
+        check_drawing(draw, picture)
     with Session(options, looks=True) as session:
         from vlfit.tasks.pictures import load_picture
 

@@ -3,6 +3,7 @@
 Knows pixels and colours. Does not know where boxes come from.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,15 +39,25 @@ def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Imag
     return image
 
 
+def check_drawing(path: Path, source: str) -> None:
+    """Raises ``UsageError`` if ``save_drawing`` could not write there, as far as that shows before: a model
+    may take minutes for what is to be drawn.
+    """
+    if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
+        raise UsageError(f"{path} has no name of a picture", "use .png, .jpg or .webp")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{path} cannot be written", "choose another file")
+    if Path(source).exists() and path.exists() and path.samefile(source):
+        raise UsageError(f"{path} is the picture itself", "draw into another file")
+
+
 def save_drawing(image: Image.Image, path: Path, source: str) -> None:
     """Write ``image`` to ``path``, in the format of its name. Raises ``UsageError`` where that cannot be.
 
     ``source``: what the picture was called; a drawing does not take its place.
     """
-    original = Path(source)
+    check_drawing(path, source)
     try:
-        if original.exists() and path.exists() and path.samefile(original):
-            raise UsageError(f"{path} is the picture itself", "draw into another file")
         image.save(path)
     except ValueError as error:
         raise UsageError(f"{path} has no name of a picture", "use .png, .jpg or .webp") from error
