@@ -127,7 +127,8 @@ def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: G
         "--kv-cache-memory-bytes",
         str(pool),
         "kv_cache",
-        "taken as it is; without it the cache takes whatever the share leaves",
+        "taken as it is; without it the cache takes "
+        + ("nine tenths of the RAM" if settings.vllm.in_ram else "whatever the share leaves"),
     )
     if settings.kv_dtype == FP8:
         yield Flag("--kv-cache-dtype", "fp8", "kv_cache", "keys and values in FP8: half the bytes")
@@ -147,12 +148,10 @@ def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: G
     )
     if not settings.graphs:
         saved = constants.GRAPHS_OF_FEW.bytes + constants.COMPILING.bytes
-        yield Flag(
-            "--enforce-eager",
-            "",
-            "graphs",
-            f"no graphs and no compiling, about {format_bytes(saved)}; slower",
-        )
+        why = f"no graphs and no compiling, about {format_bytes(saved)}; slower"
+        if settings.vllm.in_ram:
+            why = "compiling for a processor takes minutes, and there are no graphs"
+        yield Flag("--enforce-eager", "", "graphs", why)
     if settings.vllm.dtype or gpu.compute_capability < BFLOAT16_FROM:
         chosen = settings.vllm.dtype or "float16"
         yield Flag("--dtype", chosen, NO_LINE, "this card has no bfloat16; as many bytes")
