@@ -18,6 +18,7 @@ from vlfit.engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
+    from vlfit.plan.actual import Row
     from vlfit.plan.expect import Expectation
 
 Listener = Callable[[Chunk | Exception], None]
@@ -98,6 +99,13 @@ class Planned(Protocol):
 
     @property
     def expectation(self) -> "Expectation": ...
+
+
+@runtime_checkable
+class Itemized(Protocol):
+    """A backend that tells planned and held memory line by line itself, as far as its program told it."""
+
+    def rows(self) -> "tuple[Row, ...]": ...
 
 
 @runtime_checkable

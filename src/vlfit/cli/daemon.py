@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlfit.cli.printing import Printer
+from vlfit.cli.serve_options import with_more
 from vlfit.errors import CannotListen
 
 if TYPE_CHECKING:
@@ -38,15 +39,8 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
     keys_of(settings)
     log = log_file()
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "vlfit",
-        *(each for each in arguments if each not in ("--daemon", "--restart")),
-    ]
-    command.append("--restart")
-    if "--json" not in command:
-        command.append("--json")
+    kept = [each for each in arguments if each not in ("--daemon", "--restart")]
+    command = [sys.executable, "-m", "vlfit", *with_more(kept, "--restart", "--json")]
     with log.open("ab") as errors:
         process = subprocess.Popen(
             command,

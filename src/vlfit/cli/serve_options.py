@@ -314,3 +314,9 @@ JsonLine = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but warnings and errors.")]
+
+
+def with_more(arguments: list[str], *more: str) -> list[str]:
+    """``arguments`` of the program and ``more`` of its own: what stands behind ``--`` is another's."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:end], *(word for word in more if word not in arguments[:end]), *arguments[end:]]

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlfit.cli.printing import Printer
+from vlfit.cli.serve_options import with_more
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
     from vlfit.settings import Settings
 
 _OURS = ("--systemd", "--restart")
-_PATHS = ("--api-keys", "--allow-files")
+_PATHS = ("--api-keys", "--allow-files", "--vllm-python")
 ENVIRONMENT = "~/.config/vlfit/environment"
 NOTES = """\
 # vlfit: a server for Qwen3-VL. As a user's own service:
@@ -72,7 +73,7 @@ def _whole(path: str) -> str:
 def unit(arguments: list[str], drain: float) -> str:
     """The unit for ``vlfit`` with ``arguments``, less ``--systemd``; ``drain`` in seconds."""
     kept = [each for each in arguments if each not in _OURS]
-    start = " ".join(map(quoted, [sys.executable, "-m", "vlfit", *kept, "--restart"]))
+    start = " ".join(map(quoted, [sys.executable, "-m", "vlfit", *with_more(kept, "--restart")]))
     return f"""{NOTES.format(command="vlfit serve ... --systemd")}
 [Unit]
 Description=vlfit: pictures and words over an OpenAI-compatible API

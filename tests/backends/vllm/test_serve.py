@@ -90,6 +90,10 @@ def test_an_impossible_setting_is_stepped_down_and_serves(stage: Stage) -> None:
         assert ask(served.client()) == "a fake answer"
         assert served.facts["context"] <= 1024
         assert httpx.get(f"{served.facts['url']}/").status_code == 200  # our page is before it
+        ledger = httpx.get(f"{served.facts['url']}/v1/vlfit/ledger").json()["ledger"]
+        (pool,) = (row for row in ledger if row["line"] == "kv_cache")
+        assert pool["planned"] == 1024 * TOKEN_BYTES
+        assert pool["actual"] is not None
         assert served.ends(signal.SIGINT) == 0
         assert stage.is_gone  # when it has ended, not some time after
     assert [start["words"][-2:] for start in stage.starts] == [["--seed", "3"]] * 2
@@ -143,13 +147,13 @@ Run = Callable[..., Ended]
 
 @pytest.fixture
 def run(stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``vlfit serve`` in this process, for what ends at once."""
+    """``vlfit serve``, or another command, in this process, for what ends by itself."""
     for name in Settings.model_fields:
         monkeypatch.setenv(f"VLFIT_{name.upper()}", "")
     monkeypatch.setenv("VLFIT_VLLM_PYTHON", stage.python)
 
-    def serve(*words: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["vlfit", "serve", *words])
+    def serve(*words: str, command: str = "serve") -> Ended:
+        monkeypatch.setattr(sys, "argv", ["vlfit", command, *words])
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capsys.readouterr()
@@ -184,6 +188,15 @@ def test_dry_run_needs_no_vllm(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert ended.out.startswith("VLLM_NO_USAGE_STATS=1 vllm serve ")
     assert "python3 -m venv" in ended.err
     assert run("mini", "--backend", "vllm").code == 2
+
+
+def test_a_command_starts_one_for_as_long_as_it_runs(stage: Stage, run: Run) -> None:
+    picture = str(Path(__file__).parents[3] / "examples" / "pictures" / "animals.png")
+    ended = run(picture, "--model", "mini", "--backend", "vllm", command="caption")
+    assert ended.code == 0, ended.err
+    assert ended.out == "a fake answer\n"
+    assert "vLLM: loading weights" in ended.err
+    assert stage.is_gone
 
 
 @pytest.mark.parametrize(

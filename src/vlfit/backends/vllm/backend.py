@@ -34,10 +34,12 @@ from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import EngineLost, RemoteError, ServerUnreachable
 from vlfit.machine.survey import survey
 from vlfit.plan.actual import Row
+from vlfit.plan.expect import Expectation
 from vlfit.plan.search import Plan
 
 Progress = Callable[[str, float], None]
 _LATE_SECONDS = 3.0  # for a process to be seen to have died, once its connection has broken off
+_TOLD = "what is held is what vLLM said at its start: it runs in a process of its own"
 
 logger = logging.getLogger("vlfit")
 
@@ -145,6 +147,11 @@ class VllmBackend:
     def log(self) -> Path:
         """All that vLLM says."""
         return self._serving.started.log.path
+
+    @property
+    def expectation(self) -> Expectation:
+        """The plan's lines. How long a step takes nobody tells: vLLM's are its own."""
+        return Expectation(self.plan.ledger, why_not=_TOLD)
 
     def rows(self) -> tuple[Row, ...]:
         """The plan's ledger beside what vLLM said it holds."""

@@ -18,8 +18,8 @@ KEY_VARIABLE = "VLLM_API_KEY"
 LOOPBACK = "127.0.0.1"
 # Calls of functions as Qwen writes them.
 _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-# By itself vLLM lets any whitespace stand between the tokens of JSON, and models now and then go on with it to
-# the end of their context. "guidance" is llguidance, which the native engine has, too.
+# By itself vLLM lets any whitespace stand between the tokens of JSON, and models now and then go on with it
+# to the end of their context. "guidance" is llguidance, which the native engine has, too.
 _FORMS = ("--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}')
 
 

@@ -1,0 +1,106 @@
+"""Planned and held side by side, and what is kept of a start for the next plan."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.backends.vllm.test_lines import told
+from vlfit.backends.vllm import account
+from vlfit.backends.vllm.memory_lines import Told
+from vlfit.machine.cards import card
+from vlfit.machine.model import Machine
+from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.subjects import subjects
+from vlfit.plan.vllm import starts
+from vlfit.units import GIB, MIB
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return card("RTX 4090", desktop=951 * MIB)
+
+
+@pytest.fixture
+def made(machine: Machine) -> Plan:
+    wishes = Wishes(backend="vllm", vllm_version="0.28.0", context=4096, image_tokens=1024, sequences=2)
+    return plan(subjects("Qwen/Qwen3-VL-4B-Instruct-FP8"), machine, wishes)
+
+
+def first_look(made: Plan, said: Told) -> Told:
+    """As vLLM would have seen this card: 500 MiB of its own context gone."""
+    return replace(said, free=made.gpu.free - 500 * MIB)
+
+
+def test_rows_of_what_it_tells(made: Plan) -> None:
+    said = first_look(made, told("0.28.log"))
+    rows = {row.line: row for row in account.rows_of(made, said, 7 * GIB)}
+    planned = {line.line: line.bytes for line in made.ledger}
+    assert rows["weights"].actual == round(4.88 * GIB)
+    assert rows["weights"].planned == sum(
+        size for line, size in planned.items() if line.startswith("weights.")
+    )
+    assert rows["graphs"].actual == round(0.05 * GIB)
+    assert rows["context"].actual == 500 * MIB
+    assert rows["kv_cache"].planned == planned["kv_cache"]
+    # Nobody told these: they have no number rather than a wrong one.
+    assert (rows["workspace"].actual, rows["growth"].actual, rows["desktop"].actual) == (None, None, None)
+    # Every line of the plan but the air is in one row.
+    assert sum(row.planned or 0 for row in rows.values()) == made.total - planned["reserve"]
+
+
+def test_what_others_took_in_the_meantime_is_no_context(made: Plan) -> None:
+    for free in (made.gpu.free + 1, made.gpu.free - 9 * GIB):
+        rows = account.rows_of(made, replace(told("0.28.log"), free=free), None)
+        assert next(row for row in rows if row.line == "context").actual is None
+
+
+def test_the_next_plan_counts_with_what_this_start_held(made: Plan, machine: Machine) -> None:
+    assert next(line for line in made.ledger if line.line == "context").how == "modelled"
+    kept = account.keep(made, first_look(made, told("0.28.log")), 7 * GIB)
+    assert kept is not None
+    wishes = Wishes(backend="vllm", vllm_version="0.28.0", context=4096, image_tokens=1024, sequences=2)
+    again = plan([made.model], machine, wishes)
+    lines = {line.line: line for line in again.ledger}
+    assert lines["context"].how == "measured"
+    assert lines["graphs"].how == "measured"
+    assert lines["graphs"].bytes == round(0.05 * GIB)
+    # Another version's starts say nothing of this one.
+    other = plan([made.model], machine, replace(wishes, vllm_version="0.30.0"))
+    assert next(line for line in other.ledger if line.line == "context").how == "modelled"
+
+
+def test_a_start_that_tells_less_forgets_nothing(made: Plan) -> None:
+    account.keep(made, first_look(made, told("0.12.log")), None)
+    account.keep(made, first_look(made, told("0.28.log")), None)
+    place = starts.place_of(made.model, made.settings)
+    began = starts.held_by(made.gpu.name, "0.28.0", place, made.settings)
+    assert began is not None
+    assert began.weights == round(4.88 * GIB)
+    assert began.peak == round(1.32 * GIB)  # only the first told it
+
+
+@pytest.mark.parametrize(
+    "broken", ["", "[]", '{"version": 9}', '{"version": 1, "starts": [{"weights": -1}]}']
+)
+def test_a_broken_file_is_as_good_as_none(made: Plan, broken: str) -> None:
+    kept = account.keep(made, told("0.28.log"), None)
+    assert kept is not None
+    kept.write_text(broken)
+    starts._read.cache_clear()
+    place = starts.place_of(made.model, made.settings)
+    assert starts.held_by(made.gpu.name, "0.28.0", place, made.settings) is None
+    assert account.keep(made, told("0.28.log"), None) == kept
+    assert starts.held_by(made.gpu.name, "0.28.0", place, made.settings) is not None
+
+
+def test_what_the_card_lost(made: Plan, machine: Machine) -> None:
+    (gpu,) = machine.gpus
+    later = replace(machine, gpus=(replace(gpu, free=gpu.free - 3 * GIB),))
+    assert account.lost_since(made, later) == 3 * GIB
+    assert account.lost_since(made, replace(machine, gpus=())) is None
