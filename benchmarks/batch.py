@@ -9,7 +9,9 @@ CPU, which sees 16 tokens of each (of its own accord none has fewer than 64). Tw
 overhead    one engine, blocks of pictures by turns: through a batch (a folder, hashes, records, a file) and
             straight through the same backend (bytes that are in memory already, as many threads that prepare
             them, as many in flight, nothing kept). Processor time and wall time of each block; what is told
-            is the median of the quotients of neighbours. Where others work too, read processor time.
+            is the median of the quotients of neighbours. The engine's own threads do the same work in both,
+            as fast as the machine lets them just then: where others work too, read the processor time of all
+            other threads, which is where a batch does what it does.
 kills       `vlfit batch` as a program, ended by SIGKILL at random places of its output, and started again
             until it is through: whether every picture is there once, and how far the resident memory of each
             process rose from its 100th picture to its last.
@@ -57,15 +59,18 @@ LOOK = 0.2  # seconds between two looks at a program that runs
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a block of ``pictures``."""
+    """Seconds of a block of ``pictures``; ``beside``: processor time of all but the engine's own threads."""
 
     pictures: int
     processor: float
     wall: float
+    beside: float
 
     def __str__(self) -> str:
-        processor, wall = (1e3 * seconds / self.pictures for seconds in (self.processor, self.wall))
-        return f"{processor:.2f} ms of processor time, {wall:.2f} ms"
+        processor, wall, beside = (
+            1e3 * seconds / self.pictures for seconds in (self.processor, self.wall, self.beside)
+        )
+        return f"{processor:.2f} ms of processor time, {beside:.2f} of it beside the engine; {wall:.2f} ms"
 
 
 @dataclass
@@ -112,9 +117,24 @@ def make_pictures(folder: Path, count: int, seed: int) -> None:
 
 
 def cost_of(pictures: int, work: Callable[[], None]) -> Cost:
+    lasting = thread_seconds()
     began, processor_began = time.perf_counter(), time.process_time()
     work()
-    return Cost(pictures, time.process_time() - processor_began, time.perf_counter() - began)
+    wall, used = time.perf_counter() - began, time.process_time() - processor_began
+    # The engine's threads were there before and are there after; those that prepare and write are not.
+    engine = sum(seconds - lasting[task] for task, seconds in thread_seconds().items() if task in lasting)
+    return Cost(pictures, used, wall, used - engine)
+
+
+def thread_seconds() -> dict[str, float]:
+    """Processor time of each thread of this process but this one, by its number."""
+    tasks = Path("/proc/self/task")
+    own = str(threading.get_native_id())
+    return {
+        task.name: int((task / "schedstat").read_text().split()[0]) / 1e9
+        for task in tasks.iterdir()
+        if task.name != own
+    }
 
 
 def straight(backend: LocalBackend, work: Work, pictures: list[ImagePart], pace: Pace) -> None:
@@ -186,18 +206,19 @@ def measure_overhead(options: argparse.Namespace, folder: Path, facts: Facts) ->
 
 
 def tell_overhead(facts: Facts) -> None:
+    pairs = list(zip(facts.alone, facts.batch, strict=True))
+    alone = statistics.median(cost.processor / cost.pictures for cost in facts.alone)
     for what, value in (("processor time", "processor"), ("wall time", "wall")):
-        quotients = [
-            getattr(batch, value) / getattr(alone, value)
-            for alone, batch in zip(facts.alone, facts.batch, strict=True)
-        ]
-        alone = statistics.median(getattr(cost, value) / cost.pictures for cost in facts.alone)
-        more = statistics.median(quotients) - 1
+        quotients = [100 * (getattr(batch, value) / getattr(one, value) - 1) for one, batch in pairs]
         print(
-            f"overhead in {what}: {100 * more:+.1f} % of {1e3 * alone:.2f} ms a picture "
-            f"({1e3 * alone * more:+.2f} ms; pairs from {100 * min(quotients) - 100:+.1f} to "
-            f"{100 * max(quotients) - 100:+.1f} %)"
+            f"overhead in {what}: {statistics.median(quotients):+.1f} % "
+            f"(pairs from {min(quotients):+.1f} to {max(quotients):+.1f} %)"
         )
+    more = statistics.median((batch.beside - one.beside) / one.pictures for one, batch in pairs)
+    print(
+        f"overhead beside the engine: {1e3 * more:+.2f} ms of processor time a picture, "
+        f"{100 * more / alone:+.1f} % of {1e3 * alone:.2f} ms"
+    )
 
 
 # --- kills -------------------------------------------------------------------------------------------------
