@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from vlfit.tasks.batch.ray.pipeline import Way
 
 # Two of them for each worker: enough to keep an engine busy, and little to do again when a worker dies.
-_HANDFUL = 32
-_CALLS = 2
+HANDFUL = 32
+CALLS = 2
 # A worker may die of the machine it is on; three times in a row with the same handful it is the handful.
 _RETRIES = 3
 # Handfuls that may be left over in a run before it is not a few strange pictures.
@@ -134,7 +134,7 @@ def _go(
     from vlfit.tasks.batch.ray.pipeline import Way
 
     size = _handful_size(source.count(), team, duty.at_once)
-    ledger.take_all(cluster, team, duty, source, Way(size, _CALLS, _RETRIES, _LOST, send), limit)
+    ledger.take_all(cluster, team, duty, source, Way(size, CALLS, _RETRIES, _LOST, send), limit)
     left = ledger.left_of(source)
     if not left:
         return
@@ -247,10 +247,10 @@ def _check_machines(
 
 def _handful_size(count: int | None, team: "Team", at_once: int | None) -> int:
     """Items that travel together: as many as keep a worker busy, and few enough that all workers get some."""
-    most = max(_HANDFUL, at_once or 0)
+    most = max(HANDFUL, at_once or 0)
     if count is None:
         return most
-    return max(1, min(most, count // (team.size * _CALLS * 2)))
+    return max(1, min(most, count // (team.size * CALLS * 2)))
 
 
 def _in_words(team: "Team") -> str:

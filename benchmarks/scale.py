@@ -1,0 +1,312 @@
+"""The arithmetic of docs/scale.md: cards, days, bytes and money for a million pictures and many more.
+
+    python -m benchmarks.scale                        the tables as they stand in docs/scale.md
+    python -m benchmarks.scale --tokens 200 --picture-kb 900 --price 3.50
+    python -m benchmarks.scale --pictures-per-s 12    of a card of yours, as `vlfit batch --dry-run` says it
+    python -m benchmarks.scale --measure              only: how fast names are listed and records written here
+
+Every figure follows from inputs that are printed first, each with where it is from. Nothing is measured here
+but by ``--measure``; what the inputs call measured was, on the day that docs/log.md names.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.facts import commit, processor
+from benchmarks.report import markdown
+from vlfit.engine.answer import Answer, ImageSeen, Usage
+from vlfit.engine.conversation import ImagePart
+from vlfit.engine.sampling import SamplingParams
+from vlfit.machine.cards import card
+from vlfit.plan.ledger import NATIVE, kv_bytes
+from vlfit.plan.search import Wishes, plan
+from vlfit.plan.speed import TEXT_TOKENS
+from vlfit.plan.subjects import named
+from vlfit.tasks.batch.item import Item, Record
+from vlfit.tasks.batch.job import Job, Work
+from vlfit.tasks.batch.output import Output
+from vlfit.tasks.batch.ray.run import CALLS, HANDFUL
+from vlfit.tasks.batch.sources import open_sources
+from vlfit.tasks.batch.wish import Wish
+from vlfit.units import MIB
+
+MODEL = "Qwen/Qwen3-VL-4B-Instruct-FP8"
+MANY = (10**6, 10**8, 10**10)
+SEQUENCES = (8, 4, 2, 1)  # the steps of ``vlfit plan``
+IMAGE_TOKENS = 768  # of a picture of 1024x768
+KEY_BYTES = 8  # of a key's hash (tasks/batch/keys.py)
+# docs/log.md, 2026-11-22, "At the end of the day", row 4B FP8 of one H100: vision and prefill alone, and
+# tokens/s with 8 at once. Of a picture of 1024x768.
+H100_VISION_S, H100_PREFILL_S, H100_TOKENS_PER_S = 7.2e-3, 20.0e-3, 2_694.0
+NAME_BYTES = 60  # a path in a list
+DAY = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """``picture_bytes``: of an encoded file, ``bad``: the share that cannot be read, ``price``: of an hour of
+    a card, in any money, ``start_s``: until a worker has loaded its model.
+    """
+
+    tokens: int
+    picture_bytes: float
+    bad: float
+    price: float
+    start_s: float
+    pictures_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CardSpeed:
+    """Seconds of one card that a picture takes, with ``sequences`` at once."""
+
+    name: str
+    sequences: int
+    prompt_s: float
+    answer_s: float
+    source: str
+
+    @property
+    def pictures_per_s(self) -> float:
+        return 1 / (self.prompt_s + self.answer_s)
+
+
+def planned(name: str, desktop: int, tokens: int) -> CardSpeed:
+    """What ``vlfit plan`` expects of a card, with as many at once as fit. It says how fast one decodes alone;
+    a step for several reads the weights once, and the KV cache of each.
+    """
+    machine, models = card(name, desktop), named(MODEL).exact
+    for sequences in SEQUENCES:
+        wishes = Wishes(context=2048, image_tokens=IMAGE_TOKENS, sequences=sequences, backend=NATIVE)
+        made = plan(models, machine, wishes)
+        if made.fits:
+            break
+    assert made.speed is not None
+    speed = made.speed
+    cached = (IMAGE_TOKENS + TEXT_TOKENS) * kv_bytes(made.model, NATIVE, made.settings)
+    longer = (speed.bytes_per_token + (sequences - 1) * cached) / speed.bytes_per_token
+    step = longer / speed.decode.expected
+    answer_s = tokens * step / sequences
+    return CardSpeed(name, sequences, speed.first_token.expected, answer_s, "planned, not measured")
+
+
+def cards(inputs: Inputs) -> list[CardSpeed]:
+    """Slowest first; or the one that was given alone."""
+    if inputs.pictures_per_s:
+        return [CardSpeed("yours", 0, 0.0, 1 / inputs.pictures_per_s, "given")]
+    h100 = CardSpeed(
+        "H100 80 GB",
+        8,
+        H100_VISION_S + H100_PREFILL_S,
+        inputs.tokens / H100_TOKENS_PER_S,
+        "parts measured (docs/log.md)",
+    )
+    small, large = planned("RTX 5060", 951 * MIB, inputs.tokens), planned("RTX 4090", 0, inputs.tokens)
+    return [small, large, h100]
+
+
+def sample_record(tokens: int) -> Record:
+    """A record as a batch writes it, with an answer of ``tokens`` words of four letters."""
+    item = Item(
+        "2019/summer/IMG_20190714_183005.jpg", bytes, Path("photos/2019/summer/IMG_20190714_183005.jpg")
+    )
+    seen = ImageSeen(1024, 768, 1024, 768, tokens=IMAGE_TOKENS)
+    usage = Usage(IMAGE_TOKENS + TEXT_TOKENS, IMAGE_TOKENS, tokens)
+    answer = Answer("word " * tokens, "stop", usage, MODEL, (seen,))
+    return Work(Wish.caption(), SamplingParams()).record(item, ImagePart(b"", item.key), answer)
+
+
+def short(number: float) -> str:
+    """1234567 as 1.2 million, 0.0123 as 0.012."""
+    for size, name in ((1e12, " trillion"), (1e9, " billion"), (1e6, " million")):
+        if number >= size:
+            return f"{number / size:.3g}{name}"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+
+
+def size(number: float) -> str:
+    """Bytes in units of a thousand, as disks and networks are sold."""
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number / 1e3:.3g} kB"
+
+
+def span(seconds: float) -> str:
+    """Days, or what is shorter."""
+    if seconds >= 3 * 365 * DAY:
+        return f"{seconds / (365 * DAY):.3g} years"
+    if seconds >= 2 * DAY:
+        return f"{seconds / DAY:,.3g} days"
+    return f"{seconds / 3600:.2g} hours" if seconds >= 3600 else f"{seconds / 60:.2g} minutes"
+
+
+def tables(inputs: Inputs) -> list[tuple[str, list[list[str]]]]:
+    speeds = cards(inputs)
+    return [
+        ("Inputs", inputs_table(inputs)),
+        ("One card", card_table(speeds)),
+        ("Time", time_table(speeds)),
+        ("Cards for 30 days, and money", money_table(speeds, inputs)),
+        ("Bytes and tokens", bytes_table(inputs)),
+        ("Network while 64 cards work", network_table(speeds, inputs)),
+        ("What a failure costs", failure_table(speeds, inputs)),
+    ]
+
+
+def inputs_table(inputs: Inputs) -> list[list[str]]:
+    record = len(json.dumps(sample_record(inputs.tokens))) + 1
+    return [
+        ["input", "value", "from"],
+        ["model", MODEL, "an example"],
+        ["picture", f"1024x768, {IMAGE_TOKENS} tokens", "an example"],
+        ["a file of it", size(inputs.picture_bytes), "assumed: JPEG"],
+        ["answer", f"{inputs.tokens} tokens", "assumed: two sentences"],
+        ["prompt", f"{IMAGE_TOKENS + TEXT_TOKENS} tokens", "plan/speed.py"],
+        ["a record as a JSON line", f"{record} bytes", "counted of one made here"],
+        ["bad pictures", f"{100 * inputs.bad:g} %", "assumed"],
+        ["an hour of a card", f"{inputs.price:g}", "assumed; put your own in"],
+        ["a worker's start", f"{inputs.start_s:g} s", "assumed: process, weights, warming up"],
+        ["pictures that a dead worker had", str(CALLS * HANDFUL), "tasks/batch/ray/run.py"],
+    ]
+
+
+def card_table(speeds: list[CardSpeed]) -> list[list[str]]:
+    rows = [["card", "at once", "prompt with picture, ms", "answer, ms", "pictures/s", "a day", ""]]
+    for one in speeds:
+        cells = [f"{1e3 * one.prompt_s:.0f}", f"{1e3 * one.answer_s:.0f}", f"{one.pictures_per_s:.2g}"]
+        rows.append([one.name, str(one.sequences), *cells, short(DAY * one.pictures_per_s), one.source])
+    return rows
+
+
+def time_table(speeds: list[CardSpeed]) -> list[list[str]]:
+    counts = (1, 8, 64, 512)
+    rows = [["pictures", "card", *(f"{count} card{'s' * (count > 1)}" for count in counts)]]
+    for many in MANY:
+        for one in speeds:
+            spans = [span(many / (count * one.pictures_per_s)) for count in counts]
+            rows.append([short(many), one.name, *spans])
+    return rows
+
+
+def money_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
+    rows = [["pictures", "card", "cards for 30 days", "card-hours", f"at {inputs.price:g} an hour"]]
+    for many in MANY:
+        for one in speeds:
+            seconds = many / one.pictures_per_s
+            wanted = max(1, -(-seconds // (30 * DAY)))
+            hours = seconds / 3600
+            rows.append([short(many), one.name, f"{wanted:,.0f}", short(hours), short(hours * inputs.price)])
+    return rows
+
+
+def bytes_table(inputs: Inputs) -> list[list[str]]:
+    record = len(json.dumps(sample_record(inputs.tokens))) + 1
+    head = [
+        "pictures",
+        "files",
+        "records",
+        "list of names",
+        "hashes of keys",
+        "prompt tokens",
+        "answer tokens",
+    ]
+    rows = [[*head, "bad pictures"]]
+    for many in MANY:
+        parts = [size(many * each) for each in (inputs.picture_bytes, record, NAME_BYTES, KEY_BYTES)]
+        tokens = [short(many * each) for each in (IMAGE_TOKENS + TEXT_TOKENS, inputs.tokens)]
+        rows.append([short(many), *parts, *tokens, short(many * inputs.bad)])
+    return rows
+
+
+def network_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
+    rows = [["card", "pictures/s of 64", "files read", "of it per card", "records written"]]
+    record = len(json.dumps(sample_record(inputs.tokens))) + 1
+    for one in speeds:
+        rate = 64 * one.pictures_per_s
+        read = rate * inputs.picture_bytes
+        written = f"{size(rate * record)}/s"
+        rows.append([one.name, short(rate), f"{size(read)}/s", f"{size(read / 64)}/s", written])
+    return rows
+
+
+def failure_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
+    """On average half of what a worker had was done when it died, so half of it is lost."""
+    head = ["card", "done again, s of one card", "with its start", "lost if it dies every hour", "every day"]
+    rows = [head]
+    for one in speeds:
+        again = CALLS * HANDFUL / 2 / one.pictures_per_s
+        lost = again + inputs.start_s
+        shares = [f"{100 * lost / (lost + each):.2g} %" for each in (3600.0, DAY)]
+        rows.append([one.name, f"{again:.2g}", f"{lost:.3g}", *shares])
+    return rows
+
+
+def measured(names: int, records: int) -> list[list[str]]:
+    """How fast names are listed and records written here, by one process."""
+    rows = [["by one process", "in a second", "cards of 20 pictures/s that it keeps up with"]]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "pictures"
+        for number in range(names):
+            below = folder / f"{number // 1000:04}"
+            below.mkdir(parents=True, exist_ok=True)
+            (below / f"{number:07}.jpg").touch()
+        start = time.perf_counter()
+        listed = sum(1 for _ in open_sources([str(folder)]))
+        rates = {f"names listed, of a folder of {listed:,} files": listed / (time.perf_counter() - start)}
+        listing = Path(place) / "names.txt"
+        listing.write_text("".join(f"/photos/{number:09}.jpg\n" for number in range(names)))
+        start = time.perf_counter()
+        listed = sum(1 for _ in open_sources([str(listing)]))
+        rates["names read of a list"] = listed / (time.perf_counter() - start)
+        rates["records written as JSON lines"] = _written(Path(place) / "out.jsonl", records)
+    rows += [[what, short(rate), short(rate / 20)] for what, rate in rates.items()]
+    return rows
+
+
+def _written(path: Path, records: int) -> float:
+    output = Output(Job(Wish.caption(), SamplingParams(), ("photos",), path))
+    record = sample_record(64)
+    try:
+        start = time.perf_counter()
+        for number in range(records):
+            key = f"{number:07}.jpg"
+            output.write(Item(key, bytes), {**record, "key": key})
+        output.flush()
+        return records / (time.perf_counter() - start)
+    finally:
+        output.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--picture-kb", type=float, default=200.0)
+    parser.add_argument("--bad", type=float, default=0.002, help="share of pictures that cannot be read")
+    parser.add_argument("--price", type=float, default=2.0, help="of an hour of a card")
+    parser.add_argument("--start", type=float, default=60.0, help="seconds until a worker has its model")
+    parser.add_argument("--pictures-per-s", type=float, help="of one card, instead of the three")
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--names", type=int, default=100_000, help="with --measure")
+    typed = parser.parse_args()
+    if typed.measure:
+        load = os.getloadavg()[0]
+        print(f"commit {commit()}, {processor()}, {os.cpu_count()} cores, load {load:.1f}\n")
+        print(*markdown(measured(typed.names, typed.names // 2)), sep="\n")
+        return
+    inputs = Inputs(
+        typed.tokens, 1e3 * typed.picture_kb, typed.bad, typed.price, typed.start, typed.pictures_per_s
+    )
+    for title, rows in tables(inputs):
+        print(f"**{title}**\n", *markdown(rows), "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
