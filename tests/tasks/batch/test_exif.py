@@ -209,6 +209,7 @@ BROKEN = {
     "a WebP cut off": KINDS["lossy.webp"][:-30],
     "a WebP of nothing": b"RIFF\4\0\0\0WEBP",
     "a WebP of something": b"RIFF\x10\0\0\0WEBPABCD\4\0\0\0abcd",
+    "a WebP of no height": KINDS["lossy.webp"][:28] + b"\0\0" + KINDS["lossy.webp"][30:],
     "a TIFF cut off": TIFF[:6],
     "a TIFF whose directory is outside": TIFF[:4] + b"\xff\xff\xff\x7f" + TIFF[8:],
     "too long": picture(file_format="JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + bytes(65_500)),

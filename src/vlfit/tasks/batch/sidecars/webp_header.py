@@ -17,9 +17,11 @@ def extended(chunks: list[tuple[bytes, bytes]]) -> list[bytes]:
         raise BadExif("it holds nothing")
     name, first = chunks[0]
     rest = [chunk for _, chunk in chunks[1:]]
-    if name == b"VP8X":
+    if name == b"VP8X" and len(first) >= 18:
         return [first[:8] + bytes([first[8] | _HAS_EXIF]) + first[9:], *rest]
     width, height, alpha = _size(name, first[8:])
+    if not width or not height:
+        raise BadExif("it is 0 pixels wide or high")
     flags = _HAS_EXIF | (_HAS_ALPHA if alpha else 0)
     edges = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
     return [b"VP8X" + struct.pack("<I", 10) + bytes([flags, 0, 0, 0]) + edges, first, *rest]
