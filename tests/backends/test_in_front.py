@@ -151,6 +151,12 @@ def test_calls_of_tools_are_parsed_once_more(front: Running, scripted: ScriptedB
                 "json_schema": {"name": "a", "schema": {"type": "null"}},
             }
         },
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"type": "null"}, "fenced": True},
+            }
+        },
         {"tools": [WEATHER], "tool_choice": "required"},
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
         {"tools": [WEATHER], "parallel_tool_calls": False},

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -127,18 +128,39 @@ def test_calls_and_what_they_gave_belong_together_by_number() -> None:
 
 
 def test_forms() -> None:
-    """What a request asks for is always passed on; what a task asks for is kept from who may not know it."""
-    schema = Form("json", '{"type": "null"}')
-    for server in ("vlfit", "vllm", "other"):
+    """What a request asks for is always passed on; the form of a task goes to who can keep to just that."""
+    schema, asked = (
+        Form("json", '{"type": "null"}'),
+        Form("grammar", "start: a", "tools", {"tool_choice": "required"}),
+    )
+    servers: tuple[Server, ...] = ("vlfit", "vllm", "other")
+    for server in servers:
         told = form_fields(schema, server)["response_format"]
         assert (told["type"], told["json_schema"]["schema"]) == ("json_schema", {"type": "null"})
-    boxes = form_fields(fenced_json(BOXES), "vllm")["response_format"]
-    assert boxes["json_schema"]["schema"] == BOXES
-    assert form_fields(fenced_json(BOXES), "other") == {}
-    asked = Form("grammar", "start: ...", "tools", wire={"tool_choice": "required"})
-    assert form_fields(asked, "other") == {"tool_choice": "required"}
+        assert form_fields(asked, server) == {"tool_choice": "required"}
+    task = fenced_json(BOXES)
+    named = form_fields(task, "vlfit")["response_format"]["json_schema"]
+    assert (named["schema"], named["fenced"]) == (BOXES, True)
+    assert form_fields(task, "vllm") == form_fields(task, "other") == {}
+    # What a request asked one of our servers for, and that passes on to another.
+    passed = replace(task, place="response_format")
+    assert form_fields(passed, "other")["response_format"]["json_schema"] == {
+        "name": "answer",
+        "schema": BOXES,
+    }
     with pytest.raises(InvalidRequest, match="grammar"):
         form_fields(Form("grammar", "start: ..."), "vlfit")
+
+
+def test_a_vllm_that_follows_grammars_as_we_do_gets_the_very_same() -> None:
+    from llguidance import LLMatcher
+
+    told = form_fields(fenced_json(BOXES), "vllm", grammars=True)["structured_outputs"]["grammar"]
+    assert told == fenced_json(BOXES).text
+    schema = Form("json", '{"type": "array", "items": {"type": "integer"}}')
+    text = form_fields(schema, "vllm", grammars=True)["structured_outputs"]["grammar"]
+    assert LLMatcher.validate_grammar(text, None) == ""
+    assert '"whitespace_flexible": false' in text
 
 
 def test_what_cannot_be_done_there_is_refused_here() -> None:

@@ -20,6 +20,8 @@ from vlfit.cli.session import backend_of
 from vlfit.errors import UsageError
 from vlfit.server.settings import ServerSettings
 from vlfit.settings import read_settings
+from vlfit.tasks.boxes import BOXES, fenced_json
+from vlfit.tasks.scene import SCENE_FORM
 
 CUPS = '```json\n[{"bbox_2d": [0, 0, 500, 1000], "label": "cup"}]\n```'
 URL = "http://127.0.0.1:8000"
@@ -126,9 +128,8 @@ def test_every_command_asks_the_server(
     assert found["box"] == [0, 0, 320, 480]
     told = json.loads(vlfit("scene", picture, *remote, "--json").out)
     assert [thing["label"] for thing in told["objects"]] == ["cup"]
-    for started in scripted.started[-2:]:
-        assert started.form is not None
-        assert started.form.kind == "json", "the model there is held to a form, too"
+    forms = [started.form for started in scripted.started[-2:]]
+    assert forms == [fenced_json(BOXES), fenced_json(SCENE_FORM)], "as a model here is held to"
 
 
 def test_a_backend_that_there_is_not(vlfit: Vlfit, picture: Path) -> None:

@@ -7,13 +7,13 @@ lack. Does not know: connections, nor replies (``openai_replies.py``).
 import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from itertools import count
 from typing import Any, Literal
 
 from vlfit.engine.conversation import Conversation, ImagePart, Message, Part, TextPart, Tool, VideoPart
-from vlfit.engine.sampling import Form, SamplingParams
+from vlfit.engine.sampling import SPACING, Form, SamplingParams
 from vlfit.errors import InvalidRequest, PictureError
 
 Server = Literal["vlfit", "vllm", "other"]
@@ -62,11 +62,13 @@ def text_fields(prompt: str | tuple[int, ...]) -> bytes:
     return _written({"prompt": prompt}, "prompt")
 
 
-def sampling_fields(sampling: SamplingParams, model: str, server: Server, *, chat: bool) -> bytes:
+def sampling_fields(
+    sampling: SamplingParams, model: str, server: Server, *, chat: bool, grammars: bool = False
+) -> bytes:
     """The rest of the object: the model, how words are chosen, and that they are to come one by one.
 
     A vlfit server is told every wish, so that none of its own defaults fills a gap. Raises ``InvalidRequest``
-    for wishes that no such server can carry out.
+    for wishes that no such server can carry out. ``grammars``: see ``form_fields``.
     """
     if sampling.loop_guard and server != "vlfit":
         raise InvalidRequest(
@@ -94,23 +96,46 @@ def sampling_fields(sampling: SamplingParams, model: str, server: Server, *, cha
     if sampling.top_logprobs is not None:
         chosen = {"logprobs": True, "top_logprobs": sampling.top_logprobs}
         body |= chosen if chat else {"logprobs": sampling.top_logprobs}
-    return _written(body | form_fields(sampling.form, server), "stop")
+    return _written(body | form_fields(sampling.form, server, grammars=grammars), "stop")
 
 
-def form_fields(form: Form | None, server: Server) -> dict[str, Any]:
-    """How a server is asked to keep to ``form``.
+def form_fields(form: Form | None, server: Server, *, grammars: bool = False) -> dict[str, Any]:
+    """How a server is asked to keep to ``form``. ``grammars``: it is a vLLM that follows them by llguidance,
+    as our engine does, and so keeps to the very same form.
 
-    The form that a task asks for is a help, as its answer is read with patience: servers that may not know
-    such a wish are not told of it. What a request asked for itself is always passed on.
+    What a request asked for itself is always passed on. The form of a task is a help, as its answer is read
+    with patience: JSON between fences, as Qwen3-VL was taught to write it, or bare. A server that knows bare
+    JSON alone is not told of it: held to that, a small model no longer knows what it sees (docs/backends.md).
     """
     if form is None:
         return {}
     if form.kind == "json":
-        named = {"name": "answer", "schema": json.loads(form.text)}
+        schema = json.loads(form.text)
+        if grammars:
+            return _grammar("%llguidance {}\nstart: %json " + json.dumps({**schema, "x-guidance": SPACING}))
+        named = {"name": "answer", "schema": schema}
         return {"response_format": {"type": "json_schema", "json_schema": named}}
+    if form.place is None and grammars:
+        return _grammar(form.text)
     if form.wire is None:
         raise InvalidRequest("a grammar cannot be sent to a server", "use a JSON schema", param=form.place)
-    return {} if form.place is None and server == "other" else dict(form.wire)
+    if server == "vlfit":
+        return dict(form.wire)
+    return {} if form.place is None else _as_openai_has_it(form.wire)
+
+
+def _grammar(text: str) -> dict[str, Any]:
+    return {"structured_outputs": {"grammar": text}}
+
+
+def _as_openai_has_it(wire: Mapping[str, Any]) -> dict[str, Any]:
+    """``fenced`` is a word of ours; without it a schema asks for bare JSON."""
+    told = dict(wire)
+    named = told.get("response_format", {}).get("json_schema")
+    if named is not None:
+        kept = {name: value for name, value in named.items() if name != "fenced"}
+        told["response_format"] = {**told["response_format"], "json_schema": kept}
+    return told
 
 
 def data_url(data: bytes) -> str:

@@ -84,6 +84,7 @@ class RemoteBackend:
     is what the server tells unless given; ``max_tokens`` of an answer whose request names no limit: as the
     server has it unless given. ``at_once`` requests are sent at a time, others wait here. ``serves``: this
     stands behind a server of ours, whose clients are told apart from it (``openai_replies.behind``).
+    ``grammars``: as in ``openai_wire.form_fields``.
 
     Raises ``ServerUnreachable``, ``RemoteError``, ``WrongApiKey``, or ``UsageError`` for what is no URL.
     """
@@ -100,6 +101,7 @@ class RemoteBackend:
         max_tokens: int | None = None,
         at_once: int = AT_ONCE,
         serves: bool = False,
+        grammars: bool = False,
     ) -> None:
         import httpx  # a tenth of a second, which nobody should pay who runs a model in process
 
@@ -113,6 +115,7 @@ class RemoteBackend:
         self._room = asyncio.Semaphore(at_once)
         self._max_tokens = max_tokens
         self._serves = serves
+        self._grammars = grammars
         try:
             cards = self._models(optional=model is not None)
         except BaseException:
@@ -208,7 +211,9 @@ class RemoteBackend:
 
     def _prepared(self, path: str, content: bytes, sampling: SamplingParams, asked: float) -> RemotePrepared:
         # What makes no sense is found before anybody waits.
-        openai_wire.sampling_fields(sampling, self.model, self.server, chat=path != "completions")
+        openai_wire.sampling_fields(
+            sampling, self.model, self.server, chat=path != "completions", grammars=self._grammars
+        )
         wanted = sampling.max_tokens or self._max_tokens or self.context or 0
         return RemotePrepared(path, content, asked, min(wanted, self.context or wanted))
 
@@ -219,7 +224,7 @@ class RemoteBackend:
         if sampling.max_tokens is None:
             sampling = replace(sampling, max_tokens=self._max_tokens)
         rest = openai_wire.sampling_fields(
-            sampling, self.model, self.server, chat=prepared.path != "completions"
+            sampling, self.model, self.server, chat=prepared.path != "completions", grammars=self._grammars
         )
         body = b"{" + prepared.content + b"," + rest + b"}"
         reader, events = ReplyReader(prepared.asked), Events()

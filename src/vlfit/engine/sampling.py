@@ -14,6 +14,11 @@ COLDEST = 1e-5  # the bound that vLLM has, too
 MOST_SEED = 2**63 - 17  # with a sign it fits 64 bits, and there is room to number the choices of one request
 
 
+# JSON in one line: where a form allows spaces anywhere, a model that does not know how to go on may write
+# nothing else for ever. Both are patterns, of llguidance.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """The form that an answer must have: ``text`` is a JSON schema, or a grammar in llguidance's Lark.

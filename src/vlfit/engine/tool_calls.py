@@ -12,14 +12,12 @@ from typing import Any
 
 from vlfit.engine.conversation import Tool, ToolCall
 from vlfit.engine.form_bounds import check_schema
-from vlfit.engine.sampling import Form
+from vlfit.engine.sampling import SPACING, Form
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-# As ``constraint.py`` has it for whole schemas.
 _HALF = re.compile(
     rf'{_OPEN}\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)', re.DOTALL
 )
-_IN_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 def calls_form(
@@ -44,7 +42,7 @@ def calls_form(
         start = f"start: calls{'' if required else ' | answer'}"
         rest = [f"calls: call{' (BREAK call)*' if parallel else ''}", 'BREAK: "\\n"']
         if not required:
-            rest.append(f"answer: %json {json.dumps({**(otherwise or {}), 'x-guidance': _IN_ONE_LINE})}")
+            rest.append(f"answer: %json {json.dumps({**(otherwise or {}), 'x-guidance': SPACING})}")
     else:
         start = f"start: call{'*' if parallel else '?'} text"
         words = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{_OPEN}(.|\n)*/"
@@ -55,7 +53,7 @@ def calls_form(
 def _rule(number: int, tool: Tool, alone: bool) -> str:
     begin = json.dumps(_OPEN) if alone else "opened"
     head = json.dumps(f'\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
-    schema = {"type": "object", **tool.parameters, "x-guidance": _IN_ONE_LINE}
+    schema = {"type": "object", **tool.parameters, "x-guidance": SPACING}
     return f"call_{number}: {begin} {head} %json {json.dumps(schema)} {json.dumps('}' + chr(10) + _CLOSE)}"
 
 

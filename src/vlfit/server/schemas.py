@@ -133,12 +133,16 @@ class StreamOptions(Strict):
 
 
 class NamedSchema(Strict):
-    """``schema`` is JSON Schema, of which everything is kept to or refused; ``strict`` changes nothing."""
+    """``schema`` is JSON Schema, of which everything is kept to or refused; ``strict`` changes nothing.
+
+    ``fenced``: JSON may stand between fences, and with spaces, as Qwen3-VL likes to write it. A word of ours.
+    """
 
     name: str = Field(min_length=1, max_length=200)
     description: str | None = None
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
+    fenced: bool | None = None
 
 
 class ResponseFormat(Strict):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from vlfit.engine.conversation import Tool
+from vlfit.engine.form_bounds import check_schema
 from vlfit.engine.sampling import Form, SamplingParams
 from vlfit.engine.tool_calls import calls_form
 from vlfit.errors import InvalidRequest
@@ -21,6 +22,7 @@ from vlfit.server.schemas import (
     SamplingWishes,
     ToolChoice,
 )
+from vlfit.tasks.boxes import fenced_json
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -122,7 +124,8 @@ def form_of(wishes: ChatRequest) -> Form | None:
 
 def _form_of(wishes: ChatRequest) -> Form | None:
     tools, choice = tools_of(wishes), wishes.tool_choice
-    schema = _schema_of(wishes.response_format)
+    wish = wishes.response_format
+    schema = _schema_of(wish)
     parallel = wishes.parallel_tool_calls is not False
     if isinstance(choice, ToolChoice):
         called = tuple(tool for tool in tools if tool.name == choice.function.name)
@@ -135,6 +138,9 @@ def _form_of(wishes: ChatRequest) -> Form | None:
         return calls_form(tools, parallel=parallel, required=False, otherwise=schema)
     if schema is None:
         return None
+    if wish is not None and wish.json_schema is not None and wish.json_schema.fenced:
+        check_schema(schema, "response_format")
+        return replace(fenced_json(schema), place="response_format")
     return Form("json", json.dumps(schema), "response_format")
 
 

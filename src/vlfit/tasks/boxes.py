@@ -45,8 +45,8 @@ def fenced_json(schema: dict[str, Any]) -> Form:
     """JSON of ``schema``, bare or between fences as Qwen3-VL likes to put it, with any spaces."""
     body = json.dumps({**schema, "x-guidance": {"whitespace_flexible": True}})
     grammar = f'%llguidance {{}}\nstart: "```json\\n" body "\\n```" | body\nbody: %json {body}'
-    bare = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    return Form("grammar", grammar, wire={"response_format": bare})
+    named = {"name": "answer", "schema": schema, "fenced": True}
+    return Form("grammar", grammar, wire={"response_format": {"type": "json_schema", "json_schema": named}})
 
 
 @dataclass(frozen=True, slots=True)
