@@ -54,6 +54,8 @@ def batch(
     dry_run: its.DryRun = False,
     sidecar: its.Sidecars = None,
     overwrite: its.Overwrite = False,
+    backup: its.Backup = False,
+    keep_times: its.KeepTimes = False,
     column: its.Column = None,
     keep: its.Keep = None,
     hidden: its.Hidden = False,
@@ -95,10 +97,11 @@ def batch(
     is_table(output)
     wish = its.read_wish(long=long, ask=ask, system=system, scene=scene, detect=detect, schema=schema)
     with terminated_as_interrupted():
-        session = Session(options, looks=True)
+        # On a cluster others look: a model need not be here.
+        session = Session(options, looks=ray is None)
         sampling = with_options(SamplingParams(), session.sampling)
         job = Job(wish, sampling, tuple(sources), output, tuple(sidecar or ()))
-        cards = [_sidecar(kind, overwrite=overwrite) for kind in job.sidecars]
+        cards = _sidecars(job, overwrite=overwrite, backup=backup, keep_times=keep_times)
         source = open_sources(sources, SourceOptions(column, tuple(keep or ()), allow_private_urls, hidden))
         if shard is not None:
             source = _part(source, shard)
@@ -169,7 +172,7 @@ class _Batch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._output.close()
-        if isinstance(error, VlfitError | KeyboardInterrupt):
+        if isinstance(error, VlfitError | KeyboardInterrupt) and not isinstance(error, UsageError):
             done = (
                 f"{self._page.tally.done:,} pictures are done" if self._page.tally.done else "nothing is lost"
             )
@@ -271,10 +274,15 @@ def _try_out(
         tell_trial(facts, session.printer)
 
 
-def _sidecar(kind: str, *, overwrite: bool) -> "Sidecar":
+def _sidecars(job: "Job", *, overwrite: bool, backup: bool, keep_times: bool) -> "list[Sidecar]":
     from vlfit.tasks.batch.sidecars import sidecar
 
-    return sidecar(kind, overwrite=overwrite)
+    if not job.sidecars and (overwrite or backup or keep_times):
+        raise UsageError("--overwrite, --backup and --keep-times go with --sidecar", "name a kind of sidecar")
+    if (backup or keep_times) and "exif" not in job.sidecars:
+        raise UsageError("--backup and --keep-times go with --sidecar exif", "leave them out")
+    kinds = dict.fromkeys(job.sidecars)
+    return [sidecar(kind, overwrite=overwrite, backup=backup, keep_times=keep_times) for kind in kinds]
 
 
 def _part(source: "Source", shard: str) -> "Source":

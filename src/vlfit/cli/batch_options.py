@@ -83,6 +83,12 @@ Sidecars = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="With --sidecar: replace texts that are there already.")
 ]
+Backup = Annotated[
+    bool, typer.Option("--backup", help="With --sidecar exif: leave the picture as it was in FILE_original.")
+]
+KeepTimes = Annotated[
+    bool, typer.Option("--keep-times", help="With --sidecar exif: the file keeps its time.")
+]
 Column = Annotated[
     str | None,
     typer.Option("--column", metavar="NAME", help="Of a .parquet table: the column with the pictures."),

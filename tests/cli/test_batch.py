@@ -1,0 +1,190 @@
+"""vlfit batch: what is asked, what is written, what is said, and how it ends."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Vlfit
+from tests.scripted_backend import png
+from tests.tasks.batch.beside import BesideBackend
+from vlfit.errors import EngineStopped
+from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT, SCENE
+
+SCENE_ANSWER = (
+    '{"summary": "A cup.", "objects": [{"label": "cup", "bbox_2d": [0, 0, 500, 500]}], "text": ["TEA"]}'
+)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> BesideBackend:
+    """What ``vlfit batch`` opens instead of a model."""
+    backend = BesideBackend()
+    monkeypatch.setattr("vlfit.tasks.batch.opening.open_backend", lambda wanted, progress: backend)
+    monkeypatch.setattr("vlfit.server.host_memory.keep_what_is_loaded", lambda: None)
+    monkeypatch.setattr("vlfit.server.host_memory.give_memory_back", lambda: None)
+    return backend
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Six pictures, two of the same bytes; and a file that is none."""
+    folder = tmp_path / "pictures"
+    (folder / "deep").mkdir(parents=True)
+    for number in range(4):
+        (folder / f"{number}.png").write_bytes(png(16 + number, 16))
+    (folder / "deep" / "4.png").write_bytes(png(40, 16))
+    (folder / "deep" / "same.png").write_bytes(png(16, 16))
+    (folder / "bad.jpg").write_text("<html>no picture</html>")
+    return folder
+
+
+def records(path: Path) -> dict[str, dict[str, object]]:
+    return {record["key"]: record for record in map(json.loads, path.read_text("utf-8").splitlines())}
+
+
+def test_a_folder_is_captioned_into_a_file(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
+    output = folder.parent / "out" / "captions.jsonl"
+    ended = vlfit("batch", folder, "-o", output, "-m", "mini")
+    assert (ended.code, ended.out) == (1, "")
+    found = records(output)
+    assert sorted(found) == ["0.png", "1.png", "2.png", "3.png", "deep/4.png", "deep/same.png"]
+    assert found["deep/4.png"]["picture"] == str(folder / "deep" / "4.png")
+    assert {"0.png", "deep/same.png"} == {*filter(None, (r.get("same_as") for r in found.values()))} | {
+        key for key, record in found.items() if "same_as" in record
+    }
+    assert len(backend.started) == 5
+    assert backend.closed
+    failed = records(output.with_name("captions.jsonl.failed.jsonl"))
+    assert failed["bad.jpg"]["code"] == "invalid_image"
+    assert "failed: bad.jpg is a web page (HTML), not a picture" in ended.err
+    assert "6 pictures done" in ended.err
+    assert "1 failed" in ended.err
+    again = vlfit("batch", folder, "-o", output, "-m", "mini", "--json")
+    assert again.code == 1
+    facts = json.loads(again.out)
+    assert (facts["done"], facts["done_before"], facts["failed_in_all"], facts["stopped"]) == (0, 6, 1, False)
+    assert len(backend.started) == 5
+    (folder / "bad.jpg").write_bytes(png(50, 50))
+    assert vlfit("batch", folder, "-o", output, "-m", "mini", "--retry-failed").code == 0
+    assert not output.with_name("captions.jsonl.failed.jsonl").exists()
+    assert len(records(output)) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "answer", "fields"),
+    [
+        ([], CAPTION_SHORT, "red", {"text": "red "}),
+        (["--long"], CAPTION_LONG, "red", {}),
+        (["--ask", "What is this?"], "What is this?", "red", {}),
+        (["--scene"], SCENE, SCENE_ANSWER, {"summary": "A cup.", "words": ["TEA"]}),
+        (["--detect", "cups"], '"cups"', SCENE_ANSWER, {"width": 20, "height": 16, "warnings": []}),
+        (["--schema", "SCHEMA"], '{"type": "object"}', '{"a": 1}', {"value": {"a": 1}}),
+    ],
+)
+def test_what_is_asked_and_what_is_kept_of_it(
+    options: list[str],
+    prompt: str,
+    answer: str,
+    fields: dict[str, object],
+    vlfit: Vlfit,
+    backend: BesideBackend,
+    tmp_path: Path,
+) -> None:
+    asked: list[str] = []
+
+    def say(data: bytes, prompt: str) -> str:
+        asked.append(prompt)
+        return answer
+
+    backend.say = say
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    (tmp_path / "a.png").write_bytes(png(20, 16))
+    options = [str(tmp_path / "schema.json") if option == "SCHEMA" else option for option in options]
+    output = tmp_path / "out.jsonl"
+    assert vlfit("batch", tmp_path / "a.png", "-o", output, "-m", "mini", *options).code == 0
+    assert prompt in asked[0]
+    (record,) = records(output).values()
+    assert {name: record[name] for name in fields} == fields
+
+
+def test_other_jobs_and_wrong_words_are_refused_before_a_model_is_loaded(
+    vlfit: Vlfit, backend: BesideBackend, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = folder.parent / "out.jsonl"
+    vlfit("batch", folder, "-o", output, "-m", "mini")
+    monkeypatch.setattr("vlfit.tasks.batch.opening.open_backend", lambda *_: pytest.fail("it was loaded"))
+
+    def refused(*arguments: object) -> str:
+        ended = vlfit("batch", *arguments, "-m", "mini")
+        assert (ended.code, ended.out) == (2, "")
+        return ended.err
+
+    assert "its task was 'caption' and is 'scene'" in refused(folder, "-o", output, "--scene")
+    assert "--scene and --detect are different tasks" in refused(
+        folder, "-o", output, "--scene", "--detect", "cups"
+    )
+    assert "neither .jsonl nor .parquet" in refused(folder, "-o", "out.csv")
+    assert "nothing to look for" in refused(folder, "-o", "new.jsonl", "--detect", " ")
+    assert "the schema" in refused(folder, "-o", "new.jsonl", "--schema", folder / "no.json")
+    assert "go with --sidecar" in refused(folder, "-o", "new.jsonl", "--overwrite")
+    assert "there is no sidecar 'doc'" in refused(folder, "-o", "new.jsonl", "--sidecar", "doc")
+    assert "--shard is '9'" in refused(folder, "-o", "new.jsonl", "--shard", "9")
+    assert "--limit is 0" in refused(folder, "-o", "new.jsonl", "--limit", 0)
+    empty = folder.parent / "empty"
+    empty.mkdir()
+    ended = vlfit("batch", empty, "-o", folder.parent / "new.jsonl", "-m", "mini")
+    assert ended.code == 1
+    assert "there are no pictures in" in ended.err
+    assert not (folder.parent / "new.jsonl").exists()
+
+
+def test_a_failure_of_all_says_how_to_go_on(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
+    backend.say = lambda data, prompt: EngineStopped("the engine is gone", "start again")
+    ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini")
+    assert ended.code == 1
+    assert "error: the engine is gone" in ended.err
+    assert "the same command goes on from here" in ended.err
+    assert backend.closed
+
+
+def test_ctrl_c_ends_it_in_order(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
+    backend.hold = True
+    started, output = backend.start, folder.parent / "out.jsonl"
+
+    def start(*arguments: object) -> object:
+        ticket = started(*arguments)  # type: ignore[arg-type]
+        if len(backend.started) == 3:
+            backend.release()
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return ticket
+
+    backend.start = start  # type: ignore[method-assign, assignment]
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    ended = vlfit("batch", folder, "-o", output, "-m", "mini", "--json")
+    assert ended.code == 130
+    assert "the same command goes on from here" in ended.err
+    assert json.loads(ended.out)["stopped"]
+    assert len(records(output)) in (1, 2)  # the same bytes may have been waiting for it
+    assert backend.closed
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_sidecars_stand_beside_pictures(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
+    output = folder.parent / "out.jsonl"
+    vlfit("batch", folder, "-o", output, "-m", "mini", "--sidecar", "txt", "--limit", 2)
+    assert len(list(folder.rglob("*.txt"))) == len(records(output)) > 0
+
+
+def test_a_dry_run_counts_and_writes_nothing(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
+    output = folder.parent / "out.jsonl"
+    ended = vlfit("batch", folder, "-o", output, "-m", "mini", "--dry-run")
+    assert ended.code == 0
+    assert ended.out.startswith("7 pictures, 0 of them done or failed before\nthe first 7 took ")
+    assert "1 of them failed" in ended.out
+    assert {path.name for path in folder.parent.iterdir()} == {"pictures"}
+    facts = json.loads(vlfit("batch", folder, "-o", output, "-m", "mini", "--dry-run", "--json").out)
+    assert (facts["pictures"], facts["tried"], facts["seconds_for_all"] is None) == (7, 7, False)
