@@ -65,6 +65,15 @@ def test_without_vllms_own_count_the_log_s_numbers_or_the_pool_decide() -> None:
     assert stepped(Failure("vllm.kv_too_small"), failed).plan.settings.context == 2048 - 128
 
 
+def test_a_pool_too_small_for_any_context_is_the_plans_own() -> None:
+    failed = first(context=4096, kv_tokens=128)
+    values = {"length": "4096", "needed": "0.44", "available": "0.01", "estimate": "0"}
+    step = stepped(Failure("vllm.kv_too_small", values), failed, context=4096, kv_tokens=128)
+    assert step.broken == ("--kv 128 -> 16512",)
+    assert step.plan.settings.context == 4096
+    assert "KV cache 128 -> 16512 tokens" in step.what_changed
+
+
 def test_where_less_is_free_as_much_less_is_planned() -> None:
     failed = first("4B", context=4096)
     free = {"free": "6.2", "total": "7.96"}

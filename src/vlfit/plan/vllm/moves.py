@@ -156,7 +156,7 @@ def broken(before: Settings, after: Settings, fixed: frozenset[str]) -> tuple[st
     """Which of the ``fixed`` wishes are lowered, as options with their values before and after."""
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in _PRICES]
     pairs += [
-        ("kv_tokens", before.vllm.kv_tokens, after.vllm.kv_tokens),
+        ("kv_tokens", *_pools(before, after)),
         ("data_parallel", before.vllm.data, after.vllm.data),
     ]
     options = {"kv_tokens": "--kv", "data_parallel": "--data-parallel"}
@@ -165,6 +165,13 @@ def broken(before: Settings, after: Settings, fixed: frozenset[str]) -> tuple[st
         for name, old, new in pairs
         if old != new and name in fixed
     )
+
+
+def _pools(before: Settings, after: Settings) -> tuple[int | None, int | None]:
+    """Tokens of the pool where one was asked for; what follows from a shorter context is no change of it."""
+    if before.vllm.kv_tokens == after.vllm.kv_tokens:
+        return None, None
+    return pool_tokens(before), pool_tokens(after)
 
 
 # What a lower value is called, and what it costs.
@@ -187,8 +194,9 @@ def in_words(before: Settings, after: Settings) -> str:
         said.append("no CUDA graphs (--enforce-eager): each word takes longer")
     old_told, new_told = before.vllm, after.vllm
     if old_told.kv_tokens != new_told.kv_tokens:
-        pool = f"{pool_tokens(before)} -> {pool_tokens(after)}"
-        said.append(f"KV cache {pool} tokens: fewer long requests run at once")
+        old_pool, new_pool = pool_tokens(before), pool_tokens(after)
+        price = "fewer long requests run at once" if new_pool < old_pool else "it takes more memory"
+        said.append(f"KV cache {old_pool} -> {new_pool} tokens: {price}")
     if old_told.data != new_told.data:
         said.append(f"{old_told.data} -> {new_told.data} copies of the model: fewer requests at once in all")
     if new_told.one_front and not old_told.one_front:

@@ -80,7 +80,8 @@ class _Case:
 
     @property
     def fixed(self) -> frozenset[str]:
-        return frozenset(name for name in _FIXED if getattr(self.wishes, name) is not None)
+        fixed = {name for name in _FIXED if getattr(self.wishes, name) is not None}
+        return frozenset(fixed | ({"kv_tokens"} if self.wishes.kv_bytes is not None else set()))
 
     @property
     def version(self) -> tuple[int, int, int]:
@@ -143,6 +144,10 @@ def _shorter(case: _Case) -> Answers:
     shorter = moves.context_to(case.model, case.settings, int(most))
     if shorter is not None:
         yield _answer(case, shorter, f"the KV cache of {pool} tokens holds no more")
+    elif case.settings.vllm.kv_tokens is not None:
+        larger = replace(case.settings, vllm=replace(case.settings.vllm, kv_tokens=None))
+        if _total(case, larger) <= case.failed.gpu.free:
+            yield _answer(case, larger, f"{pool} tokens hold no picture with a question and an answer")
 
 
 def _longest(case: _Case) -> Answers:
