@@ -69,25 +69,33 @@ def _words(folder: Path, more: tuple[str, ...] = (), **named: str) -> Any:
     return fast
 
 
-def _qwen2_5_vl(folder: Path) -> Any:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
+def _qwen(folder: Path, patch: int, processor: str) -> dict[str, int]:
+    """The files around a Qwen; the ids of its control tokens."""
     words = _words(folder)
     (folder / "chat_template.jinja").write_text(chat_template(), "utf-8")
-    common = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
-    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 256}
+    side = 2 * patch  # of what becomes one token
     _write(
         folder / "preprocessor_config.json",
         {
-            **common,
-            "size": size,
+            "patch_size": patch,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "size": {"shortest_edge": 4 * side**2, "longest_edge": 256 * side**2},
             "image_mean": [0.5] * 3,
             "image_std": [0.5] * 3,
-            "processor_class": "Qwen2_5_VLProcessor",
+            "processor_class": processor,
             "image_processor_type": "Qwen2VLImageProcessor",
         },
     )
-    ids = words.convert_tokens_to_ids
+    names = {"image": "image_pad", "video": "video_pad"}
+    names |= {"vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{key}_token_id": words.convert_tokens_to_ids(f"<|{name}|>") for key, name in names.items()}
+
+
+def _qwen2_5_vl(folder: Path) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    ids = _qwen(folder, 14, "Qwen2_5_VLProcessor")
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
             text_config={
@@ -105,11 +113,38 @@ def _qwen2_5_vl(folder: Path) -> Any:
                 "fullatt_block_indexes": [1],
                 "window_size": 56,
             },
-            image_token_id=ids("<|image_pad|>"),
-            video_token_id=ids("<|video_pad|>"),
-            vision_start_token_id=ids("<|vision_start|>"),
-            vision_end_token_id=ids("<|vision_end|>"),
             tie_word_embeddings=True,
+            **ids,
+        )
+    )
+
+
+def _qwen3_5(folder: Path) -> Any:
+    """Half of its layers keep a state in place of keys and values."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    ids = _qwen(folder, 16, "Qwen3VLProcessor")
+    linear = {"key_head_dim": 8, "value_head_dim": 8, "num_key_heads": 2, "num_value_heads": 4}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(
+            text_config={
+                **TEXT,
+                **{f"linear_{name}": value for name, value in linear.items()},
+                "vocab_size": 512,
+                "head_dim": 16,
+                "layer_types": ["linear_attention", "full_attention"],
+                "rope_parameters": {**rope, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 64,
+            },
+            **ids,
         )
     )
 
@@ -233,6 +268,7 @@ def _llava(folder: Path) -> Any:
 
 FAMILIES: dict[str, Callable[[Path], Any]] = {
     "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_5": _qwen3_5,
     "idefics3": _idefics3,
     "internvl": _internvl,
     "llava": _llava,

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.backends.transformers.models import FAMILIES
 from vlfit.backends.opening import Wanted, open_backend
 from vlfit.backends.transformers import TransformersBackend, wanted_files
-from vlfit.checkpoint.any_model import open_any, read_any
+from vlfit.checkpoint.any_model import PARTS, open_any, read_any
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.hub import is_complete
 from vlfit.engine.any_model import engine, loading, package
@@ -34,6 +35,7 @@ from vlfit.errors import (
     VlfitError,
 )
 from vlfit.machine.model import Host
+from vlfit.plan.calibration import EXACT, MODELLED
 from vlfit.units import GIB
 
 Checkpoints = Callable[[str], Path]
@@ -72,6 +74,22 @@ def test_opened_by_its_name(checkpoints: Checkpoints) -> None:
         assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty) == (0.7, 20, 1.05)
     finally:
         backend.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_take_what_their_headers_say(
+    family: str, backends: Callable[[str], TransformersBackend]
+) -> None:
+    backend = backends(family)
+    held = backend.account().holdings.weights
+    lines = {line.line: line for line in backend.expectation.lines}
+    for part in PARTS:
+        # Beside weights there are a few numbers that no file holds: frequencies of positions.
+        assert 0 <= held[part] - lines[part].bytes < 1024
+        assert lines[part].how == EXACT
+    hybrid = family == "qwen3_5"  # half of its layers keep something else than keys and values
+    assert lines["kv_cache"].how == (MODELLED if hybrid else EXACT)
+    assert lines["kv_cache"].bytes == backend.account().holdings.kv_cache > 0
 
 
 def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:

@@ -22,6 +22,11 @@ class NoClips:
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise UsageError("clips need the package torchvision", "pip install torchvision, as fits your torch")
 
+    def __getattr__(self, name: str) -> None:
+        """Some processors look up how clips are sampled while there is none: nobody said."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+
 
 def load_processor(folder: Path, *, code: bool) -> Any:
     """The processor of the checkpoint in ``folder``; ``code``: its own Python files may be run.
@@ -98,6 +103,6 @@ def told(error: Exception, doing: str, folder: Path) -> VlfitError:
             "If you trust its makers with your computer, add --trust-remote-code.",
         )
     if isinstance(error, ImportError) or "pip install" in words or "to be installed" in words:
-        line = next((line.strip() for line in words.splitlines() if line.strip()), type(error).__name__)
-        return UsageError(f"the model in {folder} needs a package that is missing: {line}", "install it")
+        first = " ".join(words.split()).split(". ")[0] or type(error).__name__
+        return UsageError(f"the model in {folder} needs a package that is missing: {first}", "install it")
     return in_one(error, doing)

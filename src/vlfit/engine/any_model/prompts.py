@@ -63,8 +63,7 @@ class Prompts:
         self._limit = image_limit
         # Processors and tokenizers of transformers change settings of their own while they work.
         self._lock = Lock()
-        told = [getattr(thing, name, None) for thing in (processor, config) for name in _PLACEHOLDERS]
-        self._placeholders = frozenset(each for each in told if isinstance(each, int))
+        self._placeholders = _placeholders(config) or _placeholders(processor)
 
     def build(self, conversation: Conversation, tools: tuple[Tool, ...] = ()) -> AnyPrompt:
         """``conversation`` up to where the model is to speak.
@@ -273,7 +272,12 @@ class Prompts:
             return [sum(runs)]
         if len(runs) == len(seen):
             return runs
-        return [self._alone(each) for each in seen]
+        alone = [self._alone(each) for each in seen]
+        if sum(alone) == sum(runs):
+            return alone
+        # In company this processor makes other numbers of each: the same of all, as far as is known.
+        least, more = divmod(sum(runs), len(seen))
+        return [least + (number < more) for number in range(len(seen))]
 
     def _alone(self, one: Seen) -> int:
         """Placeholders of one picture by itself."""
@@ -303,6 +307,12 @@ class Prompts:
             f"start with --image-tokens {tokens} and a --context with room for it",
             param="messages",
         )
+
+
+def _placeholders(thing: Any) -> frozenset[int]:
+    """The tokens that stand for pictures and clips, as a config or a processor names them."""
+    told = (getattr(thing, name, None) for name in _PLACEHOLDERS)
+    return frozenset(each for each in told if isinstance(each, int))
 
 
 def _cannot_tell_apart() -> InvalidRequest:
