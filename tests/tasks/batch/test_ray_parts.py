@@ -1,6 +1,7 @@
 """What a batch over a cluster knows without a cluster: addresses, handfuls, what a machine lacks."""
 
 import importlib.util
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.tasks.batch.beside import item
 from vlfit.backends.opening import Wanted
+from vlfit.backends.vllm.options import VllmOptions
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import CheckpointError, ClusterError, PictureNotFound, UnreadableAnswer, UsageError
@@ -16,8 +18,8 @@ from vlfit.tasks.batch.job import Job
 from vlfit.tasks.batch.ray import handful as handful_module
 from vlfit.tasks.batch.ray.handful import Handful, Sent, handfuls, packed, unpacked
 from vlfit.tasks.batch.ray.options import RayOptions
-from vlfit.tasks.batch.ray.run import check_ray
-from vlfit.tasks.batch.ray.sight import look, missing_model, samples_of, with_whole_path
+from vlfit.tasks.batch.ray.run import _with_cards, check_ray
+from vlfit.tasks.batch.ray.sight import for_elsewhere, look, missing_model, samples_of
 from vlfit.tasks.batch.wish import Wish
 
 
@@ -118,6 +120,17 @@ def test_models_that_a_machine_lacks(tmp_path: Path) -> None:
 def test_a_folder_is_the_same_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    assert with_whole_path(Wanted(model="model")).model == str(tmp_path / "model")
-    assert with_whole_path(Wanted(model="mini")).model == "mini"
-    assert with_whole_path(Wanted(model="Qwen/Qwen3-VL-2B-Instruct")).model == "Qwen/Qwen3-VL-2B-Instruct"
+    assert for_elsewhere(Wanted(model="model")).model == str(tmp_path / "model")
+    assert for_elsewhere(Wanted(model="mini")).model == "mini"
+    assert for_elsewhere(Wanted(model="Qwen/Qwen3-VL-2B-Instruct")).model == "Qwen/Qwen3-VL-2B-Instruct"
+
+
+def test_vllm_is_wanted_elsewhere_with_as_many_cards_as_it_takes() -> None:
+    def tell(text: str) -> None:
+        raise AssertionError(text)  # a function of a function does not pickle
+
+    wanted = Wanted(kind="vllm", model="mini", vllm=VllmOptions(tensor_parallel=2, tell=tell))
+    there = pickle.loads(pickle.dumps(for_elsewhere(wanted)))
+    assert there.vllm.tensor_parallel == 2
+    assert _with_cards(RayOptions(), there).gpus_per_worker == 2
+    assert _with_cards(RayOptions(), Wanted(model="mini")).gpus_per_worker == 1

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +24,7 @@ from vlfit.tasks.batch.keys import KeySet
 from vlfit.tasks.batch.progress import Progress, Tally
 from vlfit.tasks.batch.ray.handful import Done, Duty, Listed
 from vlfit.tasks.batch.ray.options import RayOptions
-from vlfit.tasks.batch.ray.sight import Sample, other_version, samples_of, with_whole_path
+from vlfit.tasks.batch.ray.sight import Sample, for_elsewhere, other_version, samples_of
 from vlfit.tasks.batch.runner import FLUSH_SECONDS, Place
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run_on_ray(
     check_ray(job, wanted)
     from vlfit.tasks.batch.ray.cluster import connected
 
-    wanted = with_whole_path(wanted)
+    wanted = for_elsewhere(wanted)
     duty = Duty(Work.of(job), wanted, at_once, readers, tries, os.getcwd(), __version__)
     ledger = _Ledger(output, progress or Progress())
     samples = samples_of(item for item in source if not output.is_settled(item.key))
@@ -96,7 +96,7 @@ def run_on_ray(
         return ledger.progress.tally
     ledger.progress.note("reaching the cluster")
     with connected(options) as cluster:
-        team = cluster.team(options, wanted.options.device)
+        team = cluster.team(_with_cards(options, wanted), wanted.options.device)
         send = _check_machines(cluster, team, wanted, samples, ledger.progress)
         ledger.progress.note(_in_words(team))
         try:
@@ -222,6 +222,14 @@ class _Ledger:
         keys, output = self._keys, self.output
         wanted = (item for item in source if item.key in keys or not output.is_settled(item.key))
         return [item for item in islice(wanted, self._limit) if item.key not in keys]
+
+
+def _with_cards(options: RayOptions, wanted: Wanted) -> RayOptions:
+    """``options`` with as many GPUs for each worker as its vLLM is to spread over."""
+    if wanted.vllm is None:
+        return options
+    cards = (wanted.vllm.tensor_parallel or 1) * (wanted.vllm.data_parallel or 1)
+    return replace(options, gpus_per_worker=max(options.gpus_per_worker, cards))
 
 
 def _check_machines(

@@ -110,8 +110,10 @@ def other_version(node: str, theirs: str, ours: str) -> ClusterError:
     )
 
 
-def with_whole_path(wanted: Wanted) -> Wanted:
-    """``wanted`` with its folder's absolute path: elsewhere a relative one means another place."""
+def for_elsewhere(wanted: Wanted) -> Wanted:
+    """``wanted`` as other machines take it: its folder by the absolute path, as a relative one means another
+    place there; and nobody in this process to tell things to.
+    """
     if wanted.kind == "remote" or wanted.model is None:
         return wanted
     model = wanted.model
@@ -119,7 +121,8 @@ def with_whole_path(wanted: Wanted) -> Wanted:
         everywhere = model.name == MINI or hub.is_hub_name(model.name)
         model = model.name if everywhere else model.folder
     path = Path(model).expanduser()
-    return replace(wanted, model=str(path.resolve()) if path.is_dir() else str(model))
+    vllm = None if wanted.vllm is None else replace(wanted.vllm, tell=None)
+    return replace(wanted, model=str(path.resolve()) if path.is_dir() else str(model), vllm=vllm)
 
 
 def _has(sample: Sample) -> bool:
