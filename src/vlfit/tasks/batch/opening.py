@@ -41,7 +41,7 @@ def open_for_batch(
             raise UsageError(f"{name} is {value}", "it must be at least 1")
     readers = readers or min(_MOST_READERS, max(2, own_cores()))
     if wanted.kind != "native":
-        backend = open_backend(wanted, progress)
+        backend = open_backend(_with_room(wanted, at_once), progress)
         runs = at_once or int(getattr(backend, "sequences", AT_A_SERVER))
         return backend, Pace(_with_next(runs) if wanted.kind == "vllm" else runs, readers, tries)
     backend, runs = _open_native(_for_pictures_that_differ(wanted, alike=alike), at_once, progress)
@@ -51,6 +51,17 @@ def open_for_batch(
 def _with_next(runs: int) -> int:
     """Those that run, and some that wait inside: where one ends, the next begins in the same step."""
     return runs + max(1, runs // 4)
+
+
+def _with_room(wanted: Wanted, at_once: int | None) -> Wanted:
+    """So that ``at_once`` requests are let in, where somebody asked for a number."""
+    if at_once is not None and wanted.kind == "remote":
+        return replace(wanted, at_once=at_once)
+    if at_once is not None and wanted.kind == "vllm":
+        from vlfit.backends.vllm.options import VllmOptions
+
+        return replace(wanted, vllm=replace(wanted.vllm or VllmOptions(), sequences=at_once))
+    return wanted
 
 
 def _for_pictures_that_differ(wanted: Wanted, *, alike: bool) -> Wanted:
