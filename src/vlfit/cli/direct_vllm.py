@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from vlfit.cli.printing import Printer
+from vlfit.cli.records import recorded
 from vlfit.cli.serve_options import OfServe
 from vlfit.cli.serving import CRASHED, keys_of
 from vlfit.cli.serving_vllm import (
@@ -50,8 +51,8 @@ def serve_directly(settings: "Settings", asked: OfServe, *, json_line: bool, qui
         ended = False
         try:
             phases.end()
-            _announce(serving, url, printer, phases, json_line)
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt), recorded(url, serving.front.name, settings.drain):
+                _announce(serving, url, printer, phases, json_line)
                 serving.started.guarded.wait(None)
                 ended = True
         finally:
@@ -71,20 +72,20 @@ def _started(
     from vlfit.checkpoint.source import locate
     from vlfit.machine.survey import survey
 
-    with starting(printer, phases) as (tell, progress):
-        planned = planned_for(settings, asked, tell)
-        show_plan(planned, printer)
-        options = vllm_options(settings, asked, tell)
-        name, folder = locate(planned.plan.model.place or planned.plan.model.name)
-        front = Front(settings.host, settings.port, name, keys[0] if keys else "", direct=True)
-        attempts = Attempts(
-            planned, lambda: front, str(folder), options.retry, options.read_failure, tell, progress
-        )
-        try:
+    planned = planned_for(settings, asked, printer.note)
+    show_plan(planned, printer)
+    name, folder = locate(planned.plan.model.place)
+    front = Front(settings.host, settings.port, name, keys[0] if keys else "", direct=True)
+    try:
+        with starting(printer, phases) as (tell, progress):
+            options = vllm_options(settings, asked, tell)
+            attempts = Attempts(
+                planned, lambda: front, str(folder), options.retry, options.read_failure, tell, progress
+            )
             serving = attempts.run()
-        except VllmFailed:
-            show_native(planned, printer)
-            raise
+    except VllmFailed:
+        show_native(planned, printer)
+        raise
     lost = account.lost_since(serving.plan, survey())
     told = serving.started.told
     account.keep(serving.plan, told, lost)

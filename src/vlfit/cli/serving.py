@@ -216,7 +216,7 @@ def _server_settings(
     return ServerSettings(
         aliases=(settings.model,),
         context=backend.context,
-        places=_sequences(settings) + _queue(settings),
+        places=_sequences(settings, backend) + _queue(settings, backend),
         own_names=_own_names(settings) if is_loopback(settings.host) else None,
         a_minute=settings.key_rate,
         at_once=settings.key_at_once,
@@ -231,17 +231,19 @@ def _own_names(settings: "Settings") -> tuple[str, ...]:
     return (settings.allow_host,) if settings.allow_host else ()
 
 
-def _queue(settings: "Settings") -> int:
+def _queue(settings: "Settings", backend: "OpenBackend") -> int:
     """Requests that may wait. By default each sequence has eight behind it: the last of them waits nine times
     as long as an answer takes. 16 at least, as one request may ask for so many choices.
     """
-    return max(8 * _sequences(settings), 16) if settings.queue is None else settings.queue
+    return max(8 * _sequences(settings, backend), 16) if settings.queue is None else settings.queue
 
 
-def _sequences(settings: "Settings") -> int:
+def _sequences(settings: "Settings", backend: "OpenBackend | None" = None) -> int:
     """Requests that run at once: of another server, which has its own idea of it, are as many sent on as
-    nobody minds to wait for at once, unless a number was asked for.
+    nobody minds to wait for at once, unless a number was asked for. vLLM's are the plan's.
     """
+    if settings.backend == "vllm":
+        return int(getattr(backend, "sequences", settings.sequences))
     if settings.backend == "remote" and "sequences" not in settings.model_fields_set:
         from vlfit.backends.remote import AT_ONCE
 

@@ -66,17 +66,19 @@ def check_direct(settings: "Settings") -> None:
 def open_vllm(settings: "Settings", asked: OfServe, printer: Printer, phases: "Phases") -> "VllmBackend":
     """The model under vLLM, with all that a person is told on the way."""
     from vlfit.backends.vllm.backend import VllmBackend
+    from vlfit.checkpoint.source import locate
 
-    with starting(printer, phases) as (tell, progress):
-        planned = planned_for(settings, asked, tell)
-        show_plan(planned, printer)
-        try:
+    planned = planned_for(settings, asked, printer.note)
+    show_plan(planned, printer)
+    locate(planned.plan.model.place)  # fetched now, with a line of its own, and not behind the bar
+    try:
+        with starting(printer, phases) as (tell, progress):
             options = vllm_options(settings, asked, tell)
             most = settings.max_tokens or engine_options(settings).max_tokens
             backend = VllmBackend.launch(planned, options, progress, max_tokens=most)
-        except VllmFailed:
-            show_native(planned, printer)
-            raise
+    except VllmFailed:
+        show_native(planned, printer)
+        raise
     show_held(backend.serving, backend.rows(), backend.lost_memory, printer)
     phases.begin("server")
     return backend

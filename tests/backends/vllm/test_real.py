@@ -54,7 +54,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     words = ["--port", "0", "--json", "--dtype", "float32", "--context", "4096", "--kv", "3072"]
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            [*SERVE, *words, "--image-tokens", "256"],
+            [*SERVE, *words],
             stdout=subprocess.PIPE,
             stderr=errors,
             env={**os.environ, "XDG_STATE_HOME": str(state), "XDG_CACHE_HOME": str(state / "cache")},
@@ -78,7 +78,7 @@ def test_an_impossible_setting_is_stepped_down(served: Served) -> None:
 
 
 def test_what_it_says_it_holds_is_told(served: Served) -> None:
-    """The pool that it names, beside the planned one: in float32 a token takes twice the bytes."""
+    """The pool that it names, beside the planned one."""
     held = re.search(r"^k +kv_cache +(\d+) +(\d+) ", served.said, re.MULTILINE)
     assert held, served.said
     assert int(held[1]) == int(held[2]) == 9  # MiB: 3072 tokens of 3,072 bytes
@@ -86,7 +86,7 @@ def test_what_it_says_it_holds_is_told(served: Served) -> None:
 
 def test_a_picture_is_described_as_by_the_native_engine(served: Served) -> None:
     """Which says what transformers says (tests/engine, tests/backends/protocol)."""
-    with VLM("mini", device="cpu", image_tokens=256) as vlm:
+    with VLM("mini", device="cpu") as vlm:
         expected = vlm.ask(QUESTION, PICTURE, temperature=0, max_tokens=48)
     url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
     client = openai.OpenAI(base_url=f"{served.facts['url']}/v1", api_key="none", timeout=300)

@@ -12,7 +12,7 @@ from vlfit.backends.vllm.memory_lines import Told
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.actual import Row
-from vlfit.plan.ledger import VLLM, Line, kv_bytes
+from vlfit.plan.ledger import Line
 from vlfit.plan.search import Plan
 from vlfit.plan.vllm import starts
 from vlfit.plan.vllm.starts import Began
@@ -57,6 +57,7 @@ def rows_of(plan: Plan, told: Told, process: int | None) -> tuple[Row, ...]:
 
 
 _REMARKS = {
+    "kv_cache": "given in bytes; vLLM prints two digits of GiB",
     "weights": "vLLM's own account of text model, tower and table together",
     "workspace": "the peak of vLLM's trial run",
     "context": "from free memory before the start and at vLLM's first look, and its libraries",
@@ -112,12 +113,11 @@ def _context(gpu: Gpu, told: Told, *, with_libraries: bool) -> int | None:
 
 
 def _cache(plan: Plan, told: Told) -> int | None:
-    """By its tokens where those make the bytes that vLLM says, of which it prints two digits."""
-    if told.kv_tokens is None:
+    """The bytes that were given, where vLLM says as many: it prints two digits of GiB."""
+    given = next(line.bytes for line in plan.ledger if line.line == "kv_cache")
+    if told.kv_cache is None or abs(told.kv_cache - given) > _TWO_DIGITS:
         return told.kv_cache
-    exact = told.kv_tokens * kv_bytes(plan.model, VLLM, plan.settings)
-    near = told.kv_cache is None or abs(exact - told.kv_cache) < _TWO_DIGITS
-    return exact if near else told.kv_cache
+    return given
 
 
 def _order(ledger: tuple[Line, ...]) -> list[str]:

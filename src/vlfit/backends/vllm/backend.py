@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from vlfit.backends.base import Listener, Prepared, Ticket
-from vlfit.backends.remote import RemoteBackend
+from vlfit.backends.remote import AT_ONCE, RemoteBackend
 from vlfit.backends.streams import QueuedStream
 from vlfit.backends.vllm import account, attempts
 from vlfit.backends.vllm.attempts import Attempts, Serving
@@ -74,6 +74,7 @@ class VllmBackend:
                 name,
                 context=self.context,
                 max_tokens=max_tokens,
+                at_once=max(AT_ONCE, 2 * self.sequences),
                 serves=True,
             )
         except BaseException:
@@ -138,6 +139,11 @@ class VllmBackend:
     def context(self) -> int:
         """Most tokens of one request, prompt and completion."""
         return self.plan.settings.context
+
+    @property
+    def sequences(self) -> int:
+        """Requests that run at once; more wait in vLLM."""
+        return self.plan.settings.sequences * self.plan.settings.vllm.data
 
     @property
     def device(self) -> str:

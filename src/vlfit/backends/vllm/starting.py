@@ -88,7 +88,7 @@ class _Watching:
 def _wait(
     started: Started, watching: _Watching, address: tuple[str, int], tell: Callable[[str], None]
 ) -> None:
-    silence, asked = SILENCE_SECONDS, 0.0
+    silence, asked, full = SILENCE_SECONDS, 0.0, False
     while not started.guarded.wait(_LOOK_SECONDS):
         now = time.monotonic()
         # A version that calls its last phase otherwise is asked all the same, only less often.
@@ -97,6 +97,9 @@ def _wait(
             if _answers(address):
                 watching.ready = True
                 return
+        if started.log.failure and not full:
+            full = True
+            tell(f"the log {started.log.path} ends early: {started.log.failure}")
         if now - watching.spoke > silence:
             silence *= 2
             tell(
