@@ -17,6 +17,7 @@ from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import everything, subjects
 from vlfit.plan.vllm import constants, costs
 from vlfit.plan.vllm.command import budget
+from vlfit.plan.vllm.in_ram import plan_in_ram
 from vlfit.plan.vllm.versions import PINNED, chosen_version, parse_version
 from vlfit.units import GIB, MIB
 
@@ -349,6 +350,18 @@ def test_a_version_without_the_backend() -> None:
 def test_no_gpu_is_said() -> None:
     with pytest.raises(DeviceError, match="no driver"):
         planned("2B", replace(EXAMPLE, gpus=(), notes=("no driver",)))
+
+
+def test_pictures_are_no_larger_than_the_checkpoint_makes_them() -> None:
+    """mini's own limit is 144 tokens; vLLM would make larger ones of what it is told."""
+    for made in (
+        planned("mini", image_tokens=256),
+        plan_in_ram(subjects("mini"), EXAMPLE, Wishes(backend=VLLM, image_tokens=256)),
+    ):
+        assert made.settings.image_tokens == 144
+        assert json.loads(flags_of(made)["--mm-processor-kwargs"])["size"]["longest_edge"] == 144 * 1024
+        assert "--image-tokens 256 is 144" in made.remarks[0]
+    assert "--image-tokens" not in planned("mini", image_tokens=144).remarks[0]
 
 
 def test_pictures_below_the_least_of_the_processor() -> None:

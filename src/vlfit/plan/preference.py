@@ -68,6 +68,21 @@ def _limits(models: Iterable[Model]) -> tuple[int, ...]:
     return tuple(most for most in known if most is not None) or (max(IMAGE_TOKENS),)
 
 
+def within_limits(models: Iterable[Model], wishes: "Wishes") -> tuple["Wishes", tuple[str, ...]]:
+    """``wishes`` with pictures no larger than any of these checkpoints makes them, and a remark if they were.
+
+    vLLM would make them larger than the checkpoint was trained on; the native engine keeps to the limit.
+    """
+    known = [model.most_image_tokens for model in models if model.vision is not None]
+    most = max((each for each in known if each is not None), default=None)
+    if None in known or most is None or (wishes.image_tokens or 0) <= most:
+        return wishes, ()
+    remark = (
+        f"--image-tokens {wishes.image_tokens} is {most}: the checkpoint itself makes pictures no larger."
+    )
+    return replace(wishes, image_tokens=most), (remark,)
+
+
 def candidates(models: list[tuple[Model, str]], wishes: "Wishes") -> list[tuple[Settings, Model, str]]:
     """All settings in the order of preference, each model with its backend, by context and so on down.
 

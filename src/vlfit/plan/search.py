@@ -27,6 +27,7 @@ from vlfit.plan.preference import (
     air,
     is_ample,
     modelled,
+    within_limits,
 )
 from vlfit.plan.rounding import cost_of, in_words
 from vlfit.plan.speed import Speed, predict
@@ -136,6 +137,7 @@ def _for_vllm(
 ) -> Plan:
     """A plan for vLLM, over equal cards where there are several."""
     version = chosen_version(wishes.vllm_version)
+    wishes, said = within_limits(models, wishes)
     wishes = replace(wishes, vllm=replace(wishes.vllm, version=version.text))
 
     def check(model: Model) -> None:
@@ -147,10 +149,12 @@ def _for_vllm(
     found = taken.choice
     if found.headroom < 0:
         instead = tuple(others())
-        return unfit(
+        made = unfit(
             found.model, VLLM, machine, taken.gpu, found.settings, found.lines, version, taken, others=instead
         )
-    return finished(found.model, VLLM, machine, taken.gpu, found.settings, found.lines, version, taken)
+    else:
+        made = finished(found.model, VLLM, machine, taken.gpu, found.settings, found.lines, version, taken)
+    return replace(made, remarks=(*said, *made.remarks))
 
 
 def emptiest(machine: Machine) -> Gpu:

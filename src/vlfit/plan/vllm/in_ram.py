@@ -10,6 +10,7 @@ from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.ledger import VLLM
 from vlfit.plan.model import Model
 from vlfit.plan.pick import best
+from vlfit.plan.preference import within_limits
 from vlfit.plan.search import Plan, Wishes, finished, unfit
 from vlfit.plan.vllm.versions import chosen_version
 
@@ -43,8 +44,10 @@ def plan_in_ram(models: list[Model], machine: Machine, wishes: Wishes) -> Plan:
     """
     version = chosen_version(wishes.vllm_version)
     gpu = ram_as_gpu(machine)
+    wishes, said = within_limits(models, wishes)
     told = replace(wishes.vllm, in_ram=True, version=version.text)
     found = best([(model, VLLM) for model in models], replace(wishes, vllm=told), gpu)
     alone = replace(machine, gpus=(gpu,))
     make = finished if found.headroom >= 0 else unfit
-    return make(found.model, VLLM, alone, gpu, found.settings, found.lines, version)
+    made = make(found.model, VLLM, alone, gpu, found.settings, found.lines, version)
+    return replace(made, remarks=(*said, *made.remarks))
