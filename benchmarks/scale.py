@@ -151,8 +151,7 @@ def tables(inputs: Inputs) -> list[tuple[str, list[list[str]]]]:
     return [
         ("Inputs", inputs_table(inputs)),
         ("One card", card_table(speeds)),
-        ("Time", time_table(speeds)),
-        ("Cards for 30 days, and money", money_table(speeds, inputs)),
+        ("Time, cards, money", time_table(speeds, inputs)),
         ("Bytes and tokens", bytes_table(inputs)),
         ("Network while 64 cards work", network_table(speeds, inputs)),
         ("What a failure costs", failure_table(speeds, inputs)),
@@ -184,24 +183,17 @@ def card_table(speeds: list[CardSpeed]) -> list[list[str]]:
     return rows
 
 
-def time_table(speeds: list[CardSpeed]) -> list[list[str]]:
+def time_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
     counts = (1, 8, 64, 512)
-    rows = [["pictures", "card", *(f"{count} card{'s' * (count > 1)}" for count in counts)]]
-    for many in MANY:
-        for one in speeds:
-            spans = [span(many / (count * one.pictures_per_s)) for count in counts]
-            rows.append([short(many), one.name, *spans])
-    return rows
-
-
-def money_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
-    rows = [["pictures", "card", "cards for 30 days", "card-hours", f"at {inputs.price:g} an hour"]]
+    head = ["pictures", "card", *(f"{count} card{'s' * (count > 1)}" for count in counts)]
+    rows = [[*head, "cards for 30 days", "card-hours", f"at {inputs.price:g} an hour"]]
     for many in MANY:
         for one in speeds:
             seconds = many / one.pictures_per_s
-            wanted = max(1, -(-seconds // (30 * DAY)))
+            spans = [span(seconds / count) for count in counts]
+            wanted = f"{-(-seconds // (30 * DAY)):,.0f}"
             hours = seconds / 3600
-            rows.append([short(many), one.name, f"{wanted:,.0f}", short(hours), short(hours * inputs.price)])
+            rows.append([short(many), one.name, *spans, wanted, short(hours), short(hours * inputs.price)])
     return rows
 
 
