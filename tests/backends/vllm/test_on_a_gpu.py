@@ -1,0 +1,124 @@
+"""Starts on cards that are described, over a stand-in: what a GPU's failures lead to, and what is kept."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.backends.vllm.conftest import Stage
+from tests.backends.vllm.fake_vllm import environment
+from tests.backends.vllm.test_backend import flag
+from vlfit.backends.vllm.options import VllmOptions
+from vlfit.backends.vllm.planning import native_offer, plan_start, visible
+from vlfit.backends.vllm.where import find
+from vlfit.engine.options import EngineOptions
+from vlfit.errors import DeviceError, VllmFailed
+from vlfit.machine.cards import card
+from vlfit.machine.model import Machine
+from vlfit.plan.vllm import starts
+from vlfit.units import GIB, MIB
+
+TAKEN = (
+    "ValueError: Free memory on device cuda:0 ({free}/7.96 GiB) on startup is less than desired GPU memory "
+    "utilization ({share}, {wanted} GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
+    "processes."
+)
+Seen = Callable[[Machine], None]
+
+
+@pytest.fixture
+def sees(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """The machine that a survey finds; vLLM is a build for GPUs."""
+    stage.python = str(environment(stage.folder / "gpu", "0.28.0", cpu=False))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def sees(machine: Machine) -> None:
+        for module in ("backend", "planning"):
+            monkeypatch.setattr(f"vlfit.backends.vllm.{module}.survey", lambda: machine)
+
+    sees(card("RTX 5060", desktop=951 * MIB))
+    return sees
+
+
+def test_what_a_card_is_told_and_what_is_kept_of_it(stage: Stage, sees: Seen) -> None:
+    stage.behaves(log=str(stage.folder / "log"))
+    free = card("RTX 5060", desktop=951 * MIB).gpus[0].free
+    lines = (
+        "INFO 11-22 10:00:27 [x.py:1] Model loading took 0.02 GiB memory and 4.1 seconds\n"
+        f"INFO 11-22 10:00:43 [x.py:1] Initial free memory {free / GIB - 0.5:.2f} GiB, reserved 0.05 GiB "
+        "memory for KV Cache as specified by kv_cache_memory_bytes config\n"
+        "INFO 11-22 10:00:44 [x.py:1] Graph capturing finished in 2 secs, took 0.05 GiB\n"
+    )
+    (stage.folder / "log").write_text(lines)
+    with stage.load() as backend:
+        assert backend.device == "cuda:0"
+        words = stage.starts[0]["words"]
+        assert 0 < float(flag(words, "--gpu-memory-utilization")) < 1
+        held = {row.line: row.actual for row in backend.rows()}
+        assert held["weights"] == round(0.02 * GIB)
+        assert abs((held["context"] or 0) - 0.5 * GIB) < 0.01 * GIB
+        place = starts.place_of(backend.plan.model, backend.plan.settings)
+        began = starts.held_by("NVIDIA GeForce RTX 5060", "0.28.0", place, backend.plan.settings)
+    assert began is not None
+    assert began.graph_pool == round(0.05 * GIB)
+
+
+def test_a_card_that_others_took_meanwhile_is_planned_anew(stage: Stage, sees: Seen) -> None:
+    said = TAKEN.format(free="6.0", share="0.85", wanted="6.77")
+    stage.behaves(fails=said, fails_once=str(stage.folder / "failed"))
+    with stage.load():
+        first, second = (start["words"] for start in stage.starts)
+    assert first != second
+    assert "[vllm.free_lt_util]" in stage.told[0]
+    assert stage.told[1].startswith("started again: ")
+
+
+def test_nothing_cheaper_left_offers_the_native_engine(stage: Stage, sees: Seen) -> None:
+    stage.behaves(
+        fails="ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
+    )
+    with pytest.raises(VllmFailed, match=r"wsl\.lib_missing") as raised:
+        stage.load()
+    assert "the native engine has a plan that fits: vlfit serve mini --context" in raised.value.hint
+    assert len(stage.starts) == 1
+
+
+def test_the_offer_is_a_plan_that_fits(stage: Stage, sees: Seen) -> None:
+    machine = card("RTX 5060", desktop=951 * MIB)
+    options = EngineOptions(context=2048)
+    planned = plan_start("mini", options, VllmOptions(), find(stage.python), machine)
+    offer = native_offer(planned)
+    assert offer is not None
+    assert offer.fits
+    assert (offer.backend, offer.settings.context) == ("native", 2048)
+
+
+def four() -> Machine:
+    (gpu,) = card("RTX 4090").gpus
+    gpus = tuple(replace(gpu, index=index, uuid=f"GPU-{index}a") for index in range(4))
+    return Machine(gpus, card("RTX 4090").host, ())
+
+
+@pytest.mark.parametrize(
+    ("device", "told", "expected"),
+    [
+        ("auto", None, [0, 1, 2, 3]),
+        ("auto", "2,0", [2, 0]),
+        ("auto", "GPU-3a", [3]),
+        ("cuda:1", None, [1]),
+        ("cuda:1", "3,2", [2]),
+        ("cuda", "1", [1]),
+        ("cpu", None, []),
+        ("auto", "-1", []),
+    ],
+)
+def test_which_gpus_may_be_used(device: str, told: str | None, expected: list[int]) -> None:
+    """As Ray tells a worker, or a person: by number or UUID; a device counts among those."""
+    told_so = {} if told is None else {"CUDA_VISIBLE_DEVICES": told}
+    assert [gpu.index for gpu in visible(four(), device, told_so).gpus] == expected
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda:4", None), ("cuda:1", "2"), ("cuda", "")])
+def test_a_device_that_is_not_there(device: str, told: str | None) -> None:
+    with pytest.raises(DeviceError, match=f"there is no {device}"):
+        visible(four(), device, {} if told is None else {"CUDA_VISIBLE_DEVICES": told})
