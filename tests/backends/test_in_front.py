@@ -226,11 +226,12 @@ def test_refusals_keep_their_kind(front: Running, scripted: ScriptedBackend) -> 
         (CannotWake("others have the memory", retry_after=4), 503, "cannot_wake"),
     ):
         scripted.prepare_error = error
-        reply = post(front, "/v1/chat/completions", {"messages": HELLO})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
-        assert error.message in reply.text
-        if status != 400:
-            assert "retry-after" in reply.headers
+        for streaming in (False, True):
+            reply = post(front, "/v1/chat/completions", {"messages": HELLO, "stream": streaming, "n": 2})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+            assert error.message in reply.text
+            if status != 400:
+                assert "retry-after" in reply.headers
 
 
 def test_a_key_that_is_refused_behind_is_no_fault_of_the_client(scripted: ScriptedBackend) -> None:

@@ -80,6 +80,16 @@ class Ticket(Protocol):
 
 
 @runtime_checkable
+class TakenLater(Protocol):
+    """A ticket of a request that another server may yet refuse."""
+
+    @property
+    def taken(self) -> "Future[bool]":
+        """Whether it was taken; if not, its listener is told why."""
+        ...
+
+
+@runtime_checkable
 class Accountable(Protocol):
     """A backend that tells what it does and holds. Asking never waits for the engine, nor wakes it."""
 

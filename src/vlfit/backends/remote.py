@@ -8,9 +8,9 @@ and how long it took; of any other the usage alone is known, and times are those
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
@@ -66,11 +66,17 @@ class RemotePrepared:
 
 @dataclass(slots=True)
 class RemoteTicket:
-    """A request under way. ``taken`` is set once the server has taken it, or ``refused`` says why not."""
+    """A request under way. ``taken`` tells whether the server took it, and ``refused`` why not."""
 
-    taken: threading.Event = field(default_factory=threading.Event)
+    taken: "Future[bool]" = field(default_factory=Future)
     refused: Exception | None = None
     running: Running | None = None
+
+    def decide(self, refused: Exception | None) -> None:
+        """The server took it, or did not; what comes later changes nothing."""
+        if not self.taken.done():
+            self.refused = refused
+            self.taken.set_result(refused is None)
 
     def cancel(self) -> None:
         if self.running is not None:
@@ -159,17 +165,16 @@ class RemoteBackend:
         def ended() -> None:
             closed = self._side_by_side.closed
             stopped = EngineStopped("the connection was closed before the answer was whole", "ask again")
-            ticket.refused = stopped
-            ticket.taken.set()
+            ticket.decide(stopped)
             listener(stopped if closed else Chunk("", finish_reason="cancelled"))
 
         async def speak() -> None:
             try:
                 await self._speak(prepared, sampling, listener, ticket)
             except Exception as error:
-                ticket.refused = self._judged(error)
-                ticket.taken.set()
-                listener(ticket.refused)
+                judged = self._judged(error)
+                ticket.decide(judged)
+                listener(judged)
 
         ticket.running = self._side_by_side.start(speak, ended)
         return ticket
@@ -180,11 +185,11 @@ class RemoteBackend:
         ticket = stream.ticket
         assert isinstance(ticket, RemoteTicket)
         try:
-            ticket.taken.wait()
+            taken = ticket.taken.result()
         except BaseException:  # Ctrl-C while nothing is said yet
             ticket.cancel()
             raise
-        if ticket.refused is not None:
+        if not taken and ticket.refused is not None:
             raise ticket.refused
         return stream
 
@@ -230,7 +235,7 @@ class RemoteBackend:
         reader, events = ReplyReader(prepared.asked), Events()
         with failures_in_words(self.device):
             async with self._room, self._taken(prepared.path, body) as response:
-                ticket.taken.set()
+                ticket.decide(None)
                 pieces = response.aiter_bytes()
                 async for piece in pieces:
                     for event in events.feed(piece):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
-from vlfit.backends.base import LocalBackend, Prepared, Ticket
+from vlfit.backends.base import LocalBackend, Prepared, TakenLater, Ticket
 from vlfit.engine.answer import Chunk
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import EngineStopped
@@ -53,6 +53,19 @@ class Choices:
         # collector, which in a process of so many objects looks at old ones every few hundred requests.
         self._tickets.clear()
         self._prepared.clear()
+
+    async def taken(self, seconds: float) -> None:
+        """Until a server that the backend asks has taken them, or for ``seconds``: who is refused there can
+        be told with a status while no byte has gone out. Raises why.
+        """
+        waited = [asyncio.wrap_future(each.taken) for each in self._tickets if isinstance(each, TakenLater)]
+        if not waited:
+            return
+        await asyncio.wait(waited, timeout=seconds)
+        while any(each.done() and not each.result() for each in waited):
+            _, item = await self._arrived.get()
+            if isinstance(item, Exception):
+                raise item
 
     async def chunks(self, ping_seconds: float) -> AsyncIterator[tuple[int, Chunk | None]]:
         """Chunks as they come, with the number of their choice; ``None`` after each ``ping_seconds`` of

@@ -173,6 +173,7 @@ class Endpoint(Generic[Asked]):
         with Choices(shop.backend, prepared, sampling, ended) as choices:
             if wishes.stream:
                 streaming.failed = reply.failed
+                await choices.taken(ping)
                 await streaming.send(reply.opening())
                 async for index, chunk in choices.chunks(ping):
                     await streaming.send(PING if chunk is None else reply.step(index, chunk))
