@@ -29,8 +29,8 @@ def test_names_of_the_package() -> None:
 
 
 METHODS = [
-    *("ask", "caption", "chat", "close", "detect", "model", "scene", "sleep", "stream", "stream_caption"),
-    "wake",
+    *("ask", "batch", "caption", "chat", "close", "detect", "model", "scene", "sleep", "stream"),
+    *("stream_caption", "wake"),
 ]
 
 

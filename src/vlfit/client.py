@@ -5,10 +5,10 @@ Cheap to import: torch comes when a ``VLM`` is built, and never for a ``Client``
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack, cast
 
 from vlfit.backends.base import Backend, Sleeper, Stream
 from vlfit.engine.answer import Answer, ImageSeen
@@ -26,8 +26,12 @@ from vlfit.tasks.scene import Scene, scene
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from vlfit.backends.base import LocalBackend
     from vlfit.backends.vllm.options import VllmOptions
     from vlfit.plan.choose import Choice
+    from vlfit.tasks.batch.progress import Progress as BatchProgress
+    from vlfit.tasks.batch.progress import Tally
+    from vlfit.tasks.batch.wish import Wish
 
 Picture: TypeAlias = "str | Path | bytes | Image | ImagePart"
 """A path, an ``https:`` or ``data:`` URL, ``-`` for standard input, encoded bytes, or a PIL image."""
@@ -183,6 +187,40 @@ class VisionModel:
         """Start a conversation with memory; sampled by the checkpoint's own settings, ``options`` on top."""
         sampling = with_options(self._backend.default_sampling(), options)
         return ChatSession(Chat(self._backend, system=system, sampling=sampling))
+
+    def batch(
+        self,
+        sources: "str | Path | Sequence[str | Path]",
+        output: str | Path,
+        wish: "Wish | None" = None,
+        *,
+        at_once: int | None = None,
+        limit: int | None = None,
+        retry_failed: bool = False,
+        progress: "BatchProgress | None" = None,
+        **options: Unpack[SamplingOptions],
+    ) -> "Tally":
+        """Caption every picture of ``sources`` (folders, globs, lists, shards) into a file ``output``, or do
+        what ``wish`` says; called again it goes on where it was (docs/batch.md).
+
+        tally = vlm.batch("photos/", "captions.jsonl")
+        tally = vlm.batch("photos/", "cups.jsonl", Wish.detect("cups"))
+        print(tally.done, tally.failed)
+        """
+        from vlfit.tasks.batch.run import run_batch
+        from vlfit.tasks.batch.wish import Wish
+
+        return run_batch(
+            cast("LocalBackend", self._backend),
+            [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)],
+            Path(output),
+            wish or Wish.caption(),
+            with_options(SamplingParams(), options),
+            at_once=at_once,
+            limit=limit,
+            retry_failed=retry_failed,
+            progress=progress,
+        )
 
     def close(self) -> None:
         """Give back what is held: memory, or the connection. A ``with`` block does it by itself."""

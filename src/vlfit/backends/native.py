@@ -111,6 +111,11 @@ class NativeBackend:
         return self._loop.engine.context
 
     @property
+    def sequences(self) -> int:
+        """Requests that run at once; more wait."""
+        return self._loop.engine.options.sequences
+
+    @property
     def device(self) -> str:
         return str(self._loop.engine.device)
 

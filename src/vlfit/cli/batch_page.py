@@ -30,11 +30,12 @@ class BatchPage(Progress):
         self._printer = printer
         self._before = before
         self._shown = 0
-        self._next_line = time.monotonic() + _FIRST_LINE
+        self._next_line = 0.0
         self._bar: Bar | None = None
         self._task: TaskID | None = None
 
     def __enter__(self) -> "BatchPage":
+        self._next_line = time.monotonic() + _FIRST_LINE
         if self._printer.lively:
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn

@@ -1,5 +1,7 @@
 """A batch by a real engine says what the same engine says of each picture alone."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.scripted_backend import png
@@ -46,7 +48,7 @@ def test_as_many_run_at_once_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append(wanted.options)
         if wanted.kind == "native" and wanted.options.sequences > 2:
             raise DoesNotFit("too large", "")
-        return object()
+        return SimpleNamespace(sequences=wanted.options.sequences) if wanted.kind == "native" else object()
 
     monkeypatch.setattr(opening, "open_backend", open_backend)
     _, pace = open_for_batch(Wanted(model="mini"))

@@ -12,6 +12,7 @@ import pytest
 
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import BesideBackend, Items, item
+from vlfit.client import VisionModel
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import CannotWrite, EngineStopped
 from vlfit.tasks.batch.crew import Crew, Outcome, Pace
@@ -53,8 +54,8 @@ def run(
         output.close()
 
 
-def keys_of(tmp_path: Path) -> list[str]:
-    return [json.loads(line)["key"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+def keys_of(tmp_path: Path, name: str = "out.jsonl") -> list[str]:
+    return [json.loads(line)["key"] for line in (tmp_path / name).read_text().splitlines()]
 
 
 def test_a_second_run_does_what_is_left(tmp_path: Path) -> None:
@@ -132,6 +133,18 @@ def test_a_full_disk_stops_the_run_and_leaves_the_output_whole(
     assert len(keys_of(tmp_path)) == 5
     run(tmp_path, BesideBackend(), numbered(20))
     assert len(set(keys_of(tmp_path))) == len(keys_of(tmp_path)) == 20
+
+
+def test_from_python(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(20, 16))
+    (tmp_path / "b.png").write_text("no picture")
+    backend = BesideBackend()
+    model, output = VisionModel(backend), tmp_path / "cups.jsonl"
+    tally = model.batch(tmp_path, output, Wish.ask("A cup?"), max_tokens=5, limit=9)
+    assert (tally.done, tally.failed, keys_of(tmp_path, "cups.jsonl")) == (1, 1, ["a.png"])
+    (tmp_path / "b.png").write_bytes(png(21, 16))
+    tally = model.batch([tmp_path], str(output), Wish.ask("A cup?"), max_tokens=5, retry_failed=True)
+    assert (tally.done, tally.skipped, len(backend.started)) == (1, 1, 2)
 
 
 KILLED = """

@@ -6,7 +6,7 @@ Knows what each kind of backend can run at once. Does not know what is asked.
 from collections.abc import Callable
 from dataclasses import replace
 
-from vlfit.backends.base import OpenBackend
+from vlfit.backends.base import LocalBackend, OpenBackend
 from vlfit.backends.opening import Wanted, open_backend
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.host import own_cores
@@ -39,13 +39,22 @@ def open_for_batch(
     for name, value in (("concurrency", at_once), ("readers", readers), ("tries", tries)):
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}", "it must be at least 1")
-    readers = readers or min(_MOST_READERS, max(2, own_cores()))
-    if wanted.kind != "native":
+    if wanted.kind == "native":
+        backend = _open_native(_for_pictures_that_differ(wanted, alike=alike), at_once, progress)
+    else:
         backend = open_backend(_with_room(wanted, at_once), progress)
-        runs = at_once or int(getattr(backend, "sequences", AT_A_SERVER))
-        return backend, Pace(_with_next(runs) if wanted.kind == "vllm" else runs, readers, tries)
-    backend, runs = _open_native(_for_pictures_that_differ(wanted, alike=alike), at_once, progress)
-    return backend, Pace(_with_next(runs), readers, tries)
+    return backend, pace_for(backend, at_once, readers=readers, tries=tries)
+
+
+def pace_for(
+    backend: LocalBackend, at_once: int | None = None, *, readers: int | None = None, tries: int = TRIES
+) -> Pace:
+    """How to keep ``backend`` busy: with ``at_once`` requests, None: as many as it runs together."""
+    readers = readers or min(_MOST_READERS, max(2, own_cores()))
+    runs = getattr(backend, "sequences", None)
+    if runs is None:
+        return Pace(at_once or AT_A_SERVER, readers, tries)
+    return Pace(_with_next(min(at_once or runs, runs)), readers, tries)
 
 
 def _with_next(runs: int) -> int:
@@ -72,14 +81,14 @@ def _for_pictures_that_differ(wanted: Wanted, *, alike: bool) -> Wanted:
     return replace(wanted, options=options)
 
 
-def _open_native(wanted: Wanted, at_once: int | None, progress: Progress | None) -> tuple[OpenBackend, int]:
+def _open_native(wanted: Wanted, at_once: int | None, progress: Progress | None) -> OpenBackend:
     """With the most sequences that there is memory for. What does not fit is known before anything loads."""
     steps = (at_once,) if at_once else SEQUENCES
     for runs in steps:
         # A process that does nothing else for hours: it keeps to its plan, as a server does.
         options = replace(wanted.options, sequences=runs, keep_to_plan=True)
         try:
-            return open_backend(replace(wanted, options=options), progress), runs
+            return open_backend(replace(wanted, options=options), progress)
         except DoesNotFit:
             if runs == steps[-1]:
                 raise
