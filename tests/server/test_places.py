@@ -1,8 +1,9 @@
 """A server takes so many completions at once and no more, and says when to come again."""
 
+import asyncio
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -190,19 +191,22 @@ def test_the_openai_package_comes_again_by_itself_and_is_answered() -> None:
         thread.join()
 
 
+def with_sleep(sleep: Callable[[float], Awaitable[None]]) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(asyncio), "sleep": sleep})
+
+
 def test_our_own_client_comes_again_when_it_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Paced(words=("word ",) * 10, delay=0.05)
     backend.seconds = 10.0
     slept: list[float] = []
-    sleep = time.sleep
 
-    def watched(seconds: float) -> None:
+    async def watched(seconds: float) -> None:
         slept.append(seconds)
-        sleep(seconds)
+        await asyncio.sleep(seconds)
 
     with running(backend, ServerSettings(places=1)) as server, RemoteBackend(server.url) as remote:
         [thread] = busy(server, backend, 1)
-        monkeypatch.setattr("vlfit.backends.remote.time", SimpleNamespace(**{**vars(time), "sleep": watched}))
+        monkeypatch.setattr("vlfit.backends.remote.asyncio", with_sleep(watched))
         answer = remote.stream(ask("hello"), SamplingParams()).answer()
         assert answer.text == "word " * 10
         assert slept == [1.0]
@@ -212,12 +216,14 @@ def test_our_own_client_comes_again_when_it_was_told_to(monkeypatch: pytest.Monk
 def test_our_own_client_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Paced(words=("word ",) * 1000, delay=0.05)
     slept: list[float] = []
+
+    async def not_at_all(seconds: float) -> None:
+        slept.append(seconds)
+
     with running(backend, ServerSettings(places=1)) as server, RemoteBackend(server.url) as remote:
         hold = remote.stream(ask("hello"), SamplingParams())
         wait_for(lambda: bool(backend.started))
-        monkeypatch.setattr(
-            "vlfit.backends.remote.time", SimpleNamespace(**{**vars(time), "sleep": slept.append})
-        )
+        monkeypatch.setattr("vlfit.backends.remote.asyncio", with_sleep(not_at_all))
         with pytest.raises(QueueFull, match="completions run or wait") as caught:
             remote.stream(ask("hello"), SamplingParams())
         assert caught.value.code == "queue_full"
@@ -278,7 +284,8 @@ def test_what_is_typed_arrives(tiny: Callable[[str], Path]) -> None:
         ({"queue": 0, "prefix_cache": False}, 2, False),
     ):
         settings = read_settings(**{**typed, **wishes})
-        with _load(settings, printer, Phases()) as backend:
+        with closing(_load(settings, printer, Phases(), trust_remote_code=False)) as backend:
+            assert isinstance(backend, NativeBackend)
             assert _server_settings(settings, backend, ()).places == places
             assert (backend._loop.engine.scheduler.prefixes is not None) is remembers
     with pytest.raises(UsageError, match="queue"):
