@@ -127,6 +127,14 @@ def test_dying_while_it_serves_ends_it_with_70_and_the_cause(stage: Stage, direc
     assert "torch.oom" in served.err
 
 
+def test_dying_while_nobody_asks_ends_it_too(stage: Stage) -> None:
+    with serving(stage, "--port", "0") as served:
+        (program,) = (pid for pid, words in with_word(f"{stage.folder}/env") if "guard.py" not in words)
+        os.kill(program, signal.SIGKILL)
+        assert served.ends() == 70
+    assert "vLLM ended while it served: The program was ended from outside" in served.err
+
+
 def test_direct_is_vllm_itself_with_our_key(stage: Stage) -> None:
     port = free_port()
     with serving(stage, "--port", str(port), "--direct", key="secret") as served:
