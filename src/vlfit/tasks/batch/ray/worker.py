@@ -48,7 +48,11 @@ class Worker:
         if lacking is not None:
             raise lacking
         self._backend, pace = open_for_batch(
-            duty.wanted, duty.at_once, readers=duty.readers, tries=duty.tries
+            duty.wanted,
+            duty.at_once,
+            readers=duty.readers,
+            tries=duty.tries,
+            alike=bool(duty.work.wish.system),
         )
         self._crew = Crew(duty.work, self._backend, pace)
 
