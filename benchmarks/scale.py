@@ -40,9 +40,8 @@ MANY = (10**6, 10**8, 10**10)
 SEQUENCES = (8, 4, 2, 1)  # the steps of ``vlfit plan``
 IMAGE_TOKENS = 768  # of a picture of 1024x768
 KEY_BYTES = 8  # of a key's hash (tasks/batch/keys.py)
-# docs/log.md, 2026-11-22, "At the end of the day", row 4B FP8 of one H100: vision and prefill alone, and
-# tokens/s with 8 at once. Of a picture of 1024x768.
-H100_VISION_S, H100_PREFILL_S, H100_TOKENS_PER_S = 7.2e-3, 20.0e-3, 2_694.0
+MEASURED = Path(__file__).parent / "measured" / "batch-h100.json"  # by ``benchmarks.batch_speed``
+MEASURED_TOKENS = 64  # of an answer there; pictures are of 1024x768
 NAME_BYTES = 60  # a path in a list
 DAY = 86_400.0
 
@@ -63,24 +62,19 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class CardSpeed:
-    """Seconds of one card that a picture takes, with ``sequences`` at once."""
+    """What one card does with ``sequences`` at once."""
 
     name: str
     sequences: int
-    prompt_s: float
-    answer_s: float
+    pictures_per_s: float
     source: str
 
-    @property
-    def pictures_per_s(self) -> float:
-        return 1 / (self.prompt_s + self.answer_s)
 
-
-def planned(name: str, desktop: int, tokens: int) -> CardSpeed:
+def planned(name: str, typed: str, desktop: int, tokens: int) -> CardSpeed:
     """What ``vlfit plan`` expects of a card, with as many at once as fit. It says how fast one decodes alone;
     a step for several reads the weights once, and the KV cache of each.
     """
-    machine, models = card(name, desktop), named(MODEL).exact
+    machine, models = card(typed, desktop), named(MODEL).exact
     for sequences in SEQUENCES:
         wishes = Wishes(context=2048, image_tokens=IMAGE_TOKENS, sequences=sequences, backend=NATIVE)
         made = plan(models, machine, wishes)
@@ -92,22 +86,27 @@ def planned(name: str, desktop: int, tokens: int) -> CardSpeed:
     longer = (speed.bytes_per_token + (sequences - 1) * cached) / speed.bytes_per_token
     step = longer / speed.decode.expected
     answer_s = tokens * step / sequences
-    return CardSpeed(name, sequences, speed.first_token.expected, answer_s, "planned, not measured")
+    seconds = speed.first_token.expected + answer_s
+    return CardSpeed(name, sequences, 1 / seconds, "planned, not measured")
+
+
+def measured_h100() -> list[CardSpeed]:
+    """``vlfit batch`` of 4B FP8 on one H100, with as many at once as were tried."""
+    runs = json.loads(MEASURED.read_text())["results"]
+    return [
+        CardSpeed("H100", run["at_once"], run["pictures_per_s"], "measured (benchmarks.batch_speed)")
+        for run in runs
+        if run["model"] == "4B-fp8"
+    ]
 
 
 def cards(inputs: Inputs) -> list[CardSpeed]:
-    """Slowest first; or the one that was given alone."""
+    """Slowest first; or the one that was given alone. The plan of an H100 stands beside what was measured."""
     if inputs.pictures_per_s:
-        return [CardSpeed("yours", 0, 0.0, 1 / inputs.pictures_per_s, "given")]
-    h100 = CardSpeed(
-        "H100 80 GB",
-        8,
-        H100_VISION_S + H100_PREFILL_S,
-        inputs.tokens / H100_TOKENS_PER_S,
-        "parts measured (docs/log.md)",
-    )
-    small, large = planned("RTX 5060", 951 * MIB, inputs.tokens), planned("RTX 4090", 0, inputs.tokens)
-    return [small, large, h100]
+        return [CardSpeed("yours", 0, inputs.pictures_per_s, "given")]
+    known = ("RTX 5060", "RTX 5060", 951 * MIB), ("RTX 4090", "RTX 4090", 0), ("H100", "H100 80GB HBM3", 0)
+    speeds = [planned(name, typed, desktop, inputs.tokens) for name, typed, desktop in known]
+    return speeds + (measured_h100() if inputs.tokens == MEASURED_TOKENS else [])
 
 
 def sample_record(tokens: int) -> Record:
@@ -147,10 +146,11 @@ def span(seconds: float) -> str:
 
 
 def tables(inputs: Inputs) -> list[tuple[str, list[list[str]]]]:
-    speeds = cards(inputs)
+    every = cards(inputs)
+    speeds = list({one.name: one for one in every}.values())  # of each card the last: what was measured
     return [
         ("Inputs", inputs_table(inputs)),
-        ("One card", card_table(speeds)),
+        ("One card", card_table(every)),
         ("Time, cards, money", time_table(speeds, inputs)),
         ("Bytes and tokens", bytes_table(inputs)),
         ("Network while 64 cards work", network_table(speeds, inputs)),
@@ -176,10 +176,10 @@ def inputs_table(inputs: Inputs) -> list[list[str]]:
 
 
 def card_table(speeds: list[CardSpeed]) -> list[list[str]]:
-    rows = [["card", "at once", "prompt with picture, ms", "answer, ms", "pictures/s", "a day", ""]]
+    rows = [["card", "at once", "pictures/s", "a day", ""]]
     for one in speeds:
-        cells = [f"{1e3 * one.prompt_s:.0f}", f"{1e3 * one.answer_s:.0f}", f"{one.pictures_per_s:.2g}"]
-        rows.append([one.name, str(one.sequences), *cells, short(DAY * one.pictures_per_s), one.source])
+        a_day = short(DAY * one.pictures_per_s)
+        rows.append([one.name, str(one.sequences), f"{one.pictures_per_s:.3g}", a_day, one.source])
     return rows
 
 
