@@ -2,11 +2,15 @@
 
 import importlib.util
 import pickle
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from tests.scripted_backend import png
 from tests.tasks.batch.beside import item
 from vlfit.backends.opening import Wanted
 from vlfit.backends.vllm.options import VllmOptions
@@ -20,6 +24,7 @@ from vlfit.tasks.batch.ray.handful import Handful, Sent, handfuls, packed, unpac
 from vlfit.tasks.batch.ray.options import RayOptions
 from vlfit.tasks.batch.ray.run import _with_cards, check_ray
 from vlfit.tasks.batch.ray.sight import for_elsewhere, look, missing_model, samples_of
+from vlfit.tasks.batch.sources import open_sources
 from vlfit.tasks.batch.wish import Wish
 
 
@@ -134,3 +139,22 @@ def test_vllm_is_wanted_elsewhere_with_as_many_cards_as_it_takes() -> None:
     assert there.vllm.tensor_parallel == 2
     assert _with_cards(RayOptions(), there).gpus_per_worker == 2
     assert _with_cards(RayOptions(), Wanted(model="mini")).gpus_per_worker == 1
+
+
+def test_every_kind_of_source_goes_to_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    for number in range(2):
+        Path(f"photos/{number}.png").write_bytes(png(8 + number))
+    with tarfile.open("shard.tar", "w") as shard:
+        shard.add("photos/0.png", "0.png")
+    parquet.write_table(pyarrow.table({"image": [png(5)]}), "table.parquet")
+    Path("list.txt").write_text("photos/0.png\nphotos/1.png\n")
+    typed = ["photos", "photos/1.png", "shard.tar", "table.parquet", "list.txt"]
+    for names in (*([name] for name in typed), typed):
+        source = open_sources(names)
+        here = [(item.key, item.read()) for item in source]
+        items = list(unpacked(pickle.dumps(source)))
+        assert [(item.key, item.read()) for item in unpacked(pickle.dumps(items))] == here

@@ -110,7 +110,7 @@ def run_on_ray(
 
 def check_ray(job: Job, wanted: Wanted) -> None:
     """Raises ``UsageError`` for what a cluster cannot do, before it is reached."""
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.data") is None:
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("pyarrow") is None:
         raise UsageError("--ray needs Ray, which is not installed", "pip install 'vlfit[ray]'")
     if "-" in job.sources:
         raise UsageError(
