@@ -1,5 +1,6 @@
 """vlfit batch: what is asked, what is written, what is said, and how it ends."""
 
+import io
 import json
 import os
 import signal
@@ -156,7 +157,7 @@ def test_ctrl_c_ends_it_in_order(vlfit: Vlfit, backend: BesideBackend, folder: P
     started, output = backend.start, folder.parent / "out.jsonl"
 
     def start(*arguments: object) -> object:
-        ticket = started(*arguments)  # type: ignore[arg-type]
+        ticket = started(*arguments)
         if len(backend.started) == 3:
             backend.release()
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -177,6 +178,14 @@ def test_sidecars_stand_beside_pictures(vlfit: Vlfit, backend: BesideBackend, fo
     output = folder.parent / "out.jsonl"
     vlfit("batch", folder, "-o", output, "-m", "mini", "--sidecar", "txt", "--limit", 2)
     assert len(list(folder.rglob("*.txt"))) == len(records(output)) > 0
+
+
+def test_a_list_on_standard_input(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
+    output = folder.parent / "out.jsonl"
+    names = io.BytesIO(f"{folder / '0.png'}\n{folder / '1.png'}\n".encode())
+    stdin = io.TextIOWrapper(io.BufferedReader(names))
+    assert vlfit("batch", "-", "-o", output, "-m", "mini", stdin=stdin).code == 0
+    assert sorted(records(output)) == [str(folder / "0.png"), str(folder / "1.png")]
 
 
 def test_a_dry_run_counts_and_writes_nothing(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:

@@ -105,7 +105,8 @@ def batch(
         source = open_sources(sources, SourceOptions(column, tuple(keep or ()), allow_private_urls, hidden))
         if shard is not None:
             source = _part(source, shard)
-        _check_there_are_any(source, job)
+        if not _read_once(job):
+            _check_there_are_any(source, job)
         pace = _Wishes(concurrency, readers, tries, alike=bool(wish.system))
         if dry_run:
             _try_out(session, job, source, pace, force=force, again=retry_failed, as_json=options.json)
@@ -185,10 +186,11 @@ class _Batch:
         from vlfit.tasks.batch.job import Work
         from vlfit.tasks.batch.runner import Runner
 
-        if all(self._output.is_settled(item.key) for item in self._source):
-            return
+        if not _read_once(self._job):
+            if all(self._output.is_settled(item.key) for item in self._source):
+                return
+            _count_beside(self._source, self._page.tally)
         give_memory_back()
-        _count_beside(self._source, self._page.tally)
         backend, chosen = self._session.open(pace.open)
         keep_what_is_loaded()
         try:
@@ -289,6 +291,11 @@ def _part(source: "Source", shard: str) -> "Source":
     from vlfit.tasks.batch.shard import ShardSource, read_shard
 
     return ShardSource(source, *read_shard(shard))
+
+
+def _read_once(job: "Job") -> bool:
+    """Whether pictures are named on standard input, which can be gone through a single time."""
+    return "-" in job.sources
 
 
 def _check_there_are_any(source: "Source", job: "Job") -> None:

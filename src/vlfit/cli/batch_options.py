@@ -95,7 +95,7 @@ Column = Annotated[
 ]
 Keep = Annotated[
     list[str] | None,
-    typer.Option("--keep", metavar="NAME", help="Carry this column or member into the records."),
+    typer.Option("--keep", metavar="NAME", help="Of a .parquet table: carry this column into the records."),
 ]
 Hidden = Annotated[bool, typer.Option("--hidden", help="Folders: look at names that begin with a dot, too.")]
 PrivateUrls = Annotated[

@@ -304,6 +304,7 @@ class _Collector:
         if isinstance(arrival, Exception):
             self._end(arrival)
             return
+        self._images = arrival.images or self._images  # a server tells of them with the answer
         self._text.append(arrival.text)
         self._logprobs.extend(arrival.logprobs)
         if arrival.finish_reason is None:
