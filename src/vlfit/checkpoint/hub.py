@@ -42,6 +42,7 @@ SMALL_FILES = (
     "LICENSE",
     INDEX_FILE,
 )
+_CODE = "*.py"
 # A tokenizer is in one of these; only the first is read by the native engine.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -64,7 +65,7 @@ NATIVE = Files()
 def any_model(check: Callable[[Path], object], *, code: bool = False) -> Files:
     """Of a model that transformers runs; ``code``: with the Python files that come with it."""
     small = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE")
-    return Files((*small, "*.py") if code else small, TOKENIZERS, check)
+    return Files((*small, _CODE) if code else small, TOKENIZERS, check)
 
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
@@ -108,10 +109,18 @@ def is_complete(folder: Path, files: Files = NATIVE) -> bool:
         return False
     if not any((folder / name).is_file() for name in files.tokenizers):
         return False
+    if _CODE in files.small and _lacks_code(folder):
+        return False
     try:
         return all((folder / name).is_file() for name in shard_names(folder))
     except VlfitError:
         return False
+
+
+def _lacks_code(folder: Path) -> bool:
+    """Whether its config names Python files, and none came with it."""
+    named = b'"auto_map"' in (folder / "config.json").read_bytes()
+    return named and next(folder.glob(_CODE), None) is None
 
 
 def fetch(name: str, progress: Progress | None = None, files: Files = NATIVE) -> Path:

@@ -9,11 +9,13 @@ checks it as reads a whole checkpoint. Does not know: the cache (``hub.py``), or
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vlfit.checkpoint import hub
+from vlfit.checkpoint.any_model import AnyCheckpoint, read_any
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import INDEX_FILE, SINGLE_FILE, shard_names
 from vlfit.checkpoint.source import Checkpoint, read_checkpoint
@@ -30,6 +32,8 @@ from vlfit.errors import (
 if TYPE_CHECKING:
     import httpx
 
+_Checkpoint = TypeVar("_Checkpoint", Checkpoint, AnyCheckpoint)
+
 _FIRST_BYTES = 256 * 1024  # most headers of a Qwen3-VL shard are shorter
 _LONGEST_HEADER = 100_000_000
 _LARGEST_JSON = 20_000_000
@@ -43,6 +47,18 @@ def read_remote(name: str) -> Checkpoint:
 
     Raises ``HubError`` or one of its kinds, and ``CheckpointError`` for what is no Qwen3-VL in safetensors.
     """
+    return _read(name, ModelConfig.read, read_checkpoint)
+
+
+def read_remote_any(name: str) -> AnyCheckpoint:
+    """The same of a model of any architecture, in safetensors."""
+    return _read(name, lambda _: None, read_any)
+
+
+def _read(
+    name: str, check: Callable[[Path], object], read: Callable[[str, Path], _Checkpoint]
+) -> _Checkpoint:
+    """``check`` is given the folder when its config is there and nothing else, ``read`` when all is."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -60,9 +76,9 @@ def read_remote(name: str) -> Checkpoint:
         ):
             folder = Path(place)
             files = _Files(client, constants.ENDPOINT, name, folder)
-            files.fetch()
+            files.fetch(check)
             try:
-                return read_checkpoint(name, folder)
+                return read(name, folder)
             except BrokenShard as error:  # of files that nobody can look at: the folder is gone by then
                 raise files.broken(error.message.replace(f"{folder}/", "")) from error
     except httpx.InvalidURL as error:
@@ -89,13 +105,13 @@ class _Files:
         self.folder = folder
         self.until = time.monotonic() + _PATIENCE_S
 
-    def fetch(self) -> None:
+    def fetch(self, check: Callable[[Path], object]) -> None:
         if not self._whole("config.json"):
             raise NotACheckpoint(
                 f"{self.repository} on the hub holds no config.json",
                 "vlfit plans for safetensors checkpoints; GGUF ones have none. Name the original model.",
             )
-        ModelConfig.read(self.folder)  # before anything is asked for that would be of no use
+        check(self.folder)  # before anything is asked for that would be of no use
         self._whole(INDEX_FILE)
         for shard in shard_names(self.folder):
             self._header(shard)

@@ -11,7 +11,7 @@ import typer
 from vlfit.cli.calibrate import measure, warn_of_broken
 from vlfit.cli.machine_options import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
 from vlfit.cli.printing import Printer, cannot_write
-from vlfit.errors import DeviceError, DoesNotFit, UsageError, VlfitError
+from vlfit.errors import DeviceError, DoesNotFit, UnknownArchitecture, UsageError, VlfitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,7 +194,14 @@ def _one(
     from vlfit.plan.subjects import instead_of, named
 
     emptiest(machine)  # without a GPU there is nothing to ask a hub for
-    found = named(name, wishes.weights)
+    try:
+        found = named(name, wishes.weights)
+    except UnknownArchitecture:
+        if wishes.backend != "transformers":
+            raise
+        from vlfit.cli.plan_any import plan_any
+
+        return plan_any(name, machine, wishes, printer, json=json)
     made = plan(found.exact, machine, wishes, lambda: instead_of(found.exact, name), found.makers)
     rows = (
         _what_if(machine, lambda other: plan(found.exact, other, wishes, makers=found.makers))

@@ -137,6 +137,15 @@ def context_of(shape: TextShape | None, wished: int | None) -> int:
     return wished
 
 
+def lines_on_gpu(
+    checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, wish: Wish
+) -> tuple[Line, ...]:
+    """The ledger on ``gpu`` with all weights there, whether it fits or not."""
+    parts = checkpoint.bytes_loaded(wish.value_bytes)
+    weights = sum(parts.values())
+    return _in_order(_around(shape, gpu, wish), _weights(parts, weights, weights, wish.value_bytes))
+
+
 def room_on_gpu(checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, host: Host, wish: Wish) -> Room:
     """The ledger on ``gpu`` as it is before anything is loaded.
 
@@ -163,13 +172,7 @@ def room_on_gpu(checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, ho
             "lower --context or --image-tokens, or use --device cpu",
         )
     _check_ram(weights - here, host)
-    lines = _weights(parts, weights, here, wish.value_bytes)
-    order = {"desktop": 0, "context": 1, "kv_cache": 3}
-    return Room(
-        tuple(sorted((*around, *lines), key=lambda line: 2 if line in lines else order.get(line.line, 4))),
-        weights,
-        here,
-    )
+    return Room(_in_order(around, _weights(parts, weights, here, wish.value_bytes)), weights, here)
 
 
 def room_in_ram(checkpoint: AnyCheckpoint, shape: TextShape | None, host: Host, wish: Wish) -> Room:
@@ -205,6 +208,12 @@ def measured(lines: tuple[Line, ...], held: Mapping[str, int], peak: int, note: 
         else:
             found.append(line)
     return tuple(found)
+
+
+def _in_order(around: tuple[Line, ...], weights: tuple[Line, ...]) -> tuple[Line, ...]:
+    """As the memory is taken: the driver's own, weights, the KV cache, what passes take, air."""
+    first = tuple(line for line in around if line.line in ("desktop", "context"))
+    return (*first, *weights, *(line for line in around if line not in first))
 
 
 def _around(shape: TextShape | None, gpu: Gpu, wish: Wish) -> tuple[Line, ...]:
