@@ -86,7 +86,7 @@ def test_a_description_that_is_there_stays(tmp_path: Path) -> None:
     writer = sidecar("exif")
     writer.write(item(tmp_path), said("second words"))
     assert (tmp_path / "photo.jpg").read_bytes() == first
-    assert "their EXIF says something else" in writer.notes()[0]
+    assert "the EXIF says something else" in writer.notes()[0]
     second = write(tmp_path, first, "second, längere words", overwrite=True)
     assert description(second) == comment(second) == "second, längere words"
 

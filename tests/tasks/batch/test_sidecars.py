@@ -57,9 +57,9 @@ def test_a_line_of_text(tmp_path: Path) -> None:
     writer.write(item(tmp_path, "empty.jpg"), said(" "))
     assert (tmp_path / "photo.txt").read_bytes() == b"two lines\n"
     assert writer.notes() == [
-        "1 picture was left alone: their .txt says something else, which --overwrite replaces "
+        "1 picture was left alone: the .txt that is there says something else, which --overwrite replaces "
         f"({photo.path})",
-        f"1 picture was left alone: nothing was said of them ({tmp_path}/empty.jpg)",
+        f"1 picture was left alone: nothing was said ({tmp_path}/empty.jpg)",
     ]
     sidecar("txt", overwrite=True).write(photo, said("other words"))
     assert (tmp_path / "photo.txt").read_bytes() == b"other words\n"
@@ -195,7 +195,7 @@ def test_descriptions_that_are_there_stay(tmp_path: Path) -> None:
     writer = sidecar("xmp")
     writer.write(item(tmp_path), said("a cat"))
     assert place.read_bytes() == before
-    assert "their XMP sidecar says something else" in writer.notes()[0]
+    assert "the XMP sidecar that is there says something else" in writer.notes()[0]
 
 
 @pytest.mark.parametrize("empty", ["<rdf:Description rdf:about='x/>y'/>", "", None])

@@ -37,7 +37,7 @@ class ExifSidecar(Writer):
         if place is None:
             raise Left("in files of this kind vlfit writes no EXIF (--sidecar xmp goes beside any)")
         try:
-            if self._may_replace(_description(place, original.data), words, "their EXIF"):
+            if self._may_replace(_description(place, original.data), words, "the EXIF"):
                 changed = place.put(original.data, block_with(place, original.data, words))
                 if _description(place, changed) != words.strip():
                     raise BadExif("what was written would not be read back")

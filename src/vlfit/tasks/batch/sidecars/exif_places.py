@@ -18,7 +18,7 @@ from vlfit.tasks.batch.sidecars.writer import Left
 _EXIF = b"Exif\0\0"
 _PNG = b"\x89PNG\r\n\x1a\n"
 _MOST_IN_SEGMENT = 65_533 - len(_EXIF)
-_SIGNED = "they carry Content Credentials (C2PA), which any change makes void"
+_SIGNED = "Content Credentials (C2PA) are in the file, and any change makes them void"
 _DNG_VERSION = 0xC612
 _C2PA_TAG = 0xCD41
 
@@ -105,7 +105,7 @@ def _check_png(data: bytes) -> None:
             raise Left(_SIGNED)
         keyword = data[start + 8 : end].split(b"\0")[0] if name in (b"tEXt", b"zTXt", b"iTXt") else b""
         if keyword in (b"Raw profile type exif", b"Raw profile type APP1"):
-            raise Left("their EXIF is in a form of before 2017 (Raw profile type exif)")
+            raise Left("the EXIF is in a form of before 2017 (Raw profile type exif)")
 
 
 # --- WebP --------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _check_webp(data: bytes) -> None:
 def _check_tiff(data: bytes) -> None:
     block = Block(data)
     if _DNG_VERSION in block.tags:
-        raise Left("they are DNG, a camera's raw picture")
+        raise Left("it is DNG, a camera's raw picture")
     if _C2PA_TAG in block.tags:
         raise Left(_SIGNED)
     if DESCRIPTION in block.tags and block.description.startswith(("<?xml", "<OME", "ImageJ=")):

@@ -24,7 +24,7 @@ class TextSidecar(Writer):
             write_new(place, f"{line}\n".encode())
             return
         old = original.data.decode("utf-8", "replace").removeprefix("\ufeff")
-        if self._may_replace(old, line, "their .txt"):
+        if self._may_replace(old, line, "the .txt that is there"):
             check_alone(path)
             replace_file(original, f"{line}\n".encode())
 
@@ -33,4 +33,4 @@ def check_alone(path: Path) -> None:
     """Raises ``Left`` where ``photo.jpg`` and ``photo.png`` would replace each other's words for ever."""
     for kind in PICTURES - {path.suffix.lower()}:
         if path.with_suffix(kind).exists() or path.with_suffix(kind.upper()).exists():
-            raise Left("another picture has the same name up to its dot, and both one sidecar")
+            raise Left("another picture has the same name but for its kind, and the sidecar")

@@ -13,7 +13,7 @@ from vlfit.tasks.batch.names import shown_name
 
 
 class Left(Exception):
-    """Nothing is written, with good reason: words that can stand behind "3 pictures were left: "."""
+    """Nothing is written, with good reason: words that can stand behind "3 pictures were left alone: "."""
 
 
 class Writer(ABC):
@@ -36,7 +36,7 @@ class Writer(ABC):
         words = words_of(record)
         try:
             if not words:
-                raise Left("nothing was said of them")
+                raise Left("nothing was said")
             self._write(item.path, words)
         except Left as left:
             reason = str(left)

@@ -32,7 +32,7 @@ class XmpSidecar(Writer):
             return
         try:
             packet = Packet.read(original.data)
-            if self._may_replace(packet.description, words, "their XMP sidecar"):
+            if self._may_replace(packet.description, words, "the XMP sidecar that is there"):
                 if self.stem and packet.description:
                     check_alone(path)
                 replace_file(original, packet.with_description(words))
