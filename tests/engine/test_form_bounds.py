@@ -43,6 +43,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a long pattern": ({"pattern": "a" * 1001}, "form.pattern .* 1,000 characters"),
     "deep": (nested(200), "64 levels"),
     "references": (references(4000), "2,000 levels"),
+    "named": ({"properties": {f"p{number}": True for number in range(2001)}}, "2,000 properties"),
+    "required": ({"required": ["p"] * 2001}, "2,000 names"),
+    "parts of anything": ({"anyOf": [True] * 5001}, "5,000 objects"),
     "parts": ({"anyOf": [{}] * 5001}, "5,000 objects"),
 }
 

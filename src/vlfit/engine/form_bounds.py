@@ -23,6 +23,7 @@ from vlfit.errors import InvalidRequest
 MOST_PARTS = 5_000  # objects and lists in a schema
 DEEPEST = 64  # of them inside of each other
 DEEPEST_REFERENCES = 2_000  # depth x (definitions that are referred to + 1): levels that may open at most
+MOST_PROPERTIES = 2_000  # named in a schema, added up, and as many required: the time grows with their square
 MOST_ITEMS = 10_000  # minItems, maxItems, minProperties and maxProperties of a schema, added up
 MOST_LETTERS = 1_000_000  # minLength or maxLength
 LARGEST_MULTIPLE = 10_000  # multipleOf of a schema, trailing zeros left out: added up, and together
@@ -32,6 +33,7 @@ MOST_PATTERNS = 200
 MOST_JOINED_PATTERNS = 8  # where several parts of a schema must hold together
 
 _ITEMS = ("minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+_SCHEMAS = ("properties", "patternProperties", "anyOf", "oneOf", "allOf", "prefixItems")
 _LETTERS = ("minLength", "maxLength")
 _PATTERNS = ("pattern", "format", "whitespace_pattern", "item_separator", "key_separator")
 _JOINING = {"$ref", "allOf", "anyOf", "oneOf"}
@@ -113,6 +115,8 @@ class _Found:
 
     param: str | None
     parts: int = 0
+    properties: int = 0
+    required: int = 0
     depth: int = 0
     items: int = 0
     multiples: int = 0
@@ -130,6 +134,15 @@ class _Found:
         if isinstance(part, list):
             return
         for key, value in part.items():
+            if key == "properties" and isinstance(value, dict):
+                self.properties += len(value)
+                self._keep(f"{place}.{key}", "properties in all", self.properties, MOST_PROPERTIES)
+            if key == "required" and isinstance(value, list):
+                self.required += len(value)
+                self._keep(f"{place}.{key}", "names in all", self.required, MOST_PROPERTIES)
+            if key in _SCHEMAS and isinstance(value, dict | list):
+                inside = value.values() if isinstance(value, dict) else value
+                self.parts += sum(isinstance(each, bool) for each in inside)  # schemas, too: of anything
             self._number(f"{place}.{key[:80]}", key, value)
             if key in _PATTERNS and isinstance(value, str):
                 self._pattern(f"{place}.{key}", value)
