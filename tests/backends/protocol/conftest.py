@@ -21,6 +21,7 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, ask
 from vlfit.engine.options import EngineOptions
 from vlfit.server.settings import ServerSettings
+from vlfit.tasks.detect import detect_prompt
 
 MODEL = "mini"
 CONTEXT = 1024
@@ -96,6 +97,7 @@ CONVERSATIONS: dict[str, Conversation] = {
     "system": ask("What can you do?", system="Answer in one word."),
     "picture": ask("What is in the picture?", jpeg(1)),
     "two pictures": ask("What is different?", jpeg(2), jpeg(3, 90, 200)),
+    "boxes": ask(detect_prompt("circles"), jpeg(1)),
     "turns": (
         Message("user", (TextPart("What is this?"), jpeg(4))),
         Message("assistant", (TextPart("A picture."),)),
@@ -162,7 +164,7 @@ def reference() -> Callable[[str], Expected]:
     return say
 
 
-MOST = 24
+MOST = 16
 
 
 def _content(part: Any) -> dict[str, Any]:

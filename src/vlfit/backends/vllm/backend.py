@@ -20,7 +20,7 @@ from vlfit.backends.remote import AT_ONCE, RemoteBackend
 from vlfit.backends.streams import QueuedStream
 from vlfit.backends.vllm import account, attempts
 from vlfit.backends.vllm.attempts import Attempts, Serving
-from vlfit.backends.vllm.command import loopback
+from vlfit.backends.vllm.command import follows_grammars, loopback
 from vlfit.backends.vllm.options import ReadFailure, VllmOptions
 from vlfit.backends.vllm.planning import Planned, plan_start
 from vlfit.backends.vllm.starting import free_port
@@ -76,6 +76,7 @@ class VllmBackend:
                 max_tokens=max_tokens,
                 at_once=max(AT_ONCE, 2 * self.sequences),
                 serves=True,
+                grammars=follows_grammars(serving.started.command.words),
             )
         except BaseException:
             serving.started.guarded.stop()

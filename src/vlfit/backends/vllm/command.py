@@ -5,6 +5,7 @@ what is planned (``plan/vllm/command.py``) or what words mean to a plan (``plan/
 """
 
 import os
+import re
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,10 @@ KEY_VARIABLE = "VLLM_API_KEY"
 LOOPBACK = "127.0.0.1"
 # Calls of functions as Qwen writes them.
 _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-# By itself vLLM lets any whitespace stand between the tokens of JSON, and models now and then go on with it
-# to the end of their context. "guidance" is llguidance, which the native engine has, too.
-_FORMS = ("--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}')
+_FORMS = "--structured-outputs-config"  # which the plan sets
+# Each request brings all that it wishes; what it leaves out is to mean nothing, not the model's own.
+_NEUTRAL = ("--generation-config", "vllm")
+_GROUPS = (_TOOLS, _NEUTRAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +80,37 @@ def assemble(
     own: Sequence[str] = (),
     model: str | None = None,
     unset: Sequence[str] = (),
+    left_out: frozenset[str] = frozenset(),
 ) -> Command:
     """The command for ``plan``. ``own``: words that go to vLLM as they are, in place of planned ones with the
     same flag. ``model``: what to load, if it is not the plan's place (its files are here already). ``unset``:
-    variables that must not be set.
+    variables that must not be set. ``left_out``: flags of those that vlfit adds which this vLLM refuses.
     """
     assert plan.command is not None
     typed = {_flag(word) for word in own if word.startswith("-")}
     planned, overrides = _without(plan.command[3:], typed)
     words = [*program, *plan.command[1:2], model or plan.command[2], *planned]
     words += ["--host", front.host, "--port", str(front.port), "--served-model-name", front.name]
-    if "--tool-call-parser" not in typed:
-        words += _TOOLS
-    if _FORMS[0] not in typed:
-        words += _FORMS
-    if not front.direct and "--generation-config" not in typed:
-        # Each request brings all that it wishes; what it leaves out is to mean nothing, not the model's own.
-        words += ["--generation-config", "vllm"]
+    for group in _GROUPS[:1] if front.direct else _GROUPS:
+        if not {word for word in group if word.startswith("--")} & (typed | left_out):
+            words += group
     added = {"VLLM_NO_USAGE_STATS": "1", **plan.environment}
     if front.key:
         added[KEY_VARIABLE] = front.key
     return Command((*words, *own), added, tuple(overrides), tuple(unset))
+
+
+def follows_grammars(words: Sequence[str]) -> bool:
+    """Whether a vLLM started with ``words`` follows grammars by llguidance, in its dialect of Lark."""
+    places = [number for number, word in enumerate(words) if word == _FORMS]
+    return bool(places) and '"guidance"' in words[places[-1] + 1]
+
+
+def added_among(said: str) -> frozenset[str]:
+    """Flags that vlfit adds, of those that vLLM ``said`` it does not take; none if any other is there too."""
+    named = set(re.findall(r"--[a-z][\w-]*", said))
+    ours = {word for group in _GROUPS for word in group if word.startswith("--")}
+    return frozenset(named) if named and named <= ours else frozenset()
 
 
 def _without(words: Sequence[str], typed: set[str]) -> tuple[list[str], list[str]]:
