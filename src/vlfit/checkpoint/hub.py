@@ -49,9 +49,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What is fetched of a repository beside its weights: ``small`` are names or patterns of them, of which one
-    of ``tokenizers`` must be there. ``check`` is given the folder before any weights are fetched, and raises
-    for a model that nobody here runs.
+    """What is fetched of a repository beside its weights: ``small`` are names or patterns, and one of
+    ``tokenizers`` must be there. ``check`` is given the folder before any weights are fetched, and raises for
+    a model that nobody here runs.
     """
 
     small: tuple[str, ...] = SMALL_FILES

@@ -66,8 +66,8 @@ def read_checkpoint(name: str, folder: Path) -> Checkpoint:
 def locate(
     model: str | Path, progress: Progress | None = None, files: hub.Files | None = None
 ) -> tuple[str, Path]:
-    """Name and folder of ``model``; a hub name is downloaded first if it has to be: ``files`` of it, if others
-    than the native engine reads.
+    """Name and folder of ``model``; a hub name is downloaded first if it has to be: ``files`` of it, if
+    others than the native engine reads.
     """
     text = str(model)
     if text == MINI:

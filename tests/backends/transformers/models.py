@@ -69,7 +69,7 @@ def _words(folder: Path, more: tuple[str, ...] = (), **named: str) -> Any:
     return fast
 
 
-def _qwen(folder: Path, patch: int, processor: str) -> dict[str, int]:
+def _qwen(folder: Path, patch: int, processor: str) -> dict[str, Any]:
     """The files around a Qwen; the ids of its control tokens."""
     words = _words(folder)
     (folder / "chat_template.jinja").write_text(chat_template(), "utf-8")
