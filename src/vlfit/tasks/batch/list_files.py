@@ -16,6 +16,7 @@ from typing import Any, AnyStr, cast
 
 from vlfit.errors import UsageError
 from vlfit.tasks.batch.item import Item
+from vlfit.tasks.batch.keys import KeySet
 from vlfit.tasks.batch.names import key_of
 from vlfit.tasks.batch.readers import FileBytes, Unreadable, UrlBytes
 from vlfit.units import MIB
@@ -60,7 +61,7 @@ class ListSource:
 
     def __iter__(self) -> Iterator[Item]:
         folder = os.path.dirname(self.name) if self.name != "-" else ""
-        seen: set[str] = set()
+        seen = KeySet()
         self._repeated = 0
         with self._open() as opened:
             for number, text in _entries(cast(io.BufferedReader, opened)):
