@@ -118,6 +118,17 @@ def test_a_planned_flag_that_this_vllm_does_not_have_is_left_out(stage: Stage) -
     assert "without --mm-processor-cache-gb" in stage.told[1]
 
 
+def test_what_only_vlfit_adds_is_left_out_where_it_is_not_known(stage: Stage) -> None:
+    stage.behaves(unknown=["--generation-config"])
+    with stage.load(None, retry=False) as backend:
+        assert backend.serving.failed == ()  # the plan is not at fault
+    first, second = (start["words"] for start in stage.starts)
+    assert "--generation-config" in first
+    assert "--generation-config" not in second
+    assert "--tool-call-parser" in second
+    assert stage.told == ["started again without --generation-config, which this vLLM does not take"]
+
+
 def test_an_unknown_failure_shows_its_last_words(stage: Stage) -> None:
     stage.behaves(fails="SomethingError: nobody has seen this before")
     with pytest.raises(VllmFailed, match="ended with code 1") as raised:

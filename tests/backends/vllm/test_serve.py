@@ -106,6 +106,7 @@ def test_an_impossible_setting_is_stepped_down_and_serves(stage: Stage) -> None:
     assert str(stage.folder / "state" / "vlfit" / "vllm") in served.err
 
 
+@pytest.mark.slow
 def test_killed_it_leaves_nothing_behind(stage: Stage) -> None:
     with serving(stage, "--port", "0") as served:
         assert with_word(str(stage.folder / "env"))
@@ -113,7 +114,7 @@ def test_killed_it_leaves_nothing_behind(stage: Stage) -> None:
         assert gone(str(stage.folder / "env"), 8)
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dying_while_it_serves_ends_it_with_70_and_the_cause(stage: Stage, direct: bool) -> None:
     words = ["--port", str(free_port()), "--direct"] if direct else ["--port", "0"]
     with serving(stage, *words) as served:
@@ -127,6 +128,7 @@ def test_dying_while_it_serves_ends_it_with_70_and_the_cause(stage: Stage, direc
     assert "torch.oom" in served.err
 
 
+@pytest.mark.slow
 def test_dying_while_nobody_asks_ends_it_too(stage: Stage) -> None:
     with serving(stage, "--port", "0") as served:
         (program,) = (pid for pid, words in with_word(f"{stage.folder}/env") if "guard.py" not in words)

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vlfit.backends.vllm.command import Command, Front, assemble
+from vlfit.backends.vllm.command import Command, Front, added_among, assemble
 from vlfit.backends.vllm.options import Diagnosis, ReadFailure, Tell
 from vlfit.backends.vllm.planning import Planned, as_it_is_now, check, native_offer
 from vlfit.backends.vllm.starting import Progress, Started, start
@@ -22,6 +22,7 @@ _PORTS = 3  # tries of a port that somebody took in the meantime
 _LAST_LINES = 12
 _KILLED = 128 + signal.SIGKILL
 PORT_IN_USE = "port.in_use"
+_NOT_TAKEN = ("vllm.unknown_flag", "vllm.bad_value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,23 @@ class Attempts:
         """Start it. Raises ``DoesNotFit`` for a plan that cannot be tried, ``VllmFailed`` with the cause."""
         check(self.planned)
         tried: list[Plan] = [self.planned.plan]
-        ports = _PORTS
+        ports, left_out = _PORTS, frozenset[str]()
         while True:
             front = self.new_front()
-            started = start(self._command(tried[-1], front), _reached(front), self.progress, self.tell)
+            command = self._command(tried[-1], front, left_out)
+            started = start(command, _reached(front), self.progress, self.tell)
             if not started.ended:
                 return Serving(started, tried[-1], front, tuple(tried[:-1]))
             failure, diagnosis = read(started, self.read_failure)
             if failure.id == PORT_IN_USE and not front.direct and ports:
                 ports -= 1
+                continue
+            refused = _refused(failure) - left_out
+            if refused:
+                left_out |= refused
+                self.tell(
+                    f"started again without {', '.join(sorted(refused))}, which this vLLM does not take"
+                )
                 continue
             step = self._step(failure, tried)
             if step is None:
@@ -71,10 +80,10 @@ class Attempts:
                 self.tell(f"NOT AS YOU ASKED: {wish}")
             tried.append(step.plan)
 
-    def _command(self, plan: Plan, front: Front) -> Command:
+    def _command(self, plan: Plan, front: Front, left_out: frozenset[str]) -> Command:
         planned = self.planned
         program = planned.installed.program
-        command = assemble(plan, program, front, planned.own, self.model, planned.unset)
+        command = assemble(plan, program, front, planned.own, self.model, planned.unset, left_out)
         for word in command.overrides:
             self.tell(f"planned {word} gives way to what you typed")
         return command
@@ -116,6 +125,13 @@ def in_words(started: Started, diagnosis: Diagnosis | None) -> str:
     return (
         "\n".join([f"{ended}. Its last words:", *said[-_LAST_LINES:]]) if said else f"{ended} without a word"
     )
+
+
+def _refused(failure: Failure) -> frozenset[str]:
+    """Flags that vlfit adds beside the plan's and that this version of vLLM does not take."""
+    if failure.id not in _NOT_TAKEN:
+        return frozenset()
+    return added_among(f"{failure.values.get('flags', '')} {failure.values.get('flag', '')}")
 
 
 def _reached(front: Front) -> tuple[str, int]:
