@@ -62,7 +62,7 @@ def test_all_tasks_keep_their_fields(tmp_path: Path) -> None:
         assert json.loads(row.pop("extra")) == wanted.pop("extra") == {"label": 7}
         if "value" in wanted:
             assert json.loads(row.pop("value")) == wanted.pop("value")
-        assert row.pop("other") is row.pop("sidecar_error") is None
+        assert row.pop("other") is row.pop("sidecar_error") is row.pop("same_as") is None
         assert row == json.loads(json.dumps(wanted))
         assert names(output) == ["part-00000.parquet"]
 
@@ -163,7 +163,7 @@ def test_rows_that_fit_no_column_are_kept(tmp_path: Path) -> None:
     sink.write({**record("a.jpg"), "new": [1]})
     sink.write({**record("b.jpg"), "usage": "none", "images": 3})
     sink.write({**record("c.jpg", "half \ud83d"), "extra": {"x": "\udcff"}})
-    sink.write(record("d.jpg"))
+    sink.write({**record("d.jpg"), "same_as": "a.jpg"})
     sink.close()
     rows = {row["key"]: row for row in read(tmp_path / "out.parquet")}
     assert json.loads(rows["a.jpg"]["other"]) == {"new": [1]}
@@ -173,6 +173,7 @@ def test_rows_that_fit_no_column_are_kept(tmp_path: Path) -> None:
     assert json.loads(rows["c.jpg"]["extra"]) == {"x": "\udcff"}
     assert rows["d.jpg"]["usage"]["image_tokens"] == asdict(Usage(90, 80, 3))["image_tokens"]
     assert rows["d.jpg"]["other"] is None
+    assert rows["d.jpg"]["same_as"] == "a.jpg"
 
 
 def test_outputs_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

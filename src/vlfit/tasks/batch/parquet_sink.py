@@ -181,6 +181,7 @@ def schema_of(kind: Kind) -> Any:
             *own[kind],
             ("images", pa.list_(image)),
             ("usage", pa.struct([(name, count) for name in tokens])),
+            ("same_as", text),
             ("extra", text),
             ("sidecar_error", text),
             ("other", text),
