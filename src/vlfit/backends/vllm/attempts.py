@@ -5,7 +5,6 @@ floor) nor what the next cheaper plan is (``plan/vllm/step_down.py``).
 """
 
 import io
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from vlfit.plan.vllm.step_down import Failure, Step, next_plan
 MOST_STARTS = 8  # each takes a minute or more; plans that help are found in the first few
 _PORTS = 3  # tries of a port that somebody took in the meantime
 _LAST_LINES = 12
-_KILLED = 128 + signal.SIGKILL
+_KILLED = 128 + 9
 PORT_IN_USE = "port.in_use"
 _NOT_TAKEN = ("vllm.unknown_flag", "vllm.bad_value")
 
