@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,8 @@ def test_a_failure_of_all_says_how_to_go_on(vlfit: Vlfit, backend: BesideBackend
 
 def test_ctrl_c_ends_it_in_order(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
     backend.hold = True
-    started, output = backend.start, folder.parent / "out.jsonl"
+    started: Callable[..., object] = backend.start
+    output = folder.parent / "out.jsonl"
 
     def start(*arguments: object) -> object:
         ticket = started(*arguments)

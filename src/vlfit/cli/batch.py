@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -47,6 +47,7 @@ def batch(
     concurrency: its.Concurrency = None,
     readers: its.Readers = None,
     tries: its.Tries = None,
+    keep_going: its.KeepGoing = False,
     limit: its.Limit = None,
     ordered: its.Ordered = False,
     retry_failed: its.RetryFailed = False,
@@ -107,7 +108,7 @@ def batch(
             source = _part(source, shard)
         if not _read_once(job):
             _check_there_are_any(source, job)
-        pace = _Wishes(concurrency, readers, tries, alike=bool(wish.system))
+        pace = _Wishes(concurrency, readers, tries, keep_going=keep_going, alike=bool(wish.system))
         if dry_run:
             _try_out(session, job, source, pace, force=force, again=retry_failed, as_json=options.json)
             return
@@ -128,13 +129,14 @@ class _Wishes:
     concurrency: int | None
     readers: int | None
     tries: int | None
+    keep_going: bool
     alike: bool
 
     def open(self, wanted: "Wanted", progress: "Progress") -> "tuple[OpenBackend, Pace]":
         from vlfit.tasks.batch.failures import TRIES
         from vlfit.tasks.batch.opening import open_for_batch
 
-        return open_for_batch(
+        backend, pace = open_for_batch(
             wanted,
             self.concurrency,
             progress,
@@ -142,6 +144,7 @@ class _Wishes:
             tries=TRIES if self.tries is None else self.tries,
             alike=self.alike,
         )
+        return backend, replace(pace, keep_going=self.keep_going)
 
 
 class _Batch:

@@ -62,6 +62,9 @@ Tries = Annotated[
         "--tries", metavar="N", help="How often a failure that may pass is tried in all.  [default: 6]"
     ),
 ]
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Do not stop when many pictures in a row fail: list them.")
+]
 Limit = Annotated[int | None, typer.Option("--limit", metavar="N", help="Stop after so many pictures.")]
 Ordered = Annotated[bool, typer.Option("--ordered", help="Write records in the order of the pictures.")]
 RetryFailed = Annotated[

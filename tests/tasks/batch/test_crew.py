@@ -39,7 +39,10 @@ def crew(backend: BesideBackend, at_once: int = 4, tries: int = 3) -> Crew:
 
 def numbered(count: int, start: int = 0) -> list[Item]:
     """Items of pictures that all differ."""
-    return [item(f"{number}", png(16 + number % 100, 16 + number // 100)) for number in range(start, start + count)]
+    return [
+        item(f"{number}", png(16 + number % 100, 16 + number // 100))
+        for number in range(start, start + count)
+    ]
 
 
 def keys(outcomes: list[Outcome]) -> list[str]:
@@ -157,9 +160,20 @@ def test_a_failure_of_all_stops_at_once_and_lists_nothing(error: VlfitError) -> 
 def test_when_nothing_fits_it_is_not_the_pictures() -> None:
     backend = BesideBackend(say=lambda data, prompt: DoesNotFit("over the context", ""))
     outcomes = crew(backend).outcomes(numbered(500))
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(VlfitError, match=r"16 pictures in a row failed.*over the context") as failed:
         list(outcomes)
+    assert "--keep-going" in failed.value.hint
     assert len(backend.started) < 100
+
+
+def test_when_nothing_is_there_it_is_not_the_pictures() -> None:
+    gone = [item(f"{number}", missing=True) for number in range(50)]
+    seen: list[Outcome] = []
+    with pytest.raises(VlfitError, match=r"in a row failed.*no such file"):
+        seen.extend(crew(BesideBackend()).outcomes(gone))
+    assert seen == []
+    patient = Crew(WORK, BesideBackend(), Pace(4, keep_going=True))
+    assert len([outcome for outcome in patient.outcomes(gone) if outcome.error]) == 50
 
 
 def test_some_that_do_not_fit_are_listed() -> None:
@@ -210,7 +224,7 @@ def test_in_order_with_failures_that_nobody_knows_whose_they_are() -> None:
         return DoesNotFit("over the context", "") if len(data) % 2 else "fine"
 
     run = crew(BesideBackend(say=say)).run(
-        [*numbered(40), *(item(f"gone{number}", missing=True) for number in range(500))], ordered=True
+        [*numbered(40), *(item(f"gone{number}", b"text") for number in range(500))], ordered=True
     )
     outcomes = []
     while not run.over:

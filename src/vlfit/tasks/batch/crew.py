@@ -29,12 +29,13 @@ _LOOK_AGAIN = 0.5  # seconds after which who waits for a place sees that the run
 @dataclass(frozen=True, slots=True)
 class Pace:
     """``at_once`` requests are started at a time, ``readers`` threads read and prepare the next ones, and a
-    failure that may pass is tried ``tries`` times in all.
+    failure that may pass is tried ``tries`` times in all. ``keep_going``: however many fail in a row.
     """
 
     at_once: int
     readers: int = 2
     tries: int = TRIES
+    keep_going: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Run:
         come for ``timeout`` seconds, or somebody called ``wake``.
 
         Failures that may not be the pictures' own are held back until something succeeds after them, or the
-        end: if too many come in a row the last of them is raised, and none of the pictures is told to be bad.
+        end: if too many come in a row an error is raised, and none of the pictures is told to be bad.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self._ready:
@@ -239,12 +240,13 @@ class Run:
         if verdict is Verdict.ALL:
             raise error
         failed = Outcome(task.item, None, error, task.tries, task.number)
-        if is_own_fault(error):
+        if is_own_fault(error) or self._crew.pace.keep_going:
             self._emit(failed)
         else:
             self._suspects.append(failed)
-        if self._streak.concerns_all(error):
-            raise error
+            stop = self._streak.stop_for(error)
+            if stop is not None:
+                raise stop from error
         if task.digest is not None:
             self._leads.discard(task.digest)
             for follower in self._crew.same.failed(task.digest):

@@ -10,6 +10,7 @@ from vlfit.errors import (
     ModelFailed,
     OutOfMemory,
     PictureError,
+    PictureNotFound,
     QueueFull,
     RemoteError,
     ServerUnreachable,
@@ -17,10 +18,9 @@ from vlfit.errors import (
     VlfitError,
 )
 
-# The picture, or what was said of it, is at fault: any number of these in a row says nothing of the others.
-_OF_ITSELF = (PictureError, UnreadableAnswer)
-# Of this picture as far as one can see; when all fail so, it is not the pictures.
-_OF_ONE = (*_OF_ITSELF, DoesNotFit, ModelFailed, OutOfMemory, RemoteError)
+# Failures of one picture. Most of them may have another reason (a context that is too small, a disk that is
+# not mounted): when many fail so in a row, it is hardly the pictures.
+_OF_ONE = (PictureError, UnreadableAnswer, DoesNotFit, ModelFailed, OutOfMemory, RemoteError)
 _MAY_PASS = (QueueFull, ServerUnreachable, OutOfMemory)
 
 FIRST_WAIT = 1.0  # seconds before the second try; each further one waits twice as long
@@ -63,7 +63,7 @@ def wait_before(error: Exception, tries: int) -> float:
 
 
 class Streak:
-    """Counts failures that are not the pictures' own until something succeeds."""
+    """Counts failures that need not be the pictures' own until something succeeds."""
 
     def __init__(self) -> None:
         self._failed = 0
@@ -74,15 +74,25 @@ class Streak:
         self._failed = 0
 
     def concerns_all(self, error: Exception) -> bool:
-        """Count ``error``, of one picture. True: too many failed so, it is not the pictures."""
-        if not isinstance(error, _OF_ITSELF):
-            self._failed += 1
-        return self._failed >= (_IN_A_ROW if self._any else _IN_A_ROW_AT_FIRST)
+        """Count ``error``. True: too many failed so, it is not the pictures."""
+        return not is_own_fault(error) and self.stop_for(error) is not None
+
+    def stop_for(self, error: Exception) -> VlfitError | None:
+        """Count ``error``, which is not a picture's own. What to stop with, if that were too many."""
+        self._failed += 1
+        if self._failed < (_IN_A_ROW if self._any else _IN_A_ROW_AT_FIRST):
+            return None
+        message = getattr(error, "message", f"{type(error).__name__}: {error}")
+        hint = "--keep-going lists such pictures and goes on"
+        return VlfitError(
+            f"{self._failed} pictures in a row failed, which is hardly their fault; the last one: {message}",
+            f"{error.hint}; {hint}" if isinstance(error, VlfitError) and error.hint else hint,
+        )
 
 
 def is_own_fault(error: Exception) -> bool:
-    """Whether the picture itself, or the answer, is what is wrong."""
-    return isinstance(error, _OF_ITSELF)
+    """Whether the bytes of the picture, or the answer, are what is wrong: then many more may be."""
+    return isinstance(error, PictureError | UnreadableAnswer) and not isinstance(error, PictureNotFound)
 
 
 def facts_of(error: Exception, tries: int) -> dict[str, object]:
