@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument(
         "--block", type=int, default=100, help="pictures of a block, of the part about overhead"
     )
-    parser.add_argument("--blocks", type=int, default=6, help="of each kind")
+    parser.add_argument("--blocks", type=int, default=10, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=4)
     parser.add_argument("--image-tokens", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=8, help="requests that run at once")

@@ -92,6 +92,18 @@ def test_an_output_of_another_job_is_refused_in_words(tmp_path: Path) -> None:
         Output(job(tmp_path))
 
 
+def test_a_field_that_a_version_brought_is_no_other_job(tmp_path: Path) -> None:
+    first = Output(job(tmp_path))
+    first.begin("mini")
+    done(first, "a")
+    first.close()
+    header = tmp_path / "out.jsonl.job.json"
+    facts = json.loads(header.read_text())
+    del facts["sampling"]["loop_guard"]
+    header.write_text(json.dumps({**facts, "former": 1}))
+    Output(job(tmp_path)).close()
+
+
 def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("my diary")
     with pytest.raises(UsageError, match="is there already"):

@@ -134,9 +134,7 @@ class Output:
                     "name another file, or go on in it with --force",
                 )
             return
-        changed = [
-            name for name, value in wanted.items() if name in known and _plain(known[name]) != _plain(value)
-        ]
+        changed = [name for name, value in wanted.items() if name in known and _differ(known[name], value)]
         if changed:
             what = "; ".join(_difference(name, known[name], wanted[name]) for name in changed)
             raise UsageError(
@@ -243,8 +241,18 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _difference(name: str, known: Any, wanted: Any) -> str:
+def _differ(known: Any, wanted: Any) -> list[str]:
+    """Where the two say different things, in words. What only one has, a version of vlfit brought."""
+    known, wanted = _plain(known), _plain(wanted)
     if isinstance(known, dict) and isinstance(wanted, dict):
-        parts = [key for key in {**known, **wanted} if _plain(known.get(key)) != _plain(wanted.get(key))]
-        return ", ".join(f"{key} was {known.get(key)!r} and is {wanted.get(key)!r}" for key in parts)
-    return f"its {name} was {known!r} and is {wanted!r}"
+        return [
+            f"{name} was {value!r} and is {wanted[name]!r}"
+            for name, value in known.items()
+            if name in wanted and value != wanted[name]
+        ]
+    return [] if known == wanted else [f"was {known!r} and is {wanted!r}"]
+
+
+def _difference(name: str, known: Any, wanted: Any) -> str:
+    found = _differ(known, wanted)
+    return ", ".join(found) if isinstance(wanted, dict) else f"its {name} {found[0]}"
