@@ -155,7 +155,7 @@ def test_serve_refuses_what_cannot_act_on_another_server(vlfit: Vlfit) -> None:
 
 
 def test_a_server_in_front_of_another_with_keys_of_its_own(
-    scripted: ScriptedBackend, tmp_path: Path, picture: Path
+    scripted: ScriptedBackend, tmp_path: Path, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a process: what it says, whom it lets in, and that its clients' keys stay with it."""
     with running(scripted, ServerSettings(api_keys=("upstream",), context=4096)) as behind:
@@ -177,6 +177,11 @@ def test_a_server_in_front_of_another_with_keys_of_its_own(
                 f"{ready['url']}/v1/chat/completions", json=body, headers={"Authorization": "Bearer mine"}
             )
             assert taken.json()["choices"][0]["message"]["content"] == "A red circle 🙂."
+            monkeypatch.setenv("VLFIT_API_KEY", "mine")
+            watched = vlfit("top", "--url", ready["url"], "--once").out
+            assert "not known here" in watched
+            assert "requests  0 under way" in watched
+            assert "KV cache" not in watched, "numbers that nobody told"
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=10) == 0
             assert process.stderr is not None

@@ -118,7 +118,8 @@ def _sleep(sleep: Sleep) -> str:
 
 def _memory(server: Server, lively: bool) -> Iterator[RenderableType]:
     if not server.rows:
-        yield Text("This server's backend gives no account of its memory.")
+        note = server.facts.get("note")
+        yield Text(str(note) if note else "This server's backend gives no account of its memory.")
         return
     if lively and server.card is not None:
         yield _bar(server)
@@ -167,6 +168,10 @@ def _bar(server: Server) -> Text:
 
 
 def _work(server: Server, seen: Rates | None) -> Iterator[Text]:
+    if "requests" not in server.facts:  # whoever runs the model tells nobody what it does
+        taken = (server.facts.get("places") or {}).get("taken")
+        yield Text(f"requests  {0 if taken is None else taken} under way")
+        return
     done = f"{server.finished} done, {server.cancelled} cancelled, {server.failed} failed"
     yield Text(f"requests  {server.running} running, {server.waiting} waiting; {done}")
     blocks = f"{server.blocks_used} of {server.blocks} blocks in use"
