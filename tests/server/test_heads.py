@@ -2,10 +2,13 @@
 
 import asyncio
 import resource
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import pytest
@@ -99,6 +102,51 @@ def test_an_address_has_so_many_connections_and_no_more(server: Running) -> None
         assert third.recv(100) == b""
         first.close()
         wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+
+
+@pytest.fixture
+def behind(server: Running, tmp_path: Path) -> Iterator[Callable[[], socket.socket]]:
+    """The same server where a relay would find it: connections to its Unix socket."""
+    path = str(tmp_path / "server")
+    inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    inside.bind(path)
+    inside.listen()
+    loop = server.server.servers[0].get_loop()
+
+    async def listen() -> asyncio.Server:
+        config, state = server.server.config, server.server.server_state
+        return await loop.create_unix_server(
+            lambda: HeadsInTime(config=config, server_state=state, app_state={}), sock=inside
+        )
+
+    listening = asyncio.run_coroutine_threadsafe(listen(), loop).result(5)
+
+    def connect() -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(10)
+        connection.connect(path)
+        return connection
+
+    yield connect
+    loop.call_soon_threadsafe(listening.close)
+
+
+def test_a_relay_says_whose_a_connection_is(
+    behind: Callable[[], socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    with behind() as connection, caplog.at_level("DEBUG", "vlfit.server"):
+        time.sleep(0.5)  # one that waits for its client is not closed
+        connection.sendall(b"192.0.2.7 50")
+        time.sleep(0.05)
+        connection.sendall(b"123\n" + HALF + REST)
+        assert connection.recv(20).startswith(b"HTTP/1.1 200 ")
+        wait_for(
+            lambda: any(getattr(each, "fields", {}).get("client") == "192.0.2.7" for each in caplog.records)
+        )
+    for said in (HALF + REST, b"x" * 300):
+        with behind() as connection:
+            connection.sendall(said)
+            assert connection.recv(20) == b"", "who is no relay has no word here"
 
 
 def test_networks_of_ipv6_are_one_client() -> None:
