@@ -18,7 +18,7 @@ from vlfit.backends.transformers import TransformersBackend, wanted_files
 from vlfit.checkpoint.any_model import PARTS, open_any, read_any
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.hub import is_complete
-from vlfit.engine.any_model import engine, loading, package
+from vlfit.engine.any_model import engine, loading, package, rehearsal
 from vlfit.engine.any_model.words import DecodedAnew, Words
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import Form
@@ -203,6 +203,37 @@ def test_offload_tells_transformers_how_much_may_be_on_the_gpu(
     with pytest.raises(UsageError, match="accelerate") as caught:
         loading.load_model(found, torch.device("cuda", 1), torch.float16, 5 * GIB, code=False)
     assert caught.value.hint == "pip install accelerate"
+
+
+def test_the_worst_is_run_at_the_start_and_pictures_shrink_to_what_there_is_room_for(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, whose memory an engine pretends to be short of."""
+    ran: list[tuple[int, int]] = []
+    monkeypatch.setattr(rehearsal, "_FEWEST", 8)
+    for wished in (None, 200):
+        options = EngineOptions(device="cpu", context=512, image_tokens=wished)
+        with TransformersBackend.load(checkpoints("qwen2_5_vl"), options) as backend:
+            pretending = backend._loop.engine
+            answer = pretending.answer
+
+            def short(request: Any, answer: Any = answer) -> None:
+                if request.prompt.image_tokens > 130:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                ran.append((request.prompt.tokens, request.prompt.image_tokens))
+                answer(request)
+
+            monkeypatch.setattr(pretending, "answer", short)
+            if wished is not None:
+                with pytest.raises(DoesNotFit, match=r"a picture of \d+ tokens does not fit"):
+                    rehearsal.largest_picture(pretending)
+                continue
+            rehearsal.largest_picture(pretending)
+            rehearsal.longest_text(pretending)
+            assert 100 < pretending.prompts.image_limit <= 130
+            assert backend.account().settings.image_tokens == pretending.prompts.image_limit
+            assert [tokens for tokens, _ in ran][-1] == 510
+            assert 64 < ran[0][1] <= pretending.prompts.image_limit
 
 
 def test_layers_that_wait_are_counted() -> None:

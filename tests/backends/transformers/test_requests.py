@@ -128,14 +128,14 @@ def test_what_cannot_be_is_refused_before_it_runs(
 def test_pictures_that_are_too_large_are_scaled_down_and_it_is_said(
     qwen: TransformersBackend, backends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(qwen._loop.engine.prompts, "_limit", 20)
+    monkeypatch.setattr(qwen._loop.engine.prompts, "image_limit", 20)
     large, small = ImagePart(picture(400, 300), "large"), ImagePart(picture(56, 56), "small")
     prepared = qwen.prepare(ask("?", large, small), SamplingParams())
     assert [each.tokens for each in prepared.images] == [20, 4]
     assert (prepared.images[0].width, prepared.images[0].height) == (400, 300)
     assert "at most 20 tokens for a picture" in prepared.images[0].notes[-1]
     llava = backends("llava")
-    monkeypatch.setattr(llava._loop.engine.prompts, "_limit", 15)
+    monkeypatch.setattr(llava._loop.engine.prompts, "image_limit", 15)
     with pytest.raises(DoesNotFit, match="16 tokens with this model however small"):
         llava.prepare(ask("?", large), SamplingParams())
 

@@ -70,16 +70,16 @@ class AnyEngine:
         self.dtype = dtype_for(options.dtype, _stored(checkpoint, config), self.device)
         self._shape = plan.text_shape(config.to_dict())
         self.context = plan.context_of(self._shape, options.context)
-        self.image_limit = min(options.image_tokens or self.context, self.context - _WORDS)
+        image_limit = min(options.image_tokens or self.context, self.context - _WORDS)
         self.resident_before = resident_bytes()
         self.gpu_uuid = gpu_uuid(self.device)
         self.gpu = _gpu(gpus, self.gpu_uuid, self.device)
-        self.room = self._room()
+        self.room = self._room(image_limit)
         self.lines: tuple[Line, ...] = self.room.lines if self.room else ()
 
         report("reading the processor's files", 0.0)
         processor = load_processor(checkpoint.folder, code=load.code)
-        self.prompts = Prompts(processor, config, self.context, self.image_limit)
+        self.prompts = Prompts(processor, config, self.context, image_limit)
         report("loading weights", 0.1)
         spread = self.room is not None and self.room.weights_here < self.room.weights
         here = self.room.weights_here if self.room is not None and spread else None
@@ -191,7 +191,7 @@ class AnyEngine:
                 dtype=str(self.dtype).removeprefix("torch."),
                 value_bytes=self.dtype.itemsize,
                 context=self.context,
-                image_tokens=self.image_limit,
+                image_tokens=self.prompts.image_limit,
                 sequences=1,
                 chunk=self.context,
                 kv_tokens=blocks * _BLOCK,
@@ -220,9 +220,9 @@ class AnyEngine:
             seconds, prompt_tokens=prompt_tokens, sampled=1, cached=cached
         )
 
-    def _room(self) -> plan.Room | None:
+    def _room(self, image_limit: int) -> plan.Room | None:
         """The plan, or its refusal. None where the driver does not tell of the GPU."""
-        wish = plan.Wish(self.context, self.image_limit, self.dtype.itemsize, self.options.offload)
+        wish = plan.Wish(self.context, image_limit, self.dtype.itemsize, self.options.offload)
         host = read_host()
         if self.device.type == "cpu":
             return plan.room_in_ram(self.checkpoint, self._shape, host, wish)

@@ -56,12 +56,12 @@ def load_model(
     """
     package = transformers()
     wishes: dict[str, Any] = {"dtype": dtype, "trust_remote_code": code, "local_files_only": True}
+    place = device.index or 0
     if here is not None:
         check_accelerate()
-        place: int | str = 0 if device.index is None else device.index
         wishes |= {"device_map": "auto", "max_memory": {place: here, "cpu": 1024 * GIB}}
     elif device.type == "cuda" and has_accelerate():
-        wishes["device_map"] = {"": device}  # straight to the GPU, without a copy of all of it in RAM
+        wishes["device_map"] = {"": place}  # straight to the GPU, without a copy of all of it in RAM
     try:
         model, found = package.AutoModelForImageTextToText.from_pretrained(
             str(checkpoint.folder), output_loading_info=True, **wishes

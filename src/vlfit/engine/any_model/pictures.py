@@ -83,10 +83,13 @@ def decoded(part: ImagePart | VideoPart) -> Seen:
     return Seen(part, tuple(each.image for each in frames), first.size, frames[0].notes, metadata)
 
 
-def smaller(seen: Seen, tokens: int, limit: int) -> Seen:
-    """``seen`` scaled down, so that of its ``tokens`` about as many are left as it may have."""
+def smaller(seen: Seen, tokens: int, limit: int, size: tuple[int, int] | None) -> Seen:
+    """``seen`` scaled down, so that of its ``tokens`` about as many are left as it may have.
+
+    ``size``: at which the model saw it, perhaps scaled down already; None: nobody told.
+    """
     most = seen.most(limit)
-    width, height = seen.frames[0].size
+    width, height = min(seen.frames[0].size, size or seen.frames[0].size, key=math.prod)
     share = math.sqrt(most / tokens) * 0.97  # sizes are rounded up by processors
     scaled = max(int(width * share), _LEAST_EDGE), max(int(height * share), _LEAST_EDGE)
     frames = tuple(each.resize(scaled, Image.Resampling.BICUBIC) for each in seen.frames)

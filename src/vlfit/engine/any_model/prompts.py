@@ -60,7 +60,7 @@ class Prompts:
         self._processor = processor
         self._tokenizer = processor.tokenizer
         self._context = context
-        self._limit = image_limit
+        self.image_limit = image_limit  # whoever rehearses lowers it where there is no room for more
         # Processors and tokenizers of transformers change settings of their own while they work.
         self._lock = Lock()
         self._placeholders = _placeholders(config) or _placeholders(processor)
@@ -89,14 +89,17 @@ class Prompts:
                 f"the checkpoint's chat template has no place for {what}", "leave them out", param="messages"
             )
         for _ in range(_TRIES):
-            large = [number for number, each in enumerate(seen) if counts[number] > each.most(self._limit)]
+            large = [
+                number for number, each in enumerate(seen) if counts[number] > each.most(self.image_limit)
+            ]
             if not large:
                 break
+            sizes = self._sizes(inputs, seen)
             for number in large:
-                seen[number] = smaller(seen[number], counts[number], self._limit)
+                seen[number] = smaller(seen[number], counts[number], self.image_limit, sizes[number])
             inputs = self._encoded(conversation, tools, seen)
             counts = self._counts(inputs, seen)
-        if any(count > each.most(self._limit) for count, each in zip(counts, seen, strict=True)):
+        if any(count > each.most(self.image_limit) for count, each in zip(counts, seen, strict=True)):
             raise self._of_any_size(max(counts))
         ids = inputs["input_ids"][0].tolist()
         told = tuple(
@@ -303,7 +306,8 @@ class Prompts:
 
     def _of_any_size(self, tokens: int) -> DoesNotFit:
         return DoesNotFit(
-            f"a picture has {tokens} tokens with this model however small it is; {self._limit} are allowed",
+            f"a picture has {tokens} tokens with this model however small it is; "
+            f"{self.image_limit} are allowed",
             f"start with --image-tokens {tokens} and a --context with room for it",
             param="messages",
         )

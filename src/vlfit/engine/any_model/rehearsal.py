@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ANSWER = SamplingParams(max_tokens=2, ignore_eos=True)
+_FEWEST = 256  # tokens: fewer in a picture are not worth a model with eyes
 
 
 def rehearse(engine: "AnyEngine") -> None:
@@ -31,16 +32,8 @@ def rehearse(engine: "AnyEngine") -> None:
     Raises ``DoesNotFit`` with the numbers where there is no room for them.
     """
     torch.cuda.reset_peak_memory_stats(engine.device)
-    for what, prompt in worst(engine).items():
-        try:
-            with in_words("rehearsing"):
-                engine.answer(engine.request(prompt, _ANSWER, _nobody))
-        except OutOfMemory as error:
-            raise DoesNotFit(
-                f"{what} does not fit beside the model: {error.message}; {engine.budget.shortage()}",
-                "lower --context or --image-tokens, or let layers wait in RAM: --offload auto",
-            ) from None
-        engine.budget.release()  # each begins with whole memory, as the peak of the larger one counts
+    largest_picture(engine)
+    longest_text(engine)
     held = torch.cuda.max_memory_reserved(engine.device)
     weights = sum(engine.weights.values())
     cache = next((line.bytes for line in engine.lines if line.line == "kv_cache"), 0)
@@ -48,25 +41,58 @@ def rehearse(engine: "AnyEngine") -> None:
         engine.lines,
         engine.weights if engine.waiting else {},
         max(held - weights - cache, 0),
-        "the largest picture and the longest text, each alone, as they were run at the start",
+        f"a picture of at most {engine.prompts.image_limit} tokens and the longest text, each alone, as they "
+        "were run at the start",
     )
     engine.forget_what_was_done()
 
 
-def worst(engine: "AnyEngine") -> dict[str, AnyPrompt]:
-    """The largest picture, and a text that leaves room for two tokens; by what they are called."""
-    found = {}
-    try:
-        picture = engine.prompts.build(engine.prompts.largest())
-    except VlfitError as error:  # no template, or no room for any picture: requests are told the same
-        logger.info("no picture is rehearsed: %s", error)
-    else:
-        found[f"a picture of {picture.image_tokens} tokens"] = picture
+def largest_picture(engine: "AnyEngine") -> None:
+    """Run a picture of as many tokens as one may have. Where there is no room for it, and nobody asked for so
+    many, pictures are let have half as many, and it is said.
+
+    Raises ``DoesNotFit`` where somebody did, or where too few are left.
+    """
+    prompts = engine.prompts
+    while True:
+        try:
+            prompt = prompts.build(prompts.largest())
+        except VlfitError as error:  # no template, or no room for any picture: requests are told the same
+            logger.info("no picture is rehearsed: %s", error)
+            return
+        try:
+            _run(engine, prompt, f"a picture of {prompt.image_tokens} tokens")
+            return
+        except DoesNotFit:
+            fewer = min(prompt.image_tokens, prompts.image_limit) // 2
+            if engine.options.image_tokens is not None or fewer < _FEWEST:
+                raise
+            prompts.image_limit = fewer
+            logger.warning(
+                "warning: there is no room for a picture of %d tokens: larger ones are scaled down to %d",
+                prompt.image_tokens,
+                fewer,
+            )
+
+
+def longest_text(engine: "AnyEngine") -> None:
+    """Run a text that leaves room for two tokens. Raises ``DoesNotFit``."""
     length = engine.context - 2
-    found[f"a prompt of {length} tokens ({format_bytes(engine.kv_bytes)} of KV cache)"] = engine.prompts.raw(
-        (engine.prompts.plain_token,) * length
-    )
-    return found
+    prompt = engine.prompts.raw((engine.prompts.plain_token,) * length)
+    _run(engine, prompt, f"a prompt of {length} tokens ({format_bytes(engine.kv_bytes)} of KV cache)")
+
+
+def _run(engine: "AnyEngine", prompt: AnyPrompt, what: str) -> None:
+    try:
+        with in_words("rehearsing"):
+            engine.answer(engine.request(prompt, _ANSWER, _nobody))
+    except OutOfMemory as error:
+        raise DoesNotFit(
+            f"{what} does not fit beside the model: {error.message}; {engine.budget.shortage()}",
+            "lower --context or --image-tokens, or let layers wait in RAM: --offload auto",
+        ) from None
+    finally:
+        engine.budget.release()  # each begins with whole memory, as the peak of the larger one counts
 
 
 def _nobody(_: "Chunk | Exception") -> None:
