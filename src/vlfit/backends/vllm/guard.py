@@ -117,6 +117,7 @@ class _Guarded:
             return False
         left = self._left()
         if self._status is not None and not left:
+            self._reap()  # who died since is not left to whoever comes after
             return True
         now = time.monotonic()
         if self._began_ending is None:
