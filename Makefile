@@ -80,7 +80,7 @@ clean:
 
 # One environment for each: they want different versions of the same packages.
 .venv/clients/.installed: tests/clients/langchain-openai.txt tests/clients/litellm.txt tests/clients/llm.txt | $(DEV)
-	@for wanted in $^; do \
+	@set -e; for wanted in $^; do \
 	    place=.venv/clients/$$(basename $$wanted .txt); \
 	    $(IN_VENV) -m venv $$place; \
 	    $$place/bin/python -m pip install --quiet --upgrade pip; \
