@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vlfit.tasks.batch.crew import Pace
     from vlfit.tasks.batch.item import Sidecar, Source
     from vlfit.tasks.batch.job import Job
-    from vlfit.tasks.batch.progress import Tally
     from vlfit.tasks.batch.runner import Runner
 
 INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
@@ -168,8 +167,8 @@ class _Batch:
         self._source = source
         self._sidecars = sidecars
         self._output = Output(job, force=force, again=again, sidecars=sidecars)
-        before = self._output.done_before + (0 if again else self._output.failed_before)
-        self._page = BatchPage(session.printer, before)
+        self._before = self._output.done_before + (0 if again else self._output.failed_before)
+        self._page = BatchPage(session.printer, self._before)
 
     def __enter__(self) -> "_Batch":
         return self
@@ -192,7 +191,7 @@ class _Batch:
         if not _read_once(self._job):
             if all(self._output.is_settled(item.key) for item in self._source):
                 return
-            _count_beside(self._source, self._page.tally)
+            self._count_beside(limit)
         give_memory_back()
         backend, chosen = self._session.open(pace.open)
         keep_what_is_loaded()
@@ -212,7 +211,7 @@ class _Batch:
         from vlfit.tasks.batch.ray.options import RayOptions
         from vlfit.tasks.batch.ray.run import run_on_ray
 
-        _count_beside(self._source, self._page.tally)
+        self._count_beside(limit)
         with self._page as page:
             run_on_ray(
                 self._job,
@@ -226,6 +225,18 @@ class _Batch:
                 tries=TRIES if pace.tries is None else pace.tries,
                 limit=limit,
             )
+
+    def _count_beside(self, limit: int | None) -> None:
+        """Tell the page how many pictures there are to be, as soon as that is known."""
+
+        def count() -> None:
+            with suppress(VlfitError):  # who works on the pictures meets the same
+                total = self._source.count()
+                if total is not None and limit is not None:
+                    total = min(total, self._before + limit)
+                self._page.tally.total = total
+
+        threading.Thread(target=count, name="vlfit-count", daemon=True).start()
 
     def tell(self, *, as_json: bool) -> None:
         """How it ended, and the exit code for it."""
@@ -313,16 +324,6 @@ def _check_there_are_any(source: "Source", job: "Job") -> None:
         raise UsageError(
             f"--sidecar writes beside files, and {first.key} is none of its own", "leave --sidecar out"
         )
-
-
-def _count_beside(source: "Source", tally: "Tally") -> None:
-    """Tell ``tally`` how many pictures there are, as soon as that is known."""
-
-    def count() -> None:
-        with suppress(VlfitError):  # who works on the pictures meets the same
-            tally.total = source.count()
-
-    threading.Thread(target=count, name="vlfit-count", daemon=True).start()
 
 
 @contextmanager
