@@ -84,6 +84,11 @@ class Cluster:
             return _team_on_gpus(options, {node: gpus for node, (gpus, _) in total.items()})
         return _team_on_cpus(options, {node: cpus for node, (_, cpus) in total.items()})
 
+    def free(self, team: Team) -> int:
+        """How many workers' worth of GPUs or cores nobody has taken now, anywhere in the cluster."""
+        have: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        return int(have.get("GPU", 0)) // team.gpus if team.gpus else int(have.get("CPU", 0)) // team.cpus
+
     def look(self, team: Team, wanted: Wanted, samples: tuple[Sample, ...]) -> list[Sight]:
         """What each machine that may get a worker has. Raises ``ClusterError`` for one that cannot say."""
         asked = ray.remote(num_cpus=0, max_retries=1)(look)

@@ -99,6 +99,10 @@ def run_on_ray(
         team = cluster.team(_with_cards(options, wanted), wanted.options.device)
         send = _check_machines(cluster, team, wanted, samples, ledger.progress)
         ledger.progress.note(_in_words(team))
+        if not cluster.free(team):
+            ledger.progress.note(
+                "others have all of the cluster now: it begins when they end (see `ray status`)"
+            )
         try:
             _go(cluster, team, duty, source, ledger, send, limit)
         finally:
