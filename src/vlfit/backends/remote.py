@@ -9,9 +9,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vlfit.backends import openai_replies, openai_wire
 from vlfit.backends.base import Listener, Prepared
 from vlfit.backends.openai_replies import Events, ReplyReader
+from vlfit.backends.reaching import SILENCE_SECONDS, base_url, failures_in_words, without_secrets
 from vlfit.backends.side_by_side import Running, SideBySide
 from vlfit.backends.streams import QueuedStream
 from vlfit.engine.answer import Chunk, ImageSeen
@@ -29,7 +30,6 @@ from vlfit.errors import (
     EngineStopped,
     QueueFull,
     RemoteError,
-    ServerUnreachable,
     UsageError,
     VlfitError,
 )
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_SECONDS = 5.0
-# A vlfit server says something every 15 seconds; others may be silent through a long prefill.
-SILENCE_SECONDS = 300.0
 # Idle connections are closed before uvicorn does it after 5: else now and then a request would meet one that
 # is being closed.
 KEEP_SECONDS = 2.0
@@ -112,7 +110,7 @@ class RemoteBackend:
         import httpx  # a tenth of a second, which nobody should pay who runs a model in process
 
         self._url = base_url(url)
-        self.device = _without_secrets(self._url)
+        self.device = without_secrets(self._url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, pool=None)
         self._client = httpx.Client(headers=self._headers, timeout=self._timeout)
@@ -355,43 +353,3 @@ def _wait_asked(response: "httpx.Response") -> float | None:
     if response.status_code != 429 or wait is None or wait > LONGEST_WAIT:
         return None
     return wait
-
-
-@contextmanager
-def failures_in_words(url: str, silence: float = SILENCE_SECONDS) -> Iterator[None]:
-    """Whatever goes wrong on the way to the server at ``url`` within the block, in our words."""
-    import httpx
-
-    try:
-        yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise ServerUnreachable(
-            f"no server answers at {url}: {error}", "start one with `vlfit serve`, or check the URL"
-        ) from error
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise UsageError(f"{url} is no URL of a server: {error}", "use http://host:port") from error
-    except httpx.TimeoutException as error:
-        raise RemoteError(
-            f"the server at {url} said nothing for {silence:.0f} s", "look at its log"
-        ) from error
-    except httpx.HTTPError as error:
-        raise RemoteError(
-            f"the connection to {url} broke off: {error or type(error).__name__}", "look at the server's log"
-        ) from error
-
-
-def base_url(url: str) -> str:
-    """``url`` with a scheme and ``/v1``, without a slash at its end."""
-    url = url.strip().rstrip("/")
-    if not url:
-        raise UsageError("the server's URL is empty", "use http://host:port")
-    if "://" not in url:
-        url = f"http://{url}"
-    return url if url.endswith("/v1") else f"{url}/v1"
-
-
-def _without_secrets(url: str) -> str:
-    """``url`` as it may be shown: without a name and password before the host."""
-    scheme, mark, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"

@@ -92,7 +92,7 @@ def _post(what: str, url: str | None, body: dict[str, str]) -> dict[str, Any]:
     import httpx
 
     from vlfit.backends.openai_replies import error_from
-    from vlfit.backends.remote import base_url, failures_in_words
+    from vlfit.backends.reaching import base_url, failures_in_words
     from vlfit.cli.top_source import default_url
     from vlfit.server.settings import is_loopback
     from vlfit.settings import read_settings

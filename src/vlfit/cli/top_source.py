@@ -107,7 +107,7 @@ class Source:
     """
 
     def __init__(self, url: str, api_key: str | None, *, named: bool) -> None:
-        from vlfit.backends.remote import base_url
+        from vlfit.backends.reaching import base_url
 
         self.url = base_url(url).removesuffix("/v1")
         try:
@@ -151,7 +151,7 @@ class Source:
         import httpx
 
         from vlfit.backends.openai_replies import error_from
-        from vlfit.backends.remote import failures_in_words
+        from vlfit.backends.reaching import failures_in_words
 
         with failures_in_words(self.url, SILENCE_SECONDS):
             if self._client is None:

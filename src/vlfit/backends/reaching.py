@@ -1,0 +1,48 @@
+"""A server's URL, and whatever goes wrong on the way to it, in words. Knows nothing of what is asked."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vlfit.errors import RemoteError, ServerUnreachable, UsageError
+
+SILENCE_SECONDS = 300.0  # a vlfit server says something every 15; others may be silent through a long prefill
+
+
+@contextmanager
+def failures_in_words(url: str, silence: float = SILENCE_SECONDS) -> Iterator[None]:
+    """Whatever goes wrong on the way to the server at ``url`` within the block, in our words."""
+    import httpx
+
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise ServerUnreachable(
+            f"no server answers at {url}: {error}", "start one with `vlfit serve`, or check the URL"
+        ) from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise UsageError(f"{url} is no URL of a server: {error}", "use http://host:port") from error
+    except httpx.TimeoutException as error:
+        raise RemoteError(
+            f"the server at {url} said nothing for {silence:.0f} s", "look at its log"
+        ) from error
+    except httpx.HTTPError as error:
+        raise RemoteError(
+            f"the connection to {url} broke off: {error or type(error).__name__}", "look at the server's log"
+        ) from error
+
+
+def base_url(url: str) -> str:
+    """``url`` with a scheme and ``/v1``, without a slash at its end."""
+    url = url.strip().rstrip("/")
+    if not url:
+        raise UsageError("the server's URL is empty", "use http://host:port")
+    if "://" not in url:
+        url = f"http://{url}"
+    return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def without_secrets(url: str) -> str:
+    """``url`` as it may be shown: without a name and password before the host."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
