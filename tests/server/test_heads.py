@@ -16,8 +16,8 @@ import pytest
 from tests.server.harness import Running, running, wait_for
 from tests.server.scripted import ScriptedBackend
 from vlfit.server import heads, relay
+from vlfit.server.connections import Connections
 from vlfit.server.heads import HeadsInTime
-from vlfit.server.limits import Connections
 
 HALF = b"GET /health HTTP/1.1\r\nHost: local"
 REST = b"host\r\n\r\n"
@@ -60,7 +60,9 @@ def test_the_relay_closes_who_asks_nothing_while_nobody_serves(monkeypatch: pyte
     async def said_to(sent: bytes) -> bytes:
         clients: set[relay._Client] = set()
         taking = await asyncio.get_running_loop().create_server(
-            lambda: relay._Client("/nowhere", lambda: False, clients), "127.0.0.1", 0
+            lambda: relay._Client("/nowhere", lambda: False, clients, connections, relay._Spare("/nowhere")),
+            "127.0.0.1",
+            0,
         )
         async with taking:
             reader, writer = await asyncio.open_connection(*taking.sockets[0].getsockname())
@@ -70,8 +72,11 @@ def test_the_relay_closes_who_asks_nothing_while_nobody_serves(monkeypatch: pyte
             await writer.wait_closed()
         return said
 
+    connections = Connections(1)
     assert asyncio.run(said_to(b"")) == asyncio.run(said_to(HALF)) == b""
     assert b"restarting" in asyncio.run(said_to(HALF + REST))
+    assert connections.enter("127.0.0.1"), "those that were closed are not counted"
+    assert asyncio.run(said_to(b"")).startswith(b"HTTP/1.1 429 ")
 
 
 def test_a_server_may_have_as_many_files_as_the_system_lets_it() -> None:

@@ -52,18 +52,6 @@ def allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def fair_share() -> int | None:
-    """Connections that one address may have: an eighth of the files that may be open, so that nobody takes
-    them all. None: there is no limit.
-    """
-    try:
-        import resource
-    except ImportError:
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else max(soft // 8, 1)
-
-
 def address_of(listener: socket.socket) -> str:
     """The URL by which programs on this computer reach ``listener``."""
     host, port = listener.getsockname()[:2]

@@ -7,17 +7,15 @@ connection that stays silent after an answer.
 """
 
 import asyncio
-import json
 import socket
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from vlfit.server.limits import Connections
+from vlfit.server.connections import DISCARDING, Connections
 
 HEAD_SECONDS = 15.0  # for the whole head of a request, however many pieces it comes in
-DISCARDING = 1.0  # seconds in which a client that was refused may still send
 LONGEST_LINE = 200  # of a relay
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -75,7 +73,7 @@ class HeadsInTime(H11Protocol):
             self._watch()
         else:
             self._refused = True
-            self.transport.write(_refusal(self.connections_of.most or 0))
+            self.transport.write(self.connections_of.refusal())
             self.transport.write_eof()
             # Closed at once, what the client still sends would make its system throw away what it was told.
             self.loop.call_later(DISCARDING, self.transport.close)
@@ -98,17 +96,3 @@ class HeadsInTime(H11Protocol):
         if self.conn.trailing_data[0]:  # half a head: somebody asks, if slowly
             self.transport.write(_TOO_LATE)
         self.transport.close()
-
-
-def _refusal(most: int) -> bytes:
-    """429, whole, as ``failures.py`` would have it."""
-    message = (
-        f"this address has {most} connections here already, as many as one may have; "
-        "close some, or use one for several requests"
-    )
-    told = {"message": message, "type": "rate_limit_error", "param": None, "code": "too_many_connections"}
-    body = json.dumps({"error": told}).encode()
-    return (
-        b"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-    )

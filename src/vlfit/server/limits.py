@@ -1,4 +1,4 @@
-"""What one client may ask for: connections, requests in a minute and at once, and bytes of bodies under way.
+"""What one client may ask for: requests in a minute, requests at once, and bytes of bodies under way.
 
 Knows: clocks and counts. Does not know: keys (a client is what it is called by), nor what requests are about.
 Belongs to one event loop, so that counting needs no lock.
@@ -10,7 +10,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ipaddress import IPv6Address, ip_address
 
 from starlette.types import Message, Receive
 
@@ -18,42 +17,6 @@ from vlfit.errors import QueueFull, RequestTooSlow, TooManyRequests
 from vlfit.units import format_bytes
 
 MINUTE = 60.0
-NETWORK_BITS = 64  # of an IPv6 address: whoever has one has all that begin like it
-
-
-class Connections:
-    """How many connections each address has; ``most`` at once, None: any number."""
-
-    def __init__(self, most: int | None = None) -> None:
-        self.most = most
-        self._open: dict[str | int, int] = {}
-
-    def enter(self, host: str) -> bool:
-        """Whether there is room for one more from ``host``, which has it then until it leaves."""
-        who = _network(host)
-        count = self._open.get(who, 0)
-        if self.most is not None and count >= self.most:
-            return False
-        self._open[who] = count + 1
-        return True
-
-    def leave(self, host: str) -> None:
-        who = _network(host)
-        self._open[who] -= 1
-        if not self._open[who]:
-            del self._open[who]
-
-
-def _network(host: str) -> str | int:
-    """What is one client: an address, or a network of IPv6."""
-    if ":" not in host:
-        return host
-    address = ip_address(host.partition("%")[0])
-    if not isinstance(address, IPv6Address):
-        return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return int(address) >> (128 - NETWORK_BITS)
 
 
 class Limits:

@@ -19,10 +19,10 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from vlfit.server.address import cannot_listen, fair_share
+from vlfit.server.address import cannot_listen
 from vlfit.server.closing import Closing
+from vlfit.server.connections import Connections, fair_share
 from vlfit.server.heads import HeadsInTime
-from vlfit.server.limits import Connections
 from vlfit.server.settings import ServerSettings
 from vlfit.server.watchdog import Watchdog
 

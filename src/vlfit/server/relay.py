@@ -19,12 +19,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from vlfit.server.connections import DISCARDING, Connections, fair_share
+
 BACK_AFTER = 5  # seconds; mini is back after three
 MOST_HEAD = 64 * 1024
 LAST_CALL = signal.SIGUSR1  # nobody serves any more: say what is left to say, and end
 LAST_SECONDS = 1.0
 HEAD_SECONDS = 15.0  # while nobody serves; a server closes what is silent itself (``heads.py``)
-DISCARDING = 2.0  # seconds in which a client that was refused may still send
+LISTENING = 2.0  # seconds in which a client that was told of a death may still send
 
 _DIED = {
     "error": {
@@ -174,8 +176,15 @@ class _Client(asyncio.Protocol):
     """A connection of a client, and that to the server which belongs to it."""
 
     def __init__(
-        self, path: str, is_up: Callable[[], bool], clients: "set[_Client]", spare: _Spare | None = None
+        self,
+        path: str,
+        is_up: Callable[[], bool],
+        clients: "set[_Client]",
+        connections: Connections,
+        spare: _Spare,
     ) -> None:
+        self._connections = connections
+        self._host: str | None = None
         self._spare = spare
         self._clients = clients
         self._path = path
@@ -191,10 +200,16 @@ class _Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
         self._clients.add(self)
+        host = str(transport.get_extra_info("peername")[0])
+        if not self._connections.enter(host):
+            self._refused = True
+            self.end(self._connections.refusal(), DISCARDING)
+            return
+        self._host = host
         self._late = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._too_late)
         if not self._is_up():
             return
-        server = self._spare.take() if self._spare is not None else None
+        server = self._spare.take()
         if server is not None:
             server.serve(self)
         else:
@@ -231,8 +246,8 @@ class _Client(asyncio.Protocol):
             asks_health = head.startswith((b"GET /health ", b"GET /health?"))
             self.end(alive() if asks_health else refusal())
 
-    def end(self, words: bytes | None) -> None:
-        """Say ``words`` and close; None: break off."""
+    def end(self, words: bytes | None, seconds: float = LISTENING) -> None:
+        """Say ``words`` and close, after ``seconds`` in which it may still send; None: break off."""
         if words is None:
             self.transport.abort()
             return
@@ -240,7 +255,7 @@ class _Client(asyncio.Protocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         # Closed at once, what the client still sends would make its system throw away what it was told.
-        asyncio.get_running_loop().call_later(DISCARDING, self.transport.close)
+        asyncio.get_running_loop().call_later(seconds, self.transport.close)
 
     def pause_writing(self) -> None:
         if self.server is not None:
@@ -252,6 +267,8 @@ class _Client(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._clients.discard(self)
+        if self._host is not None:
+            self._connections.leave(self._host)
         if self._late is not None:
             self._late.cancel()
         if self.server is not None:
@@ -321,9 +338,9 @@ async def relay(listener: socket.socket, path: str, is_up: Callable[[], bool]) -
     """
     loop = asyncio.get_running_loop()
     clients: set[_Client] = set()
-    spare = _Spare(path)
+    connections, spare = Connections(fair_share()), _Spare(path)
     server = await loop.create_server(
-        lambda: _Client(path, is_up, clients, spare), sock=listener, backlog=2048
+        lambda: _Client(path, is_up, clients, connections, spare), sock=listener, backlog=2048
     )
     ending: list[asyncio.Task[None]] = []
     loop.add_signal_handler(LAST_CALL, lambda: ending.append(loop.create_task(_end(server, clients))))
