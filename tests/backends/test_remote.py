@@ -70,6 +70,17 @@ def test_the_scheme_may_be_left_out(server: Running) -> None:
         assert backend.model == "scripted"
 
 
+def test_a_proxy_of_the_environment_does_not_stand_before_this_computer(
+    server: Running, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with RemoteBackend(server.url) as backend:
+        assert backend.stream(ask("Hello"), GREEDY).answer().text
+
+
 def test_a_whole_answer(remote: RemoteBackend) -> None:
     answer = remote.stream(ask("What is it?", ImagePart(png("red"))), GREEDY).answer()
     assert answer.text == "A red circle 🙂."

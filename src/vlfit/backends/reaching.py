@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from vlfit.errors import RemoteError, ServerUnreachable, UsageError
 
@@ -46,3 +48,12 @@ def without_secrets(url: str) -> str:
     scheme, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def is_here(url: str) -> bool:
+    """Whether ``url`` leads to this computer, where no proxy of the environment has to go between."""
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vlfit.backends import openai_replies, openai_wire
 from vlfit.backends.base import Listener, Prepared
 from vlfit.backends.openai_replies import Events, ReplyReader
-from vlfit.backends.reaching import SILENCE_SECONDS, base_url, failures_in_words, without_secrets
+from vlfit.backends.reaching import SILENCE_SECONDS, base_url, failures_in_words, is_here, without_secrets
 from vlfit.backends.side_by_side import Running, SideBySide
 from vlfit.backends.streams import QueuedStream
 from vlfit.engine.answer import Chunk, ImageSeen
@@ -113,7 +113,9 @@ class RemoteBackend:
         self.device = without_secrets(self._url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, pool=None)
-        self._client = httpx.Client(headers=self._headers, timeout=self._timeout)
+        self._client = httpx.Client(
+            headers=self._headers, timeout=self._timeout, trust_env=not is_here(self._url)
+        )
         self._side_by_side = SideBySide("vlfit-remote")
         self._async_client: httpx.AsyncClient | None = None
         self._room = asyncio.Semaphore(at_once)
@@ -277,7 +279,7 @@ class RemoteBackend:
 
             limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_SECONDS)
             self._async_client = httpx.AsyncClient(
-                headers=self._headers, timeout=self._timeout, limits=limits
+                headers=self._headers, timeout=self._timeout, limits=limits, trust_env=not is_here(self._url)
             )
         return self._async_client
 
