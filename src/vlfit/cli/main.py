@@ -33,7 +33,7 @@ from vlfit.cli.plan import plan
 from vlfit.cli.printing import cannot_write, print_error
 from vlfit.cli.pull import pull
 from vlfit.cli.scene import scene
-from vlfit.cli.serve import serve
+from vlfit.cli.serve import ServeCommand, serve
 from vlfit.cli.sleep import SLEEP_EXAMPLES as _SLEEP_EXAMPLES
 from vlfit.cli.sleep import WAKE_EXAMPLES as _WAKE_EXAMPLES
 from vlfit.cli.sleep import sleep, wake
@@ -125,7 +125,7 @@ app.command()(scene)
 app.command()(detect)
 app.command()(batch)
 app.command()(chat)
-app.command()(serve)
+app.command(cls=ServeCommand)(serve)
 app.command(epilog=_STATUS_EXAMPLES)(status)
 app.command(epilog=_STOP_EXAMPLES)(stop)
 app.command(epilog=_SLEEP_EXAMPLES)(sleep)

@@ -4,8 +4,12 @@ Knows: what may be asked for, and the ways to run it: here, in the background, b
 order of starting and stopping (``serving.py``), routes (``server``).
 """
 
+import os
 import sys
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from typer.core import TyperCommand
 
 from vlfit.cli import serve_options as options
 from vlfit.cli.options import refuse_engine_options
@@ -162,12 +166,32 @@ def serve(
         serve_here(settings, json_line=json_line, quiet=quiet, trust_remote_code=trust_remote_code)
 
 
+class ServeCommand(TyperCommand):
+    """Options that are not vlfit's are vLLM's, where that runs the model: guides have them without ``--``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.ignore_unknown_options = _names_vllm(args)
+        return super().parse_args(ctx, args)
+
+
+def _names_vllm(arguments: list[str]) -> bool:
+    named = [after for before, after in pairwise(arguments) if before == "--backend"]
+    named += [word.partition("=")[2] for word in arguments if word.startswith("--backend=")]
+    return [*named, os.environ.get("VLFIT_BACKEND", "")][0] == "vllm"
+
+
 def _apart(model: str | None, words: list[str] | None) -> tuple[str | None, tuple[str, ...]]:
-    """The model that was named, and words for vLLM: what stands first after ``--`` may be either."""
+    """The model that was named, and words for vLLM: what stands first may be either, and so may be the last,
+    if it is no value of the flag before it.
+    """
     words = words or []
-    if model is not None and model.startswith("-"):
-        return None, (model, *words)
-    return model, tuple(words)
+    if model is None or not model.startswith("-"):
+        return model, tuple(words)
+    *rest, last = [model, *words]
+    is_name = len(rest) > 1 and not last.startswith(("-", "{")) and not last[:1].isdigit()
+    if is_name and not rest[-1].startswith("-"):
+        return last, tuple(rest)
+    return None, (*rest, last)
 
 
 def _check_vllm(settings: "Settings", asked: OfServe, *, apart: bool) -> None:

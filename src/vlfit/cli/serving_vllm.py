@@ -224,7 +224,7 @@ def _print_command(settings: "Settings", asked: OfServe, printer: Printer, *, as
     check(planned)
     front = Front(settings.host, settings.port, planned.plan.model.name, direct=True)
     program = planned.installed.program
-    command = assemble(planned.plan, program, front, planned.own, unset=planned.unset)
+    command = assemble(planned.plan, program, front, planned.own, unset=planned.unset, pinned=planned.pinned)
     for word in command.overrides:
         printer.note(f"planned {word} gives way to what you typed")
     if as_json:

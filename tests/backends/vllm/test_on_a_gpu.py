@@ -8,6 +8,7 @@ import pytest
 from tests.backends.vllm.conftest import Stage
 from tests.backends.vllm.fake_vllm import environment
 from tests.backends.vllm.test_backend import flag
+from vlfit.backends.vllm.command import assemble, loopback
 from vlfit.backends.vllm.options import VllmOptions
 from vlfit.backends.vllm.planning import native_offer, plan_start, visible
 from vlfit.backends.vllm.where import find
@@ -122,3 +123,17 @@ def test_which_gpus_may_be_used(device: str, told: str | None, expected: list[in
 def test_a_device_that_is_not_there(device: str, told: str | None) -> None:
     with pytest.raises(DeviceError, match=f"there is no {device}"):
         visible(four(), device, {} if told is None else {"CUDA_VISIBLE_DEVICES": told})
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:0", "0"), ("cuda:2", "2"), ("auto", None)])
+def test_a_card_that_is_named_is_the_only_one_that_vllm_sees(
+    stage: Stage, sees: Seen, device: str, expected: str | None
+) -> None:
+    options = EngineOptions(device=device, context=2048)
+    planned = plan_start("mini", options, VllmOptions(), find(stage.python), four())
+    command = assemble(planned.plan, ("vllm",), loopback("mini", 1), pinned=planned.pinned)
+    if expected is not None:
+        assert command.added["CUDA_VISIBLE_DEVICES"] == expected
+        assert command.added["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    else:
+        assert planned.pinned == {}

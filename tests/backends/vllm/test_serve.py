@@ -191,6 +191,29 @@ def test_dry_run_prints_what_can_be_pasted(stage: Stage, run: Run) -> None:
     assert facts["plan"]["settings"]["context"] == 2048
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("mini", "--backend", "vllm", "--disable-v1-engine", "--gpu-memory-utilization", "0.70"),
+        ("--backend=vllm", "--disable-v1-engine", "--gpu-memory-utilization", "0.70", "mini"),
+        ("--model", "mini", "--backend", "vllm", "--", "--disable-v1-engine", "--gpu-memory-utilization=0.7"),
+    ],
+)
+def test_wishes_of_old_notes_are_answered_wherever_they_stand(words: tuple[str, ...], run: Run) -> None:
+    ended = run("--dry-run", *words)
+    assert ended.code == 0, ended.err
+    assert "--disable-v1-engine is left out: no version ever had it" in ended.err
+    assert "--gpu-memory-utilization 0.7 means nothing on a processor" in ended.err
+    assert "--disable-v1-engine" not in ended.out
+    assert "--served-model-name mini" in ended.out
+
+
+def test_another_backend_knows_its_own_options_alone(run: Run) -> None:
+    ended = run("mini", "--contxt", "4096")
+    assert ended.code == 2
+    assert "No such option: --contxt" in ended.err
+
+
 def test_dry_run_needs_no_vllm(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLFIT_VLLM_PYTHON", "")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -81,8 +81,16 @@ class Attempts:
 
     def _command(self, plan: Plan, front: Front, left_out: frozenset[str]) -> Command:
         planned = self.planned
-        program = planned.installed.program
-        command = assemble(plan, program, front, planned.own, self.model, planned.unset, left_out)
+        command = assemble(
+            plan,
+            planned.installed.program,
+            front,
+            planned.own,
+            self.model,
+            planned.unset,
+            left_out,
+            planned.pinned,
+        )
         for word in command.overrides:
             self.tell(f"planned {word} gives way to what you typed")
         return command

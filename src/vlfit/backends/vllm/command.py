@@ -23,6 +23,7 @@ _FORMS = "--structured-outputs-config"  # which the plan sets
 # Each request brings all that it wishes; what it leaves out is to mean nothing, not the model's own.
 _NEUTRAL = ("--generation-config", "vllm")
 _GROUPS = (_TOOLS, _NEUTRAL)
+_NOTHING: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,12 @@ def assemble(
     model: str | None = None,
     unset: Sequence[str] = (),
     left_out: frozenset[str] = frozenset(),
+    pinned: Mapping[str, str] = _NOTHING,
 ) -> Command:
     """The command for ``plan``. ``own``: words that go to vLLM as they are, in place of planned ones with the
     same flag. ``model``: what to load, if it is not the plan's place (its files are here already). ``unset``:
-    variables that must not be set. ``left_out``: flags of those that vlfit adds which this vLLM refuses.
+    variables that must not be set; ``pinned``: such as must be. ``left_out``: flags of those that vlfit adds
+    which this vLLM refuses.
     """
     assert plan.command is not None
     typed = {_flag(word) for word in own if word.startswith("-")}
@@ -94,7 +97,7 @@ def assemble(
     for group in _GROUPS[:1] if front.direct else _GROUPS:
         if not {word for word in group if word.startswith("--")} & (typed | left_out):
             words += group
-    added = {"VLLM_NO_USAGE_STATS": "1", **plan.environment}
+    added = {"VLLM_NO_USAGE_STATS": "1", **pinned, **plan.environment}
     if front.key:
         added[KEY_VARIABLE] = front.key
     return Command((*words, *own), added, tuple(overrides), tuple(unset))

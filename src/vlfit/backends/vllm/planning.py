@@ -7,7 +7,7 @@ how a plan is chosen (``plan/search.py``) or started (``attempts.py``).
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ _NOT_OF_VLLM = {"offload": None, "idle_sleep": None}
 class Planned:
     """A plan to start with, and what the next one is made of. ``own``: words that go to vLLM as they are.
     ``said``: what a person should read before the start. ``unset``: variables that vLLM must not see.
+    ``pinned``: those that name the GPUs it may use, where a person named one of several.
     """
 
     plan: Plan
@@ -46,6 +47,7 @@ class Planned:
     own: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
+    pinned: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_start(
@@ -65,14 +67,15 @@ def plan_start(
             raise UsageError(
                 f"--{option} is a setting of the native engine", "leave it out, or --backend vllm"
             )
-    machine = visible(machine, options.device, os.environ)
+    whole, machine = machine, visible(machine, options.device, os.environ)
     words = (*_own_words(options), *vllm.words)
     legacy = understood(words, chosen_version(installed.version), os.environ)
     wishes = Wishes(**{**_wishes(options, vllm, installed), **legacy.wishes})
     subject = named(str(model.folder) if isinstance(model, Checkpoint) else str(model), wishes.weights)
     made = _planned(_whole(subject), machine, wishes, installed)
     said = (*legacy.said, *filter(None, [share_words(legacy.share, made)]))
-    return Planned(made, wishes, subject, machine, installed, legacy.words, said, legacy.unset)
+    pinned = _pinned(whole, machine) if options.device != "auto" else {}
+    return Planned(made, wishes, subject, machine, installed, legacy.words, said, legacy.unset, pinned)
 
 
 def check(planned: Planned) -> None:
@@ -124,6 +127,14 @@ def visible(machine: Machine, device: str, environment: Mapping[str, str]) -> Ma
             raise DeviceError(f"there is no {device}: {len(gpus)} GPUs may be used here, counted from 0")
         gpus = gpus[index : index + 1]
     return replace(machine, gpus=gpus)
+
+
+def _pinned(whole: Machine, chosen: Machine) -> dict[str, str]:
+    """So that vLLM sees the GPUs that were chosen and no other; nothing where these are all."""
+    if not chosen.gpus or len(chosen.gpus) == len(whole.gpus):
+        return {}
+    numbers = ",".join(str(gpu.index) for gpu in chosen.gpus)
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", VISIBLE: numbers}
 
 
 def as_it_is_now(machine: Machine) -> Machine:
