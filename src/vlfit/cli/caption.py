@@ -28,6 +28,7 @@ def caption(
       vlfit caption --long https://example.org/photo.jpg
       vlfit caption --json 'holiday/*.jpg' > captions.jsonl
       cat photo.jpg | vlfit caption -
+      vlfit caption --backend remote http://gpu-box:8000 photo.jpg
     """
     from vlfit.cli.pictures import for_each_picture, named_pictures
     from vlfit.cli.session import Session
