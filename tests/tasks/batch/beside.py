@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.scripted_backend import ScriptedBackend, png
-from vlfit.backends.base import Listener
+from vlfit.backends.base import Listener, Ticket
 from vlfit.engine.answer import Chunk, ImageSeen, Usage
 from vlfit.engine.conversation import Conversation, ImagePart, TextPart, Tool
 from vlfit.engine.picture_files import decode
@@ -91,7 +91,7 @@ class BesideBackend(ScriptedBackend):
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Ready:
         raise NotImplementedError
 
-    def start(self, prepared: object, sampling: SamplingParams, listener: Listener) -> "_Ticket":
+    def start(self, prepared: object, sampling: SamplingParams, listener: Listener) -> Ticket:
         assert isinstance(prepared, Ready)
         with self._lock:
             self.started.append(prepared.picture)

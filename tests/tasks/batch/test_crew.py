@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.scripted_backend import png
-from tests.tasks.batch.beside import BesideBackend, item
+from tests.tasks.batch.beside import BesideBackend, Ready, item
+from vlfit.backends.base import Listener, Ticket
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import (
     DoesNotFit,
@@ -268,3 +269,15 @@ def test_two_runs_share_the_places() -> None:
         thread.join(30)
     assert sorted(map(int, keys(found))) == list(range(60))
     assert backend.most <= 4
+
+
+def test_a_start_that_fails_after_the_answer_is_not_told_twice() -> None:
+    class Late(BesideBackend):
+        def start(self, prepared: object, sampling: SamplingParams, listener: Listener) -> Ticket:
+            assert isinstance(prepared, Ready)
+            self._answer(prepared, listener)
+            raise ZeroDivisionError("after the answer")
+
+    outcomes = list(crew(Late()).outcomes(numbered(20)))
+    assert sorted(map(int, keys(outcomes))) == list(range(20))
+    assert [outcome.error for outcome in outcomes] == [None] * 20

@@ -296,11 +296,11 @@ class _Collector:
         assert prepared is not None
         try:
             self._ticket = crew.backend.start(prepared, crew.work.sampling, self)
-        except BaseException:
-            self._leave()
-            raise
-        if not self._place:
-            self._ticket.cancel()  # dropped meanwhile, or over: that does no harm
+            if not self._place:
+                self._ticket.cancel()  # dropped meanwhile, or over: that does no harm
+        except Exception:
+            if self._leave():  # else it has ended already, and is not to end twice
+                raise
 
     def __call__(self, arrival: Chunk | Exception) -> None:
         if isinstance(arrival, Exception):
