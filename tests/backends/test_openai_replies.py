@@ -91,6 +91,12 @@ def test_calls_that_a_server_has_parsed_become_qwens_text_again() -> None:
         (401, {"error": "no key"}, WrongApiKey),
         (429, {"error": {"message": "slow down", "code": "rate_limit"}}, QueueFull),
         (500, {"error": {"message": "CUDA error"}}, RemoteError),
+        # vLLM where an answer has begun, and its status is long told.
+        (
+            200,
+            {"error": {"message": "Grammar error", "type": "BadRequestError", "code": 400}},
+            InvalidRequest,
+        ),
         (503, "upstream connect error", RemoteError),
     ],
 )

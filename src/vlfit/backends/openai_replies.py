@@ -170,6 +170,8 @@ def error_from(status: int, text: str) -> VlfitError:
     error = body.get("error")
     details: dict[str, Any] = error if isinstance(error, dict) else body
     told = details.get("message") or details.get("detail") or text.strip()[:200] or "nothing more"
+    if status == 200 and isinstance(details.get("code"), int):
+        status = details["code"]  # as vLLM tells it where the answer has begun
     message, code, param = str(told), str(details.get("code")), details.get("param")
     kind = _ERRORS.get(code) or _kind_of(status, message)
     if kind is not None:
