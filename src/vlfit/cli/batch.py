@@ -224,6 +224,7 @@ class _Batch:
                 readers=pace.readers,
                 tries=TRIES if pace.tries is None else pace.tries,
                 limit=limit,
+                keep_going=pace.keep_going,
             )
 
     def _count_beside(self, limit: int | None) -> None:

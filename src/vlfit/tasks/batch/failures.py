@@ -73,10 +73,6 @@ class Streak:
         self._any = True
         self._failed = 0
 
-    def concerns_all(self, error: Exception) -> bool:
-        """Count ``error``. True: too many failed so, it is not the pictures."""
-        return not is_own_fault(error) and self.stop_for(error) is not None
-
     def stop_for(self, error: Exception) -> VlfitError | None:
         """Count ``error``, which is not a picture's own. What to stop with, if that were too many."""
         self._failed += 1

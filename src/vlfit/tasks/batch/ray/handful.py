@@ -81,7 +81,7 @@ class Done:
 class Duty:
     """What a worker is started with. ``at_once``, ``readers`` and ``tries`` are those of
     ``open_for_batch``; ``folder``: where the batch was started, so that names mean the same; ``version``: of
-    vlfit there.
+    vlfit there; ``keep_going``: of ``Pace``.
     """
 
     work: Work
@@ -91,6 +91,7 @@ class Duty:
     tries: int
     folder: str
     version: str
+    keep_going: bool = False
 
 
 def handfuls(items: Iterable[Item], size: int, *, send: bool) -> Iterator[Handful]:

@@ -17,7 +17,7 @@ from vlfit._version import __version__
 from vlfit.backends.opening import Wanted
 from vlfit.errors import ClusterError, UsageError, VlfitError
 from vlfit.tasks.batch.crew import Outcome
-from vlfit.tasks.batch.failures import TRIES, Streak
+from vlfit.tasks.batch.failures import TRIES, Streak, is_own_fault
 from vlfit.tasks.batch.item import Item, Source
 from vlfit.tasks.batch.job import Job, Work
 from vlfit.tasks.batch.keys import KeySet
@@ -78,19 +78,21 @@ def run_on_ray(
     readers: int | None = None,
     tries: int = TRIES,
     limit: int | None = None,
+    keep_going: bool = False,
 ) -> Tally:
     """Do ``job`` to the end of ``source``, or of the first ``limit`` pictures that are not done.
 
     ``at_once`` requests run in each worker, ``readers`` threads read ahead there, and a failure that may pass
-    is tried ``tries`` times. Raises ``UsageError`` where Ray is missing, ``ClusterError``, and what concerns
-    all pictures, with what was finished by then in the output; an interrupt too, when the workers are gone.
+    is tried ``tries`` times; ``keep_going``: however many fail in a row. Raises ``UsageError`` where Ray is
+    missing, ``ClusterError``, and what concerns all pictures, with what was finished by then in the output;
+    an interrupt too, when the workers are gone.
     """
     check_ray(job, wanted)
     from vlfit.tasks.batch.ray.cluster import connected
 
     wanted = for_elsewhere(wanted)
-    duty = Duty(Work.of(job), wanted, at_once, readers, tries, os.getcwd(), __version__)
-    ledger = _Ledger(output, progress or Progress())
+    duty = Duty(Work.of(job), wanted, at_once, readers, tries, os.getcwd(), __version__, keep_going)
+    ledger = _Ledger(output, progress or Progress(), keep_going)
     samples = samples_of(item for item in source if not output.is_settled(item.key))
     if samples is None:
         return ledger.progress.tally
@@ -156,8 +158,9 @@ def _go(
 class _Ledger:
     """What is settled in this run, and written. ``output`` may count what failed as not settled."""
 
-    def __init__(self, output: RayPlace, progress: Progress) -> None:
+    def __init__(self, output: RayPlace, progress: Progress, keep_going: bool = False) -> None:
         self.output = output
+        self._keep_going = keep_going
         self.progress = progress
         self._keys = KeySet()
         self._streak = Streak()
@@ -216,8 +219,11 @@ class _Ledger:
         elif outcome.error is not None:
             self.output.fail(outcome.item, outcome.error, outcome.tries)
         self.progress.settled(outcome)
-        if outcome.error is not None and self._streak.concerns_all(outcome.error):
-            raise outcome.error
+        if outcome.error is None or self._keep_going or is_own_fault(outcome.error):
+            return
+        stop = self._streak.stop_for(outcome.error)
+        if stop is not None:
+            raise stop from outcome.error
 
     def left_of(self, source: Source) -> list[Item]:
         """What was listed and not settled. Goes through ``source`` only if something is missing."""

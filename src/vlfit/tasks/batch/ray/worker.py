@@ -54,7 +54,7 @@ class Worker:
             tries=duty.tries,
             alike=bool(duty.work.wish.system),
         )
-        self._crew = Crew(duty.work, self._backend, pace)
+        self._crew = Crew(duty.work, self._backend, replace(pace, keep_going=duty.keep_going))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[bytes]]:
         """A batch of Ray's in and out: a column of packed handfuls, a column of what became of each."""
