@@ -79,6 +79,40 @@ def test_the_relay_closes_who_asks_nothing_while_nobody_serves(monkeypatch: pyte
     assert asyncio.run(said_to(b"")).startswith(b"HTTP/1.1 429 ")
 
 
+def test_the_relay_closes_who_asks_nothing_of_a_server(
+    behind: Callable[[], socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(relay, "AFTER", 0.0)
+    path = str(tmp_path / "server")
+
+    async def talk() -> list[bytes]:
+        clients: set[relay._Client] = set()
+        spare, connections = relay._Spare(path), Connections()
+        taking = await asyncio.get_running_loop().create_server(
+            lambda: relay._Client(path, lambda: True, clients, connections, spare), "127.0.0.1", 0
+        )
+        said = []
+        async with taking:
+            for asked in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") * 2:
+                reader, writer = await asyncio.open_connection(*taking.sockets[0].getsockname())
+                await asyncio.sleep(0.05)  # the second and on have a connection that was there before
+                writer.write(asked)
+                said.append(await asyncio.wait_for(reader.read(15), 5))
+                writer.close()
+                await writer.wait_closed()
+            await asyncio.sleep(0.05)
+            left = spare.take()
+            assert left is not None, "one waits for whoever comes next"
+            left.close()
+            assert spare._task is not None
+            spare._task.cancel()
+            await asyncio.sleep(0.05)
+        return said
+
+    assert asyncio.run(talk()) == [b"", b"HTTP/1.1 200 OK"] * 2
+
+
 def test_a_server_may_have_as_many_files_as_the_system_lets_it() -> None:
     """In a process of its own: the limit stays."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

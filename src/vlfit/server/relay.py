@@ -26,6 +26,7 @@ MOST_HEAD = 64 * 1024
 LAST_CALL = signal.SIGUSR1  # nobody serves any more: say what is left to say, and end
 LAST_SECONDS = 1.0
 HEAD_SECONDS = 15.0  # while nobody serves; a server closes what is silent itself (``heads.py``)
+AFTER = 0.02  # seconds after a client has come: what it asks goes first, here and in the server
 LISTENING = 2.0  # seconds in which a client that was told of a death may still send
 
 _DIED = {
@@ -167,6 +168,7 @@ class _Spare:
         return ready if ready is not None and not ready.is_closing() else None
 
     async def _make(self) -> None:
+        await asyncio.sleep(AFTER)
         with suppress(OSError):  # nobody serves just now
             _, made = await asyncio.get_running_loop().create_unix_connection(_Server, self._path)
             self._ready = made
@@ -185,6 +187,7 @@ class _Client(asyncio.Protocol):
     ) -> None:
         self._connections = connections
         self._host: str | None = None
+        self._line = b""  # whose it is, until that has been said: with the first that is asked
         self._spare = spare
         self._clients = clients
         self._path = path
@@ -200,7 +203,8 @@ class _Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
         self._clients.add(self)
-        host = str(transport.get_extra_info("peername")[0])
+        host, port = transport.get_extra_info("peername")[:2]
+        self._line = f"{host} {port}\n".encode()
         if not self._connections.enter(host):
             self._refused = True
             self.end(self._connections.refusal(), DISCARDING)
@@ -217,8 +221,9 @@ class _Client(asyncio.Protocol):
             self._task = asyncio.ensure_future(self._connect())
 
     def _too_late(self) -> None:
-        """Nobody serves it, and it has not asked enough to be told so."""
-        if self.server is None and not self._refused and (self._task is None or self._task.done()):
+        """It has asked nothing, or nobody serves it, and it has not asked enough to be told so."""
+        connecting = self._task is not None and not self._task.done()
+        if not self._refused and not connecting and (self._line or self.server is None):
             self.transport.close()
 
     async def _connect(self) -> None:
@@ -233,7 +238,8 @@ class _Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.server is not None:
             self.answers.asked(data)
-            self.server.write(data)
+            self.server.write(self._line + data)
+            self._line = b""
         elif not self._refused:
             self._refuse(data)
 
@@ -288,14 +294,14 @@ class _Server(asyncio.Protocol):
     def is_closing(self) -> bool:
         return bool(self._transport.is_closing())
 
+    def close(self) -> None:
+        self._transport.abort()
+
     def serve(self, client: _Client) -> None:
         self._client = client
         client.server = self._transport
         if client.transport.is_closing():
             self._transport.abort()
-        else:
-            host, port = client.transport.get_extra_info("peername")[:2]
-            self._transport.write(f"{host} {port}\n".encode())
 
     def data_received(self, data: bytes) -> None:
         if self._client is not None:
