@@ -113,6 +113,42 @@ def test_one_picture_can_be_asked_of_in_every_way(page: Any) -> None:
     assert page.locator("svg rect").count() == 1
 
 
+SEEN = '{"summary": "s", "objects": [{"label": "cup", "bbox_2d": [100, 200, 300, 400]}'
+
+
+def test_several_pictures_are_looked_at_one_by_one(chromium: Any) -> None:
+    backend = ScriptedBackend((SEEN, "]}"))
+    with running(backend) as server, opened(chromium, server) as page:
+        drop_picture(page, "tractor-and-cat.png")
+        drop(page, "broken.png", b"no picture")
+        page.get_by_text("broken.png is no picture").wait_for()
+        drop(page, "again.png", (PICTURES / "tractor-and-cat.png").read_bytes())
+        page.locator("figure").nth(1).wait_for()
+        assert page.get_by_role("alert").count() == 0  # what was wrong is over
+        page.get_by_role("radio", name="Scene").check()
+        page.get_by_role("button", name="Go").click()
+        page.locator("article").nth(1).locator("> .quiet:not(:empty)").wait_for()
+        assert [len(message.parts) for chat, _ in backend.asked for message in chat] == [2, 2]
+        assert page.locator("h3").all_inner_texts() == ["Scene: tractor-and-cat.png", "Scene: again.png"]
+        figures = page.locator("figure")
+        assert [figures.nth(number).locator("rect").count() for number in (0, 1)] == [1, 1]
+        assert page.get_by_role("radio", name="Scene").is_checked()  # who looks goes on looking
+
+
+def test_what_is_seen_is_counted_and_never_shown_as_json(chromium: Any) -> None:
+    backend = ScriptedBackend((SEEN, *[" "] * 50, "]}"), delay=0.1)
+    with running(backend) as server, opened(chromium, server) as page:
+        drop_picture(page, "tractor-and-cat.png")
+        page.get_by_role("radio", name="Scene").check()
+        page.get_by_role("button", name="Go").click()
+        page.get_by_text("Looking … 1 thing so far").wait_for()
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_text("stopped", exact=True).wait_for()
+        shown = page.locator(".words").inner_text()
+        assert "cup" in shown
+        assert "bbox" not in shown
+
+
 def test_what_is_missing_is_said(page: Any) -> None:
     page.get_by_role("button", name="Go").click()
     assert "Choose a picture first" in page.get_by_role("alert").inner_text()
@@ -163,13 +199,25 @@ def guarded() -> Iterator[Running]:
 
 def test_a_key_is_asked_for_and_words_are_words(chromium: Any, guarded: Running) -> None:
     with opened(chromium, guarded, complains=True) as page:
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.get_by_text("This server asks for an API key").wait_for()  # before anything is asked
+        page.keyboard.press("Escape")
+        page.wait_for_timeout(2500)  # longer than the page waits between two looks
+        assert not asked
+        page.get_by_text("asks for a key", exact=True).wait_for()
         page.get_by_role("radio", name="Ask").check()
         page.get_by_role("textbox").first.fill("Which colour?")
         page.keyboard.press("Enter")
+        page.get_by_role("textbox", name="Key").fill("guess")
+        page.keyboard.press("Enter")
+        page.get_by_text("That key is wrong.").wait_for()
+        assert not [url for url in asked if "completions" in url]
         page.get_by_role("textbox", name="Key").fill("secret")
         page.keyboard.press("Enter")
-        page.locator("#key-dialog").wait_for(state="hidden")
-        assert answer(page, "Which colour?") == "It is <b>red</b>."
+        page.locator("article > .quiet:not(:empty)").wait_for()  # what was asked before
+        assert page.locator(".words").inner_text() == "It is <b>red</b>."
+        page.get_by_text("ready", exact=True).wait_for()
 
 
 def test_a_server_that_is_gone_is_told(chromium: Any) -> None:

@@ -63,7 +63,7 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     app = Starlette(
         routes=[
             *word_routes(workshop),  # routes are looked through in turn, and words are what one waits for
-            *page_routes(backend),
+            *page_routes(backend, asks_key=bool(settings.api_keys)),
             Route("/health", health),
             Route("/ready", ready),
             Route("/metrics", Metrics(status.facts, meters).answer),

@@ -21,7 +21,18 @@ _KINDS = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-_FILES = ("page.css", "page.js", "server.js", "pictures.js", "boxes.js", "memory.js", "copies.js", "icon.svg")
+_FILES = (
+    "page.css",
+    "page.js",
+    "answers.js",
+    "boxes.js",
+    "copies.js",
+    "keys.js",
+    "memory.js",
+    "pictures.js",
+    "server.js",
+    "icon.svg",
+)
 # Pictures are data: and blob: addresses of files that somebody chose; all else comes from this server.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -35,12 +46,15 @@ HEADERS = {
 }
 
 
-def page_routes(backend: LocalBackend) -> list[Route]:
-    """``/``, the files beside it under ``/page/``, and the few facts that they need."""
+def page_routes(backend: LocalBackend, *, asks_key: bool) -> list[Route]:
+    """``/``, the files beside it under ``/page/``, and the few facts that they need.
+
+    ``asks_key``: whether the server does.
+    """
 
     async def facts(_: Request) -> Response:
         words = {"caption": prompts.CAPTION_LONG, "scene": prompts.SCENE, "detect": prompts.DETECT}
-        return JSONReply({"model": backend.model, "prompts": words})
+        return JSONReply({"model": backend.model, "prompts": words, "asks_key": asks_key})
 
     return [
         Route("/", _file("index.html")),

@@ -1,13 +1,15 @@
 // The page: what is asked, what is answered, and the buttons around it.
 
+import { Answer } from "./answers.js";
 import { asCurl, asPython } from "./copies.js";
-import { colourOf, draw, read } from "./boxes.js";
+import { Keys } from "./keys.js";
 import { show as showMemory } from "./memory.js";
 import { Pictures, camera, receive } from "./pictures.js";
 import { address, ask, key, stream } from "./server.js";
 
 const LOOK_SECONDS = 2;
 const ASKING = { ask: "What do you want to know?", detect: "What to find, for example: cups", more: "A further question" };
+const LOOKS = ["scene", "detect"]; // answered picture by picture, with boxes over each
 const $ = (id) => document.getElementById(id);
 
 let facts = { model: "", prompts: {} }; // what the server says of itself
@@ -16,40 +18,70 @@ let shown = []; // the pictures in it
 let last = null; // the request that was made last
 let running = null; // an AbortController while an answer comes
 const pictures = new Pictures($("pictures"), looked, fail);
+const keys = new Keys($("key-dialog"), begin);
 
 // Asking
 
 async function submit(event) {
-  event.preventDefault();
+  event?.preventDefault();
   if (running) return;
   fail("");
   const words = $("question").value.trim();
   const question = wording(words);
   if (question === null) return;
+  if (keys.missing) return keys.askFor(submit);
   const before = follows() ? messages : []; // any other task begins a conversation of its own
   if (before.length === 0) shown = [...pictures.all];
-  const asked = { role: "user", content: contentOf(question.text, before) };
-  const body = { model: facts.model, messages: [...before, asked], max_tokens: 1024 };
-  if (question.task === "scene" || question.task === "detect") body.temperature = 0;
-  last = { body, pictures: shown };
-  const answer = newAnswer(question.title);
   running = new AbortController();
   busy(true);
   try {
-    const found = await stream(body, running.signal, (piece) => answer.add(piece));
-    answer.finish(found);
-    messages = [...body.messages, { role: "assistant", content: found.text }];
+    if (LOOKS.includes(question.task)) await lookAtEach(question);
+    else messages = await answerTo(question, before, shown, question.title);
     $("question").value = "";
-    $("form").elements.task.value = "ask"; // what comes next is most likely about this
+    // What comes after a caption is most likely about it; who looks for things goes on with that.
+    if (question.task === "caption") $("form").elements.task.value = "ask";
   } catch (error) {
-    if (error.name === "AbortError") answer.note("stopped");
-    else if (!(await askForKey(error))) fail(error.message);
-    answer.dropIfEmpty();
+    if (error.status === 401) keys.askFor(submit);
+    else if (error.name !== "AbortError") fail(error.message);
   } finally {
     running = null;
     busy(false);
     changed();
-    $("question").focus();
+    ($("question").disabled ? $("go") : $("question")).focus();
+  }
+}
+
+/** One request for each picture: a box says where in its picture something is, not in which. */
+async function lookAtEach(question) {
+  const each = [...shown];
+  messages = [];
+  for (const picture of each) {
+    const title = each.length > 1 ? `${question.title}: ${picture.name}` : question.title;
+    try {
+      const told = await answerTo(question, [], [picture], title);
+      if (each.length === 1) messages = told; // of several, a further question is about all of them, anew
+    } catch (error) {
+      if (each.length > 1 && error.name !== "AbortError") error.message = `${picture.name}: ${error.message}`;
+      throw error;
+    }
+  }
+}
+
+/** Asks, shows the answer as it comes, and gives the conversation with it. */
+async function answerTo(question, before, seen, title) {
+  const looks = LOOKS.includes(question.task);
+  const asked = { role: "user", content: contentOf(question.text, before, seen) };
+  const body = { model: facts.model, messages: [...before, asked], max_tokens: 1024 };
+  if (looks) body.temperature = 0;
+  last = { body, pictures: seen };
+  const answer = new Answer($("answers"), title, seen.length === 1 ? seen[0] : null, looks);
+  try {
+    const found = await stream(body, running.signal, (piece) => answer.add(piece));
+    answer.finish(found);
+    return [...body.messages, { role: "assistant", content: found.text }];
+  } catch (error) {
+    answer.breakOff(error.name === "AbortError" ? "stopped" : "broke off");
+    throw error;
   }
 }
 
@@ -74,83 +106,10 @@ function missing(words) {
 /** Whether a question now is a further one about the pictures and answers that are there. */
 const follows = () => messages.length > 0 && $("form").elements.task.value === "ask";
 
-function contentOf(text, before) {
-  if (before.length > 0 || pictures.all.length === 0) return text;
-  const parts = pictures.all.map((picture) => ({ type: "image_url", image_url: { url: picture.url } }));
+function contentOf(text, before, seen) {
+  if (before.length > 0 || seen.length === 0) return text;
+  const parts = seen.map((picture) => ({ type: "image_url", image_url: { url: picture.url } }));
   return [...parts, { type: "text", text }];
-}
-
-// Answering
-
-function newAnswer(title) {
-  const article = document.createElement("article");
-  const heading = document.createElement("h3");
-  heading.textContent = title;
-  const words = document.createElement("div");
-  words.className = "words";
-  const note = document.createElement("p");
-  note.className = "quiet";
-  article.append(heading, words, note);
-  $("answers").append(article);
-  return {
-    add: (piece) => words.append(piece),
-    note: (text) => (note.textContent = text),
-    dropIfEmpty: () => words.textContent || article.remove(),
-    finish(found) {
-      note.textContent = speedOf(found);
-      const scene = read(found.text);
-      if (scene && (scene.things.length || scene.summary)) words.replaceChildren(...partsOf(scene, found.text));
-    },
-  };
-}
-
-function speedOf({ usage, seconds, reason }) {
-  const tokens = usage?.completion_tokens ?? 0;
-  const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(0)} tokens/s` : "";
-  return `${tokens} tokens${speed}${reason === "length" ? ", cut off at the limit: more may have come" : ""}`;
-}
-
-/** A scene in words, and over the picture: each thing is a button that shows its box. */
-function partsOf(scene, raw) {
-  const figure = shown[0]?.figure;
-  const boxes = figure ? draw(figure, scene.things) : [];
-  const summary = document.createElement("p");
-  summary.textContent = scene.summary;
-  const list = document.createElement("ul");
-  list.className = "things";
-  scene.things.forEach((thing, number) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.textContent = thing.label;
-    button.title = inPixels(thing.box, shown[0]?.image);
-    button.style.borderColor = colourOf(number);
-    button.setAttribute("aria-pressed", "false");
-    button.addEventListener("click", () => {
-      const on = boxes[number]?.classList.toggle("chosen") ?? false;
-      button.setAttribute("aria-pressed", String(on));
-    });
-    const item = document.createElement("li");
-    item.append(button);
-    list.append(item);
-  });
-  const text = document.createElement("p");
-  text.textContent = scene.text.length ? `Text: ${scene.text.join(" · ")}` : "";
-  const details = document.createElement("details");
-  const title = document.createElement("summary");
-  title.textContent = "as the model wrote it";
-  const pre = document.createElement("pre");
-  pre.textContent = raw;
-  details.append(title, pre);
-  const warning = document.createElement("p");
-  warning.textContent = scene.cut ? "The answer broke off: what comes after these is missing." : "";
-  return [summary, list, text, warning, details];
-}
-
-function inPixels([left, top, right, bottom], image) {
-  if (!image) return "";
-  const across = (edge) => Math.round((edge * image.naturalWidth) / 1000);
-  const down = (edge) => Math.round((edge * image.naturalHeight) / 1000);
-  return `${across(left)}, ${down(top)} to ${across(right)}, ${down(bottom)} pixels`;
 }
 
 // Around it
@@ -203,34 +162,36 @@ async function copy(text) {
   }
 }
 
-/** Whether a key was asked for: whoever failed for the want of one may try again. */
-async function askForKey(error) {
-  if (error.status !== 401) return false;
-  fail(error.message);
-  if (!$("key-dialog").open) $("key-dialog").showModal();
-  return true;
-}
-
 // The server
 
-async function begin() {
+/** At first, and again with a key, which `pending` waited for. */
+async function begin(pending = null) {
+  fail("");
   try {
     facts = await ask("page/facts.json");
     $("model").textContent = facts.model;
-    await look();
+    keys.asked = facts.asks_key;
   } catch (error) {
-    if (!(await askForKey(error))) fail(error.message);
+    fail(error.message);
   }
   changed();
+  if (keys.missing) keys.askFor();
+  await look();
+  await pending?.();
 }
 
 async function look() {
   if (document.hidden) return;
+  if (keys.missing) {
+    $("state").textContent = "asks for a key";
+    return;
+  }
   let status;
   try {
     status = await ask("v1/vlfit/status");
   } catch (error) {
-    $("state").textContent = error.status === 401 ? "" : "not reached";
+    $("state").textContent = "not reached";
+    if (error.status === 401) keys.askFor();
     return;
   }
   const { running: now = 0, waiting = 0 } = status.requests ?? {};
@@ -246,7 +207,8 @@ async function sleepOrWake() {
   try {
     await ask($("sleep").textContent === "Wake" ? "v1/vlfit/wake" : "v1/vlfit/sleep", { method: "POST" });
   } catch (error) {
-    fail(error.message);
+    if (error.status === 401) keys.askFor(sleepOrWake);
+    else fail(error.message);
   }
   $("sleep").disabled = false;
   await look();
@@ -276,11 +238,6 @@ $("anew").addEventListener("click", anew);
 $("sleep").addEventListener("click", sleepOrWake);
 $("copy-curl").addEventListener("click", () => copy(asCurl(address("v1/chat/completions"), last.body, last.pictures, Boolean(key.get()))));
 $("copy-python").addEventListener("click", () => copy(asPython(address("v1"), last.body, last.pictures, Boolean(key.get()))));
-$("key-form").addEventListener("submit", () => {
-  key.set($("key").value);
-  fail("");
-  begin();
-});
 receive($("drop"), $("file"), (files) => pictures.add(files));
 camera($("camera"), $("camera-dialog"), (files) => pictures.add(files), fail);
 document.addEventListener("visibilitychange", look);

@@ -13,6 +13,7 @@ export class Pictures {
   }
 
   async add(files) {
+    this.failed(""); // of those before
     for (const file of files) {
       try {
         this.all.push(await this.#read(file));
