@@ -1,8 +1,8 @@
 """A server process without a model, for tests: ``python -m tests.server.serve_scripted``.
 
 Takes a port, and ``kept`` if it is to be started again when it dies (``broken``: in vain,
-``faulty``: it loses its engine once); prints ``ready`` and the port when connections are taken, ``stopped``
-after a stop in order.
+``faulty``: it loses its engine once, ``slow``: it takes a line on stdin to start); prints
+``ready`` and the port when connections are taken, ``stopped`` after a stop in order.
 """
 
 import os
@@ -23,6 +23,9 @@ def main() -> None:
         with bind("127.0.0.1", int(sys.argv[1])) as listener:
             port = listener.getsockname()[1]
             kept = keep(listener) if "kept" in sys.argv else None
+            if "slow" in sys.argv:
+                print("starting", port, flush=True)
+                sys.stdin.readline()
             if "broken" in sys.argv and kept and kept.restarts:
                 os._exit(9)
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,24 @@ def test_a_kill_is_told_to_all_and_mended() -> None:
     assert process.returncode == 0
     assert output.splitlines()[-1] == "stopped"
     assert "SIGKILL" in errors
+
+
+def test_who_comes_before_the_model_is_there_is_told_that_it_is_loaded() -> None:
+    command = [sys.executable, "-m", "tests.server.serve_scripted", "0", "kept", "slow"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{process.stdout.readline().split()[1]}"
+        early = httpx.get(f"{url}/ready")
+        assert (early.status_code, early.json()["error"]["code"]) == (503, "starting")
+        assert "being loaded" in early.json()["error"]["message"]
+        assert httpx.get(f"{url}/health").json() == {"status": "starting"}
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("ready")
+        assert httpx.get(f"{url}/ready").status_code == 200
+        process.terminate()
+        process.communicate(timeout=5)
 
 
 def test_what_is_asked_meanwhile_gets_503_at_once() -> None:

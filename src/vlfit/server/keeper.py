@@ -25,7 +25,7 @@ from types import FrameType
 from typing import NoReturn
 
 from vlfit.server.address import cannot_listen
-from vlfit.server.relay import LAST_CALL, relay
+from vlfit.server.relay import DEAD, LAST_CALL, SERVING, STARTING, relay
 
 log = logging.getLogger("vlfit.server")
 
@@ -71,9 +71,9 @@ def keep(listener: socket.socket) -> Kept:
     inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     inside.bind(f"{folder}/server")
     inside.listen(BACKLOG)
-    up = mmap.mmap(-1, 1)  # shared by all that are forked from here: whether somebody serves
+    state = mmap.mmap(-1, 1)  # shared by all that are forked from here
     life = os.pipe()  # whose writing end is open for as long as this process is there
-    keeper = _Keeper(listener, inside, folder, up, life)
+    keeper = _Keeper(listener, inside, folder, state, life)
     try:
         return keeper.run()
     except BaseException:  # SystemExit, unless the system has no process to give
@@ -88,14 +88,14 @@ class _Keeper:
         listener: socket.socket,
         inside: socket.socket,
         folder: str,
-        up: mmap.mmap,
+        state: mmap.mmap,
         life: tuple[int, int],
     ) -> None:
         self.pid = os.getpid()
         self._listener = listener
         self._inside = inside
         self._path = f"{folder}/server"
-        self._up = up
+        self._state = state
         self._life = life
         self._server = 0
         self._stopping = False
@@ -108,7 +108,7 @@ class _Keeper:
         signal.signal(signal.SIGTERM, self._pass_on)
         restarts = in_a_row = 0
         while True:
-            self._up[0] = 0
+            self._state[0] = DEAD if restarts else STARTING
             self._server = os.fork()
             if self._server == 0:
                 return self._serve(restarts)
@@ -122,7 +122,7 @@ class _Keeper:
                     os.kill(self._server, signal.SIGKILL)
                 sys.exit(1)
             self._server = 0
-            was_up, self._up[0] = self._up[0], 0
+            was_up, self._state[0] = self._state[0] == SERVING, DEAD
             code = os.waitstatus_to_exitcode(status)
             # Whoever could not even start at first has said why.
             if self._stopping or code in FINAL or (not was_up and not restarts):
@@ -165,7 +165,7 @@ class _Keeper:
         self._watch_keeper()
 
         def tell_ready() -> None:
-            self._up[0] = 1
+            self._state[0] = SERVING
 
         return Kept(self._inside, self.pid, restarts, tell_ready)
 
@@ -175,7 +175,7 @@ class _Keeper:
         self._inside.close()
         self._watch_keeper()
         try:
-            asyncio.run(relay(self._listener, self._path, lambda: self._up[0] == 1))
+            asyncio.run(relay(self._listener, self._path, lambda: self._state[0]))
         finally:
             os._exit(1)
 

@@ -29,12 +29,23 @@ HEAD_SECONDS = 15.0  # while nobody serves; a server closes what is silent itsel
 AFTER = 0.02  # seconds after a client has come: what it asks goes first, here and in the server
 LISTENING = 2.0  # seconds in which a client that was told of a death may still send
 
+# What the keeper says of the server.
+STARTING, SERVING, DEAD = range(3)
+
 _DIED = {
     "error": {
         "message": "the process that runs the model died, and is being started again; try again in a moment",
         "type": "server_error",
         "param": None,
         "code": "engine_died",
+    }
+}
+_STARTS = {
+    "error": {
+        "message": "the model is being loaded; try again in a moment",
+        "type": "server_error",
+        "param": None,
+        "code": "starting",
     }
 }
 
@@ -134,18 +145,18 @@ class Answers:
         return None
 
 
-def refusal() -> bytes:
-    """503, whole."""
-    body = json.dumps(_DIED).encode()
+def refusal(*, starting: bool = False) -> bytes:
+    """503, whole. ``starting``: nobody has served yet; else who did has died."""
+    body = json.dumps(_STARTS if starting else _DIED).encode()
     return (
         b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
         b"retry-after: %d\r\ncontent-length: %d\r\n\r\n%s" % (BACK_AFTER, len(body), body)
     )
 
 
-def alive() -> bytes:
+def alive(*, starting: bool = False) -> bytes:
     """What ``/health`` is answered meanwhile: alive, but not ready."""
-    body = b'{"status":"restarting"}'
+    body = b'{"status":"starting"}' if starting else b'{"status":"restarting"}'
     return (
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n"
         b"content-length: %d\r\n\r\n%s" % (len(body), body)
@@ -180,7 +191,7 @@ class _Client(asyncio.Protocol):
     def __init__(
         self,
         path: str,
-        is_up: Callable[[], bool],
+        state: Callable[[], int],
         clients: "set[_Client]",
         connections: Connections,
         spare: _Spare,
@@ -191,7 +202,8 @@ class _Client(asyncio.Protocol):
         self._spare = spare
         self._clients = clients
         self._path = path
-        self._is_up = is_up
+        self._state = state
+        self._came_early = False  # before anybody has served
         self._early = b""
         self._refused = False
         self._task: asyncio.Task[None] | None = None
@@ -211,7 +223,9 @@ class _Client(asyncio.Protocol):
             return
         self._host = host
         self._late = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._too_late)
-        if not self._is_up():
+        state = self._state()
+        self._came_early = state == STARTING
+        if state != SERVING:
             return
         server = self._spare.take()
         if server is not None:
@@ -250,7 +264,8 @@ class _Client(asyncio.Protocol):
         if end or len(self._early) > MOST_HEAD:
             self._refused = True
             asks_health = head.startswith((b"GET /health ", b"GET /health?"))
-            self.end(alive() if asks_health else refusal())
+            starting = self._came_early
+            self.end(alive(starting=starting) if asks_health else refusal(starting=starting))
 
     def end(self, words: bytes | None, seconds: float = LISTENING) -> None:
         """Say ``words`` and close, after ``seconds`` in which it may still send; None: break off."""
@@ -338,15 +353,15 @@ async def _end(server: asyncio.Server, clients: "set[_Client]") -> None:
     os._exit(0)
 
 
-async def relay(listener: socket.socket, path: str, is_up: Callable[[], bool]) -> None:
+async def relay(listener: socket.socket, path: str, state: Callable[[], int]) -> None:
     """Take clients from ``listener`` until ``LAST_CALL``, and end the process then; ``path`` is where the
-    server listens.
+    server listens, ``state`` whether it does.
     """
     loop = asyncio.get_running_loop()
     clients: set[_Client] = set()
     connections, spare = Connections(fair_share()), _Spare(path)
     server = await loop.create_server(
-        lambda: _Client(path, is_up, clients, connections, spare), sock=listener, backlog=2048
+        lambda: _Client(path, state, clients, connections, spare), sock=listener, backlog=2048
     )
     ending: list[asyncio.Task[None]] = []
     loop.add_signal_handler(LAST_CALL, lambda: ending.append(loop.create_task(_end(server, clients))))
