@@ -4,6 +4,7 @@ The constructor goes in the order of the ledger, as the native engine's. Whateve
 model's code, the next one finds the engine as it was.
 """
 
+import gc
 import logging
 import secrets
 import time
@@ -170,8 +171,9 @@ class AnyEngine:
             self.budget.release()
 
     def let_go(self) -> None:
-        """The model and its memory."""
+        """The model and its memory. Layers that wait in RAM are tied to themselves by accelerate's hooks."""
         self._model = None
+        gc.collect()
         self.budget.release()
 
     def account(self, waiting: int) -> EngineAccount:
