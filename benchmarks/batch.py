@@ -19,7 +19,6 @@ kills       `vlfit batch` as a program, ended by SIGKILL at random places of its
 
 import argparse
 import json
-import os
 import random
 import signal
 import statistics
@@ -37,7 +36,7 @@ from typing import Any
 from PIL import Image
 
 from benchmarks.facts import commit, processor
-from benchmarks.measure import ROOT
+from benchmarks.measure import ROOT, environment
 from vlfit.backends.base import LocalBackend
 from vlfit.backends.opening import Wanted
 from vlfit.engine.answer import Chunk
@@ -263,8 +262,7 @@ def run_until(command: list[str], output: Path, end: int | None) -> Process:
     found = Process()
     lines = Lines(output)
     before = lines.count()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    with subprocess.Popen(command, cwd=ROOT, env=environment) as program:
+    with subprocess.Popen(command, cwd=ROOT, env=environment()) as program:
         try:
             while program.poll() is None:
                 resident = resident_bytes(program.pid)
