@@ -122,9 +122,9 @@ SCHEMA = "response_format.json_schema"
             "films",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}]},
             "messages[0].content[0].image_url",
-            "'x'",
+            "image_url is 5",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -158,8 +158,9 @@ SCHEMA = "response_format.json_schema"
         ({"n": 17}, "n", "17"),
         ({"seed": 2**63}, "seed", "9223372036854775808"),
         ({"stop": 5}, "stop", "5"),
-        ({"stop": ""}, "stop", "''"),
+        ({"stop": ""}, "stop", "holds an empty string"),
         ({"stop": ["x"] * 17}, "stop", "16"),
+        ({"max_completion_tokens": -3}, "max_completion_tokens", "max_completion_tokens is -3"),
         ({"top_logprobs": 2}, "top_logprobs", "without logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
         ({"stream": "yes"}, "stream", "'yes'"),

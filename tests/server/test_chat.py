@@ -264,13 +264,14 @@ def test_unknown_fields_are_named_and_bookkeeping_is_not(client: OpenAI) -> None
 def test_each_picture_has_its_detail(client: OpenAI, backend: ScriptedBackend) -> None:
     content = [
         {"type": "image_url", "image_url": {"url": data_url(png("red")), **detail}}
-        for detail in ({"detail": "low"}, {"detail": "high"}, {})
+        for detail in ({"detail": "low"}, {"detail": "high"}, {}, {"detail": "original"})
     ]
+    content.append({"type": "image_url", "image_url": data_url(png("red"))})  # as many clients send it
     messages = cast(list[ChatCompletionMessageParam], [{"role": "user", "content": content}])
     client.chat.completions.create(model="scripted", messages=messages)
     [message] = backend.asked[-1][0]
     details = [part.detail for part in message.parts if isinstance(part, ImagePart)]
-    assert details == ["low", "high", "auto"]
+    assert details == ["low", "high", "auto", "high", "auto"]
 
 
 def test_four_streams_at_once(server: Running, backend: ScriptedBackend) -> None:

@@ -116,6 +116,20 @@ def test_a_call_that_is_cut(
     assert [call.function.arguments for call in calls] == ([] if arguments is None else [arguments])
 
 
+@pytest.mark.parametrize("cut", [0, 8, len("<tool_call>"), OSLO.index('", "arg')])
+def test_a_call_that_must_come_is_told_however_little_came(
+    client: OpenAI, backend: ScriptedBackend, cut: int
+) -> None:
+    backend.words, backend.finish_reason = (OSLO[:cut],), "length"
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    [choice] = client.chat.completions.create(
+        model="scripted", messages=HELLO, tools=[WEATHER], tool_choice=named
+    ).choices
+    calls = [call for call in choice.message.tool_calls or [] if call.type == "function"]
+    assert [(call.function.name, call.function.arguments) for call in calls] == [("weather", "")]
+    assert choice.finish_reason == "length"
+
+
 def test_nothing_but_a_call_has_no_content(client: OpenAI, backend: ScriptedBackend) -> None:
     say(backend, OSLO)
     [choice] = client.chat.completions.create(model="scripted", messages=HELLO, tools=[WEATHER]).choices

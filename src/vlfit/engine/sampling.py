@@ -74,7 +74,12 @@ class SamplingParams:
         self._check("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2")
         self._check("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "above 0 and at most 10")
         self._check("seed", self.seed is None or abs(self.seed) <= MOST_SEED, f"within {MOST_SEED} of 0")
-        self._check("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 strings, none empty")
+        if len(self.stop) > 16:
+            raise InvalidRequest(f"stop holds {len(self.stop)} strings", "send 16 at most", param="stop")
+        if not all(self.stop):
+            raise InvalidRequest(
+                "stop holds an empty string", "leave it out: it stands everywhere", param="stop"
+            )
         self._check(
             "top_logprobs",
             self.top_logprobs is None or 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,

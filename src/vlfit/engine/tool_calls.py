@@ -59,9 +59,12 @@ def _rule(number: int, tool: Tool, alone: bool) -> str:
 
 @dataclass(slots=True)
 class ToolCallReader:
-    """Follows one completion. ``names``: the functions that were offered; what calls others stays text."""
+    """Follows one completion. ``names``: the functions that were offered; what calls others stays text.
+    ``forced``: the one that it can but call, however little of it comes.
+    """
 
     names: frozenset[str]
+    forced: str | None = None
     _held: str = ""
     _open: bool = False
     _looked: int = 0  # of what is held, behind how much a closing tag is sought
@@ -85,7 +88,7 @@ class ToolCallReader:
         """The end. A call that only lacks its closing tag is one; what is none was text after all.
 
         ``cut``: the answer was to go on. A call is then told with the part of its arguments that has come,
-        as OpenAI does; one of which not even the name has come is not told at all.
+        as OpenAI does; one of which not even the name has come is told only if it was ``forced``.
         """
         rest, self._held = self._held, ""
         if self._open:
@@ -94,6 +97,9 @@ class ToolCallReader:
             if call is not None:
                 yield call
                 return
+        if cut and self.forced is not None and not self._called and self._begins_call(rest):
+            yield ToolCall(self.forced, "")
+            return
         if cut and len(rest) > 5 and self._begins_call(rest):
             return
         if rest.strip() or (rest and not self._called):

@@ -13,7 +13,7 @@ from vlfit.server.generating import Endpoint, Workshop
 from vlfit.server.places import Held
 from vlfit.server.replies import Reply
 from vlfit.server.schemas import ChatRequest
-from vlfit.server.wishes import sampling_of, tools_of
+from vlfit.server.wishes import forced_tool, sampling_of, tools_of
 from vlfit.server.wrong_field import read_body_as
 
 
@@ -44,6 +44,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             with_logprobs=bool(wishes.logprobs),
             with_usage=bool(wishes.stream_options and wishes.stream_options.include_usage),
             tools=frozenset(tool.name for tool in tools_of(wishes)),
+            forced=forced_tool(wishes),
         )
 
 

@@ -112,9 +112,10 @@ class Reply:
         with_logprobs: bool,
         with_usage: bool,
         tools: frozenset[str] = frozenset(),
+        forced: str | None = None,
     ) -> None:
-        """``tools``: names of the functions that the model was offered."""
-        self.choices = [Choice(ToolCallReader(tools) if tools else None) for _ in range(choices)]
+        """``tools``: names of the functions that were offered; ``forced``: that which must be called."""
+        self.choices = [Choice(ToolCallReader(tools, forced) if tools else None) for _ in range(choices)]
         self._head = {"id": reply_id, "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
         self._image_tokens = image_tokens

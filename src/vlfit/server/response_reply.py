@@ -30,8 +30,11 @@ class ResponseReply:
         ignored: tuple[str, ...],
         with_logprobs: bool,
         tools: frozenset[str],
+        forced: str | None = None,
     ) -> None:
-        """``sent``: fields of the request that the response repeats; ``tools``: names of functions."""
+        """``sent``: fields of the request that the response repeats; ``tools``: names of functions, of which
+        ``forced`` must be called.
+        """
         self._id = request_id
         self._model = model
         self._sent = sent
@@ -40,7 +43,7 @@ class ResponseReply:
         self._images = prepared.images
         self._ignored = ignored
         self._with_logprobs = with_logprobs
-        self._choice = Choice(ToolCallReader(tools) if tools else None)
+        self._choice = Choice(ToolCallReader(tools, forced) if tools else None)
         self._created = int(time.time())
         self._number = 0
         self._items: list[Item] = []

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Discriminator, Field, Tag
 
 from vlfit.backends.base import Prepared
-from vlfit.engine.conversation import Detail
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import InvalidRequest
 from vlfit.server.chat import prepare_chat
@@ -22,6 +21,7 @@ from vlfit.server.schemas import (
     MOST_TOOLS,
     AllowedChoice,
     AllowedTools,
+    AnyDetail,
     CalledFunction,
     CalledTool,
     ChatMessage,
@@ -39,7 +39,7 @@ from vlfit.server.schemas import (
     TextContent,
     ToolChoice,
 )
-from vlfit.server.wishes import sampling_of, tools_of
+from vlfit.server.wishes import forced_tool, sampling_of, tools_of
 from vlfit.server.wrong_field import read_body_as, renamed
 
 # Fields of the chat that a response stands for, and what they are called here.
@@ -56,7 +56,7 @@ class InputImage(Strict):
 
     type: Literal["input_image"]
     image_url: str
-    detail: Detail = "auto"
+    detail: AnyDetail = "auto"
 
 
 InputPart = Annotated[InputText | InputImage, Field(discriminator="type")]
@@ -323,6 +323,7 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
             ignored=wishes.ignored(),
             with_logprobs=bool(chat.logprobs),
             tools=frozenset(tool.name for tool in tools_of(chat)),
+            forced=forced_tool(chat),
         )
 
 

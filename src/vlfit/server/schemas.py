@@ -14,7 +14,7 @@ Three kinds of fields that are not carried out:
 from itertools import islice
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag
 
 from vlfit.engine.conversation import Detail
 from vlfit.errors import InvalidRequest
@@ -54,16 +54,32 @@ class TextContent(Strict):
     text: str
 
 
+def _known_detail(detail: Any) -> Any:
+    return "high" if detail == "original" else detail
+
+
+# "original" is OpenAI's newest word; nothing is more than "high" here, which makes no picture smaller.
+AnyDetail = Annotated[
+    Detail, BeforeValidator(_known_detail, json_schema_input_type=Literal[Detail, "original"])
+]
+
+
 class ImageURL(Strict):
     """``url``: data:image/...;base64,..., https:// or http://. ``detail``: low for few tokens."""
 
     url: str
-    detail: Detail = "auto"
+    detail: AnyDetail = "auto"
+
+
+def _with_url(image: Any) -> Any:
+    return ImageURL(url=image) if isinstance(image, str) else image
 
 
 class ImageContent(Strict):
+    """``image_url`` may be the URL alone, as many clients send it."""
+
     type: Literal["image_url"]
-    image_url: ImageURL
+    image_url: Annotated[ImageURL, BeforeValidator(_with_url, json_schema_input_type=ImageURL | str)]
 
 
 class VideoContent(Strict):

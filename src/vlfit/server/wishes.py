@@ -22,6 +22,7 @@ from vlfit.server.schemas import (
     SamplingWishes,
     ToolChoice,
 )
+from vlfit.server.wrong_field import renamed
 from vlfit.tasks.boxes import fenced_json
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -67,12 +68,14 @@ def sampling_of(wishes: ChatRequest, default: SamplingParams) -> SamplingParams:
             "leave one out",
             param="ignore_eos",
         )
-    return replace(
-        words_of(wishes, default),
-        max_tokens=max_tokens if max_tokens is not None else default.max_tokens,
-        top_logprobs=(wishes.top_logprobs or 0) if wishes.logprobs else None,
-        form=form,
-    )
+    words = words_of(wishes, default)
+    with renamed({} if wishes.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
+        return replace(
+            words,
+            max_tokens=max_tokens if max_tokens is not None else default.max_tokens,
+            top_logprobs=(wishes.top_logprobs or 0) if wishes.logprobs else None,
+            form=form,
+        )
 
 
 def tools_of(wishes: ChatRequest) -> tuple[Tool, ...]:
@@ -111,6 +114,11 @@ def _chosen(choice: str | ToolChoice | AllowedChoice | None) -> tuple[str, ...]:
     if isinstance(choice, AllowedChoice):
         return tuple(each.function.name for each in choice.allowed_tools.tools)
     return (choice.function.name,) if isinstance(choice, ToolChoice) else ()
+
+
+def forced_tool(wishes: ChatRequest) -> str | None:
+    """The function that the answer is a call of, if only one can be."""
+    return wishes.tool_choice.function.name if isinstance(wishes.tool_choice, ToolChoice) else None
 
 
 def form_of(wishes: ChatRequest) -> Form | None:

@@ -3,6 +3,7 @@
 Knows: pydantic's errors, and which of their steps say nothing to the sender. Does not know what fields mean.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -40,7 +41,9 @@ def read_body_as(kind: type[Body], body: bytes) -> Body:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name the field that was sent: ``names`` has it by the one that it was taken for."""
+    """Errors name the field that was sent, in their words as well: ``names`` has it by the one that it was
+    taken for.
+    """
     try:
         yield
     except VlfitError as error:
@@ -49,6 +52,10 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
                 error.param == taken or error.param.startswith((f"{taken}[", f"{taken}."))
             ):
                 error.param = sent
+                error.message, error.hint = (
+                    re.sub(rf"\b{taken}\b", sent, words) for words in (error.message, error.hint)
+                )
+                break
         raise
 
 
