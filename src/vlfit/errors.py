@@ -7,7 +7,8 @@ VlfitError
 ├── UsageError                     exit 2, HTTP 400: what was asked for makes no sense
 │   ├── InvalidRequest                 one field of a request is wrong; ``param`` names it
 │   ├── RequestTooLarge                HTTP 413: the body of a request is larger than the server takes
-│   └── RequestTooSlow                 HTTP 408: the body of a request does not come
+│   ├── RequestTooSlow                 HTTP 408: the body of a request does not come
+│   └── PackedRequest                  HTTP 415: the body of a request would have to be unpacked
 ├── DoesNotFit                     exit 3, HTTP 400: it makes sense, but is larger than the plan
 ├── CheckpointError                the files of a model are not what they should be
 │   ├── NotACheckpoint                 the folder is missing or holds no config.json
@@ -101,6 +102,11 @@ class RequestTooLarge(UsageError):
 class RequestTooSlow(UsageError):
     http_status = 408
     code = "request_timeout"
+
+
+class PackedRequest(UsageError):
+    http_status = 415
+    code = "unsupported_encoding"
 
 
 class DoesNotFit(VlfitError):

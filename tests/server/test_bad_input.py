@@ -1,5 +1,6 @@
 """Whatever is wrong with a request: the right status, OpenAI's error shape, and the next request works."""
 
+import gzip
 import json
 import logging
 from collections.abc import Iterator
@@ -288,6 +289,23 @@ def test_a_body_over_the_limit(client: OpenAI) -> None:
         client.chat.completions.create(model="scripted", messages=messages)
     assert caught.value.status_code == 413
     assert caught.value.code == "request_too_large"
+
+
+def test_a_body_over_the_limit_is_refused_from_its_head(server: Running) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999999999\r\n\r\n"
+    with server.socket() as connection:
+        connection.sendall(head)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+        connection.sendall(bytes(1000))  # is still taken
+
+
+def test_a_packed_body_is_refused_in_words(server: Running) -> None:
+    packed = gzip.compress(b'{"messages": []}')
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", content=packed, headers={"Content-Encoding": "gzip"}
+    )
+    assert answer.status_code == 415
+    assert "Content-Encoding 'gzip'" in answer.json()["error"]["message"]
 
 
 def test_a_body_without_end_is_cut_off(server: Running) -> None:

@@ -1,5 +1,6 @@
 """A server that dies: who was being answered is told, and it is there again. Real processes, killed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -219,6 +220,20 @@ def test_last_words_are_said_where_there_is_a_place_for_them() -> None:
     assert after(EVENTS, CHUNKS[:-3]) is None  # half an event
     assert after(WHOLE[:-1]) is None
     assert after(b"HTTP/1.1 200") is None
+
+
+def test_last_words_of_a_response_have_their_number() -> None:
+    event = b'event: response.created\ndata: {"type": "response.created"}\n\n'
+    sent = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (event + event, b": ping\n\n", event))
+    for step in (1, 5, 1000):
+        answers = Answers()
+        answers.asked(b"POST /v1/responses HTTP/1.1\r\n")
+        for begin in range(0, len(EVENTS + sent), step):
+            answers.feed((EVENTS + sent)[begin : begin + step])
+        words = (answers.last_words() or b"").split(b"\r\n")[1]
+        assert words.startswith(b"event: error\ndata: ")
+        told = json.loads(words.split(b"data: ", 1)[1])
+        assert (told["type"], told["sequence_number"], told["code"]) == ("error", 3, "engine_died")
 
 
 def test_ends_in_words() -> None:

@@ -3,14 +3,17 @@
 Knows: what a client may read of an error. Does not know: how errors come about.
 """
 
+import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from vlfit.errors import CannotWake, EngineStopped, QueueFull, VlfitError
+from vlfit.errors import CannotWake, EngineStopped, QueueFull, RequestTooLarge, VlfitError
 
 ROUTES = (
     "/health, /ready, /metrics, /v1/models, /v1/models/{id}, /v1/chat/completions, /v1/responses, "
@@ -18,6 +21,7 @@ ROUTES = (
     "/v1/vlfit/sleep, /v1/vlfit/wake. /docs says more"
 )
 
+DISCARDING = 30.0  # seconds in which a body that is not wanted may still come
 BACK_AFTER = 10  # seconds until a server that is started again answers; a small model takes less
 
 
@@ -31,6 +35,26 @@ class JSONReply(Response):
 
     def render(self, content: Any) -> bytes:
         return encode(content)
+
+
+class StillToCome(RequestTooLarge):
+    """As the head of the request says: nothing of its body has been read."""
+
+
+class EarlyReply(JSONReply):
+    """Said at once, while the body still comes, which is read and thrown away: else who is sending it would
+    see a broken connection instead of the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        waits = any(name == b"expect" for name, _ in scope["headers"])  # and sends nothing now
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0 if waits else DISCARDING):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 def error_body(error: Exception) -> dict[str, Any]:
@@ -66,7 +90,8 @@ def error_reply(error: Exception) -> JSONReply:
         headers[status] = {"Retry-After": str(error.retry_after)}
     elif isinstance(error, EngineStopped):
         headers[status] = {"Retry-After": str(BACK_AFTER)}
-    return JSONReply(error_body(error), status, headers.get(status))
+    kind = EarlyReply if isinstance(error, StillToCome) else JSONReply
+    return kind(error_body(error), status, headers.get(status))
 
 
 async def routing_reply(request: Request, error: Exception) -> Response:

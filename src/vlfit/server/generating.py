@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 from vlfit.backends.base import LocalBackend, Prepared, Sleeper
 from vlfit.engine.answer import Chunk
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import RequestTooLarge, UnknownModel
+from vlfit.errors import PackedRequest, RequestTooLarge, UnknownModel
 from vlfit.server.choices import Choices
 from vlfit.server.closing import ClientGone, Closing
-from vlfit.server.failures import JSONReply, error_body
+from vlfit.server.failures import JSONReply, StillToCome, error_body
 from vlfit.server.host_memory import Trimming
 from vlfit.server.meters import Meters
 from vlfit.server.places import Held, Places
@@ -29,6 +29,7 @@ from vlfit.units import KIB, format_bytes
 PREPARED_AT_ONCE = 8
 FETCHED_AT_ONCE = 64
 SHORT_BODY = 16 * KIB
+_SMALLER = "send smaller or fewer pictures, or their URLs"
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -213,11 +214,20 @@ def failure_event(error: Exception) -> bytes:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, at most ``limit`` bytes. Raises ``RequestTooLarge``.
+    """The body, at most ``limit`` bytes, as it is. Raises ``RequestTooLarge`` and ``PackedRequest``; before
+    any of it has come if its head says enough.
 
     A body somewhat too large is read to its end and thrown away: a client that is still sending would see
     a broken connection instead of the answer.
     """
+    packed = request.headers.get("content-encoding", "identity")
+    if packed.strip().lower() != "identity":
+        raise PackedRequest(
+            f"the body has the Content-Encoding {packed[:40]!r}, and this server unpacks none",
+            "send it as it is",
+        )
+    if int(request.headers.get("content-length", 0)) > limit:  # h11 lets nothing through but digits
+        raise StillToCome(_too_large(limit), _SMALLER)
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
@@ -229,11 +239,12 @@ async def read_body(request: Request, limit: int) -> bytes:
         if size > 4 * limit:
             break
     if size > limit:
-        raise RequestTooLarge(
-            f"the request is larger than the {format_bytes(limit)} that this server takes",
-            "send smaller or fewer pictures, or their URLs",
-        )
+        raise RequestTooLarge(_too_large(limit), _SMALLER)
     return b"".join(pieces)
+
+
+def _too_large(limit: int) -> str:
+    return f"the request is larger than the {format_bytes(limit)} that this server takes"
 
 
 def check_model(name: str | None, backend: LocalBackend, settings: ServerSettings) -> None:

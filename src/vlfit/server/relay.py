@@ -50,6 +50,9 @@ _STARTS = {
 }
 
 
+_OF_AN_EVENT = b"\ndata: "  # once in each that has a name: in JSON there are no bare line breaks
+
+
 class Answers:
     """Follows the answers on one connection. ``feed`` takes what the server sent, ``asked`` what it was."""
 
@@ -60,6 +63,9 @@ class Answers:
         self.between = False  # ... and what has gone out of it is whole events
         self._head = b""
         self._only_head = False
+        self._numbered = False  # events have types and numbers, as OpenAI's responses have
+        self._events = 0
+        self._tail = b""
         self._step: Callable[[bytes], bytes] = self._in_head
         self._left = 0
 
@@ -67,6 +73,8 @@ class Answers:
         if not self.waiting:
             self.waiting = True
             self._only_head = data.startswith(b"HEAD ")
+            self._numbered = data.startswith((b"POST /v1/responses ", b"POST /v1/responses?"))
+            self._events, self._tail = 0, b""
 
     def feed(self, data: bytes) -> None:
         while data:
@@ -118,6 +126,10 @@ class Answers:
 
     def _in_chunk(self, data: bytes) -> bytes:
         rest = data[self._left :]
+        if self._numbered:
+            seen = self._tail + data[: self._left]
+            self._events += seen.count(_OF_AN_EVENT)
+            self._tail = seen[1 - len(_OF_AN_EVENT) :]
         self._left -= len(data) - len(rest)
         if not self._left:
             self.between = self.events
@@ -141,6 +153,9 @@ class Answers:
             return refusal()
         if self.events and self.between:
             event = b"data: " + json.dumps(_DIED).encode() + b"\n\n"
+            if self._numbered:
+                told = {**_DIED["error"], **_DIED, "type": "error", "sequence_number": self._events}
+                event = b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
             return b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)
         return None
 
