@@ -88,8 +88,11 @@ class BatchPage(Progress):
         tally = self.tally
         speed, tokens = tally.speeds()
         done = f"{self._before + tally.settled:,}"
-        parts = [f"{done} of {tally.total:,} pictures" if tally.total is not None else f"{done} pictures"]
-        parts += [f"{speed:.1f}/s", f"{tokens:.0f} tokens/s"]
+        about = "about " if tally.about else ""
+        of_all = f"{done} of {about}{tally.total:,}" if tally.total is not None else done
+        parts = [f"{of_all} pictures" + (f" ({self._before:,} before)" if self._before else "")]
+        if tally.settled:  # a model that still loads has no speed
+            parts += [f"{speed:.1f}/s", f"{tokens:.0f} tokens/s"]
         if tally.failed:
             parts.append(f"{tally.failed:,} failed")
         left = tally.seconds_left(self._before)
@@ -122,7 +125,7 @@ def summary(tally: "Tally", output: "Output") -> dict[str, Any]:
 def tell_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
     """The same in sentences."""
     facts = summary(tally, output)
-    words = f"{tally.done:,} pictures done in {_long(tally.seconds)}"
+    words = f"{tally.done:,} {_pictures(tally.done)} done in {_long(tally.seconds)}"
     if tally.done:
         words += f", {facts['pictures_per_s']:.1f}/s, {facts['tokens_per_s']:.0f} tokens/s"
     if tally.same:
@@ -140,8 +143,9 @@ def tell_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
 
 def tell_trial(facts: dict[str, Any], printer: Printer) -> None:
     """What a dry run has found, in sentences."""
-    count = f"{facts['pictures']:,}" if facts["pictures"] is not None else "an unknown number of"
-    printer.line(f"{count} pictures, {facts['settled_before']:,} of them done or failed before")
+    many = facts["pictures"]
+    count = "an unknown number of" if many is None else f"{'about ' if facts['about'] else ''}{many:,}"
+    printer.line(f"{count} {_pictures(many)}, {facts['settled_before']:,} of them done or failed before")
     if not facts["tried"]:
         return
     words = f"the first {facts['tried']} took {_long(facts['seconds'])}"
@@ -151,6 +155,10 @@ def tell_trial(facts: dict[str, Any], printer: Printer) -> None:
     if facts["seconds_for_all"] is not None:
         size = format_bytes(facts["bytes_for_all"])
         printer.line(f"the rest would take {_long(facts['seconds_for_all'])} and {size} of output")
+
+
+def _pictures(many: int | None) -> str:
+    return "picture" if many == 1 else "pictures"
 
 
 def _long(seconds: float) -> str:

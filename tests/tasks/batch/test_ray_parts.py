@@ -3,6 +3,7 @@
 import importlib.util
 import pickle
 import tarfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tests.ray.parts import Book, Heard
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import item
 from vlfit.backends.opening import Wanted
@@ -17,12 +19,14 @@ from vlfit.backends.vllm.options import VllmOptions
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import CheckpointError, ClusterError, PictureNotFound, UnreadableAnswer, UsageError
+from vlfit.tasks.batch.crew import Outcome
 from vlfit.tasks.batch.item import Item
 from vlfit.tasks.batch.job import Job
+from vlfit.tasks.batch.keys import KeySet
 from vlfit.tasks.batch.ray import handful as handful_module
-from vlfit.tasks.batch.ray.handful import Handful, Sent, handfuls, packed, unpacked
+from vlfit.tasks.batch.ray.handful import Done, Handful, Listed, Sent, Unsettled, handfuls, packed, unpacked
 from vlfit.tasks.batch.ray.options import RayOptions
-from vlfit.tasks.batch.ray.run import _with_cards, check_ray
+from vlfit.tasks.batch.ray.run import Few, _Ledger, _with_cards, check_ray
 from vlfit.tasks.batch.ray.sight import for_elsewhere, look, missing_model, samples_of
 from vlfit.tasks.batch.sources import open_sources
 from vlfit.tasks.batch.wish import Wish
@@ -158,3 +162,45 @@ def test_every_kind_of_source_goes_to_another_process(
         here = [(item.key, item.read()) for item in source]
         items = list(unpacked(pickle.dumps(source)))
         assert [(item.key, item.read()) for item in unpacked(pickle.dumps(items))] == here
+
+
+def test_what_was_settled_before_is_counted_where_the_pictures_are_listed() -> None:
+    items = [item(str(number)) for number in range(7)]
+    fresh = Unsettled(items, KeySet(["1", "4", "of another source"]).hashes())
+    assert [one.key for one in fresh] == ["0", "2", "3", "5", "6"]
+    assert fresh.skipped == 2
+
+
+def _done(key: str, worker: str, end: Listed | None = None) -> Done:
+    record = {"key": key, "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+    return Done(worker, "mini", (Outcome(item(key), record),), end)
+
+
+def test_a_resumed_run_knows_that_its_source_is_the_same() -> None:
+    book = Book({"0": {"key": "0"}})
+    ledger = _Ledger(book, Heard())
+    ledger.settle_all([_done("1", "a:1", Listed(1, skipped=1))], size=1)
+    assert ledger.progress.tally.skipped == 1
+    # The handful that ends the listing is lost with its worker: whoever looks for what is left counts.
+    ledger = _Ledger(book, Heard())
+    ledger.settle_all([_done("2", "a:1")], size=1)
+    left = ledger.left_of(Few([item(key) for key in "0123"]))
+    assert [one.key for one in left] == ["3"]
+    assert ledger.progress.tally.skipped == 2
+
+
+def test_a_worker_that_died_is_told_of_when_another_takes_its_place() -> None:
+    ledger = _Ledger(Book(), heard := Heard())
+    ledger.settle_all([_done("0", "a:1"), _done("1", "b:2"), _done("2", "a:1")], size=2)
+    assert not any("died" in text for text in heard.said)
+    ledger.settle_all([_done("3", "a:3"), _done("4", "a:4"), _done("5", "a:5")], size=2)
+    assert [text for text in heard.said if "died" in text] == ["a worker has died; what it had is done again"]
+
+
+def test_the_first_speed_is_that_since_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    ledger = _Ledger(Book(), Heard())
+    now[0] = 180.0  # workers started, and the first handful came after more than a minute
+    ledger.settle_all([Done("a:1", "mini", tuple(_done(str(n), "").outcomes[0] for n in range(40)))], size=1)
+    assert ledger.progress.tally.speeds()[0] == 0.5

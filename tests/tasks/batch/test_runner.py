@@ -178,7 +178,7 @@ def test_killed_at_any_time_nothing_is_lost_and_nothing_is_done_twice(tmp_path: 
 def test_a_tally_reckons_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    tally = Tally(total=1000)
+    tally = Tally(total=1000, began=now[0])
     assert tally.seconds_left(0) is None
     tally.mark()
     for _ in range(100):

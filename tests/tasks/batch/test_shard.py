@@ -45,9 +45,11 @@ def test_what_is_added_moves_nothing() -> None:
     assert after[: len(before)] == before
 
 
-def test_a_part_tells_its_count_only_if_it_is_known() -> None:
-    assert ShardSource(Numbers(10), 1, 1).count() == 10
-    assert ShardSource(Numbers(10), 1, 2).count() is None
+def test_a_part_tells_its_share_of_the_count() -> None:
+    whole, part = ShardSource(Numbers(1000), 1, 1), ShardSource(Numbers(1000), 1, 8)
+    assert (whole.count(), whole.about) == (1000, False)
+    assert (part.count(), part.about) == (125, True)
+    assert abs(len(keys(part)) - 125) < 5 * (1000 * 1 / 8 * 7 / 8) ** 0.5  # chance: five standard deviations
     assert ShardSource(Numbers(10), 1, 2).notes() == ["left out 1 file"]
 
 

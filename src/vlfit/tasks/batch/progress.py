@@ -16,7 +16,8 @@ _WINDOW_SECONDS = 60.0  # speeds are those of the last minute
 class Tally:
     """What a run has done so far. ``same`` of ``done`` took over an answer; ``skipped`` were settled before.
 
-    ``total``: items of the source, where known. ``stopped``: somebody ended it before its end.
+    ``total``: items of the source, where known; ``about``: reckoned, not counted.
+    ``stopped``: somebody ended it before its end.
     """
 
     done: int = 0
@@ -26,6 +27,7 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total: int | None = None
+    about: bool = False
     stopped: bool = False
     began: float = field(default_factory=time.monotonic)
     _marks: deque[tuple[float, int, int]] = field(default_factory=deque)
@@ -55,8 +57,11 @@ class Tally:
     def mark(self) -> None:
         """Note the time, for speeds. Called now and then."""
         now = time.monotonic()
+        if not self._marks:
+            self._marks.append((self.began, 0, 0))
         self._marks.append((now, self.settled, self.completion_tokens))
-        while self._marks[0][0] < now - _WINDOW_SECONDS:
+        # The last of those before the window stays: marks may be further apart than it is long.
+        while self._marks[1][0] < now - _WINDOW_SECONDS:
             self._marks.popleft()
 
     def speeds(self) -> tuple[float, float]:

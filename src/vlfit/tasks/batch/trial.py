@@ -27,6 +27,7 @@ def try_out(crew: Crew, source: Source, output: Output | None, total: int | None
     known = left is not None and tried > 0
     return {
         "pictures": total,
+        "about": bool(getattr(source, "about", False)),
         "settled_before": settled_before,
         "tried": tried,
         "failed": sum(outcome.error is not None for outcome in outcomes),

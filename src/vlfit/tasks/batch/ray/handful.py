@@ -6,14 +6,20 @@ A handful is one row of a Ray dataset, and the unit of what is done again when a
 import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from vlfit.backends.opening import Wanted
 from vlfit.errors import VlfitError
 from vlfit.tasks.batch.crew import Outcome
 from vlfit.tasks.batch.item import Item
 from vlfit.tasks.batch.job import Work
+from vlfit.tasks.batch.keys import hash_of
 from vlfit.units import MIB
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MOST_BYTES = 32 * MIB
 """A handful with pictures in it is closed at so many: blocks of that size wait on disks and networks."""
@@ -44,10 +50,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The listing came to its end: it gave ``count`` items; ``notes`` are what the source has to say."""
+    """The listing came to its end: it gave ``count`` items and passed over ``skipped`` that were settled
+    before; ``notes`` are what the source has to say.
+    """
 
     count: int
     notes: tuple[str, ...] = ()
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,27 @@ class Duty:
     folder: str
     version: str
     keep_going: bool = False
+
+
+@dataclass(slots=True)
+class Unsettled:
+    """The items of ``source`` whose keys' hashes are not among ``settled``, which is sorted. ``skipped``
+    counts the others, of the last pass.
+    """
+
+    source: Iterable[Item]
+    settled: "NDArray[np.uint64]"
+    skipped: int = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        self.skipped = 0
+        for item in self.source:
+            number = np.uint64(hash_of(item.key))
+            place = np.searchsorted(self.settled, number)
+            if place < len(self.settled) and self.settled[place] == number:
+                self.skipped += 1
+            else:
+                yield item
 
 
 def handfuls(items: Iterable[Item], size: int, *, send: bool) -> Iterator[Handful]:

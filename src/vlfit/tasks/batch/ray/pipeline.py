@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pyarrow
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask
@@ -20,10 +19,9 @@ from ray.data.block import BlockMetadata
 from ray.util.annotations import RayDeprecationWarning
 
 from vlfit.errors import ClusterError, VlfitError
-from vlfit.tasks.batch.item import Item, Source
-from vlfit.tasks.batch.keys import hash_of
+from vlfit.tasks.batch.item import Source
 from vlfit.tasks.batch.ray.cluster import Cluster, Team
-from vlfit.tasks.batch.ray.handful import Done, Duty, Handful, handfuls, packed, unpacked
+from vlfit.tasks.batch.ray.handful import Done, Duty, Handful, Unsettled, handfuls, packed, unpacked
 from vlfit.tasks.batch.ray.worker import Worker, go_to
 
 
@@ -71,21 +69,15 @@ class Listing:
     def _handfuls(self) -> Generator[pyarrow.Table, None, Handful]:
         """All but the last, which is given back: it says what the source has to say at the end."""
         waiting: Handful | None = None
-        for handful in handfuls(islice(self._items(), self.limit), self.way.size, send=self.way.send):
+        items = Unsettled(self.source, ray.get(self.settled))
+        for handful in handfuls(islice(items, self.limit), self.way.size, send=self.way.send):
             if waiting is not None:
                 yield _row(waiting)
             waiting = handful
         assert waiting is not None
         assert waiting.end is not None
-        return replace(waiting, end=replace(waiting.end, notes=tuple(self.source.notes())))
-
-    def _items(self) -> Iterator[Item]:
-        settled = ray.get(self.settled)
-        for item in self.source:
-            number = hash_of(item.key)
-            place = np.searchsorted(settled, np.uint64(number))
-            if place == len(settled) or settled[place] != number:
-                yield item
+        end = replace(waiting.end, notes=tuple(self.source.notes()), skipped=items.skipped)
+        return replace(waiting, end=end)
 
 
 class _Datasource(Datasource):

@@ -7,7 +7,7 @@ picture is given up. Does not know Ray's API (``cluster.py``, ``pipeline.py``) o
 import importlib.util
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -168,6 +168,7 @@ class _Ledger:
         self._limit: int | None = None
         self._begun = False
         self._workers: set[str] = set()
+        self._strangers = 0  # workers of the team that have not been heard of yet
         self._flushed = time.monotonic()
         progress.tally.began = self._flushed
 
@@ -179,15 +180,22 @@ class _Ledger:
 
         from vlfit.tasks.batch.ray.pipeline import Listing, stream
 
-        self._all, self._limit, before = False, limit, len(self._keys)
+        self._limit = limit
         listing = Listing(source, ray.put(self.output.settled()), way, duty.folder, limit)
-        end: Listed | None = None
         with closing(stream(cluster, team, duty, listing)) as dones:
-            for done in dones:
-                self._take(done)
-                end = end or done.end
+            self.settle_all(dones, team.size)
+
+    def settle_all(self, dones: Iterable[Done], size: int) -> None:
+        """Settle what a team of ``size`` workers has done, until nothing more comes."""
+        self._all, before = False, len(self._keys)
+        self._strangers = size
+        end: Listed | None = None
+        for done in dones:
+            self._take(done)
+            end = end or done.end
         if end is not None:
             self._all = len(self._keys) - before >= end.count
+            self.progress.tally.skipped += end.skipped
             for note in end.notes:
                 self.progress.note(note)
 
@@ -199,6 +207,9 @@ class _Ledger:
             self.output.begin(done.model)
         if done.worker not in self._workers:
             self._workers.add(done.worker)
+            self._strangers -= 1
+            if self._strangers < 0:  # a team has so many at a time: whoever comes beyond that replaces one
+                self.progress.note("a worker has died; what it had is done again")
             self.progress.note(f"worker {len(self._workers)} has begun: {done.worker}")
         for outcome in done.outcomes:
             self.settle(outcome)
@@ -229,9 +240,18 @@ class _Ledger:
         """What was listed and not settled. Goes through ``source`` only if something is missing."""
         if self._all:
             return []
-        keys, output = self._keys, self.output
-        wanted = (item for item in source if item.key in keys or not output.is_settled(item.key))
-        return [item for item in islice(wanted, self._limit) if item.key not in keys]
+        wanted = islice(self._of_this_run(source), self._limit)
+        return [item for item in wanted if item.key not in self._keys]
+
+    def _of_this_run(self, source: Source) -> Iterator[Item]:
+        """The items that were not settled when the run began. Counts the others, if the listing could not."""
+        skipped = 0
+        for item in source:
+            if item.key in self._keys or not self.output.is_settled(item.key):
+                yield item
+            else:
+                skipped += 1
+                self.progress.tally.skipped = max(self.progress.tally.skipped, skipped)
 
 
 def _with_cards(options: RayOptions, wanted: Wanted) -> RayOptions:
