@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import Vlfit
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import BesideBackend
-from vlfit.errors import EngineStopped
+from vlfit.errors import ClusterError, EngineStopped
 from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT, SCENE
 
 SCENE_ANSWER = (
@@ -125,6 +125,7 @@ def test_other_jobs_and_wrong_words_are_refused_before_a_model_is_loaded(
         assert (ended.code, ended.out) == (2, "")
         return ended.err
 
+    assert "its shard was 'all' and is '1/2'" in refused(folder, "-o", output, "--shard", "1/2")
     assert "its task was 'caption' and is 'scene'" in refused(folder, "-o", output, "--scene")
     assert "--scene and --detect are different tasks" in refused(
         folder, "-o", output, "--scene", "--detect", "cups"
@@ -151,6 +152,32 @@ def test_a_failure_of_all_says_how_to_go_on(vlfit: Vlfit, backend: BesideBackend
     assert "error: the engine is gone" in ended.err
     assert "the same command goes on from here" in ended.err
     assert backend.closed
+
+
+def test_where_nothing_had_begun_there_is_nothing_to_go_on_from(
+    vlfit: Vlfit, backend: BesideBackend, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ClusterError("there is no cluster", "start one")
+
+    monkeypatch.setattr("vlfit.tasks.batch.opening.open_backend", fails)
+    ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini")
+    assert "there is no cluster" in ended.err
+    assert "goes on from here" not in ended.err
+    # One folder is made for an output; more is a slip.
+    ended = vlfit("batch", folder, "-o", folder.parent / "no" / "such" / "out.jsonl", "-m", "mini")
+    assert "there is no folder" in ended.err
+    assert not (folder.parent / "no").exists()
+
+
+def test_another_source_in_the_same_output_is_said(
+    vlfit: Vlfit, backend: BesideBackend, folder: Path
+) -> None:
+    output = folder.parent / "out.jsonl"
+    words = f"{output} was begun with {folder}: pictures of the same key"
+    assert words not in vlfit("batch", folder, "-o", output, "-m", "mini", "--limit", 1).err
+    assert words not in vlfit("batch", folder, "-o", output, "-m", "mini").err
+    assert words in vlfit("batch", folder / "deep", "-o", output, "-m", "mini").err
 
 
 def test_ctrl_c_ends_it_in_order(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:

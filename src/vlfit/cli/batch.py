@@ -100,11 +100,11 @@ def batch(
         # On a cluster others look: a model need not be here.
         session = Session(options, looks=ray is None)
         sampling = with_options(SamplingParams(), session.sampling)
-        job = Job(wish, sampling, tuple(sources), output, tuple(sidecar or ()))
+        job = Job(wish, sampling, tuple(sources), output, tuple(sidecar or ()), its.read_part(shard))
         cards = _sidecars(job, overwrite=overwrite, backup=backup, keep_times=keep_times)
         source = open_sources(sources, SourceOptions(column, tuple(keep or ()), allow_private_urls, hidden))
-        if shard is not None:
-            source = _part(source, shard)
+        if job.shard is not None:
+            source = _part(source, job.shard)
         if not _read_once(job):
             _check_there_are_any(source, job)
         pace = _Wishes(concurrency, readers, tries, keep_going=keep_going, alike=bool(wish.system))
@@ -169,17 +169,26 @@ class _Batch:
         self._output = Output(job, force=force, again=again, sidecars=sidecars)
         self._before = self._output.done_before + (0 if again else self._output.failed_before)
         self._page = BatchPage(session.printer, self._before)
+        if self._output.began_with is not None:
+            session.printer.note(
+                f"{job.output} was begun with {self._output.began_with}: pictures of the same key as one"
+                " that is done count as done"
+            )
 
     def __enter__(self) -> "_Batch":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._output.close()
-        if isinstance(error, VlfitError | KeyboardInterrupt) and not isinstance(error, UsageError):
-            done = (
-                f"{self._page.tally.done:,} pictures are done" if self._page.tally.done else "nothing is lost"
+        # Where nothing had begun, there is no here to go on from.
+        if isinstance(error, VlfitError | KeyboardInterrupt) and self._output.begun:
+            done = self._page.tally.done
+            words = (
+                f"{done:,} {'picture is' if done == 1 else 'pictures are'} done"
+                if done
+                else "nothing is lost"
             )
-            self._session.printer.note(f"{done}; the same command goes on from here")
+            self._session.printer.note(f"{words}; the same command goes on from here")
 
     def here(self, pace: _Wishes, limit: int | None, *, ordered: bool) -> None:
         """With a backend of this process. Nothing is loaded if there is nothing left to do."""
@@ -235,6 +244,7 @@ class _Batch:
                 total = self._source.count()
                 if total is not None and limit is not None:
                     total = min(total, self._before + limit)
+                self._page.tally.about = bool(getattr(self._source, "about", False))
                 self._page.tally.total = total
 
         threading.Thread(target=count, name="vlfit-count", daemon=True).start()
@@ -317,8 +327,9 @@ def _check_there_are_any(source: "Source", job: "Job") -> None:
     """A wrong folder is known before a model is loaded, and so are pictures that no sidecar can stand by."""
     first = next(iter(source), None)
     if first is None:
+        part = f"part {job.shard} of " if job.shard is not None else ""
         raise PictureNotFound(
-            f"there are no pictures in {', '.join(job.sources[:5])}",
+            f"there are no pictures in {part}{', '.join(job.sources[:5])}",
             " ".join(source.notes()) or "is it the right one?",
         )
     if job.sidecars and first.path is None:

@@ -118,6 +118,16 @@ Workers = Annotated[
 ]
 
 
+def read_part(shard: str | None) -> str | None:
+    """``shard`` as I/N, however it was typed; None for the whole. Raises ``UsageError`` for anything else."""
+    from vlfit.tasks.batch.shard import read_shard
+
+    if shard is None:
+        return None
+    index, of = read_shard(shard)
+    return f"{index}/{of}" if (index, of) != (1, 1) else None
+
+
 def read_wish(
     *,
     long: bool,

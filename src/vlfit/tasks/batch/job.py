@@ -23,7 +23,8 @@ class Job:
     """What to do with which pictures, and where the records go.
 
     ``sources`` are folders, globs, list files, tar shards or tables, as they were typed; ``output`` is a
-    ``.jsonl`` or ``.parquet`` path; ``sidecars`` are kinds of files to write beside the pictures.
+    ``.jsonl`` or ``.parquet`` path; ``sidecars`` are kinds of files to write beside the pictures; ``shard``
+    is the part of the pictures that it is about (``2/8``), or None for all.
     """
 
     wish: Wish
@@ -31,6 +32,7 @@ class Job:
     sources: tuple[str, ...]
     output: Path
     sidecars: tuple[str, ...] = ()
+    shard: str | None = None
 
     def facts(self) -> dict[str, Any]:
         """What decides the records, as JSON has it. Two jobs that differ here may not share an output."""
@@ -40,6 +42,7 @@ class Job:
             "system": self.wish.system,
             "schema": self.wish.schema,
             "sampling": asdict(self.sampling),
+            "shard": self.shard or "all",
         }
 
 

@@ -20,18 +20,20 @@ from vlfit.tasks.batch.item import Item, Record, Sidecar, Sink
 from vlfit.tasks.batch.job import Job
 from vlfit.tasks.batch.keys import KeySet
 from vlfit.tasks.batch.lines import JsonlSink, Lines, keys_in, line_of, records_in, sync_folder
-from vlfit.tasks.batch.names import shown_name
+from vlfit.tasks.batch.names import key_of, shown_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _TOO_MANY = 16  # sidecars that could not be written: if most cannot, it is not the pictures
+_SOURCES = 5  # that are noted in the job: a shell may make thousands of one *.jpg
 _FOREIGN = "begun by no batch that left its job beside it"
 
 
 class Output:
     """Open it before the model is loaded, ``begin`` when its name is known, ``close`` in any case.
 
+    ``began_with``: the sources that are noted in it, in words, if they are others than ``job``'s.
     ``force``: go on in an output that another job began. ``again``: what failed before is to be tried again.
     Raises ``UsageError`` for an output of another job, or one that another run writes to; ``CannotWrite``.
     """
@@ -43,12 +45,15 @@ class Output:
         self.failed_path = beside(job.output, ".failed.jsonl")
         self._sidecars = sidecars
         self._facts = job.facts()
+        self._sources = _first_sources(job)
         self._force = force
+        self.begun = False  # whether ``begin`` has been called: from there on something may be written
         self._sink: Sink | None = None
         self._failures: Lines | None = None
         self._header = _Header(beside(job.output, ".job.json"))
         try:
             self._check()
+            self.began_with = _other(self._header.facts, job)
             self._sink = sink_of(job)
             self._done = KeySet(self._sink.done_keys())
             failed = KeySet(key for key in keys_in(self.failed_path) if key not in self._done)
@@ -70,8 +75,10 @@ class Output:
         """Say which model answers, before the first record. Raises ``UsageError`` if it was another."""
         self._facts["model"] = model
         self._check()
-        if self._header.facts != self._facts:
-            self._header.write(self._facts)
+        self.begun = True
+        facts = {**self._facts, "sources": self._sources}
+        if self._header.facts != facts:
+            self._header.write(facts)
 
     def settled(self) -> "NDArray[np.uint64]":
         """The hashes (``keys.hash_of``) of the keys that are settled, sorted."""
@@ -172,8 +179,12 @@ class _Header:
     def __init__(self, path: Path) -> None:
         self.held = False
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)  # one level: more is a slip, or a disk that is not there
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError as error:
+            raise CannotWrite(
+                f"cannot write {path}: there is no folder {path.parent.parent}", "make it, or check the name"
+            ) from error
         except OSError as error:
             raise CannotWrite(f"cannot write {path}: {error.strerror}", "name another output") from error
         try:
@@ -210,6 +221,21 @@ class _Header:
         if self.held:
             self.held = False
             os.close(self._file)
+
+
+def _other(known: dict[str, Any] | None, job: Job) -> str | None:
+    """What an output was begun with, in words, if those are not the sources of ``job``. None: they are, or
+    nobody knows.
+    """
+    sources = (known or {}).get("sources")
+    if not isinstance(sources, list) or sources == _first_sources(job):
+        return None
+    return ", ".join(map(str, sources))
+
+
+def _first_sources(job: Job) -> list[str]:
+    # Names of files may be no UTF-8.
+    return [key_of(source.rstrip("/") or "/") for source in job.sources[:_SOURCES]]
 
 
 def sink_of(job: Job) -> Sink:
