@@ -40,25 +40,29 @@ def vlfit(*arguments: str, code: int = 0) -> str:
 
 def test_a_server_in_the_background(tiny: Callable[[str], Path], home: Path) -> None:
     assert "no server of yours runs" in vlfit("status", code=1)
-    ready = json.loads(
-        vlfit("serve", str(tiny("tied")), "--port", "0", "--device", "cpu", "--daemon", "--json")
-    )
+    words = ("--port", "0", "--device", "cpu", "--daemon", "--json", "--log-format", "json")
+    ready = json.loads(vlfit("serve", str(tiny("tied")), *words))
     assert httpx.get(f"{ready['url']}/ready").status_code == 200
     assert os.getsid(ready["pid"]) == ready["pid"]  # apart from this terminal
     shown = vlfit("status")
     assert ready["url"] in shown
     assert f"process {ready['pid']}" in shown
     assert "ready, 0 running, 0 waiting, holds" in shown
-    told = json.loads(vlfit("status", "--json"))
+    port = ready["url"].rpartition(":")[2]
+    told = json.loads(vlfit("status", "--json", "--port", port))
     assert (told["pid"], told["status"]["model"]) == (ready["pid"], ready["model"])
-    assert "no server of yours runs on port 1" in vlfit("stop", "--port", "1", code=1)
+    for command in ("stop", "status"):
+        assert "no server of yours runs on port 1" in vlfit(command, "--port", "1", code=1)
     begun = time.perf_counter()
     assert f"at {ready['url']}" in vlfit("stop")
     assert time.perf_counter() - begun < 10
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{ready['url']}/health")
     assert servers() == []
-    assert Path(ready["log"]).read_text().endswith("stopped\n")
+    said = [json.loads(line)["message"] for line in Path(ready["log"]).read_text().splitlines()]
+    assert said[0].startswith("loading ")
+    assert any(f"ready: {ready['model']} on cpu" in words for words in said)
+    assert said[-1] == "stopped"
 
 
 def test_a_server_that_does_not_start_says_why(home: Path) -> None:

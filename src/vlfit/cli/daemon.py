@@ -67,4 +67,5 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
         printer.data({**facts, "pid": process.pid, "log": str(log)})
         return
     printer.line(f"ready: {facts['model']} on {facts['device']} at {facts['url']}/v1, process {process.pid}")
-    printer.note(f"log:   {log}\nstop:  vlfit stop")
+    port = str(facts["url"]).rpartition(":")[2]
+    printer.note(f"log:   {log}\nstop:  vlfit stop --port {port}")

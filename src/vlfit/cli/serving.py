@@ -53,7 +53,8 @@ def serve_here(
     from vlfit.server.log import log_to_stderr
 
     phases = Phases()
-    printer = Printer(json=json_line, stream=False, quiet=quiet)
+    told = LoggedPrinter if settings.log_format == "json" else Printer
+    printer = told(json=json_line, stream=False, quiet=quiet)
     log_to_stderr(quiet, settings.log_format)
     keys, folder = keys_of(settings), _folder(settings.allow_files)
     give_memory_back()
@@ -102,6 +103,17 @@ def serve_here(
         _leave(CRASHED)
     printer.note("stopped")
     _leave()
+
+
+class LoggedPrinter(Printer):
+    """What is said about the work goes into the log, where that is for programs: an object a line."""
+
+    @property
+    def lively(self) -> bool:
+        return False
+
+    def note(self, text: str) -> None:
+        logging.getLogger("vlfit.server").info("%s", text)
 
 
 def _kept(listener: socket.socket) -> "Kept":

@@ -24,6 +24,7 @@ GIVING_BACK_SECONDS = 10.0  # beside what requests are granted: a card's memory 
 STATUS_EXAMPLES = """\b
 Examples:
   vlfit status
+  vlfit status --port 8001
   vlfit status --json
   VLFIT_API_KEY=secret vlfit status
 """
@@ -38,18 +39,21 @@ Examples:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each server.")]
 
 
-def status(as_json: Json = False) -> None:
+Port = Annotated[
+    int | None, typer.Option(metavar="N", help="That of the server, if several run.", show_default=False)
+]
+
+
+def status(port: Port = None, as_json: Json = False) -> None:
     """Show the servers of this user on this computer: where, which model, what they do and hold.
 
-    Exit code 0 if at least one runs, else 1.
+    Exit code 0 if at least one runs (on --port, if that is given), else 1.
     """
     from vlfit.settings import read_settings
 
     settings = read_settings()
     key = settings.api_key.get_secret_value() if settings.api_key else ""
-    found = servers()
-    if not found:
-        raise _none()
+    found = _servers(port)
     printer = Printer(json=as_json)
     for record in found:
         facts = _ask(record, key)
@@ -60,9 +64,7 @@ def status(as_json: Json = False) -> None:
 
 
 def stop(
-    port: Annotated[
-        int | None, typer.Option(metavar="N", help="That of the server, if several run.", show_default=False)
-    ] = None,
+    port: Port = None,
     everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     now: Annotated[
         bool,
@@ -70,17 +72,7 @@ def stop(
     ] = False,
 ) -> None:
     """End a server on this computer: no new requests, running ones finish, the memory is given back."""
-    found = servers()
-    if port is not None:
-        found = [record for record in found if record.url.endswith(f":{port}")]
-    if not found:
-        raise (
-            _none()
-            if port is None
-            else ServerUnreachable(
-                f"no server of yours runs on port {port}", "`vlfit status` shows those that do"
-            )
-        )
+    found = _servers(port)
     if len(found) > 1 and not everything:
         where = ", ".join(record.url for record in found)
         raise UsageError(f"{len(found)} servers run: {where}", "name one with --port, or say --all")
@@ -132,5 +124,13 @@ def _line(record: Record, facts: dict[str, Any] | None) -> str:
     return line
 
 
-def _none() -> ServerUnreachable:
-    return ServerUnreachable("no server of yours runs on this computer", "start one: vlfit serve --daemon")
+def _servers(port: int | None) -> list[Record]:
+    """Those that run, or the one on ``port``. Raises ``ServerUnreachable`` if there is none."""
+    found = servers()
+    if port is not None:
+        found = [record for record in found if record.url.endswith(f":{port}")]
+    if found:
+        return found
+    if port is None:
+        raise ServerUnreachable("no server of yours runs on this computer", "start one: vlfit serve --daemon")
+    raise ServerUnreachable(f"no server of yours runs on port {port}", "`vlfit status` shows those that do")
