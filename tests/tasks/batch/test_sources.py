@@ -78,6 +78,25 @@ def test_json_lines(tmp_path: Path) -> None:
             items[key].read()
 
 
+def test_one_key_for_two_pictures_loses_neither(tmp_path: Path) -> None:
+    rows = [
+        *({"id": 1, "image": name} for name in ("a.jpg", "b.jpg", "a.jpg")),
+        {"id": "c.jpg", "image": "d.jpg"},
+        {"image": "c.jpg"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), "c.jpg", "e.jpg"]))
+    source = open_sources([str(tmp_path / "rows.jsonl")])
+    assert [(item.key, item.path and item.path.name) for item in source] == [
+        *(("1", "a.jpg"), ("1#line 2", "b.jpg"), ("c.jpg", "d.jpg"), ("c.jpg#line 5", "c.jpg")),
+        ("e.jpg", "e.jpg"),
+    ]
+    assert source.count() == 5
+    assert [note.partition("jsonl: ")[2].partition(";")[0] for note in source.notes()] == [
+        "2 lines name a picture that an earlier line names",
+        "2 lines give another picture the key of an earlier line",
+    ]
+
+
 def test_lists_on_standard_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fill(tmp_path, "a.jpg")
     monkeypatch.chdir(tmp_path)

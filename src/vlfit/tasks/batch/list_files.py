@@ -57,27 +57,38 @@ class ListSource:
     name: str
     allow_private: bool = False
     _repeated: int = 0
+    _told_apart: int = 0
     _taken: bool = False
 
     def __iter__(self) -> Iterator[Item]:
         folder = os.path.dirname(self.name) if self.name != "-" else ""
         seen = KeySet()
-        self._repeated = 0
+        # Of JSONL, where a key may be another word than the picture's name: both together.
+        pairs = KeySet()
+        self._repeated = self._told_apart = 0
         with self._open() as opened:
             for number, text in _entries(cast(io.BufferedReader, opened)):
+                pair = ""
                 if isinstance(text, Unreadable):
                     item = Item(f"line {number}", text.read)
                 elif text.startswith("{"):
-                    item = self._from_json(text, folder, number)
+                    item, picture = self._from_json(text, folder, number)
+                    pair = f"{item.key}\0{picture}"
                 else:
                     item = picture_named(text, folder, allow_private=self.allow_private)
+                    if len(pairs):
+                        pair = f"{item.key}\0{item.key}"
                 if item.key in seen:
-                    self._repeated += 1
+                    another = bool(pair) and pair not in pairs
+                    self._told_apart += another
+                    self._repeated += not another
                     # The same picture once; but with fields of its own it may be meant twice.
-                    if not item.extra:
+                    if not item.extra and not another:
                         continue
                     item = Item(f"{item.key}#line {number}", item.read, item.path, item.extra)
                 seen.add(item.key)
+                if pair:
+                    pairs.add(pair)
                 yield item
 
     def count(self) -> int | None:
@@ -85,11 +96,18 @@ class ListSource:
         return None if self.name == "-" else sum(1 for _ in self)
 
     def notes(self) -> list[str]:
-        """How many lines of the last pass named what an earlier one had named."""
-        if not self._repeated:
-            return []
-        lines = "1 line names" if self._repeated == 1 else f"{self._repeated:,} lines name"
-        return [f"{self._shown()}: {lines} a picture that an earlier line names"]
+        """How many lines of the last pass named what an earlier one had named, or called another so."""
+        notes = []
+        if self._repeated:
+            lines = "1 line names" if self._repeated == 1 else f"{self._repeated:,} lines name"
+            notes.append(f"{self._shown()}: {lines} a picture that an earlier line names")
+        if self._told_apart:
+            lines = "1 line gives" if self._told_apart == 1 else f"{self._told_apart:,} lines give"
+            notes.append(
+                f"{self._shown()}: {lines} another picture the key of an earlier line; such keys end in"
+                ' "#line" and its number'
+            )
+        return notes
 
     def _open(self) -> Any:
         if self.name != "-":
@@ -112,7 +130,8 @@ class ListSource:
     def _shown(self) -> str:
         return "standard input" if self.name == "-" else key_of(self.name)
 
-    def _from_json(self, text: str, folder: str, number: int) -> Item:
+    def _from_json(self, text: str, folder: str, number: int) -> tuple[Item, str]:
+        """The item of a line, and what it calls the picture, which need not be the item's key."""
         try:
             fields = json.loads(text, parse_constant=str)  # NaN is no JSON
         except (ValueError, RecursionError) as error:
@@ -126,15 +145,16 @@ class ListSource:
         if not isinstance(named, str) or not named:
             return self._broken(number, f"names no picture: it has none of {', '.join(PICTURE_FIELDS)}")
         item = picture_named(named, folder, allow_private=self.allow_private)
-        key = item.key if named[:5].lower() != "data:" else f"line {number}"
+        is_data = named[:5].lower() == "data:"
+        key = f"line {number}" if is_data else item.key
         own = next((name for name in KEY_FIELDS if isinstance(fields.get(name), str | int)), None)
         if own is not None:
             key = key_of(str(fields.pop(own)))
-        return Item(key, item.read, item.path, fields)
+        return Item(key, item.read, item.path, fields), named if is_data else item.key
 
-    def _broken(self, number: int, what: str) -> Item:
+    def _broken(self, number: int, what: str) -> tuple[Item, str]:
         message = f"{self._shown()}, line {number}, {what}"
-        return Item(f"line {number}", Unreadable(f"line {number}", message, "Mend the line.").read)
+        return Item(f"line {number}", Unreadable(f"line {number}", message, "Mend the line.").read), ""
 
 
 def _entries(file: io.BufferedReader) -> Iterator[tuple[int, str | Unreadable]]:
