@@ -11,6 +11,7 @@ but by ``--measure``; what the inputs call measured was, on the day that docs/lo
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import time
@@ -43,6 +44,8 @@ KEY_BYTES = 8  # of a key's hash (tasks/batch/keys.py)
 MEASURED = Path(__file__).parent / "measured" / "batch-h100.json"  # by ``benchmarks.batch_speed``
 MEASURED_TOKENS = 64  # of an answer there; pictures are of 1024x768
 NAME_BYTES = 60  # a path in a list
+RAY_PICTURES_PER_S = 1000.0  # that the process which writes passes on, with handfuls of 32: by hand, load 6
+RECORDS_PER_S = 8872.0  # that one process writes as JSON lines: ``--measure`` on that machine
 DAY = 86_400.0
 
 
@@ -152,6 +155,7 @@ def tables(inputs: Inputs) -> list[tuple[str, list[list[str]]]]:
         ("Inputs", inputs_table(inputs)),
         ("One card", card_table(every)),
         ("Time, cards, money", time_table(speeds, inputs)),
+        ("Jobs at a time", jobs_table(speeds)),
         ("Bytes and tokens", bytes_table(inputs)),
         ("Network while 64 cards work", network_table(speeds, inputs)),
         ("What a failure costs", failure_table(speeds, inputs)),
@@ -168,6 +172,9 @@ def inputs_table(inputs: Inputs) -> list[list[str]]:
         ["answer", f"{inputs.tokens} tokens", "assumed: two sentences"],
         ["prompt", f"{IMAGE_TOKENS + TEXT_TOKENS} tokens", "plan/speed.py"],
         ["a record as a JSON line", f"{record} bytes", "counted of one made here"],
+        ["a name in a list", f"{NAME_BYTES} bytes", "assumed"],
+        ["passed on by one --ray job", f"{short(RAY_PICTURES_PER_S)} pictures/s", "by hand, see the end"],
+        ["written by one process", f"{short(RECORDS_PER_S)} records/s", "--measure, see the end"],
         ["bad pictures", f"{100 * inputs.bad:g} %", "assumed"],
         ["an hour of a card", f"{inputs.price:g}", "assumed; put your own in"],
         ["a worker's start", f"{inputs.start_s:g} s", "assumed: process, weights, warming up"],
@@ -193,7 +200,30 @@ def time_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
             spans = [span(seconds / count) for count in counts]
             wanted = f"{-(-seconds // (30 * DAY)):,.0f}"
             hours = seconds / 3600
-            rows.append([short(many), one.name, *spans, wanted, short(hours), short(hours * inputs.price)])
+            rows.append(
+                [short(many), with_sequences(one), *spans, wanted, short(hours), short(hours * inputs.price)]
+            )
+    return rows
+
+
+def with_sequences(one: CardSpeed) -> str:
+    """The card, and how many at once its speed is for."""
+    return f"{one.name}, {one.sequences} at once" if one.sequences else one.name
+
+
+def jobs_table(speeds: list[CardSpeed]) -> list[list[str]]:
+    """How many jobs with --ray keep so many cards busy, and, in brackets, how many if only writing bounded
+    them.
+    """
+    counts = (64, 144, 512)
+    rows = [["card", *(f"{count} cards" for count in counts)]]
+    for one in speeds:
+        cells = []
+        for count in counts:
+            rate = count * one.pictures_per_s
+            jobs, outputs = (math.ceil(rate / most) for most in (RAY_PICTURES_PER_S, RECORDS_PER_S))
+            cells.append(f"{short(rate)}/s: {jobs} ({outputs})")
+        rows.append([with_sequences(one), *cells])
     return rows
 
 
