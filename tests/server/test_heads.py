@@ -60,7 +60,9 @@ def test_the_relay_closes_who_asks_nothing_while_nobody_serves(monkeypatch: pyte
     async def said_to(sent: bytes) -> bytes:
         clients: set[relay._Client] = set()
         taking = await asyncio.get_running_loop().create_server(
-            lambda: relay._Client("/nowhere", lambda: False, clients, connections, relay._Spare("/nowhere")),
+            lambda: relay._Client(
+                "/nowhere", lambda: relay.DEAD, clients, connections, relay._Spare("/nowhere")
+            ),
             "127.0.0.1",
             0,
         )
