@@ -1,6 +1,5 @@
 """The bundled checkpoint over every backend, each opened once, and what transformers' own model says."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from PIL import Image
 
 from tests.pictures import picture
 from tests.server.harness import running
+from tests.vllm_parser import PYTHON
 from vlfit.backends.base import OpenBackend
 from vlfit.backends.native import NativeBackend
 from vlfit.backends.opening import Kind, Wanted, kind_of, open_backend
@@ -31,7 +31,14 @@ BACKENDS = [
     "native",
     "remote",
     "transformers",
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
+    pytest.param(
+        "vllm",
+        marks=[
+            pytest.mark.vllm,
+            pytest.mark.timeout(600),
+            pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON"),
+        ],
+    ),
 ]
 
 
@@ -62,7 +69,7 @@ def opened(kind: Kind) -> Iterator[OpenBackend]:
                 backend.close()
         return
     # A vLLM that records nothing starts sooner and says the same.
-    vllm = VllmOptions(python=os.environ.get("VLFIT_VLLM_PYTHON"), words=("--enforce-eager",))
+    vllm = VllmOptions(python=PYTHON or None, words=("--enforce-eager",))
     # Plans for vLLM count 16 bits a number, and here it computes in 32, to have the reference's words.
     options = replace(OPTIONS, kv_tokens=4 * CONTEXT) if kind == "vllm" else OPTIONS
     backend = open_backend(Wanted(kind=kind, model=MODEL, options=options, vllm=vllm))
