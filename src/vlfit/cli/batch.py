@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
 
 
-@takes_common_options
+@partial(takes_common_options, json="Print a summary at the end, as one line of JSON on stdout.")
 def batch(
     sources: its.Sources,
     output: its.Output,

@@ -65,7 +65,9 @@ Tries = Annotated[
 KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Do not stop when many pictures in a row fail: list them.")
 ]
-Limit = Annotated[int | None, typer.Option("--limit", metavar="N", help="Stop after so many pictures.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", metavar="N", help="Stop after so many pictures of each run.")
+]
 Ordered = Annotated[bool, typer.Option("--ordered", help="Write records in the order of the pictures.")]
 RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", help="Try again what is on the list of failures.")

@@ -7,9 +7,10 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -160,12 +161,18 @@ class CommonOptions:
     ] = False
 
 
-def takes_common_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give ``command`` the common options: typer sees each, ``command`` gets one record, ``options``."""
+def takes_common_options(command: Callable[..., None], **helps: str) -> Callable[..., None]:
+    """Give ``command`` the common options: typer sees each, ``command`` gets one record, ``options``.
+
+    ``helps``: what an option does where that is not what it does elsewhere, by its name.
+    """
     own = list(inspect.signature(command).parameters.values())
     shared = [
         inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=_explained(field.type, helps[field.name]) if field.name in helps else field.type,
         )
         for field in fields(CommonOptions)
     ]
@@ -182,6 +189,14 @@ def takes_common_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     with_options.__dict__["__signature__"] = inspect.Signature([*parameters, *shared])
     return with_options
+
+
+def _explained(option: Any, text: str) -> Any:
+    """``option``, an annotated type, with ``text`` for its help."""
+    kind, info = get_args(option)
+    info = copy(info)
+    info.help = text
+    return Annotated[kind, info]
 
 
 def refuse_engine_options(server: str, typed: Mapping[str, object]) -> None:
