@@ -71,3 +71,14 @@ def test_ray_speaks_to_nobody_on_stdout() -> None:
     )
     print("(raylet) something else", file=overheard)
     assert overheard.last_words() == "killed by the OOM killer."
+
+
+def test_auto_does_not_join_the_cluster_of_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[bool] = []
+    monkeypatch.setattr("ray.init", lambda *_, **__: None)
+    monkeypatch.setattr("ray.shutdown", lambda: left.append(True))
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0, cluster._PRIVATE: 1.0})
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(ClusterError, match="another batch"), connected(RayOptions("auto")):
+        pytest.fail("it was joined")
+    assert left == [True]

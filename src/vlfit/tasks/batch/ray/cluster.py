@@ -31,6 +31,8 @@ _LOOK_S = 120.0  # for a machine to start Python, import vlfit and read three pi
 # What travels through the store of a cluster that we start are names and answers: its one machine reads its
 # pictures itself.
 _LOCAL_STORE = 256 * MIB
+# Marks such a cluster, so that nobody's ``auto`` takes it for one that is there to be joined: Ray would.
+_PRIVATE = "vlfit-private"
 _NO_CLUSTER = "start one with `ray start --head`, or use --ray local for one of this machine alone"
 
 
@@ -168,6 +170,7 @@ def _start(options: RayOptions) -> None:
                     "local",
                     include_dashboard=False,
                     object_store_memory=_LOCAL_STORE,
+                    resources={_PRIVATE: 1},
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                 )
@@ -175,6 +178,12 @@ def _start(options: RayOptions) -> None:
                 ray.init(options.address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises many kinds, of its own and of the system
         raise _in_words(error, options) from error
+    if options.address == AUTO and _PRIVATE in ray.cluster_resources():  # type: ignore[no-untyped-call]
+        ray.shutdown()
+        raise ClusterError(
+            "the only Ray cluster found here is that of another batch with --ray local, and ends with it",
+            _NO_CLUSTER,
+        )
 
 
 def _knock(host: str, port: int) -> None:
