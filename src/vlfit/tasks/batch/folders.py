@@ -64,6 +64,7 @@ class FolderSource:
         self.extensions = extensions
         self.hidden = hidden
         self._skipped: Counter[str] = Counter()
+        self._around = 0
 
     def __iter__(self) -> Iterator[Item]:
         home = os.path.join(self.root, "")
@@ -80,7 +81,7 @@ class FolderSource:
         try:
             yield from walk.names(self.pattern)
         finally:
-            self._skipped = walk.skipped
+            self._skipped, self._around = walk.skipped, walk.around
 
     def count(self) -> int:
         """Goes through the folder, without keeping anything."""
@@ -88,13 +89,18 @@ class FolderSource:
 
     def notes(self) -> list[str]:
         """What the last pass left out, in words."""
+        notes = []
+        if self._around:
+            links = "1 link" if self._around == 1 else f"{self._around:,} links"
+            notes.append(f"{key_of(self.root)}: left out {links} to folders that this one lies in")
         if not self._skipped:
-            return []
+            return notes
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in self._skipped.most_common(8))
         more = ", ..." if len(self._skipped) > 8 else ""
         total = self._skipped.total()
         files = "1 file" if total == 1 else f"{total:,} files"
-        return [f"{key_of(self.root)}: left out {files} that by name are no picture ({kinds}{more})"]
+        notes.append(f"{key_of(self.root)}: left out {files} that by name are no picture ({kinds}{more})")
+        return notes
 
 
 def split_pattern(pattern: str) -> tuple[str, tuple[str, ...]]:
@@ -121,6 +127,7 @@ class _Walk:
     extensions: frozenset[str] | None
     hidden: bool
     skipped: Counter[str] = field(default_factory=Counter)
+    around: int = 0  # links to folders that the root lies in, and so others beside it
     # Folders outside the root that were entered through links: each once, whatever leads there.
     entered: set[tuple[int, int]] = field(default_factory=set)
 
@@ -209,6 +216,8 @@ class _Walk:
         """Whether what ``link`` leads to is found through it alone: neither in the root nor around it."""
         there = os.path.join(os.path.realpath(link), "")
         here = os.path.join(os.path.realpath(self.root), "")
+        if here.startswith(there) and here != there:
+            self.around += 1
         return not here.startswith(there) and not there.startswith(here)
 
     def _first_time(self, path: str) -> bool:
