@@ -172,8 +172,11 @@ class VisionModel:
         sampling = with_options(SamplingParams(), options)
         return scene(self._backend, _load_picture(picture), sampling)
 
-    def detect(self, picture: Picture, things: str, **options: Unpack[SamplingOptions]) -> Detection:
-        """Find ``things`` (``"cups"``, ``"cups, plates"``) in ``picture``, with boxes in its own pixels.
+    def detect(
+        self, picture: Picture, things: str | Sequence[str], **options: Unpack[SamplingOptions]
+    ) -> Detection:
+        """Find ``things`` (``"cups"``, ``"cups, plates"``, ``["cups", "plates"]``) in ``picture``, with boxes
+        in its own pixels.
 
         for cup in vlm.detect("photo.jpg", "cups").objects:
             print(cup.box)
@@ -181,7 +184,8 @@ class VisionModel:
         Raises ``UnreadableAnswer`` when the model does not answer in the form that was asked for.
         """
         sampling = with_options(SamplingParams(), options)
-        return detect(self._backend, _load_picture(picture), things, sampling)
+        wanted = things if isinstance(things, str) else ", ".join(things)
+        return detect(self._backend, _load_picture(picture), wanted, sampling)
 
     def chat(self, *, system: str = "", **options: Unpack[SamplingOptions]) -> ChatSession:
         """Start a conversation with memory; sampled by the checkpoint's own settings, ``options`` on top."""

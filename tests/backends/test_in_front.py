@@ -3,17 +3,20 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests.backends.test_remote import other_server, says
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import png
 from tests.server.scripted import ScriptedBackend
 from vlfit.backends.openai_wire import data_url
 from vlfit.backends.remote import RemoteBackend
+from vlfit.client import Client
 from vlfit.errors import CannotWake, DoesNotFit, QueueFull, WrongApiKey
 from vlfit.server.settings import ServerSettings
 from vlfit.server.status import expectation_of
@@ -267,3 +270,25 @@ def test_it_goes_on_when_the_server_behind_is_back(scripted: ScriptedBackend) ->
             scripted.reset()
             with running(scripted, port=port):
                 assert chat(front)["choices"][0]["message"]["content"] == "A red circle 🙂."
+
+
+def test_tasks_before_a_vllm_ask_it_for_their_very_grammar() -> None:
+    """It may write JSON between fences, as it was taught: held to bare JSON a small model sees nothing."""
+    asked: list[str] = []
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        asked.append(body.get("structured_outputs", {}).get("grammar", ""))
+        found = [{"bbox_2d": [100, 100, 500, 500], "label": "fox"}]
+        whole = {"summary": "A fox.", "objects": found, "text": []} if len(asked) == 2 else found
+        said = f"```json\n{json.dumps(whole)}\n```" if "```json" in asked[-1] else "[]"
+        word = {"choices": [{"index": 0, "delta": {"content": said}, "finish_reason": "stop"}]}
+        usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}}
+        says(word, usage, "data: [DONE]\n\n")(handler, body)
+
+    models = {"data": [{"id": "mini", "owned_by": "vllm"}]}
+    with other_server(answer, models) as url, RemoteBackend(url, serves=True, grammars=True) as backend:
+        settings = ServerSettings(expectation=expectation_of(backend, ()))
+        with running(backend, settings) as server, Client(server.url) as client:
+            assert [each.label for each in client.detect(png("red"), ["fox", "owl"]).objects] == ["fox"]
+            assert [each.label for each in client.scene(png("red")).objects] == ["fox"]
+    assert len(asked) == 2

@@ -157,6 +157,11 @@ def test_a_vllm_that_follows_grammars_as_we_do_gets_the_very_same() -> None:
 
     told = form_fields(fenced_json(BOXES), "vllm", grammars=True)["structured_outputs"]["grammar"]
     assert told == fenced_json(BOXES).text
+    # So, too, what a server of ours was asked for by a request, and passes on.
+    passed = replace(fenced_json(BOXES), place="response_format")
+    assert form_fields(passed, "vllm", grammars=True)["structured_outputs"]["grammar"] == passed.text
+    called = Form("grammar", "start: a", "tools", {"tool_choice": "required", **dict(passed.wire or {})})
+    assert form_fields(called, "vllm", grammars=True)["tool_choice"] == "required"
     schema = Form("json", '{"type": "array", "items": {"type": "integer"}}')
     text = form_fields(schema, "vllm", grammars=True)["structured_outputs"]["grammar"]
     assert LLMatcher.validate_grammar(text, None) == ""

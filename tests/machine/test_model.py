@@ -67,6 +67,11 @@ def test_missing_field(facts: Facts, name: str) -> None:
     assert message(facts) == f"the machine file has no field {name!r}"
 
 
+def test_two_gpus_cannot_have_one_index(facts: Facts) -> None:
+    facts["gpus"][1]["index"] = facts["gpus"][0]["index"]
+    assert message(facts) == "gpus[1].index is 0, as that of a GPU before it is"
+
+
 def test_misspelt_field(facts: Facts) -> None:
     facts["gpus"][0]["uid"] = facts["gpus"][0].pop("uuid")
     assert message(facts) == "unknown field 'gpus[0].uid' in a machine file; is 'uuid' meant?"

@@ -52,6 +52,7 @@ def test_the_owners_notes() -> None:
         ("--max-num-seqs 4 --max-num-batched-tokens 1024", {"sequences": 4, "chunk": 1024}),
         ("--kv-cache-memory-bytes 1g", {"kv_bytes": 10**9}),
         ("-tp 2 --data-parallel-size 4", {"tensor_parallel": 2, "data_parallel": 4}),
+        ("--tensor-parallel 2 --data-parallel=4", {"tensor_parallel": 2, "data_parallel": 4}),
         ("--kv-cache-dtype fp8_e4m3", {"kv_dtype": "fp8"}),
         ("--kv-cache-dtype auto", {}),
         ("--dtype half", {"vllm": OfVllm(dtype="float16")}),

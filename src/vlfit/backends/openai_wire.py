@@ -115,13 +115,19 @@ def form_fields(form: Form | None, server: Server, *, grammars: bool = False) ->
             return _grammar("%llguidance {}\nstart: %json " + json.dumps({**schema, "x-guidance": SPACING}))
         named = {"name": "answer", "schema": schema}
         return {"response_format": {"type": "json_schema", "json_schema": named}}
-    if form.place is None and grammars:
+    if grammars and (form.place is None or _is_fenced(form)):
         return _grammar(form.text)
     if form.wire is None:
         raise InvalidRequest("a grammar cannot be sent to a server", "use a JSON schema", param=form.place)
     if server == "vlfit":
         return dict(form.wire)
     return {} if form.place is None else _as_openai_has_it(form.wire)
+
+
+def _is_fenced(form: Form) -> bool:
+    """Whether a request asked for JSON that may stand between fences; what it says of calls goes as it is."""
+    named = dict(form.wire or {}).get("response_format", {}).get("json_schema", {})
+    return form.place == "response_format" and bool(named.get("fenced"))
 
 
 def _grammar(text: str) -> dict[str, Any]:

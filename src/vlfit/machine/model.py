@@ -102,6 +102,8 @@ class Machine:
         machine = decode(Machine, fields)
         for place, gpu in enumerate(machine.gpus):
             _check_gpu(gpu, f"gpus[{place}]")
+            if gpu.index in [other.index for other in machine.gpus[:place]]:
+                raise UsageError(f"gpus[{place}].index is {gpu.index}, as that of a GPU before it is", HINT)
         _check_host(machine.host)
         return machine
 

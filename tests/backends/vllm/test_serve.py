@@ -243,6 +243,11 @@ def test_a_command_starts_one_for_as_long_as_it_runs(stage: Stage, run: Run) -> 
             "--dry-run is for a server in this terminal",
         ),
         (["--backend", "vllm", "--direct", "--key-rate", "3"], "--key-rate: vLLM's own server has no such"),
+        (
+            ["mini", "--backend", "vllm", "--offload", "auto"],
+            "leave out --backend vllm, and VLFIT_BACKEND, for the native engine",
+        ),
+        (["mini", "--backend", "vllm", "--tensor-parallel", "2"], "2 x 1 cards are asked for"),
         (["mini", "--backend", "vllm", "--vllm-python", "/none"], "there is no Python at /none"),
     ],
 )

@@ -36,6 +36,7 @@ def test_what_a_shell_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     # As pip writes it: its first line names the Python of its environment.
     words = python.with_name("vllm").read_text().split("\n", 1)
     python.with_name("vllm").write_text(f"#!{python}\n{words[1]}")
+    monkeypatch.delenv("VLFIT_VLLM_PYTHON", raising=False)
     monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}/bin")
     found = where.find()
     assert found.program == (str(python.with_name("vllm")),)
@@ -67,3 +68,12 @@ def test_no_vllm_at_all_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.raises(UsageError, match="vLLM is neither beside vlfit, nor named") as raised:
         where.find()
     assert "python3 -m venv" in raised.value.hint
+
+
+def test_the_variable_that_the_hint_names_counts_in_python_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLFIT_VLLM_PYTHON", str(environment(tmp_path / "env", "0.22.1", cpu=False)))
+    assert where.find().version == "0.22.1"
+    other = environment(tmp_path / "other", "0.30.2")
+    assert where.find(str(other)).version == "0.30.2+cpu"  # what is said goes before it

@@ -65,7 +65,8 @@ def plan_start(
         if getattr(options, name) != nothing:
             option = name.replace("_", "-")
             raise UsageError(
-                f"--{option} is a setting of the native engine", "leave it out, or --backend vllm"
+                f"--{option} is a setting of the native engine",
+                "leave it out; or leave out --backend vllm, and VLFIT_BACKEND, for the native engine",
             )
     whole, machine = machine, visible(machine, options.device, os.environ)
     words = (*_own_words(options), *vllm.words)

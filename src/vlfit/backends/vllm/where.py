@@ -34,11 +34,13 @@ class Installed:
 
 
 def find(named: str | None = None) -> Installed:
-    """The vLLM of the Python that is ``named`` (a program, or the folder of an environment), else the one
-    beside vlfit, else the ``vllm`` that a shell would run.
+    """The vLLM of the Python that is ``named`` (a program, or the folder of an environment), else by
+    ``VARIABLE``, else the one beside vlfit, else the ``vllm`` that a shell would run.
 
-    Raises ``UsageError`` that says how to get one.
+    The variable counts in Python too, where no other setting is read from the environment: like PATH it says
+    where a program is, and not what is done. Raises ``UsageError`` that says how to get one.
     """
+    named = named or os.environ.get(VARIABLE)
     if named:
         return _of_named(Path(named).expanduser(), named)
     beside = _version_in(None)

@@ -6,6 +6,7 @@ Knows: that the RAM stands in for a card there, and which flags matter. Does not
 
 from dataclasses import replace
 
+from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.ledger import VLLM
 from vlfit.plan.model import Model
@@ -42,6 +43,12 @@ def plan_in_ram(models: list[Model], machine: Machine, wishes: Wishes) -> Plan:
 
     Raises ``UsageError`` for wishes that make no sense there.
     """
+    tensor, data = wishes.tensor_parallel or 1, wishes.data_parallel or 1
+    if tensor * data > 1:
+        raise UsageError(
+            f"{tensor} x {data} cards are asked for, and this vLLM runs on the processor",
+            "leave --tensor-parallel and --data-parallel out",
+        )
     version = chosen_version(wishes.vllm_version)
     gpu = ram_as_gpu(machine)
     wishes, said = within_limits(models, wishes)

@@ -228,8 +228,10 @@ _READERS: Mapping[str, _Reader] = {
     "--kv-cache-memory-bytes": _counted("kv_bytes", "a KV cache of {} bytes"),
     "--kv-cache-memory": _counted("kv_bytes", "a KV cache of {} bytes"),
     "--tensor-parallel-size": _counted("tensor_parallel", "each layer over {} cards"),
+    "--tensor-parallel": _counted("tensor_parallel", "each layer over {} cards"),  # as vlfit plan has it
     "-tp": _counted("tensor_parallel", "each layer over {} cards"),
     "--data-parallel-size": _counted("data_parallel", "{} copies of the model"),
+    "--data-parallel": _counted("data_parallel", "{} copies of the model"),
     "-dp": _counted("data_parallel", "{} copies of the model"),
     "--enforce-eager": _eager,
     "--gpu-memory-utilization": _share,
