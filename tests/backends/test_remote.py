@@ -236,6 +236,26 @@ def test_no_url(url: str) -> None:
         RemoteBackend(url)
 
 
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("ftp://example.org", "over http or https, not ftp"),
+        ("http://me:secret@host:99999/v1", "http://host:99999/v1: 99999 is no port"),
+        ("host:0", "0 is no port"),
+    ],
+)
+def test_the_fault_of_a_url_is_named(url: str, says: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        RemoteBackend(url)
+    assert raised.value.message.endswith(says)
+
+
+def moved(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    handler.send_response(302)
+    handler.send_header("Location", "https://elsewhere/login")
+    handler.end_headers()
+
+
 Answering = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
 
 
@@ -328,6 +348,9 @@ def test_a_url_that_is_no_openai_api(models: object) -> None:
     ("answering", "kind", "message"),
     [
         (says(WORD), RemoteError, "broke off"),
+        (says("<html>\n<p>Welcome</p>"), RemoteError, "no stream of events: '<html>'"),
+        (says("SSH-2.0"), RemoteError, "no stream of events: 'SSH-2.0'"),
+        (moved, RemoteError, "302: it sends us to https://elsewhere/login"),
         (says(WORD, DONE), RemoteError, "without a reason"),
         (says("data: {broken\n\n"), RemoteError, "no JSON object"),
         (says("busy", status=429), QueueFull, "429: busy"),

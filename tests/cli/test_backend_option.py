@@ -70,7 +70,11 @@ def picture(tmp_path: Path) -> Path:
     ],
 )
 @pytest.mark.parametrize(
-    "url", [URL, "gpu-box:8000", "127.0.0.1:8000/v1", "localhost", "https://a.example/v1"]
+    "url",
+    [
+        *(URL, "gpu-box:8000", "127.0.0.1:8000/v1", "localhost", "https://a.example/v1"),
+        *("localhost:8872/foo", "ftp://a.example", "host:99999"),  # wrong, which is said of a server's URL
+    ],
 )
 def test_a_url_behind_the_word_remote_is_the_server(typed: str, meant: str | None, url: str) -> None:
     words = typed.format(url).split()

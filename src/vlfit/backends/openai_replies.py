@@ -53,6 +53,8 @@ class Events:
     def __init__(self) -> None:
         self.done = False
         self._rest = b""
+        self._begun = False
+        self._other = b""  # the first line that no stream of events has
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """The JSON objects of the events that are whole now. Raises the error that an event tells of.
@@ -65,7 +67,10 @@ class Events:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):
+                if not self._other and not line.startswith((b":", b"event:", b"id:", b"retry:")):
+                    self._other = line.strip()
                 continue  # a comment, a blank line, or a field that this protocol does not use
+            self._begun = True
             text = line[5:].strip().decode("utf-8", "replace")
             if text == "[DONE]":
                 self.done = True
@@ -79,6 +84,12 @@ class Events:
 
     def end(self) -> None:
         """The reply is over. Raises ``RemoteError`` if it broke off before ``[DONE]``."""
+        other = self._other or self._rest.strip()
+        if not self.done and not self._begun and other and not other.startswith((b"data:", b":")):
+            raise RemoteError(
+                f"the server's answer is no stream of events: {other[:80].decode('utf-8', 'replace')!r}",
+                "is it the URL of a server that speaks OpenAI's API?",
+            )
         if not self.done:
             raise RemoteError(
                 "the connection broke off before the answer was whole", "look at the server's log"

@@ -1,11 +1,16 @@
 """A server's URL, and whatever goes wrong on the way to it, in words. Knows nothing of what is asked."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from vlfit.errors import RemoteError, ServerUnreachable, UsageError
+
+if TYPE_CHECKING:
+    import httpx
 
 SILENCE_SECONDS = 300.0  # a vlfit server says something every 15; others may be silent through a long prefill
 
@@ -34,13 +39,34 @@ def failures_in_words(url: str, silence: float = SILENCE_SECONDS) -> Iterator[No
 
 
 def base_url(url: str) -> str:
-    """``url`` with a scheme and ``/v1``, without a slash at its end."""
+    """``url`` with a scheme and ``/v1``, without a slash at its end. Raises ``UsageError``."""
     url = url.strip().rstrip("/")
     if not url:
         raise UsageError("the server's URL is empty", "use http://host:port")
     if "://" not in url:
         url = f"http://{url}"
+    shown = without_secrets(url)
+    scheme = url.partition("://")[0].lower()
+    if scheme not in ("http", "https"):
+        raise UsageError(
+            f"{shown}: a server is asked over http or https, not {scheme}", "use http://host:port"
+        )
+    port = re.fullmatch(r"[^/?#]*:(\d+)", url.partition("://")[2].partition("/")[0])
+    if port and not 0 < int(port[1][:9]) < 2**16:
+        raise UsageError(f"{shown}: {port[1]} is no port", "ports go from 1 to 65535: http://host:port")
     return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def moved(response: "httpx.Response") -> RemoteError | None:
+    """What is said of a reply that sends us elsewhere: nobody goes there unasked, as the key would, too."""
+    if not response.is_redirect:
+        return None
+    place = without_secrets(response.headers["location"])
+    return RemoteError(
+        f"the server answered {response.status_code}: it sends us to {place[:200]}",
+        "if that is the server meant, give its URL, up to /v1",
+        status=response.status_code,
+    )
 
 
 def without_secrets(url: str) -> str:

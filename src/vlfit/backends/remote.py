@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, Self
 from vlfit.backends import openai_replies, openai_wire
 from vlfit.backends.base import Listener, Prepared
 from vlfit.backends.openai_replies import Events, ReplyReader
-from vlfit.backends.reaching import SILENCE_SECONDS, base_url, failures_in_words, is_here, without_secrets
+from vlfit.backends.reaching import (
+    SILENCE_SECONDS,
+    base_url,
+    failures_in_words,
+    is_here,
+    moved,
+    without_secrets,
+)
 from vlfit.backends.side_by_side import Running, SideBySide
 from vlfit.backends.streams import QueuedStream
 from vlfit.engine.answer import Chunk, ImageSeen
@@ -308,6 +315,8 @@ class RemoteBackend:
         """The cards of ``/v1/models``; a server without it is fine if the model's name is known."""
         with failures_in_words(self.device):
             response = self._client.get(f"{self._url}/models")
+        if (elsewhere := moved(response)) is not None:
+            raise elsewhere
         if response.status_code == 404 and optional:
             return []
         if response.status_code != 200:
@@ -316,7 +325,7 @@ class RemoteBackend:
             cards = [card for card in response.json()["data"] if isinstance(card, dict)]
         except (ValueError, KeyError, TypeError):
             raise RemoteError(
-                f"{self.device}/models does not answer as OpenAI's API does",
+                f"{self.device}/models does not answer as OpenAI's API does: {response.text[:80]!r}",
                 "is it the URL of such a server?",
             ) from None
         if not cards and not optional:
@@ -342,7 +351,7 @@ def _in_form(reader: ReplyReader, event: dict[str, Any]) -> Chunk | None:
 
 
 def _refusal(response: "httpx.Response", text: str) -> VlfitError:
-    error = openai_replies.error_from(response.status_code, text)
+    error = moved(response) or openai_replies.error_from(response.status_code, text)
     wait = openai_replies.retry_after(response.headers.get("retry-after"))
     if isinstance(error, QueueFull) and wait is not None:
         error.retry_after = max(math.ceil(wait), 1)

@@ -236,5 +236,8 @@ def server_behind_backend(arguments: list[str]) -> list[str]:
 
 
 def is_server(word: str = "") -> bool:
-    """Whether ``word`` can be a server's URL, with or without a scheme: ``127.0.0.1:8000``, ``http://box``."""
-    return bool(re.match(r"https?://|[A-Za-z0-9.-]+:\d{1,5}(/v1/?)?$|localhost$", word))
+    """Whether ``word`` is meant for a server's URL, with or without a scheme: ``127.0.0.1:8000``, ``http://box``.
+
+    Also one that is wrong, so that its fault is named, and not that of a picture that is not there.
+    """
+    return bool(re.match(r"[a-z][a-z0-9+.-]*://|[A-Za-z0-9.-]+:\d+(/|$)|localhost(/|$)", word, re.IGNORECASE))
