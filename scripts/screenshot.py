@@ -1,6 +1,6 @@
 """docs/page.png: the page with a scene of an example picture, as mini sees it.
 
-make test-browser && .venv/bin/python scripts/screenshot.py
+make test-browser && PYTHONPATH=. .venv/bin/python scripts/screenshot.py
 """
 
 import shutil
@@ -33,6 +33,7 @@ def main() -> None:
         page.get_by_role("radio", name="Scene").check()
         page.get_by_role("button", name="Go").click()
         page.locator("article > .quiet:not(:empty)").wait_for()
+        page.get_by_role("radio", name="Ask").check()
         page.get_by_role("textbox").fill("What colour is the cat?")
         page.keyboard.press("Enter")
         page.locator("article:nth-of-type(2) > .quiet:not(:empty)").wait_for()
