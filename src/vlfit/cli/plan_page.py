@@ -197,6 +197,10 @@ def _ledger(plan: "Plan") -> Table:
 
 
 def _verdict(plan: "Plan") -> Text:
+    from vlfit.plan.vllm.one_request import too_small
+
+    if plan.fits and (words := too_small(plan)):
+        return Text(f"Memory is left, {_mib(plan.headroom)}, but {words}", style="bold red")
     if plan.fits:
         return Text(f"Fits, with {_mib(plan.headroom)} left.", style="bold green")
     return Text(f"Does not fit: {_mib(-plan.headroom)} too much.", style="bold red")

@@ -148,10 +148,12 @@ def engine_options(settings: "Settings") -> "EngineOptions":
 def show_plan(planned: "Planned", printer: Printer) -> None:
     """The banner: settings, ledger, and what each flag is for."""
     from vlfit.cli.plan_page import page
+    from vlfit.plan.vllm.one_request import too_small
 
     printer.note(page(planned.plan, lively=False))
     for words in planned.said:
-        printer.note(words)
+        if words != too_small(planned.plan):  # the page has it already
+            printer.note(words)
 
 
 def show_held(serving: "Serving", rows: "tuple[Row, ...]", lost: int | None, printer: Printer) -> None:

@@ -99,6 +99,9 @@ def test_an_impossible_setting_is_stepped_down_and_serves(stage: Stage) -> None:
     assert [start["words"][-2:] for start in stage.starts] == [["--seed", "3"]] * 2
     said = served.err.splitlines()
     assert said.count("vLLM: loading weights") == 2  # a line for each phase of each start
+    before = served.err.partition("vLLM: ")[0]  # said before the first start, which is not said to fit
+    assert "one request of 4096 tokens needs a KV cache of 12.0 MiB" in " ".join(before.split())
+    assert "Fits, " not in before
     assert any(line.startswith("vLLM did not start: ") and "vllm.kv_too_small" in line for line in said)
     assert any(line.startswith("started again: context 4096 -> ") for line in said)
     assert any(line.startswith("NOT AS YOU ASKED: --context") for line in said)

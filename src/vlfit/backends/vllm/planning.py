@@ -24,6 +24,7 @@ from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import Named, named
 from vlfit.plan.vllm.in_ram import plan_in_ram
 from vlfit.plan.vllm.legacy import share_words, understood
+from vlfit.plan.vllm.one_request import too_small
 from vlfit.plan.vllm.versions import chosen_version
 from vlfit.units import format_bytes
 
@@ -74,7 +75,7 @@ def plan_start(
     wishes = Wishes(**{**_wishes(options, vllm, installed), **legacy.wishes})
     subject = named(str(model.folder) if isinstance(model, Checkpoint) else str(model), wishes.weights)
     made = _planned(_whole(subject), machine, wishes, installed)
-    said = (*legacy.said, *filter(None, [share_words(legacy.share, made)]))
+    said = (*legacy.said, *filter(None, [share_words(legacy.share, made), too_small(made)]))
     pinned = _pinned(whole, machine) if options.device != "auto" else {}
     return Planned(made, wishes, subject, machine, installed, legacy.words, said, legacy.unset, pinned)
 
