@@ -71,7 +71,7 @@ def _shorter_context(case: Case) -> Values:
         room = make_room(case, None, have=available)
         return {
             **room,
-            "why": why + f" What is left holds {fits} tokens, too few for a picture and an answer.",
+            "why": why + f" What is left holds {fits} tokens, few for a picture and an answer.",
         }
     counted = f"{fits} x {per_token:.3g} KiB = {fits * needed / length:.2f} GiB, within {available:g} GiB"
     if (planned := planned_start(case, fits)) is not None:
