@@ -47,6 +47,7 @@ class Closing:
         self.over = asyncio.Event()
         self.draining = False
         self.crashed = False
+        self._cause = ""
         self.on_crash: Callable[[], None] = self.begin
 
     def begin(self, seconds: float | None = None) -> None:
@@ -69,7 +70,8 @@ class Closing:
         that it is asked is worth less than one that is started again.
         """
         if not self.draining and is_fatal(error):
-            log.error("the engine is lost: %s", str(error).splitlines()[0] if str(error) else repr(error))
+            self._cause = f"the engine is lost: {str(error).splitlines()[0] if str(error) else repr(error)}"
+            log.error("%s", self._cause)
             self.crashed = True
             self.on_crash()
 
@@ -90,7 +92,7 @@ class Closing:
     def check(self) -> None:
         """Raises ``EngineStopped`` if no new request is taken any more."""
         if self.draining:
-            raise EngineStopped("the server is stopping", "try again when it is back")
+            raise EngineStopped(self._cause or "the server is stopping", "try again when it is back")
 
     async def watch(self, work: Coroutine[Any, Any, Result], receive: Receive | None = None) -> Result:
         """The result of ``work``, unless the client or the server goes first; then ``work`` is cancelled
