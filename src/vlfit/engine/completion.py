@@ -3,8 +3,10 @@
 One ``Completion`` follows one sequence. It decides when to stop; the engine only obeys.
 """
 
+from typing import Protocol
+
 from vlfit.engine.answer import Chunk, FinishReason, TokenLogprob
-from vlfit.engine.detokenizer import Detokenizer, StopMatcher
+from vlfit.engine.detokenizer import StopMatcher
 from vlfit.engine.sampling import SamplingParams
 
 LONGEST_LOOP = 64  # tokens in one round of a loop
@@ -12,10 +14,17 @@ LOOP_TOKENS = 96  # a loop must fill this many tokens ...
 LOOP_ROUNDS = 4  # ... and go round this many times
 
 
+class FollowsTokens(Protocol):
+    """Turns the tokens of one completion to text, whole characters at a time."""
+
+    def add(self, token_id: int) -> str: ...
+    def flush(self) -> str: ...
+
+
 class Completion:
     def __init__(
         self,
-        detokenizer: Detokenizer,
+        detokenizer: FollowsTokens,
         sampling: SamplingParams,
         eos_token_ids: frozenset[int],
         max_tokens: int,

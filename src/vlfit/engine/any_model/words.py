@@ -5,10 +5,11 @@ with others. Does not know: templates and pictures (``prompts.py``).
 """
 
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer
 
+from vlfit.engine.completion import FollowsTokens
 from vlfit.engine.constraint import Constraint, Constraints
 from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.sampling import Form
@@ -16,13 +17,6 @@ from vlfit.errors import CheckpointError, InvalidRequest
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _WINDOW = 16  # tokens before the next one that are decoded with it: no character spans more
-
-
-class Follows(Protocol):
-    """What ``completion.py`` asks of whoever turns tokens to text."""
-
-    def add(self, token_id: int) -> str: ...
-    def flush(self) -> str: ...
 
 
 class Words:
@@ -35,7 +29,7 @@ class Words:
         self._lock = Lock()
         self.eos_token_ids = eos_token_ids
 
-    def detokenizer(self) -> Follows:
+    def detokenizer(self) -> FollowsTokens:
         """For one completion."""
         return DecodedAnew(self._tokenizer) if self._inside is None else Detokenizer(self._inside)
 
