@@ -138,7 +138,9 @@ class Door:
             log.exception("%s failed by a mistake of ours", state["request_id"], exc_info=error)
         elif error.http_status < 500:
             # The message quotes what was sent, which is nobody's business: its sender has it, and the id.
-            state["note"] = " ".join(filter(None, (told["code"], told["param"])))
+            # A field that a client made up may hold what no text in UTF-8 can.
+            said = " ".join(filter(None, (told["code"], told["param"])))
+            state["note"] = said.encode("utf-8", "backslashreplace").decode()
         else:
             state["note"] = error.message[:200]
 
