@@ -42,7 +42,7 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@$(PYTEST) -m "not slow and not browser and not ray and not vllm"
+	@$(PYTEST) -m "not slow and not browser and not ray and not vllm and not fuzz and not clients"
 
 slow: $(DEV)
 	@$(PYTEST) -m slow

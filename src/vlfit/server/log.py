@@ -60,13 +60,23 @@ class JSONLines(logging.Formatter):
         return json.dumps({name: _safe(value) for name, value in line.items()}, ensure_ascii=False)
 
 
+class ToStderr(logging.Handler):
+    """Writes to what stderr is at the moment: another may have been put in its place for a while."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
 def _safe(value: object) -> object:
     return without_secrets(value) if isinstance(value, str) else value
 
 
 def log_to_stderr(quiet: bool, how: Format = "text") -> None:
     """Ours and uvicorn's, for the rest of this process; ``quiet``: warnings and errors alone."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = ToStderr()
     handler.setFormatter(JSONLines() if how == "json" else Lines())
     for name, level in (
         ("vlfit", logging.WARNING if quiet else logging.INFO),
