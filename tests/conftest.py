@@ -1,6 +1,7 @@
 """What all tests share: one thread, no network, no progress bars, and tiny checkpoints built once."""
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -57,3 +58,14 @@ def tiny_decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return build_decoder(name, root / name)
 
     return build
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """A command that serves says where the log of its whole process goes: here that is for one test."""
+    loggers = [logging.getLogger(name) for name in ("vlfit", "uvicorn")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
