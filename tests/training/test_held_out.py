@@ -235,6 +235,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(draw_held_out, name, count)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_a_small_set_is_drawn(drawer: draw_held_out.Drawer, tmp_path: Path) -> None:
     path = tmp_path / "small.zip"

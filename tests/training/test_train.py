@@ -141,6 +141,7 @@ def test_a_share_of_a_batch_can_be_of_one_sort() -> None:
     assert batch.numbers.rows[0] == 0, "an empty scene has nothing in its first slot"
 
 
+@pytest.mark.slow
 def test_the_whole_model_can_be_refined_with_scenes_that_other_processes_draw() -> None:
     torch.manual_seed(0)
     model = Model(TINY)
