@@ -165,6 +165,11 @@ def test_a_failure_in_a_stream_is_told(client: OpenAI, backend: ScriptedBackend)
         ),
         ({"input": "x", "previous_response_id": "r"}, "previous_response_id", "remembers"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
+        (
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "", "schema": {}}}},
+            "text.format.name",
+            "at least 1",
+        ),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"input": "x", "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not among"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "0"),

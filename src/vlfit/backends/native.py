@@ -141,16 +141,7 @@ class NativeBackend:
         return self._loop.wake()
 
     def default_sampling(self) -> SamplingParams:
-        defaults = self._loop.engine.generation
-        if not defaults.do_sample:
-            return SamplingParams(repetition_penalty=defaults.repetition_penalty)
-        return SamplingParams(
-            temperature=defaults.temperature,
-            top_p=defaults.top_p,
-            top_k=defaults.top_k,
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
-        )
+        return SamplingParams.usual(self._loop.engine.generation)
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()

@@ -108,16 +108,7 @@ class TransformersBackend:
         return self._loop.account()
 
     def default_sampling(self) -> SamplingParams:
-        wished = self._loop.engine.generation
-        if not wished.do_sample:
-            return SamplingParams(repetition_penalty=wished.repetition_penalty)
-        return SamplingParams(
-            temperature=wished.temperature,
-            top_p=wished.top_p,
-            top_k=wished.top_k,
-            min_p=wished.min_p,
-            repetition_penalty=wished.repetition_penalty,
-        )
+        return SamplingParams.usual(self._loop.engine.generation)
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vlfit.checkpoint.sidecar import GenerationDefaults
 from vlfit.errors import InvalidRequest
 
 MAX_TOP_LOGPROBS = 20
@@ -61,6 +62,19 @@ class SamplingParams:
     top_logprobs: int | None = None
     loop_guard: bool = False
     form: Form | None = None
+
+    @classmethod
+    def usual(cls, defaults: GenerationDefaults) -> "SamplingParams":
+        """As the checkpoint's makers want it where a request says nothing: what transformers would do."""
+        if not defaults.do_sample:
+            return cls(repetition_penalty=defaults.repetition_penalty)
+        return cls(
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+        )
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")

@@ -114,7 +114,7 @@ class TextFormat(Strict):
     """As ``response_format`` of a chat, with the schema beside its name."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str = "answer"
+    name: str = Field(default="answer", min_length=1, max_length=200)
     description: str | None = None
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None

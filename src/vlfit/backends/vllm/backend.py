@@ -166,7 +166,7 @@ class VllmBackend:
 
     def default_sampling(self) -> SamplingParams:
         """The checkpoint's own settings, as its files have them."""
-        return _sampling_of(GenerationDefaults.read(self._folder))
+        return SamplingParams.usual(GenerationDefaults.read(self._folder))
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
@@ -263,15 +263,3 @@ def _may_be_death(arrival: Chunk | Exception) -> bool:
     if isinstance(arrival, RemoteError):
         return arrival.status is None or arrival.status >= 500
     return isinstance(arrival, ServerUnreachable)
-
-
-def _sampling_of(defaults: GenerationDefaults) -> SamplingParams:
-    if not defaults.do_sample:
-        return SamplingParams(repetition_penalty=defaults.repetition_penalty)
-    return SamplingParams(
-        temperature=defaults.temperature,
-        top_p=defaults.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-    )

@@ -86,7 +86,7 @@ class AnyEngine:
         here = self.room.weights_here if self.room is not None and spread else None
         self._model = loading.load_model(checkpoint, self.device, self.dtype, here, code=load.code)
         self.generation = loading.take_over_generation(self._model, processor.tokenizer)
-        self.words = Words(processor.tokenizer, self.generation.eos_token_ids)
+        self.words = Words(processor.tokenizer, frozenset(self.generation.eos_token_ids))
         self.weights = loading.weight_holdings(self._model, self.device)
         self.waiting = loading.waiting_layers(self._model)
         self.budget = Budget(self.device, self._limit() if options.keep_to_plan else None)

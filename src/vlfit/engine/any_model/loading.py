@@ -5,12 +5,12 @@ Does not know: what fits (``plan/any_model.py``), or prompts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vlfit.checkpoint.any_model import AnyCheckpoint, part_of
+from vlfit.checkpoint.sidecar import GenerationDefaults
 from vlfit.engine.any_model.package import check_accelerate, has_accelerate, transformers
 from vlfit.engine.any_model.processor import told
 from vlfit.errors import MissingTensor
@@ -21,19 +21,6 @@ _KEPT = (
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
     *("use_cache", "cache_implementation", "cache_config", "disable_compile"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What the checkpoint wishes for itself (``generation_config.json``)."""
-
-    do_sample: bool
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    eos_token_ids: frozenset[int]
 
 
 def read_config(checkpoint: AnyCheckpoint, *, code: bool) -> Any:
@@ -74,21 +61,22 @@ def load_model(
     return model.eval()
 
 
-def take_over_generation(model: Any, tokenizer: Any) -> Generation:
+def take_over_generation(model: Any, tokenizer: Any) -> GenerationDefaults:
     """What the checkpoint says of generating; the model is left with none of it that chooses tokens."""
     config = model.generation_config
     ended = getattr(config, "eos_token_id", None)
     if ended is None:
         ended = getattr(tokenizer, "eos_token_id", None)
     eos = ended if isinstance(ended, list | tuple) else () if ended is None else (ended,)
-    wished = Generation(
+    wished = GenerationDefaults(
         do_sample=bool(getattr(config, "do_sample", False)),
         temperature=_number(config, "temperature", 1.0),
         top_p=_number(config, "top_p", 1.0),
         top_k=int(_number(config, "top_k", 0)),
         min_p=_number(config, "min_p", 0.0),
         repetition_penalty=_number(config, "repetition_penalty", 1.0),
-        eos_token_ids=frozenset(int(each) for each in eos),
+        eos_token_ids=tuple(int(each) for each in eos),
+        max_new_tokens=None,
     )
     kept = {name: getattr(config, name) for name in _KEPT if getattr(config, name, None) is not None}
     if kept.get("pad_token_id") is None and eos:
