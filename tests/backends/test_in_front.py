@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.backends.test_remote import other_server, says
+from tests.backends.other_server import DONE, USAGE, other_server, says
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import png
 from tests.server.scripted import ScriptedBackend
@@ -50,26 +50,14 @@ def in_front(behind: Running, **options: Any) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def shared() -> ScriptedBackend:
-    return ScriptedBackend()
-
-
-@pytest.fixture(scope="module")
-def behind(shared: ScriptedBackend) -> Iterator[Running]:
-    with running(shared) as server:
-        yield server
+def behind(server: Running) -> Running:
+    return server
 
 
 @pytest.fixture(scope="module")
 def shared_front(behind: Running) -> Iterator[Running]:
     with in_front(behind) as server:
         yield server
-
-
-@pytest.fixture
-def scripted(shared: ScriptedBackend) -> ScriptedBackend:
-    shared.reset()
-    return shared
 
 
 @pytest.fixture
@@ -282,8 +270,7 @@ def test_tasks_before_a_vllm_ask_it_for_their_very_grammar() -> None:
         whole = {"summary": "A fox.", "objects": found, "text": []} if len(asked) == 2 else found
         said = f"```json\n{json.dumps(whole)}\n```" if "```json" in asked[-1] else "[]"
         word = {"choices": [{"index": 0, "delta": {"content": said}, "finish_reason": "stop"}]}
-        usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}}
-        says(word, usage, "data: [DONE]\n\n")(handler, body)
+        says(word, USAGE, DONE)(handler, body)
 
     models = {"data": [{"id": "mini", "owned_by": "vllm"}]}
     with other_server(answer, models) as url, RemoteBackend(url, serves=True, grammars=True) as backend:

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.scripted_backend import ScriptedBackend
+from tests.server.fixtures import server, server_settings, shared_backend
 from vlfit import client
 from vlfit.backends.base import Backend
 from vlfit.cli.main import main
 from vlfit.settings import Settings
+
+__all__ = ["server", "server_settings", "shared_backend"]
 
 
 @dataclass(frozen=True)

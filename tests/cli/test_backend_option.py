@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -27,21 +26,11 @@ CUPS = '```json\n[{"bbox_2d": [0, 0, 500, 1000], "label": "cup"}]\n```'
 URL = "http://127.0.0.1:8000"
 
 
-@pytest.fixture(scope="module")
-def shared() -> ScriptedBackend:
-    return ScriptedBackend()
-
-
-@pytest.fixture(scope="module")
-def server(shared: ScriptedBackend) -> Iterator[Running]:
-    with running(shared) as server:
-        yield server
-
-
 @pytest.fixture
-def scripted(shared: ScriptedBackend) -> ScriptedBackend:
-    shared.reset()
-    return shared
+def scripted(shared_backend: ScriptedBackend) -> ScriptedBackend:
+    """Behind the server, where other commands' tests have a model in this process."""
+    shared_backend.reset()
+    return shared_backend
 
 
 @pytest.fixture

@@ -1,65 +1,24 @@
-"""Whatever is wrong with a request: the right status, OpenAI's error shape, and the next request works."""
+"""A request with a wrong field in it: the right status, OpenAI's error shape, and the next request works."""
 
-import gzip
-import json
-import logging
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai import OpenAI
 
-from tests.server.harness import Running, running, wait_for
+from tests.server.asking import HELLO, error_of, post
+from tests.server.harness import Running
 from tests.server.pictures import data_url, png
-from tests.server.scripted import ScriptedBackend
-from vlfit.errors import DeviceError, DoesNotFit, EngineStopped
 from vlfit.server.settings import ServerSettings
-from vlfit.units import MIB
 
-HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+pytestmark = pytest.mark.usefixtures("works_afterwards")
 SAME_LIMITS = {"max_tokens": 9, "max_completion_tokens": 9}
 
 
 @pytest.fixture(scope="module")
-def backend() -> ScriptedBackend:
-    return ScriptedBackend()
-
-
-@pytest.fixture(scope="module")
-def server(backend: ScriptedBackend) -> Iterator[Running]:
-    with running(backend, ServerSettings(body_limit=16 * MIB, picture_limit=8)) as running_server:
-        yield running_server
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.openai() as client:
-        yield client
-
-
-@pytest.fixture(autouse=True)
-def works_afterwards(client: OpenAI, backend: ScriptedBackend) -> Iterator[None]:
-    backend.prepare_error = backend.error = None
-    yield
-    backend.prepare_error = backend.error = None
-    answer = client.chat.completions.create(model="scripted", messages=HELLO)
-    assert answer.choices[0].message.content == "A red circle 🙂."
-
-
-def post(server: Running, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = httpx.post(f"{server.url}/v1/chat/completions", content=content, timeout=30, **options)
-    return answer.status_code, error_of(answer)
-
-
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    body = answer.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert "Traceback" not in body["error"]["message"]
-    return cast(dict[str, Any], body["error"])
+def server_settings() -> ServerSettings:
+    return ServerSettings(picture_limit=8)
 
 
 TEXT = {"type": "text", "text": "x"}
@@ -202,16 +161,6 @@ def test_asking_for_nothing_special_is_fine(server: Running, fields: dict[str, A
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'"text"', b"null", b"\xff\xfe", b'{"messages": ' + b"[" * 10_000]
-)
-def test_a_body_that_is_no_request(server: Running, body: bytes) -> None:
-    status, error = post(server, body)
-    assert status == 400
-    assert error["type"] == "invalid_request_error"
-    assert len(error["message"]) < 300
-
-
 def test_the_error_class_on_the_clients_side(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="scripted", messages=HELLO, max_tokens=-5)
@@ -273,136 +222,3 @@ def test_the_first_bad_picture_is_the_one_named(server: Running) -> None:
     status, error = post(server, {"messages": [{"role": "user", "content": [good, bad, bad]}]})
     assert status == 400
     assert error["param"] == "messages[0].content[1].image_url.url"
-
-
-def test_ten_megabytes_of_text(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": "x" * 10**7}])
-    assert caught.value.code == "context_length_exceeded"
-    assert len(caught.value.message) < 500
-
-
-def test_a_body_over_the_limit(client: OpenAI) -> None:
-    """The client hears the answer although it is still sending when the limit is passed."""
-    messages: list[Any] = [{"role": "user", "content": "x" * (20 * MIB)}]
-    with pytest.raises(openai.APIStatusError) as caught:
-        client.chat.completions.create(model="scripted", messages=messages)
-    assert caught.value.status_code == 413
-    assert caught.value.code == "request_too_large"
-
-
-def test_a_body_over_the_limit_is_refused_from_its_head(server: Running) -> None:
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999999999\r\n\r\n"
-    with server.socket() as connection:
-        connection.sendall(head)
-        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
-        connection.sendall(bytes(1000))  # is still taken
-
-
-def test_a_packed_body_is_refused_in_words(server: Running) -> None:
-    packed = gzip.compress(b'{"messages": []}')
-    answer = httpx.post(
-        f"{server.url}/v1/chat/completions", content=packed, headers={"Content-Encoding": "gzip"}
-    )
-    assert answer.status_code == 415
-    assert "Content-Encoding 'gzip'" in answer.json()["error"]["message"]
-
-
-def test_a_body_without_end_is_cut_off(server: Running) -> None:
-    """Chunked, so that no header gives its size away."""
-    sent = 0
-
-    def endless() -> Iterator[bytes]:
-        nonlocal sent
-        while sent < 200:
-            sent += 1
-            yield bytes(MIB)
-
-    try:
-        answer = httpx.post(f"{server.url}/v1/chat/completions", content=endless(), timeout=30)
-        assert answer.status_code == 413
-    except httpx.WriteError:
-        pass  # the connection was closed on us while we were still sending: also an answer
-    assert sent < 100
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
-        ("GET", "/nothing", 404, "not_found"),
-        ("POST", "/v1/edits", 404, "not_found"),
-        ("POST", "/v1/chat/completions/", 404, "not_found"),
-        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
-        ("DELETE", "/v1/models", 405, "method_not_allowed"),
-        ("POST", "/health", 405, "method_not_allowed"),
-    ],
-)
-def test_wrong_routes(server: Running, method: str, path: str, status: int, code: str) -> None:
-    answer = httpx.request(method, server.url + path)
-    assert answer.status_code == status
-    assert error_of(answer)["code"] == code
-    if status == 405:
-        assert answer.headers["allow"] in error_of(answer)["message"]
-
-
-def test_what_does_not_fit(client: OpenAI, backend: ScriptedBackend) -> None:
-    backend.prepare_error = DoesNotFit("5000 tokens are more than 4096.", "send a smaller picture")
-    with pytest.raises(openai.BadRequestError, match=r"more than 4096; send a smaller picture"):
-        client.chat.completions.create(model="scripted", messages=HELLO)
-
-
-def test_the_engine_is_gone(client: OpenAI, backend: ScriptedBackend) -> None:
-    backend.prepare_error = EngineStopped("the engine is shutting down", "start it again")
-    with pytest.raises(openai.InternalServerError) as caught:
-        client.chat.completions.create(model="scripted", messages=HELLO)
-    assert caught.value.status_code == 503
-    assert caught.value.type == "server_error"
-
-
-def test_a_mistake_of_ours_tells_the_log_not_the_client(
-    client: OpenAI, backend: ScriptedBackend, caplog: pytest.LogCaptureFixture
-) -> None:
-    backend.prepare_error = RuntimeError("secret detail")
-    with caplog.at_level(logging.ERROR), pytest.raises(openai.InternalServerError) as caught:
-        client.chat.completions.create(model="scripted", messages=HELLO)
-    assert caught.value.status_code == 500
-    assert "secret" not in str(caught.value)
-    assert "secret detail" in caplog.text
-
-
-def test_a_failure_before_the_first_word(client: OpenAI, backend: ScriptedBackend) -> None:
-    backend.error, backend.error_after = DeviceError("the GPU is out of memory", "send less"), 2
-    with pytest.raises(openai.InternalServerError, match="out of memory"):
-        client.chat.completions.create(model="scripted", messages=HELLO)
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (DeviceError("the GPU is out of memory", "send less"), "the GPU is out of memory; send less"),
-        (ValueError("secret detail"), "the server made a mistake"),
-    ],
-)
-def test_a_failure_in_mid_stream_is_an_event(
-    client: OpenAI, backend: ScriptedBackend, error: Exception, says: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "vlfit.server")
-    backend.error, backend.error_after = error, 2
-    words: list[str] = []
-    stream = client.chat.completions.create(model="scripted", messages=HELLO, stream=True)
-    with pytest.raises(openai.APIError) as caught:
-        words.extend(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert "".join(words) == "A red "
-    assert caught.value.message.startswith(says)
-    wait_for(lambda: " 200 " in caplog.text)
-    assert str(error).splitlines()[0] in caplog.text
-    tracebacks = [record for record in caplog.records if record.exc_info]
-    assert len(tracebacks) == (1 if isinstance(error, ValueError) else 0)
-
-
-def test_a_failing_choice_ends_the_others(client: OpenAI, backend: ScriptedBackend) -> None:
-    backend.tickets.clear()
-    backend.error, backend.error_after = DeviceError("broken"), 2
-    with pytest.raises(openai.InternalServerError):
-        client.chat.completions.create(model="scripted", messages=HELLO, n=3)
-    assert [ticket.cancelled.is_set() for ticket in backend.tickets] == [True] * 3

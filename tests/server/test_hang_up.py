@@ -3,32 +3,19 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.server.harness import Running, running, wait_for
+from tests.server.harness import Running, wait_for
 from tests.server.scripted import ScriptedBackend
 
 
-@pytest.fixture(scope="module")
-def shared_backend() -> ScriptedBackend:
-    return ScriptedBackend()
-
-
-@pytest.fixture(scope="module")
-def server(shared_backend: ScriptedBackend) -> Iterator[Running]:
-    with running(shared_backend) as running_server:
-        yield running_server
-
-
 @pytest.fixture
-def backend(shared_backend: ScriptedBackend) -> ScriptedBackend:
+def backend(scripted: ScriptedBackend) -> ScriptedBackend:
     """Speaks for half a minute unless it is cancelled."""
-    shared_backend.reset()
-    shared_backend.words, shared_backend.delay = ("word ",) * 600, 0.05
-    return shared_backend
+    scripted.words, scripted.delay = ("word ",) * 600, 0.05
+    return scripted
 
 
 def send(server: Running, **fields: Any) -> socket.socket:

@@ -1,0 +1,5 @@
+"""A scripted server, for whoever asks for it."""
+
+from tests.server.fixtures import scripted, server, server_settings, shared_backend
+
+__all__ = ["scripted", "server", "server_settings", "shared_backend"]

@@ -1,0 +1,61 @@
+"""A server that is not ours, and says what a test wants it to say."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answering = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+
+WORD = {"choices": [{"index": 0, "delta": {"content": "word"}, "finish_reason": None}]}
+END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}}
+DONE = "data: [DONE]\n\n"
+
+
+@contextmanager
+def other_server(answering: Answering, models: object = None) -> Iterator[str]:
+    """``/v1/models`` gives ``models`` (404: there is no such thing), every POST what ``answering`` writes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"data": [{"id": "other"}]} if models is None else models).encode()
+            self.send_response(200 if models != 404 else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            answering(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+def says(*events: object, status: int = 200) -> Answering:
+    """An answer of ``events``: text as it is, all else as an event of JSON."""
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        handler.send_response(status)
+        handler.end_headers()
+        for event in events:
+            data = event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n"
+            handler.wfile.write(data.encode())
+
+    return answer
+
+
+def moved(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    """The answer of a server that sends its clients elsewhere."""
+    handler.send_response(302)
+    handler.send_header("Location", "https://elsewhere/login")
+    handler.end_headers()

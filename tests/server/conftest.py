@@ -1,0 +1,5 @@
+"""A scripted server, for whoever asks for it."""
+
+from tests.server.fixtures import client, scripted, server, server_settings, shared_backend, works_afterwards
+
+__all__ = ["client", "scripted", "server", "server_settings", "shared_backend", "works_afterwards"]
