@@ -25,6 +25,13 @@ _OTHERS = (
     (b"\x7fELF", "a program"),
     (b"8BPS", "a Photoshop document"),
 )
+_SIGNATURES = (*_PICTURES, *_OTHERS)
+_NO_PICTURES = frozenset(
+    (
+        *("empty", "a web page (HTML)", "an SVG drawing", "XML", "JSON", "text", "a video"),
+        *(kind for _, kind in _OTHERS),
+    )
+)
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 
 UNKNOWN = "of no kind that vlfit knows"
@@ -48,7 +55,7 @@ def kind_of(data: bytes) -> str:
     """What ``data`` is, with its article: ``a web page (HTML)``, ``a PDF document``, ``a JPEG``, ``text``."""
     if not data:
         return "empty"
-    for signature, kind in (*_PICTURES, *_OTHERS):
+    for signature, kind in _SIGNATURES:
         if data.startswith(signature):
             return kind
     return _kind_of_container(data) or _kind_of_text(data) or UNKNOWN
@@ -56,9 +63,7 @@ def kind_of(data: bytes) -> str:
 
 def is_surely_no_picture(kind: str) -> bool:
     """Whether ``kind`` (from ``kind_of``) rules out that a decoder could read it."""
-    return kind in ("empty", "a web page (HTML)", "an SVG drawing", "XML", "JSON", "text", "a video") or any(
-        kind == other for _, other in _OTHERS
-    )
+    return kind in _NO_PICTURES
 
 
 def _kind_of_container(data: bytes) -> str | None:

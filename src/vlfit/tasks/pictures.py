@@ -7,6 +7,7 @@ Knows: where bytes come from, and globs that the shell left alone. Does not know
 import base64
 import binascii
 import glob
+import os
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 # Room for an uncompressed TIFF of a large camera; more is not a picture that somebody meant.
 MAX_FILE_BYTES = 512 * MIB
+_PIECE = MIB // 16  # of what does not say how long it is
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
@@ -118,7 +120,7 @@ def read_file(path: Path, label: str) -> bytes:
     """The bytes of a file, at most ``MAX_FILE_BYTES``. Raises ``PictureNotFound``, ``PictureTooLarge``."""
     try:
         with path.open("rb") as file:
-            return _read(file, label)
+            return _read(file, label, os.fstat(file.fileno()).st_size)
     except FileNotFoundError:
         what, hint = "no such file", f"You are in {Path.cwd()}."
     except IsADirectoryError:
@@ -138,13 +140,24 @@ def _from_file(name: str) -> bytes:
     return read_file(path, _short(name))
 
 
-def _read(file: BinaryIO, label: str) -> bytes:
-    data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise PictureTooLarge(
-            f"{label} is larger than {MAX_FILE_BYTES // MIB} MiB", "Scale the picture down first."
-        )
-    return data
+def _read(file: BinaryIO, label: str, size: int = 0) -> bytes:
+    """To its end. ``size``: how long it says to be; a pipe does not say.
+
+    Never as much as there may be at once: Python asks the system for all that memory first, which took
+    longer than the rest of reading a small file.
+    """
+    pieces: list[bytes] = []
+    total, room = 0, (size or _PIECE) + 1
+    while size <= MAX_FILE_BYTES:
+        pieces.append(file.read(room))
+        total += len(pieces[-1])
+        if total > MAX_FILE_BYTES:
+            break
+        if len(pieces[-1]) < room:
+            return b"".join(pieces)
+    raise PictureTooLarge(
+        f"{label} is larger than {MAX_FILE_BYTES // MIB} MiB", "Scale the picture down first."
+    )
 
 
 def _from_data_url(url: str) -> bytes:

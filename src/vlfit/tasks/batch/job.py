@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.backends.base import Backend, LocalBackend, Prepared
-from vlfit.engine.answer import Answer
+from vlfit.engine.answer import Answer, ImageSeen, Usage
 from vlfit.engine.conversation import ImagePart
 from vlfit.engine.sampling import SamplingParams
 from vlfit.tasks.batch.item import Item, Record
@@ -82,8 +82,8 @@ class Work:
             "model": answer.model,
             "text": answer.text,
             "finish_reason": answer.finish_reason,
-            "images": [asdict(image) for image in answer.images],
-            "usage": {**asdict(answer.usage), "total_tokens": answer.usage.total_tokens},
+            "images": [_facts(image) for image in answer.images],
+            "usage": {**_facts(answer.usage), "total_tokens": answer.usage.total_tokens},
         }
         return {**fields, "extra": dict(item.extra)} if item.extra else fields
 
@@ -92,3 +92,8 @@ class Work:
         picture = self.picture(item)
         answer = backend.stream(self.wish.conversation(picture), self.sampling).answer()
         return self.record(item, picture, answer)
+
+
+def _facts(told: ImageSeen | Usage) -> dict[str, Any]:
+    """Its fields: ``asdict`` copies what is in them too, and takes twenty times as long."""
+    return {name: getattr(told, name) for name in told.__slots__}

@@ -4,6 +4,7 @@ Knows files, URLs, and parts of files. Does not know who found them (``folders.p
 ``webdataset.py``) or what is done with the bytes.
 """
 
+import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ class FileBytes:
         path = Path(self.name)
         label = shown_name(path)
         try:
-            ordinary = stat.S_ISREG(path.stat().st_mode) or path.is_dir()
+            mode = os.stat(self.name).st_mode
+            ordinary = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
         except (OSError, ValueError):
             ordinary = True  # read_file says what is wrong
         if not ordinary:

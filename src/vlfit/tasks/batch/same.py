@@ -4,7 +4,7 @@ Knows digests and answers as bytes. Bounded: of pictures that are over it keeps 
 to ``MOST_BYTES``; one that comes again later is asked about again. Does not know how that is done.
 """
 
-import json
+import pickle
 import threading
 from collections import OrderedDict
 from hashlib import blake2b
@@ -41,7 +41,7 @@ class Same:
             known = self._known.get(digest)
             if known is not None:
                 self._known.move_to_end(digest)
-                record: Record = json.loads(known)
+                record: Record = pickle.loads(known)
                 return record
             followers = self._leading.get(digest)
             if followers is not None:
@@ -53,7 +53,7 @@ class Same:
     def answered(self, digest: bytes, record: Record) -> list[Any]:
         """Keep ``record`` for those that come later. Gives those that wait for it."""
         shared = {name: value for name, value in record.items() if name not in _OWN}
-        data = json.dumps({**shared, "same_as": record["key"]}).encode()
+        data = pickle.dumps({**shared, "same_as": record["key"]}, pickle.HIGHEST_PROTOCOL)
         with self._lock:
             if digest not in self._known:
                 self._known[digest] = data
