@@ -8,10 +8,11 @@ CPU, which sees 16 tokens of each (of its own accord none has fewer than 64). Tw
 
 overhead    one engine, blocks of pictures by turns: through a batch (a folder, hashes, records, a file) and
             straight through the same backend (bytes that are in memory already, as many threads that prepare
-            them, as many in flight, nothing kept). Processor time and wall time of each block; what is told
-            is the median of the quotients of neighbours. The engine's own threads do the same work in both,
-            as fast as the machine lets them just then: where others work too, read the processor time of all
-            other threads, which is where a batch does what it does.
+            them, as many in flight, nothing kept). Processor time and wall time of each block, the batch's
+            from its first look into the folder to its last record on the disk; `batch_overhead.py` says how
+            they are compared. The engine's own threads do the same work in both, as fast as the machine lets
+            them just then: where others work too, read the processor time of all other threads, which is
+            where a batch does what it does.
 kills       `vlfit batch` as a program, ended by SIGKILL at random places of its output, and started again
             until it is through: whether every picture is there once, and how far the resident memory of each
             process rose from its 100th picture to its last.
@@ -21,55 +22,21 @@ import argparse
 import json
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
+from benchmarks.batch_overhead import Overhead, make_pictures, measure_overhead, tell_overhead
 from benchmarks.facts import commit, processor
 from benchmarks.measure import ROOT, environment
-from vlfit.backends.base import LocalBackend
-from vlfit.backends.opening import Wanted
-from vlfit.engine.answer import Chunk
-from vlfit.engine.conversation import ImagePart
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-from vlfit.tasks.batch.crew import Crew, Pace
-from vlfit.tasks.batch.job import Job, Work
-from vlfit.tasks.batch.opening import open_for_batch
-from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.runner import Runner
-from vlfit.tasks.batch.sources import open_sources
-from vlfit.tasks.batch.wish import Wish
 
 MIB = 1 << 20
 WARM = 100  # pictures after which memory should be what it stays at
 LOOK = 0.2  # seconds between two looks at a program that runs
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of a block of ``pictures``; ``beside``: processor time of all but the engine's own threads."""
-
-    pictures: int
-    processor: float
-    wall: float
-    beside: float
-
-    def __str__(self) -> str:
-        processor, wall, beside = (
-            1e3 * seconds / self.pictures for seconds in (self.processor, self.wall, self.beside)
-        )
-        return f"{processor:.2f} ms of processor time, {beside:.2f} of it beside the engine; {wall:.2f} ms"
 
 
 @dataclass
@@ -95,129 +62,11 @@ class Facts:
     processor: str
     threads: int
     settings: dict[str, Any]
-    alone: list[Cost] = field(default_factory=list)
-    batch: list[Cost] = field(default_factory=list)
+    overhead: Overhead | None = None
     processes: list[Process] = field(default_factory=list)
     missing: int | None = None
     twice: int | None = None
     seconds: float | None = None
-
-
-def make_pictures(folder: Path, count: int, seed: int) -> None:
-    """``count`` small pictures of noise in ``folder``: no two are the same, and none was seen before."""
-    folder.mkdir(parents=True)
-    noise = random.Random(seed)
-    for number in range(count):
-        small = Image.frombytes("RGB", (4, 4), noise.randbytes(48))
-        small.resize((32, 32)).save(folder / f"{number:06}.png", compress_level=1)
-
-
-# --- overhead ----------------------------------------------------------------------------------------------
-
-
-def cost_of(pictures: int, work: Callable[[], None]) -> Cost:
-    lasting = thread_seconds()
-    began, processor_began = time.perf_counter(), time.process_time()
-    work()
-    wall, used = time.perf_counter() - began, time.process_time() - processor_began
-    # The engine's threads were there before and are there after; those that prepare and write are not.
-    engine = sum(seconds - lasting[task] for task, seconds in thread_seconds().items() if task in lasting)
-    return Cost(pictures, used, wall, used - engine)
-
-
-def thread_seconds() -> dict[str, float]:
-    """Processor time of each thread of this process but this one, by its number."""
-    tasks = Path("/proc/self/task")
-    own = str(threading.get_native_id())
-    return {
-        task.name: int((task / "schedstat").read_text().split()[0]) / 1e9
-        for task in tasks.iterdir()
-        if task.name != own
-    }
-
-
-def straight(backend: LocalBackend, work: Work, pictures: list[ImagePart], pace: Pace) -> None:
-    """The same requests with nothing around them."""
-    places = threading.Semaphore(pace.at_once)
-    left: Iterator[ImagePart] = iter(pictures)
-    lock, ended, running = threading.Lock(), threading.Event(), [len(pictures)]
-
-    def listen(arrival: Chunk | Exception) -> None:
-        if isinstance(arrival, Exception):
-            raise arrival
-        if arrival.finish_reason is not None:
-            places.release()
-            with lock:
-                running[0] -= 1
-                if not running[0]:
-                    ended.set()
-
-    def prepare() -> None:
-        while True:
-            with lock:
-                picture = next(left, None)
-            if picture is None:
-                return
-            prepared = work.prepare(backend, picture)
-            places.acquire()
-            backend.start(prepared, work.sampling, listen)
-
-    threads = [threading.Thread(target=prepare) for _ in range(pace.readers)]
-    for thread in threads:
-        thread.start()
-    ended.wait()
-    for thread in threads:
-        thread.join()
-
-
-def through_batch(backend: LocalBackend, job: Job, pace: Pace) -> None:
-    """As ``vlfit batch`` does it."""
-    output = Output(job)
-    try:
-        output.begin(backend.model)
-        Runner(Crew(Work.of(job), backend, pace), open_sources(job.sources), output).run()
-    finally:
-        output.close()
-
-
-def measure_overhead(options: argparse.Namespace, folder: Path, facts: Facts) -> None:
-    sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
-    engine = EngineOptions(device="cpu", image_tokens=options.image_tokens)
-    backend, pace = open_for_batch(Wanted(model="mini", options=engine), options.sequences, readers=2)
-    try:
-        for block in range(2 * options.blocks + 2):
-            place = folder / f"block{block}"
-            make_pictures(place, options.block, seed=block)
-            job = Job(Wish.caption(), sampling, (str(place),), folder / f"block{block}.jsonl")
-            names = sorted(place.iterdir())
-            pictures = [ImagePart(name.read_bytes(), name.name) for name in names]
-            # By turns, and each pair the other way round: A B, B A, A B, ...
-            if block % 4 in (0, 3):
-                kept, todo = facts.alone, partial(straight, backend, Work.of(job), pictures, pace)
-            else:
-                kept, todo = facts.batch, partial(through_batch, backend, job, pace)
-            cost = cost_of(len(names), todo)
-            if block >= 2:  # the first of each warms up
-                kept.append(cost)
-                print(f"  {'alone' if kept is facts.alone else 'batch'}: {cost}", flush=True)
-    finally:
-        backend.close()
-
-
-def tell_overhead(facts: Facts) -> None:
-    pairs = list(zip(facts.alone, facts.batch, strict=True))
-    alone = statistics.median(cost.processor / cost.pictures for cost in facts.alone)
-    for what, value in (("processor time", "processor"), ("wall time", "wall")):
-        quotients = [100 * (getattr(batch, value) / getattr(one, value) - 1) for one, batch in pairs]
-        print(
-            f"overhead in {what}: {statistics.median(quotients):+.1f} % "
-            f"(pairs from {min(quotients):+.1f} to {max(quotients):+.1f} %)"
-        )
-    more = statistics.median((batch.beside - one.beside) / one.pictures for one, batch in pairs)
-    print(
-        f"overhead beside the engine: {1e3 * more:+.2f} ms of processor time a picture, "
-        f"{100 * more / alone:+.1f} % of {1e3 * alone:.2f} ms"
-    )
 
 
 # --- kills -------------------------------------------------------------------------------------------------
@@ -329,9 +178,9 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=10_000, help="of the part with kills")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument(
-        "--block", type=int, default=100, help="pictures of a block, of the part about overhead"
+        "--block", type=int, default=40, help="pictures of a block, of the part about overhead"
     )
-    parser.add_argument("--blocks", type=int, default=10, help="of each kind")
+    parser.add_argument("--blocks", type=int, default=60, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=4)
     parser.add_argument("--image-tokens", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=8, help="requests that run at once")
@@ -348,8 +197,8 @@ def main() -> None:
     print(f"commit {facts.commit}; {facts.processor}, {facts.threads} threads")
     with tempfile.TemporaryDirectory(prefix="vlfit-batch-") as folder:
         if options.only != "kills":
-            measure_overhead(options, Path(folder), facts)
-            tell_overhead(facts)
+            facts.overhead = measure_overhead(options, Path(folder))
+            tell_overhead(facts.overhead)
         if options.only != "overhead":
             measure_kills(options, Path(folder), facts)
             tell_kills(facts)
