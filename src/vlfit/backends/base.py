@@ -7,7 +7,7 @@ splits the work so that nothing blocks an event loop. ``opening.py`` opens any o
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, runtime_checkable
 
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.account import EngineAccount, Rest
@@ -15,6 +15,7 @@ from vlfit.engine.answer import Answer, Chunk, ImageSeen
 from vlfit.engine.conversation import Conversation, Tool
 from vlfit.engine.options import Park
 from vlfit.engine.sampling import SamplingParams
+from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vlfit.plan.expect import Expectation
 
 Listener = Callable[[Chunk | Exception], None]
+P = TypeVar("P")
 
 
 class Stream(Protocol):
@@ -191,3 +193,23 @@ class OpenBackend(LocalBackend, Protocol):
     def device(self) -> str:
         """Where the model runs, in a word: ``cpu``, ``cuda:0``, or the server's URL."""
         ...
+
+
+class Closing:
+    """What is closed at the end of a ``with`` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def own(prepared: Prepared, kind: type[P]) -> P:
+    """``prepared``, which is to be of ``kind``. Raises ``UsageError`` for what another backend prepared."""
+    if not isinstance(prepared, kind):
+        raise UsageError("the request was prepared by another backend", "prepare and start on the same one")
+    return prepared

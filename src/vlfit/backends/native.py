@@ -2,7 +2,6 @@
 the engine's own.
 """
 
-import atexit
 import gc
 import os
 import sys
@@ -11,20 +10,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from vlfit.backends.base import Listener, Prepared, Ticket
+from vlfit.backends.base import Listener, Prepared, own
+from vlfit.backends.in_process import InProcess
 from vlfit.backends.interrupts import interrupts_held_back
-from vlfit.backends.streams import QueuedStream
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine import head_start
-from vlfit.engine.account import EngineAccount, Rest
+from vlfit.engine.account import Rest
 from vlfit.engine.answer import ImageSeen
 from vlfit.engine.conversation import Conversation, Tool
 from vlfit.engine.options import EngineOptions, Park
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
     from vlfit.engine.engine import Engine
@@ -55,15 +52,12 @@ def import_engine() -> None:
             gc.enable()
 
 
-class NativeBackend:
-    """Build with ``load``. Close it (or use it in a ``with`` block) to give the memory back."""
+class NativeBackend(InProcess):
+    """Build with ``load``."""
 
     kind = "native"
-
-    def __init__(self, checkpoint: Checkpoint, loop: "EngineLoop") -> None:
-        self.checkpoint = checkpoint
-        self._loop = loop
-        atexit.register(self.close)
+    checkpoint: Checkpoint
+    _loop: "EngineLoop"
 
     @classmethod
     def load(
@@ -102,31 +96,14 @@ class NativeBackend:
         return cls(checkpoint, EngineLoop(build, progress))
 
     @property
-    def model(self) -> str:
-        return self.checkpoint.name
-
-    @property
-    def context(self) -> int:
-        """Most tokens of one request, prompt and completion."""
-        return self._loop.engine.context
-
-    @property
     def sequences(self) -> int:
         """Requests that run at once; more wait."""
         return self._loop.engine.options.sequences
 
     @property
-    def device(self) -> str:
-        return str(self._loop.engine.device)
-
-    @property
     def engine(self) -> "Engine":
         """What runs the model, for whoever measures it. What it changes, its own thread alone may touch."""
         return self._loop.engine
-
-    def account(self) -> EngineAccount:
-        """What the engine has done and what it holds. Any thread may ask; the engine notices nothing."""
-        return self._loop.account()
 
     @property
     def asleep(self) -> bool:
@@ -139,9 +116,6 @@ class NativeBackend:
     def wake(self) -> "Future[Rest]":
         """Take the memory again, before a request does."""
         return self._loop.wake()
-
-    def default_sampling(self) -> SamplingParams:
-        return SamplingParams.usual(self._loop.engine.generation)
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
@@ -163,29 +137,9 @@ class NativeBackend:
         engine.constraints.of(sampling.form)  # what is wrong with a form is found before anybody waits
         return NativePrepared(priced, tuple(image.seen for image in prompt.images), asked, most)
 
-    def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
-        if not isinstance(prepared, NativePrepared):
-            raise UsageError(
-                "the request was prepared by another backend", "prepare and start on the same one"
-            )
-        sequence = self._loop.engine.sequence(prepared.priced, sampling, listener, prepared.asked)
-        self._loop.submit(sequence)
-        return NativeTicket(self._loop, sequence)
-
-    def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
-        return QueuedStream(self, self.prepare(conversation, sampling), sampling)
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _request(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> "Sequence":
+        mine = own(prepared, NativePrepared)
+        return self._loop.engine.sequence(mine.priced, sampling, listener, mine.asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +156,3 @@ class NativePrepared:
     @property
     def image_tokens(self) -> int:
         return len(self.priced.placeholders)
-
-
-@dataclass(frozen=True, slots=True)
-class NativeTicket:
-    loop: "EngineLoop"
-    sequence: "Sequence"
-
-    def cancel(self) -> None:
-        self.loop.cancel(self.sequence)

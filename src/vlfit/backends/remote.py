@@ -13,11 +13,10 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from vlfit.backends import openai_replies, openai_wire
-from vlfit.backends.base import Listener, Prepared
+from vlfit.backends.base import Closing, Listener, Prepared, own
 from vlfit.backends.openai_replies import Events, ReplyReader
 from vlfit.backends.reaching import (
     SILENCE_SECONDS,
@@ -37,7 +36,6 @@ from vlfit.errors import (
     EngineStopped,
     QueueFull,
     RemoteError,
-    UsageError,
     VlfitError,
 )
 
@@ -88,7 +86,7 @@ class RemoteTicket:
             self.running.cancel()
 
 
-class RemoteBackend:
+class RemoteBackend(Closing):
     """The server is asked at once for its models, so that a wrong URL or key is known before anything else.
 
     ``url`` may end in ``/v1`` or not. ``model`` is the first that the server names unless given. ``context``
@@ -163,10 +161,7 @@ class RemoteBackend:
         """Send the request. A server with a full queue that says when to come again (429 and ``Retry-After``)
         is asked again then, up to ``TRIES`` times in all, unless we stand behind a server ourselves.
         """
-        if not isinstance(prepared, RemotePrepared):
-            raise UsageError(
-                "the request was prepared by another backend", "prepare and start on the same one"
-            )
+        mine = own(prepared, RemotePrepared)
         ticket = RemoteTicket()
 
         def ended() -> None:
@@ -177,7 +172,7 @@ class RemoteBackend:
 
         async def speak() -> None:
             try:
-                await self._speak(prepared, sampling, listener, ticket)
+                await self._speak(mine, sampling, listener, ticket)
             except Exception as error:
                 judged = self._judged(error)
                 ticket.decide(judged)
@@ -212,14 +207,6 @@ class RemoteBackend:
         """Close all connections, which ends what still runs on them."""
         self._side_by_side.close(self._close_client)
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _prepared(self, path: str, content: bytes, sampling: SamplingParams, asked: float) -> RemotePrepared:
         # What makes no sense is found before anybody waits.

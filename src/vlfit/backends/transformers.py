@@ -4,27 +4,23 @@ Knows: how such a model is opened and asked. Does not know: its architecture (``
 fits (``plan/any_model.py``).
 """
 
-import atexit
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from vlfit.backends.base import Listener, Prepared, Ticket
+from vlfit.backends.base import Listener, Prepared, own
+from vlfit.backends.in_process import InProcess
 from vlfit.backends.interrupts import interrupts_held_back
 from vlfit.backends.native import Progress
-from vlfit.backends.streams import QueuedStream
 from vlfit.checkpoint.any_model import AnyCheckpoint, open_any
 from vlfit.checkpoint.hub import Files, any_model
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine.account import EngineAccount
 from vlfit.engine.answer import ImageSeen
 from vlfit.engine.conversation import Conversation, Tool
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import UsageError
 from vlfit.plan.expect import Expectation
 
 if TYPE_CHECKING:
@@ -44,15 +40,12 @@ def wanted_files(*, code: bool = False) -> Files:
     return any_model(check, code=code)
 
 
-class TransformersBackend:
-    """Build with ``load``. Close it (or use it in a ``with`` block) to give the memory back."""
+class TransformersBackend(InProcess):
+    """Build with ``load``."""
 
     kind = "transformers"
-
-    def __init__(self, checkpoint: AnyCheckpoint, loop: "AnyLoop") -> None:
-        self.checkpoint = checkpoint
-        self._loop = loop
-        atexit.register(self.close)
+    checkpoint: AnyCheckpoint
+    _loop: "AnyLoop"
 
     @classmethod
     def load(
@@ -85,30 +78,10 @@ class TransformersBackend:
         return cls(checkpoint, AnyLoop(lambda report: AnyEngine(load, report), progress))
 
     @property
-    def model(self) -> str:
-        return self.checkpoint.name
-
-    @property
-    def context(self) -> int:
-        """Most tokens of one request, prompt and completion."""
-        return self._loop.engine.context
-
-    @property
-    def device(self) -> str:
-        return str(self._loop.engine.device)
-
-    @property
     def expectation(self) -> Expectation:
         """The ledger as it was planned, and measured where it could not be planned."""
         lines = self._loop.engine.lines
         return Expectation(lines, why_not="" if lines else "the driver does not tell of the GPU: no plan")
-
-    def account(self) -> EngineAccount:
-        """What the engine has done and what it holds. Any thread may ask; nobody waits."""
-        return self._loop.account()
-
-    def default_sampling(self) -> SamplingParams:
-        return SamplingParams.usual(self._loop.engine.generation)
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
@@ -126,29 +99,9 @@ class TransformersBackend:
         engine.words.constraint(sampling.form)  # what is wrong with a form is found before anybody waits
         return TransformersPrepared(prompt, most, asked)
 
-    def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
-        if not isinstance(prepared, TransformersPrepared):
-            raise UsageError(
-                "the request was prepared by another backend", "prepare and start on the same one"
-            )
-        request = self._loop.engine.request(prepared.prompt, sampling, listener, prepared.asked)
-        self._loop.submit(request)
-        return TransformersTicket(self._loop, request)
-
-    def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
-        return QueuedStream(self, self.prepare(conversation, sampling), sampling)
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _request(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> "Request":
+        mine = own(prepared, TransformersPrepared)
+        return self._loop.engine.request(mine.prompt, sampling, listener, mine.asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +123,6 @@ class TransformersPrepared:
     @property
     def image_tokens(self) -> int:
         return self.prompt.image_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TransformersTicket:
-    loop: "AnyLoop"
-    request: "Request"
-
-    def cancel(self) -> None:
-        self.loop.cancel(self.request)
 
 
 def _import_packages() -> None:

@@ -1,0 +1,106 @@
+"""What the backends of this process have in common: an engine on a thread of its own, and the way to it.
+
+Knows: how a request gets to that thread, and that the thread ends with the program. Does not know which
+engine it is, or how a request is prepared (``native.py``, ``transformers.py``).
+"""
+
+import atexit
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vlfit.backends.base import Closing, Listener, Prepared, Ticket
+from vlfit.backends.streams import QueuedStream
+from vlfit.engine.account import EngineAccount
+from vlfit.engine.conversation import Conversation, Tool
+from vlfit.engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from vlfit.checkpoint.any_model import AnyCheckpoint
+    from vlfit.checkpoint.sidecar import GenerationDefaults
+    from vlfit.checkpoint.source import Checkpoint
+
+
+class AnEngine(Protocol):
+    """What is asked of an engine, whichever it is."""
+
+    @property
+    def context(self) -> int: ...
+    @property
+    def device(self) -> Any: ...
+    @property
+    def generation(self) -> "GenerationDefaults": ...
+
+
+class Loop(Protocol):
+    """The thread that an engine lives on: ``EngineLoop`` or ``AnyLoop``. Each takes requests of its own."""
+
+    @property
+    def engine(self) -> AnEngine: ...
+    def account(self) -> EngineAccount: ...
+    def submit(self, request: Any, /) -> None: ...
+    def cancel(self, request: Any, /) -> None: ...
+    def close(self) -> None: ...
+
+
+class InProcess(Closing, ABC):
+    """Close it (or use it in a ``with`` block) to give the memory back; the end of the program does, too."""
+
+    checkpoint: "Checkpoint | AnyCheckpoint"
+    _loop: Loop
+
+    def __init__(self, checkpoint: "Checkpoint | AnyCheckpoint", loop: Loop) -> None:
+        self.checkpoint = checkpoint
+        self._loop = loop
+        atexit.register(self.close)
+
+    @abstractmethod
+    def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> Prepared: ...
+    @abstractmethod
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared: ...
+    @abstractmethod
+    def _request(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Any:
+        """What the engine's thread takes. Raises ``UsageError`` for what another backend prepared."""
+
+    @property
+    def model(self) -> str:
+        return self.checkpoint.name
+
+    @property
+    def context(self) -> int:
+        """Most tokens of one request, prompt and completion."""
+        return self._loop.engine.context
+
+    @property
+    def device(self) -> str:
+        return str(self._loop.engine.device)
+
+    def account(self) -> EngineAccount:
+        """What the engine has done and what it holds. Any thread may ask; the engine notices nothing."""
+        return self._loop.account()
+
+    def default_sampling(self) -> SamplingParams:
+        return SamplingParams.usual(self._loop.engine.generation)
+
+    def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
+        request = self._request(prepared, sampling, listener)
+        self._loop.submit(request)
+        return LoopTicket(partial(self._loop.cancel, request))
+
+    def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
+        return QueuedStream(self, self.prepare(conversation, sampling), sampling)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._loop.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopTicket:
+    """A request on an engine's thread."""
+
+    cancel: Callable[[], None]
