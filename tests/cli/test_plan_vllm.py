@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.vllm.fake_vllm import environment
 from tests.cli.conftest import Vlfit
 from vlfit.machine.cards import card
 
@@ -119,3 +120,25 @@ def test_a_machine_with_several_cards(vlfit: Vlfit, tmp_path: Path) -> None:
     assert facts["parallel"]["gpus"] == [0, 1, 2, 3]
     assert vlfit(*words, "--tensor-parallel", "8").code == 2
     assert vlfit(*words[:4], "--tensor-parallel", "2").code == 2  # a setting of vLLM
+
+
+def test_without_a_gpu_it_plans_in_ram_for_the_vllm_that_serves(
+    vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``vlfit serve --backend vllm`` would start it here, build for processors or not."""
+    monkeypatch.setattr("vlfit.machine.survey.survey", lambda: replace(card("RTX 5060"), gpus=()))
+    monkeypatch.setenv("VLFIT_VLLM_PYTHON", str(environment(tmp_path / "cpu", "0.31.0")))
+    ended = vlfit("plan", "mini", "--backend", "vllm")
+    assert ended.code == 0, ended.err
+    assert "mini on CPU, vllm backend" in ended.out
+    assert "This is for vLLM 0.31.0+cpu on the processor" in " ".join(ended.out.split())
+    assert "Speed: unknown, as nothing was measured on a processor." in ended.out
+    table = vlfit("plan", "--backend", "vllm")
+    assert table.code == 0
+    assert table.out.startswith("CPU: ")
+    refused = vlfit("plan", "mini", "--backend", "vllm", "--what-if")
+    assert (refused.code, "--what-if is about cards" in refused.err) == (2, True)
+    monkeypatch.setenv("VLFIT_VLLM_PYTHON", str(environment(tmp_path / "gpu", "0.31.0", cpu=False)))
+    assert (
+        "there is no GPU, and vLLM 0.31.0 is built for one" in vlfit("plan", "mini", "--backend", "vllm").err
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlfit.errors import DeviceError, UsageError
+from vlfit.errors import UsageError
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan import calibration
@@ -18,6 +18,7 @@ from vlfit.plan.subjects import everything, subjects
 from vlfit.plan.vllm import constants, costs
 from vlfit.plan.vllm.command import budget
 from vlfit.plan.vllm.in_ram import plan_in_ram
+from vlfit.plan.vllm.settings import OfVllm
 from vlfit.plan.vllm.versions import PINNED, chosen_version, parse_version
 from vlfit.units import GIB, MIB
 
@@ -65,7 +66,7 @@ def test_what_loading_takes_against_what_vllm_says(size: str, measured: float) -
     """Weights, table of positions, deepstack rows, and what rounding adds: "Model loading took", exactly."""
     model = subjects(size, "bf16")[0]
     settings = Settings("bf16", 2048, 1024, 2, 2048)
-    loaded = model.weight_bytes + costs.positions(model) + costs.deepstack_buffers(model, settings)
+    loaded = model.weight_bytes + costs.positions(model, settings) + costs.deepstack_buffers(model, settings)
     assert (loaded + model.rounding) / GIB == pytest.approx(measured, abs=0.006)  # it prints two digits
 
 
@@ -347,9 +348,28 @@ def test_a_version_without_the_backend() -> None:
         Wishes(backend="native", vllm_version="0.22")
 
 
-def test_no_gpu_is_said() -> None:
-    with pytest.raises(DeviceError, match="no driver"):
-        planned("2B", replace(EXAMPLE, gpus=(), notes=("no driver",)))
+def test_without_a_gpu_it_is_planned_in_ram() -> None:
+    """As ``vlfit serve`` does, for vLLM's build for processors."""
+    made = planned("2B", replace(EXAMPLE, gpus=()))
+    assert made.settings.vllm.in_ram
+    assert made.gpu.total == EXAMPLE.host.ram_total
+    assert any("on the processor" in remark for remark in made.remarks)
+
+
+def test_float32_takes_twice_the_bytes_of_all_that_is_computed_with() -> None:
+    narrow = planned("2B", card("RTX 4090"), weights="bf16", context=4096, sequences=2)
+    told = replace(narrow.settings.vllm, dtype="float32")
+    wide = {
+        line.line: line
+        for line in ledger(narrow.model, narrow.gpu, VLLM, replace(narrow.settings, vllm=told))
+    }
+    for line in narrow.ledger:
+        if line.line.startswith("weights.") or line.line == "kv_cache":
+            assert wide[line.line].bytes == 2 * line.bytes, line.line
+    assert "held in float32" in wide["weights.text"].note
+    assert wide["vision_workspace"].bytes > 1.5 * {x.line: x.bytes for x in narrow.ledger}["vision_workspace"]
+    with pytest.raises(UsageError, match="is in fp8, which vLLM does not compute with in float32"):
+        planned("2B", weights="fp8", vllm=OfVllm(dtype="float32"))
 
 
 def test_pictures_are_no_larger_than_the_checkpoint_makes_them() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ from vlfit.errors import DeviceError, DoesNotFit, UnknownArchitecture, UsageErro
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vlfit.machine.model import Machine
+    from vlfit.machine.model import Gpu, Machine
     from vlfit.plan.search import Plan, Wishes
 
     Planner = Callable[[Machine], Plan]
@@ -159,6 +160,13 @@ def plan(
             "lists them).",
         )
     printer = Printer(json=json)
+    if backend == Backend.vllm and machine is None and gpu is None:
+        wishes, chosen = _as_it_would_start(wishes, chosen)
+        if what_if and not chosen.gpus:
+            raise UsageError(
+                "--what-if is about cards, and this plan is for RAM",
+                "leave it out, or name a card with --gpu",
+            )
     if calibrate:
         measure(chosen, printer, elsewhere=machine is not None or gpu is not None)
     warn_of_broken(chosen, printer)
@@ -169,6 +177,22 @@ def plan(
     )
     if not fits:
         raise typer.Exit(DoesNotFit.exit_code)
+
+
+def _as_it_would_start(wishes: "Wishes", machine: "Machine") -> "tuple[Wishes, Machine]":
+    """The plan that ``vlfit serve`` would start here: for the vLLM that it finds, which may be a build for
+    processors; without one for the newest that is known.
+    """
+    from vlfit.backends.vllm.planning import machine_for
+    from vlfit.backends.vllm.where import find
+
+    try:
+        installed = find()
+    except UsageError:
+        return wishes, machine
+    if wishes.vllm_version is None:
+        wishes = replace(wishes, vllm_version=installed.version)
+    return wishes, machine_for(installed, machine)
 
 
 def _kv_dtype(given: str | None) -> str | None:
@@ -190,10 +214,10 @@ def _one(
     json: bool,
     svg: Path | None,
 ) -> bool:
-    from vlfit.plan.search import emptiest, plan
+    from vlfit.plan.search import plan
     from vlfit.plan.subjects import instead_of, named
 
-    emptiest(machine)  # without a GPU there is nothing to ask a hub for
+    _card(machine, wishes)  # without a GPU there is nothing to ask a hub for
     try:
         found = named(name, wishes.weights)
     except UnknownArchitecture:
@@ -223,9 +247,7 @@ def _one(
 
 
 def _everything(machine: "Machine", wishes: "Wishes", printer: Printer, what_if: bool, json: bool) -> bool:
-    from vlfit.plan.search import emptiest
-
-    gpu = emptiest(machine)
+    gpu = _card(machine, wishes)
     plans = _all_plans(machine, wishes)
     if not plans:
         raise UsageError("no model of the catalog can have all of these wishes", "wish for less at once")
@@ -239,6 +261,15 @@ def _everything(machine: "Machine", wishes: "Wishes", printer: Printer, what_if:
 
         _show([table_page(plans, gpu), *([what_if_page(rows)] if rows else [])])
     return plans[0].fits
+
+
+def _card(machine: "Machine", wishes: "Wishes") -> "Gpu":
+    """What a plan is for. Raises ``DeviceError`` where there is no GPU, and the backend needs one."""
+    from vlfit.plan.search import emptiest
+    from vlfit.plan.vllm.in_ram import ram_as_gpu
+
+    in_ram = wishes.backend == Backend.vllm and not machine.gpus
+    return ram_as_gpu(machine) if in_ram else emptiest(machine)
 
 
 def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":

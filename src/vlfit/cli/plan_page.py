@@ -21,6 +21,7 @@ from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from vlfit.machine.model import Gpu
+    from vlfit.plan.ledger import Settings
     from vlfit.plan.search import Plan
     from vlfit.plan.speed import Speed
 
@@ -209,8 +210,7 @@ def _verdict(plan: "Plan") -> Text:
 def _speed(plan: "Plan") -> list[str]:
     speed = plan.speed
     if speed is None:
-        link = ", or that of its link to RAM," if plan.settings.offload else ""
-        return [f"Speed: unknown, as the card's memory bandwidth{link} is not known."]
+        return [f"Speed: unknown, as {_why_unknown(plan.settings)}."]
     first = speed.first_token
     lines = [
         f"Speed, predicted: {_between(speed)} tokens/s; first token after {format_seconds(first.low)} to "
@@ -267,6 +267,13 @@ def _changes(plan: "Plan") -> list[str]:
         freed = _mib(sum(change.frees for change in both))
         lines.append(f"The {_PLACES[first]} and the {_PLACES[second]} of these together: {freed}, enough.")
     return lines
+
+
+def _why_unknown(settings: "Settings") -> str:
+    if settings.vllm.in_ram or settings.vllm.dtype == "float32":
+        return f"nothing was measured {'on a processor' if settings.vllm.in_ram else 'in float32'}"
+    link = ", or that of its link to RAM," if settings.offload else ""
+    return f"the card's memory bandwidth{link} is not known"
 
 
 def _advice(plan: "Plan") -> list[str]:

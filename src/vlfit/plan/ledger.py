@@ -13,11 +13,10 @@ from vlfit.machine.model import Gpu
 from vlfit.plan import allocator, calibration, costs, graphs, offload
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
 from vlfit.plan.many_rows import Means, means_of
-from vlfit.plan.model import HALF, SINGLE, Model, kv_bytes_per_token
+from vlfit.plan.model import SINGLE, Model, kv_bytes_per_token
 from vlfit.plan.tiles import Table
 from vlfit.plan.tuned import Card, table_of
 from vlfit.plan.vllm import costs as vllm_costs
-from vlfit.plan.vllm.parallel import kv_bytes_of_card
 from vlfit.plan.vllm.settings import ALONE, OfVllm
 from vlfit.units import MIB
 
@@ -158,8 +157,7 @@ def kv_bytes(model: Model, backend: str, settings: Settings) -> int:
     many.
     """
     if backend == VLLM:
-        whole = model.kv_bytes_per_token // (HALF if settings.kv_dtype == FP8 else 1)
-        return kv_bytes_of_card(model, settings.vllm.tensor, whole)
+        return vllm_costs.kv_bytes(model, settings.kv_dtype, settings.vllm)
     return kv_bytes_per_token(model.text, settings.kv_dtype)
 
 

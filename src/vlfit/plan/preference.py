@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vlfit.checkpoint.catalog import BF16
-from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 from vlfit.plan import costs
 from vlfit.plan.calibration import MODELLED
 from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings
-from vlfit.plan.model import HALF, Model
-from vlfit.plan.vllm.parallel import kv_bytes_of_card
+from vlfit.plan.model import Model
+from vlfit.plan.vllm.costs import kv_bytes
 from vlfit.plan.vllm.settings import OfVllm
 
 if TYPE_CHECKING:
@@ -168,8 +167,7 @@ def _told(model: Model, wishes: "Wishes") -> OfVllm:
     """What vLLM is told of its pool and of pictures, in tokens of this model."""
     tokens = wishes.kv_tokens
     if tokens is None and wishes.kv_bytes is not None:
-        each = kv_bytes_of_card(model, wishes.vllm.tensor, model.kv_bytes_per_token)
-        tokens = max(wishes.kv_bytes // (each // HALF if wishes.kv_dtype == FP8 else each), 1)
+        tokens = max(wishes.kv_bytes // kv_bytes(model, wishes.kv_dtype or BF16, wishes.vllm), 1)
     return replace(wishes.vllm, kv_tokens=tokens, pictures=wishes.pictures)
 
 

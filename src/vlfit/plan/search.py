@@ -35,6 +35,7 @@ from vlfit.plan.vllm import groups
 from vlfit.plan.vllm.command import Flag, remarks
 from vlfit.plan.vllm.costs import LEAST_PIXELS, pixels_of_token
 from vlfit.plan.vllm.over_cards import Taken, best_of_groups
+from vlfit.plan.vllm.settings import FLOAT32
 from vlfit.plan.vllm.versions import Version, check_card, chosen_version
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
@@ -105,15 +106,19 @@ def plan(
 
     ``makers`` make what is converted at the cost of exactness, the mildest first; they are asked only where
     nothing else fits. ``others`` gives models that may be proposed instead; it is asked if the plan does not
-    fit. Raises ``DeviceError`` where there is no GPU, and ``UsageError`` for wishes that this model cannot
-    have.
+    fit. Where there is no GPU a plan is for vLLM's build for processors; other backends raise
+    ``DeviceError``. Raises ``UsageError`` for wishes that this model cannot have.
     """
+    if wishes.backend == VLLM and not machine.gpus:
+        from vlfit.plan.vllm.in_ram import plan_in_ram  # it is made of what stands here
+
+        return plan_in_ram(models, machine, wishes)
     gpu = emptiest(machine)
     if wishes.backend == VLLM:
         return _for_vllm(models, machine, gpu, wishes, others)
     _check_age(gpu)
     runnable = [
-        (model, _backend(model, wishes)) for model in _able(models, lambda each: _backend(each, wishes))
+        (model, _backend(model, wishes)) for model in able(models, lambda each: _backend(each, wishes))
     ]
     found = best(runnable, wishes, gpu)
     # transformers is planned with bf16 alone.
@@ -141,11 +146,10 @@ def _for_vllm(
     wishes = replace(wishes, vllm=replace(wishes.vllm, version=version.text))
 
     def check(model: Model) -> None:
-        _check_pictures(model, wishes)
+        check_wishes(model, wishes)
         check_card(model, gpu.name, gpu.compute_capability, version)
 
-    able = [(model, VLLM) for model in _able(models, check)]
-    taken = best_of_groups(able, machine, wishes)
+    taken = best_of_groups([(model, VLLM) for model in able(models, check)], machine, wishes)
     found = taken.choice
     if found.headroom < 0:
         instead = tuple(others())
@@ -188,7 +192,7 @@ def _check_age(gpu: Gpu) -> None:
         )
 
 
-def _able(models: list[Model], check: Callable[[Model], object]) -> list[Model]:
+def able(models: list[Model], check: Callable[[Model], object]) -> list[Model]:
     """Those that ``check`` does not refuse. Raises its first ``UsageError`` if it refuses all."""
     found, refusals = [], []
     for model in models:
@@ -212,8 +216,16 @@ def _backend(model: Model, wishes: Wishes) -> str:
     return backend
 
 
-def _check_pictures(model: Model, wishes: Wishes) -> None:
-    """Raises ``UsageError`` for pictures smaller than the processor in vLLM makes them."""
+def check_wishes(model: Model, wishes: Wishes) -> None:
+    """Raises ``UsageError`` for what vLLM does not do with ``model``: weights of few bits computed with in
+    float32, and pictures smaller than its processor makes them.
+    """
+    if wishes.vllm.dtype == FLOAT32 and model.weights != FORMATS[0]:
+        raise UsageError(
+            f"{model.name} is in {model.weights}, which vLLM does not compute with in float32",
+            "leave out --dtype, or add --weights bf16",
+            param="dtype",
+        )
     if model.vision is None or wishes.image_tokens is None:
         return
     least = LEAST_PIXELS // pixels_of_token(model.vision)

@@ -22,6 +22,7 @@ from vlfit.plan.vllm.constants import (
     LAUNCH_OF_GRAPHS_LOW,
 )
 from vlfit.plan.vllm.parallel import all_reduces
+from vlfit.plan.vllm.settings import FLOAT32
 
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
 _NONE = (0.0, 0.0, 0.0)  # no layer waits in RAM, so none is copied
@@ -60,9 +61,10 @@ class Speed:
 def predict(model: Model, gpu: Gpu, backend: str, settings: Settings, deficit: int = 0) -> Speed | None:
     """The speed of one request with a picture of ``settings.image_tokens``.
 
-    None if the bandwidth of the card, or of its link where layers wait in RAM, is not known.
+    None if the bandwidth of the card, or of its link where layers wait in RAM, is not known, and for float32,
+    in which nothing was measured.
     """
-    if gpu.bandwidth is None:
+    if gpu.bandwidth is None or settings.vllm.dtype == FLOAT32:
         return None
     # Cards that share each layer read their parts of it at once, and then wait for each other.
     cards = settings.vllm.tensor

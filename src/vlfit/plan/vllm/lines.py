@@ -10,7 +10,7 @@ from dataclasses import replace
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
 from vlfit.plan.ledger import VLLM, Line, Settings, held_by_others, kv_cache, reserve, weight_lines
-from vlfit.plan.model import Model
+from vlfit.plan.model import HALF, Model
 from vlfit.plan.vllm import constants, costs, parallel, starts
 from vlfit.plan.vllm.starts import Began
 from vlfit.units import MIB
@@ -75,11 +75,21 @@ def _peers(gpu: Gpu, settings: Settings, earlier: Began | None) -> tuple[Line, .
 
 
 def _weights(model: Model, settings: Settings) -> tuple[Line, ...]:
-    """Of one card: its part of what is shared out."""
-    lines, tensor = weight_lines(model), settings.vllm.tensor
-    if tensor == 1:
+    """Of one card, as they are held: weights of 16 bits in what is computed with, which may be wider."""
+    lines = weight_lines(model)
+    if settings.vllm.tensor > 1:
+        lines = _shared_out(lines, model, settings)
+    times = settings.vllm.value_bytes // HALF
+    if times == 1:
         return lines
+    wide = f", held in {settings.vllm.dtype}"
+    return tuple(replace(line, bytes=times * line.bytes, note=line.note + wide) for line in lines)
+
+
+def _shared_out(lines: tuple[Line, ...], model: Model, settings: Settings) -> tuple[Line, ...]:
+    """One card's part of what is shared out."""
     text, vision, embedding = lines
+    tensor = settings.vllm.tensor
     part = f"one of {tensor} parts: "
     tower = part if settings.vllm.split_tower and model.vision else "whole on each card: "
     return (
@@ -92,7 +102,7 @@ def _weights(model: Model, settings: Settings) -> tuple[Line, ...]:
 def _workspaces(model: Model, settings: Settings) -> tuple[Line, Line]:
     """Of tower and text model, which never run at once, the larger peak, and what both keep."""
     text = costs.text_peak(model, settings)
-    positions = costs.positions(model)
+    positions = costs.positions(model, settings)
     kept = positions + costs.deepstack_buffers(model, settings)
     says = (
         f"{kept / MIB:.0f} MiB stay, {positions / MIB:.0f} of them a table of positions; peak of a pass of "
@@ -152,7 +162,7 @@ def _in_ram(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
             MODELLED,
             "three Python processes with torch: requests, engine, worker; measured by hand with vLLM 0.32",
         ),
-        *weight_lines(model),
+        *_weights(model, settings),
         kv_cache(model, VLLM, settings),
         *_workspaces(model, settings),
         Line("graphs", 0, EXACT, "none on a processor"),

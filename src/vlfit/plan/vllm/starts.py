@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlfit.plan.kept import kept_file, write_whole
+from vlfit.plan.vllm.settings import FLOAT32
 from vlfit.units import GIB
 
 if TYPE_CHECKING:
@@ -91,9 +92,13 @@ def keep(card: str, version: str, place: str, began: Began) -> Path:
 
 
 def place_of(model: "Model", settings: "Settings") -> str:
-    """What starts of ``model`` are kept under: its place, and over how many cards its layers go."""
-    tensor = settings.vllm.tensor
-    return model.place if tensor == 1 else f"{model.place} over {tensor}"
+    """What starts of ``model`` are kept under: its place, over how many cards its layers go, and in what is
+    computed if that has more than 16 bits.
+    """
+    told = settings.vllm
+    shared = "" if told.tensor == 1 else f" over {told.tensor}"
+    wide = "" if told.dtype != FLOAT32 else f" in {told.dtype}"
+    return model.place + shared + wide
 
 
 def held_by(card: str, version: str, place: str, settings: "Settings") -> Began | None:
