@@ -116,15 +116,15 @@ def _from_stdin() -> bytes:
     return _read(sys.stdin.buffer, "standard input")
 
 
-def read_file(path: Path, label: str) -> bytes:
+def read_file(path: str | Path, label: str) -> bytes:
     """The bytes of a file, at most ``MAX_FILE_BYTES``. Raises ``PictureNotFound``, ``PictureTooLarge``."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             return _read(file, label, os.fstat(file.fileno()).st_size)
     except FileNotFoundError:
         what, hint = "no such file", f"You are in {Path.cwd()}."
     except IsADirectoryError:
-        what, hint = "is a folder", f"Name the pictures in it, for example '{path / '*.jpg'}'."
+        what, hint = "is a folder", f"Name the pictures in it, for example '{Path(path) / '*.jpg'}'."
     except OSError as error:
         what, hint = f"cannot be read: {error.strerror}", "Check its name and permissions."
     except ValueError as error:  # a NUL in the name

@@ -68,7 +68,7 @@ class FolderSource:
 
     def __iter__(self) -> Iterator[Item]:
         home = os.path.join(self.root, "")
-        base = os.path.join(os.getcwd(), self.root, "")
+        base = os.path.join(str(Path(os.getcwd(), self.root)), "")
         for name in self.names():
             if isinstance(name, Unreadable):
                 yield Item(key_of(name.name), name.read)

@@ -42,7 +42,7 @@ def picture_named(text: str, folder: str, *, allow_private: bool) -> Item:
         return Item(short, problem.read)
     path = os.path.join(folder, os.path.expanduser(text))
     # Not normpath: past a link, .. is another folder than it looks.
-    return Item(key_of(str(Path(text))), FileBytes(os.path.join(os.getcwd(), path)).read, Path(path))
+    return Item(key_of(str(Path(text))), FileBytes(str(Path(os.getcwd(), path))).read, Path(path))
 
 
 @dataclass(slots=True)
