@@ -14,9 +14,10 @@ from vlfit.plan.ledger import VLLM, ledger, pool_tokens
 from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import subjects
 from vlfit.plan.vllm import step_down
+from vlfit.plan.vllm.cases import Failure
 from vlfit.plan.vllm.in_ram import plan_in_ram
 from vlfit.plan.vllm.settings import OLDER_RUNNER
-from vlfit.plan.vllm.step_down import Failure, Step, next_plan
+from vlfit.plan.vllm.step_down import Step, next_plan
 from vlfit.plan.vllm.versions import PINNED
 from vlfit.units import GIB, MIB
 
@@ -141,6 +142,32 @@ def test_pinned_memory_and_then_the_older_runner() -> None:
     assert next_plan(Failure("wsl.uva"), [failed, step.plan], EXAMPLE, wished()) is None
     on_linux = first(machine=card("RTX 5060"))
     assert stepped(Failure("wsl.uva"), on_linux).plan.environment[PINNED] == "1"
+
+
+def test_cards_that_cannot_read_each_other_talk_through_ram_and_then_each_for_itself() -> None:
+    failed = first("4B", FOUR, weights="fp8", tensor_parallel=2, vllm_version="0.32.0")
+    assert failed.settings.vllm.tensor == 2
+    says = "Cuda failure 217 'peer access is not supported between these two devices'"
+    failure, _ = read_failure(BytesIO(f"transport/shm.cc:590 NCCL WARN {says}".encode()))
+    tried = [failed]
+    while (step := next_plan(failure, tried, FOUR, wished(vllm_version="0.32.0"))) is not None:
+        tried.append(step.plan)
+    assert tried[1].environment["NCCL_CUMEM_HOST_ENABLE"] == "0"
+    assert tried[2].environment["NCCL_P2P_DISABLE"] == "1"
+    assert "--disable-custom-all-reduce" in (tried[2].command or ())
+    assert (tried[3].settings.vllm.tensor, tried[3].settings.vllm.data) == (1, 4)
+    assert len(tried) == 4
+    # Who asked for two cards a layer keeps them.
+    kept = wished(tensor_parallel=2, vllm_version="0.32.0")
+    assert next_plan(failure, tried[:3], FOUR, kept) is None
+    alone = first()  # one card has no other to read
+    assert next_plan(failure, [alone], EXAMPLE, wished()) is None
+
+
+def test_cards_without_shared_ram_talk_over_sockets() -> None:
+    failed = first("4B", FOUR, tensor_parallel=2)
+    step = stepped(Failure("nccl.shm"), failed, tensor_parallel=2)
+    assert step.plan.environment["NCCL_SHM_DISABLE"] == "1"
 
 
 def test_float16_once() -> None:

@@ -9,7 +9,7 @@ from typing import BinaryIO
 from vlfit.doctor.diagnose import examine
 from vlfit.doctor.rule import Diagnosis
 from vlfit.machine.model import Machine
-from vlfit.plan.vllm.step_down import Failure
+from vlfit.plan.vllm.cases import Failure
 
 
 def read_failure(stream: BinaryIO, machine: Machine | None = None) -> tuple[Failure, Diagnosis | None]:

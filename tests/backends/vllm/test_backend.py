@@ -68,16 +68,27 @@ def test_what_is_ours_to_set(stage: Stage, word: str) -> None:
         stage.load(None, word, "1")
 
 
-def test_an_impossible_kv_setting_is_stepped_down(stage: Stage) -> None:
+def test_an_impossible_kv_setting_is_planned_anew_before_the_start(stage: Stage) -> None:
     stage.behaves(tokens=TOKEN_BYTES)
     with stage.load(EngineOptions(context=4096, kv_tokens=1024)) as backend:
         assert backend.stream(ask("hello"), SamplingParams()).answer().text == "a fake answer"
-        assert backend.context <= 1024
+        assert backend.context == 1024 - 128  # less the block that vLLM keeps for nobody
+    assert len(stage.starts) == 1
+    assert stage.told[0].startswith("vLLM will not start so: one request of 4096 tokens needs")
+    assert stage.told[1].startswith("planned instead: context 4096 -> 896")
+    assert stage.told[2] == "NOT AS YOU ASKED: --context 4096 -> 896"
+    assert stage.is_gone
+
+
+def test_a_kv_setting_that_vllm_finds_impossible_is_stepped_down(stage: Stage) -> None:
+    """As vLLM counts otherwise than the plan."""
+    stage.behaves(tokens=2 * TOKEN_BYTES)
+    with stage.load(EngineOptions(context=1024, kv_tokens=1280)) as backend:
+        assert backend.context == 640
     assert len(stage.starts) == 2
     assert "vllm.kv_too_small" in stage.told[0]
-    assert stage.told[1].startswith("started again: context 4096 -> ")
-    assert "--context" in stage.told[2]
-    assert stage.told[2].startswith("NOT AS YOU ASKED")
+    assert stage.told[1].startswith("started again: context 1024 -> 640")
+    assert stage.told[2] == "NOT AS YOU ASKED: --context 1024 -> 640"
     assert stage.is_gone
 
 

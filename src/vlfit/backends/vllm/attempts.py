@@ -14,7 +14,8 @@ from vlfit.backends.vllm.planning import Planned, as_it_is_now, check, native_of
 from vlfit.backends.vllm.starting import Progress, Started, start
 from vlfit.errors import VllmFailed
 from vlfit.plan.search import Plan
-from vlfit.plan.vllm.step_down import Failure, Step, next_plan
+from vlfit.plan.vllm.cases import Failure
+from vlfit.plan.vllm.step_down import Step, broken_words, next_plan
 
 MOST_STARTS = 8  # each takes a minute or more; plans that help are found in the first few
 _PORTS = 3  # tries of a port that somebody took in the meantime
@@ -75,8 +76,8 @@ class Attempts:
                 raise self._failed(started, diagnosis)
             self.tell(f"vLLM did not start: {in_words(started, diagnosis)}")
             self.tell(f"started again: {step.what_changed}")
-            for wish in step.broken:
-                self.tell(f"NOT AS YOU ASKED: {wish}")
+            for words in broken_words(step):
+                self.tell(words)
             tried.append(step.plan)
 
     def _command(self, plan: Plan, front: Front, left_out: frozenset[str]) -> Command:

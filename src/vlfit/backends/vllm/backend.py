@@ -100,6 +100,8 @@ class VllmBackend:
         vllm = vllm or VllmOptions()
         options = options or EngineOptions()
         planned = plan_start(model, options, vllm, find(vllm.python), survey())
+        for words in planned.said:
+            (vllm.tell or logger.warning)(words)
         return cls.launch(planned, vllm, progress, max_tokens=options.max_tokens)
 
     @classmethod
@@ -111,18 +113,17 @@ class VllmBackend:
         *,
         max_tokens: int | None = None,
     ) -> "VllmBackend":
-        """The same for what was planned before. ``max_tokens``: of an answer whose request names no limit."""
+        """The same for what was planned and told before. ``max_tokens``: of an answer whose request names no
+        limit.
+        """
         name, folder = locate(planned.plan.model.place or planned.plan.model.name)
-        tell = vllm.tell or logger.warning
-        for words in planned.said if vllm.tell is None else ():
-            tell(words)
         tries = Attempts(
             planned,
             lambda: loopback(name, free_port()),
             str(folder),
             vllm.retry,
             vllm.read_failure,
-            tell,
+            vllm.tell or logger.warning,
             progress or (lambda what, share: None),
         )
         return cls(tries.run(), name, folder, vllm.read_failure, max_tokens)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from vlfit.machine.model import Machine
-    from vlfit.plan.vllm.step_down import Failure
+    from vlfit.plan.vllm.cases import Failure
 
 Tell = Callable[[str], None]
 # Reads a log to its end: what failed, for the plan, and the same for a person, None if nothing is known.

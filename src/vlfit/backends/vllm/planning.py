@@ -22,8 +22,10 @@ from vlfit.plan.ledger import VLLM
 from vlfit.plan.model import Model
 from vlfit.plan.search import Plan, Wishes, plan
 from vlfit.plan.subjects import Named, named
+from vlfit.plan.vllm.cases import Failure
 from vlfit.plan.vllm.legacy import share_words, understood
 from vlfit.plan.vllm.one_request import too_small
+from vlfit.plan.vllm.step_down import KV_TOO_SMALL, broken_words, next_plan
 from vlfit.plan.vllm.versions import chosen_version
 from vlfit.units import format_bytes
 
@@ -75,9 +77,25 @@ def plan_start(
     wishes = Wishes(**{**_wishes(options, vllm, installed), **legacy.wishes})
     subject = named(str(model.folder) if isinstance(model, Checkpoint) else str(model), wishes.weights)
     made = plan(_whole(subject), seen, wishes)
-    said = (*legacy.said, *filter(None, [share_words(legacy.share, made), too_small(made)]))
+    why: tuple[str, ...] = ()
+    if vllm.retry:
+        made, why = _holding_one_request(made, seen, wishes, legacy.words)
+    said = (*legacy.said, *why, *filter(None, [share_words(legacy.share, made), too_small(made)]))
     pinned = _pinned(whole, machine) if options.device != "auto" else {}
     return Planned(made, wishes, subject, machine, installed, legacy.words, said, legacy.unset, pinned)
+
+
+def _holding_one_request(
+    made: Plan, machine: Machine, wishes: Wishes, own: tuple[str, ...]
+) -> tuple[Plan, tuple[str, ...]]:
+    """``made``; or, where vLLM would refuse it as its KV cache holds no request, what that refusal would lead
+    to, and sentences that say so.
+    """
+    refused = too_small(made)
+    step = next_plan(Failure(KV_TOO_SMALL), [made], machine, wishes, own) if refused else None
+    if step is None:
+        return made, ()
+    return step.plan, (refused, f"planned instead: {step.what_changed}", *broken_words(step))
 
 
 def check(planned: Planned) -> None:

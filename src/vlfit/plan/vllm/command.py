@@ -21,7 +21,14 @@ from vlfit.plan.model import Model
 from vlfit.plan.vllm import constants, costs
 from vlfit.plan.vllm.flags import has
 from vlfit.plan.vllm.parallel import all_reduces
-from vlfit.plan.vllm.settings import FLOAT32, OLDER_RUNNER
+from vlfit.plan.vllm.settings import (
+    FLOAT32,
+    LOOPBACK,
+    NO_PEERS,
+    OLDER_RUNNER,
+    OLDER_SHARING,
+    SOCKETS,
+)
 from vlfit.plan.vllm.versions import (
     ASSUMED,
     INSTALLED,
@@ -40,6 +47,14 @@ _OUTSIDE = ("desktop", "reserve")  # lines that are not vLLM's
 # The library that the native engine has for this, too; vLLM refuses the second for a backend that it chooses.
 _FORMS = {"backend": "guidance", "disable_any_whitespace": True}
 _DIGITS = 1000  # a share is written with three digits, rounded down
+_UVA = "ends with 'UVA is not available' under WSL2"
+_BARRED = "the way that cards take to each other by themselves is barred here"
+_WHY = {
+    OLDER_SHARING.partition("=")[0]: f"NCCL shares RAM between cards as before 2.24: {_BARRED}",
+    SOCKETS.partition("=")[0]: "cards talk over sockets, as /dev/shm is full",
+    LOOPBACK.partition("=")[0]: "workers meet on this computer, whatever its network says",
+    NO_PEERS.partition("=")[0]: f"cards talk through RAM: {_BARRED}",
+}
 _FLOAT8_FROM = (8, 9)  # the first compute capability with instructions for it
 
 
@@ -189,6 +204,9 @@ def _flags_of_cards(model: Model, settings: "Settings") -> Iterator[Flag]:
             "weights.text",
             f"each layer goes over {told.tensor} cards, which add up {all_reduces(model)} times a token",
         )
+        if told.apart:
+            why = "vLLM's own sums over cards want them to read each other's memory"
+            yield Flag("--disable-custom-all-reduce", "", NO_LINE, why)
         if model.vision is not None and settings.image_tokens and not told.split_tower:
             yield Flag(
                 "--mm-encoder-tp-mode",
@@ -246,9 +264,9 @@ def _variables(
     told = dict(each.split("=", 1) for each in sorted(settings.vllm.variables))
     if wsl2 and version.needs_pinned_memory and OLDER_RUNNER not in told:
         told = {PINNED: "1", **told}
+    told |= dict([NO_PEERS.split("=", 1)]) if settings.vllm.apart else {}
     for name, value in told.items():
-        why = f"without it vLLM {version.text} ends with 'UVA is not available' under WSL2"
-        yield Flag(name, value, NO_LINE, why)
+        yield Flag(name, value, NO_LINE, _WHY.get(name) or f"without it vLLM {version.text} {_UVA}")
 
 
 def remarks(version: Version, settings: "Settings", *, capability: tuple[int, int]) -> Iterator[str]:

@@ -38,6 +38,7 @@ LIVES: Mapping[str, Life] = {
     "--tensor-parallel-size": _EVER,
     "--data-parallel-size": _EVER,
     "--num-gpu-blocks-override": _EVER,
+    "--disable-custom-all-reduce": _EVER,
     "--compilation-config": _EVER,
     "--api-server-count": Life((0, 9, 2)),
     "--kv-cache-memory-bytes": Life((0, 11)),

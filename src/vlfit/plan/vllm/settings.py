@@ -7,6 +7,12 @@ Knows fields and their meaning. Does not know what any of them costs (``costs.py
 from dataclasses import dataclass
 
 OLDER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # 0 turns it off: the newer runner needs pinned memory, up to 0.29
+# Variables by which workers find another way to each other, where the usual one is barred: NCCL's user guide,
+# its issue 1838, and vLLM's environment variables.
+OLDER_SHARING = "NCCL_CUMEM_HOST_ENABLE=0"
+SOCKETS = "NCCL_SHM_DISABLE=1"
+LOOPBACK = "VLLM_HOST_IP=127.0.0.1"
+NO_PEERS = "NCCL_P2P_DISABLE=1"
 FLOAT32 = "float32"
 
 

@@ -6,47 +6,25 @@ else can give; where it gives, that is told apart. Does not know how a log is re
 plan is started.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from vlfit.machine.model import Machine
-from vlfit.plan.ledger import VLLM, Settings, ledger
-from vlfit.plan.model import Model
+from vlfit.plan.ledger import Settings
 from vlfit.plan.search import Plan, Wishes
-from vlfit.plan.vllm import costs, moves
+from vlfit.plan.vllm import apart, costs, moves
+from vlfit.plan.vllm.cases import Answer, Answers, Case, Failure, answered, total, with_variable
 from vlfit.plan.vllm.command import budget, share
 from vlfit.plan.vllm.moves import Mover
-from vlfit.plan.vllm.parallel import why_not
 from vlfit.plan.vllm.rebuild import again_with
 from vlfit.plan.vllm.settings import OLDER_RUNNER
-from vlfit.plan.vllm.versions import PINNED, chosen_version
+from vlfit.plan.vllm.versions import PINNED
 from vlfit.units import GIB, format_bytes
 
+KV_TOO_SMALL = "vllm.kv_too_small"  # the doctor's name for a KV cache that holds no request
 _ONCE_MORE = 1  # times that the same is started again after a race
 _NEEDED = {"--max-model-len"}  # without it the model's own length counts, which never fits
 _PINNED_FROM = (0, 24, 0)  # the first version with the variable
-# Wishes that stay fixed, with what they are called in ``Settings`` or ``OfVllm``.
-_FIXED = ("context", "image_tokens", "sequences", "kv_tokens", "chunk", "data_parallel")
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What ended a start. ``id`` is that of the doctor's rule, "" if nothing was recognised.
-
-    ``values`` are the groups of the rule's pattern, as the log prints them: sizes are in GiB. ``stage``: of
-    memory that ran out: pictures, pass, graphs, sampler, weights or requests; "" if not known.
-    """
-
-    id: str
-    values: Mapping[str, str] = field(default_factory=dict)
-    stage: str = ""
-
-    def number(self, name: str) -> float | None:
-        """A value as a number; None if the log does not say it."""
-        try:
-            return float(self.values[name])
-        except (KeyError, ValueError):
-            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +38,9 @@ class Step:
     broken: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A failure with all that is known around it."""
-
-    failure: Failure
-    failed: Plan
-    machine: Machine
-    wishes: Wishes
-    own: tuple[str, ...]
-
-    @property
-    def model(self) -> Model:
-        return self.failed.model
-
-    @property
-    def settings(self) -> Settings:
-        return self.failed.settings
-
-    @property
-    def fixed(self) -> frozenset[str]:
-        fixed = {name for name in _FIXED if getattr(self.wishes, name) is not None}
-        return frozenset(fixed | ({"kv_tokens"} if self.wishes.kv_bytes is not None else set()))
-
-    @property
-    def version(self) -> tuple[int, int, int]:
-        return chosen_version(self.settings.vllm.version or None).number
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Settings to try, in words."""
-
-    settings: Settings
-    words: str
-    broken: tuple[str, ...] = ()
-
-
-Answers = Iterable[_Answer]
+def broken_words(step: Step) -> tuple[str, ...]:
+    """The wishes that had to give, each as a sentence that nobody overlooks."""
+    return tuple(f"NOT AS YOU ASKED: {wish}" for wish in step.broken)
 
 
 def next_plan(
@@ -111,7 +54,7 @@ def next_plan(
 
     ``machine``: as it is now. ``own``: flags that the person typed themselves, which are never left out.
     """
-    case = _Case(failure, tried[-1], machine, wishes, tuple(own))
+    case = Case(failure, tried[-1], machine, wishes, tuple(own))
     seen = {plan.settings for plan in tried}
     answer = _ANSWERS.get(failure.id)
     if answer is None:
@@ -125,7 +68,7 @@ def next_plan(
 # --- what helps against which cause ------------------------------------------------------------------------
 
 
-def _shorter(case: _Case) -> Answers:
+def _shorter(case: Case) -> Answers:
     """The KV cache holds less than one context: a context that it holds, by vLLM's own count where it has
     one.
     """
@@ -143,21 +86,21 @@ def _shorter(case: _Case) -> Answers:
         most = pool - costs.LARGEST_BLOCK
     shorter = moves.context_to(case.model, case.settings, int(most))
     if shorter is not None:
-        yield _answer(case, shorter, f"the KV cache of {pool} tokens holds no more")
+        yield answered(case, shorter, f"the KV cache of {pool} tokens holds no more")
     elif case.settings.vllm.kv_tokens is not None:
         larger = replace(case.settings, vllm=replace(case.settings.vllm, kv_tokens=None))
-        if _total(case, larger) <= case.failed.gpu.free:
-            yield _answer(case, larger, f"{pool} tokens hold no picture with a question and an answer")
+        if total(case, larger) <= case.failed.gpu.free:
+            yield answered(case, larger, f"{pool} tokens hold no picture with a question and an answer")
 
 
-def _longest(case: _Case) -> Answers:
+def _longest(case: Case) -> Answers:
     """The model was made for less."""
     shorter = moves.context_to(case.model, case.settings, int(case.failure.number("most") or 0))
     if shorter is not None:
-        yield _answer(case, shorter, "the model was made for no more")
+        yield answered(case, shorter, "the model was made for no more")
 
 
-def _less_share(case: _Case) -> Answers:
+def _less_share(case: Case) -> Answers:
     """Less is free than the plan counts: settings that need so much less, else the share that is free."""
     free, total = case.failure.number("free"), case.failure.number("total")
     if free is None or not total:
@@ -174,17 +117,17 @@ def _less_share(case: _Case) -> Answers:
             f"share {now:g} -> {most:g}, all that is free: {format_bytes(later)} that vLLM grows by at its "
             "first requests are not counted any more; close what else uses the card"
         )
-        yield _Answer(replace(case.settings, vllm=replace(case.settings.vllm, share=most)), words)
+        yield Answer(replace(case.settings, vllm=replace(case.settings.vllm, share=most)), words)
 
 
-def _no_room(case: _Case) -> Answers:
+def _no_room(case: Case) -> Answers:
     """Weights and the trial run fill the budget: less of what the trial run takes."""
     kv = case.failure.number("kv")
     pool = next(line.bytes for line in case.failed.ledger if line.line == "kv_cache")
     yield from _less(case, missing=None if kv is None else round(abs(kv) * GIB) + pool)
 
 
-def _out_of_memory(case: _Case) -> Answers:
+def _out_of_memory(case: Case) -> Answers:
     """What was running when memory ran out."""
     first: dict[str, tuple[Mover, ...]] = {
         "pictures": (moves.smaller_passes, moves.ample_pictures, moves.smaller_pictures),
@@ -194,53 +137,53 @@ def _out_of_memory(case: _Case) -> Answers:
         "requests": (moves.ample_pictures, moves.fewer_requests),
     }
     if case.failure.stage == "weights":
-        yield from _over_more_cards(case)
+        yield from apart.over_more_cards(case)
         return
     yield from _less(case, first.get(case.failure.stage, ()))
 
 
-def _graphs_failed(case: _Case) -> Answers:
+def _graphs_failed(case: Case) -> Answers:
     yield from _less(case, (moves.no_graphs,))
 
 
-def _sampler(case: _Case) -> Answers:
+def _sampler(case: Case) -> Answers:
     """Half of the requests that the rehearsal had."""
     rows = case.failure.number("rows")
     if rows:
         fewer = moves.requests_to(case.settings, int(rows) // 2)
         if fewer is not None:
-            yield _answer(case, fewer, f"there was no room to choose tokens for {int(rows)} at once")
+            yield answered(case, fewer, f"there was no room to choose tokens for {int(rows)} at once")
     yield from _less(case, (moves.fewer_requests,))
 
 
-def _again(case: _Case) -> Answers:
+def _again(case: Case) -> Answers:
     """The same once more: nothing is wrong with it."""
     told = case.settings.vllm
     if told.again < _ONCE_MORE:
         words = "the same once more: another program gave memory back while vLLM measured its own"
-        yield _Answer(replace(case.settings, vllm=replace(told, again=told.again + 1)), words)
+        yield Answer(replace(case.settings, vllm=replace(told, again=told.again + 1)), words)
 
 
-def _pinned(case: _Case) -> Answers:
+def _pinned(case: Case) -> Answers:
     """Pinned memory where this version has the variable; else, or then, its older runner."""
     set_now = case.failed.environment
     if OLDER_RUNNER in set_now:
         return
     if PINNED not in set_now and case.version >= _PINNED_FROM:
         words = f"{PINNED}=1: WSL2 leaves pinned memory off, and this version needs it"
-        yield _Answer(_with_variable(case.settings, f"{PINNED}=1"), words)
+        yield Answer(with_variable(case.settings, f"{PINNED}=1"), words)
     words = f"{OLDER_RUNNER}=0: the older runner, which needs no pinned memory"
-    yield _Answer(_with_variable(case.settings, f"{OLDER_RUNNER}=0"), words)
+    yield Answer(with_variable(case.settings, f"{OLDER_RUNNER}=0"), words)
 
 
-def _float16(case: _Case) -> Answers:
+def _float16(case: Case) -> Answers:
     told = case.settings.vllm
     if told.dtype != "float16":
         words = "computed in float16, as the card has no bfloat16: the same bytes"
-        yield _Answer(replace(case.settings, vllm=replace(told, dtype="float16")), words)
+        yield Answer(replace(case.settings, vllm=replace(told, dtype="float16")), words)
 
 
-def _without_flag(case: _Case) -> Answers:
+def _without_flag(case: Case) -> Answers:
     """A flag of the plan that this vLLM does not read is left out, if vLLM starts without it; never one that
     the person typed.
     """
@@ -253,22 +196,22 @@ def _without_flag(case: _Case) -> Answers:
         return
     told = replace(case.settings.vllm, left_out=case.settings.vllm.left_out | set(ours))
     whose = "; ".join(f"{name} was there for {flags[name].line}: {flags[name].why}" for name in ours)
-    yield _Answer(
+    yield Answer(
         replace(case.settings, vllm=told),
         f"without {', '.join(ours)}, which this vLLM does not take ({whose})",
     )
 
 
-def _whole_pictures(case: _Case) -> Answers:
+def _whole_pictures(case: Case) -> Answers:
     """Pictures may not be cut, and one has more tokens than a pass."""
     smaller = moves.smaller_pictures(case.model, case.settings)
     while smaller is not None and smaller.image_tokens > case.settings.chunk:
         smaller = moves.smaller_pictures(case.model, smaller)
     if smaller is not None:
-        yield _answer(case, smaller, "a picture may not have more tokens than a pass")
+        yield answered(case, smaller, "a picture may not have more tokens than a pass")
 
 
-def _less_ram(case: _Case) -> Answers:
+def _less_ram(case: Case) -> Answers:
     """The computer's own memory ran out: fewer processes; in RAM everything else, too."""
     if not case.settings.vllm.in_ram:
         yield from _apart(case, (moves.one_front, moves.fewer_copies))
@@ -276,13 +219,13 @@ def _less_ram(case: _Case) -> Answers:
     yield from _less(case, (moves.smaller_pool,))
 
 
-def _ram_for_pool(case: _Case) -> Answers:
+def _ram_for_pool(case: Case) -> Answers:
     """RAM holds less than the pool that was asked for."""
     yield from _less(case, (moves.smaller_pool, moves.fewer_requests))
 
 
-_ANSWERS: Mapping[str, Callable[[_Case], Answers]] = {
-    "vllm.kv_too_small": _shorter,
+_ANSWERS: Mapping[str, Callable[[Case], Answers]] = {
+    KV_TOO_SMALL: _shorter,
     "vllm.kv_too_small_v0": _shorter,
     "vllm.max_len_over_model": _longest,
     "vllm.free_lt_util": _less_share,
@@ -293,6 +236,12 @@ _ANSWERS: Mapping[str, Callable[[_Case], Answers]] = {
     "cuda.graph_oom": _graphs_failed,
     "vllm.sampler_oom": _sampler,
     "vllm.profile_race": _again,
+    "nccl.peer_access": apart.without_peers,
+    "nccl.timeout": apart.without_peers,
+    "nccl.unnamed": apart.without_peers,
+    "nccl.shm": apart.without_shared_ram,
+    "nccl.out_of_memory": _out_of_memory,
+    "torch.rendezvous": apart.at_home,
     "wsl.uva": _pinned,
     "vllm.bf16": _float16,
     "vllm.unknown_flag": _without_flag,
@@ -310,58 +259,30 @@ _ANSWERS: Mapping[str, Callable[[_Case], Answers]] = {
 
 
 def _less(
-    case: _Case, first: tuple[Mover, ...] = (), missing: int | None = None, *, all_of_it: bool = False
+    case: Case, first: tuple[Mover, ...] = (), missing: int | None = None, *, all_of_it: bool = False
 ) -> Answers:
     """Settings that free ``missing`` bytes, or one step where that is not known.
 
     Where all of them together free less, they are an answer still, unless ``all_of_it`` has to be freed.
     """
-    most = _total(case, case.settings) - (missing or 1)
+    most = total(case, case.settings) - (missing or 1)
 
     def enough(settings: Settings) -> bool:
-        return _total(case, settings) <= most
+        return total(case, settings) <= most
 
     way: list[Settings] = []
     for settings in moves.downwards(case.model, case.settings, first, case.fixed):
         way.append(settings)
         if enough(settings):
-            yield _answer(case, moves.without_needless(case.settings, way, case.fixed, enough))
+            yield answered(case, moves.without_needless(case.settings, way, case.fixed, enough))
             return
     if way and not all_of_it:
-        yield _answer(case, way[-1])
+        yield answered(case, way[-1])
 
 
-def _apart(case: _Case, movers: tuple[Mover, ...]) -> Answers:
+def _apart(case: Case, movers: tuple[Mover, ...]) -> Answers:
     """These moves alone, one at a time: what else could be lowered is not what lacks."""
     for mover in movers:
         lower = mover(case.model, case.settings)
         if lower is not None:
-            yield _answer(case, lower)
-
-
-def _over_more_cards(case: _Case) -> Answers:
-    """Weights that do not fit one card go over more of those that copies have now."""
-    told = case.settings.vllm
-    if case.wishes.tensor_parallel is not None or case.wishes.data_parallel is not None:
-        return
-    for tensor in range(told.tensor + 1, told.cards + 1):
-        if not why_not(case.model, tensor):
-            more = replace(told, tensor=tensor, data=told.cards // tensor)
-            words = f"each layer over {tensor} cards instead of {told.tensor}: {more.data} copies instead of "
-            yield _Answer(replace(case.settings, vllm=more), f"{words}{told.data}")
-
-
-def _answer(case: _Case, settings: Settings, why: str = "") -> _Answer:
-    words = moves.in_words(case.settings, settings) + (f" ({why})" if why else "")
-    return _Answer(settings, words, moves.broken(case.settings, settings, case.fixed))
-
-
-def _with_variable(settings: Settings, variable: str) -> Settings:
-    told = settings.vllm
-    return replace(settings, vllm=replace(told, variables=told.variables | {variable}))
-
-
-def _total(case: _Case, settings: Settings) -> int:
-    """Bytes of what vLLM itself takes."""
-    lines = ledger(case.model, case.failed.gpu, VLLM, settings)
-    return sum(line.bytes for line in lines if line.line != "desktop")
+            yield answered(case, lower)
