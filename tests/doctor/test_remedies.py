@@ -235,3 +235,23 @@ def test_what_a_device_side_assertion_says(assertion: str, meaning: str) -> None
     assert f"({assertion})" in found.cause
     assert meaning in found.cause
     assert not re.search(r"[`']", only("CUDA error: device-side assert triggered").cause)
+
+
+def test_a_cache_whose_size_was_named_is_said_in_its_bytes() -> None:
+    """Two digits of GiB say nothing of a small one."""
+    run = (
+        "INFO [utils.py:299] non-default args: {'model_tag': 'a/b', 'model': 'a/b', 'max_model_len': 4096, "
+        "'kv_cache_memory_bytes': 9437184}\n"
+    )
+    said = (
+        "ValueError: To serve at least one request with the model's max seq len (4096), (0.01 GiB KV cache "
+        "is needed, which is larger than the available KV cache memory (0.01 GiB). Based on the available "
+        "memory, the estimated maximum model length is 2944.\n"
+    )
+    found = only(run + said)
+    assert "needs about 12.5 MiB, and 9.0 MiB were asked for (--kv-cache-memory-bytes), which hold 2944." in (
+        found.cause
+    )
+    assert flags(found.command)["max-model-len"] == "2944"
+    unnamed = only(said.replace("(0.01 GiB)", "(0.0 GiB)"))
+    assert "less than 0.01 GiB are left" in unnamed.cause

@@ -27,6 +27,7 @@ SAMPLER_ROW = SAMPLER_ROW_BYTES / GIB
 PICTURE_CAP = 1024 * 1024  # pixels; 1,024 image tokens, as a token is 32x32 pixels
 CONTEXT_WISHED = 4096
 DEFAULT_SEQUENCES = 256
+TWO_DIGITS = 0.01  # GiB; what a number in a log may be wrong by
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,13 @@ def fp8_name(model: str) -> str:
     """The name under which the official FP8 checkpoint of a bf16 one lies on the hub."""
     kind = "Thinking" if "thinking" in model.lower() else "Instruct"
     return f"Qwen/Qwen3-VL-{size_of(model)}-{kind}-FP8"
+
+
+def in_words(gibibytes: float) -> str:
+    """A size that a log prints with two digits of GiB, where so few say anything."""
+    if 0 <= gibibytes < TWO_DIGITS:
+        return "less than 0.01 GiB"
+    return f"{gibibytes:g} GiB"
 
 
 def floor_share(share: float) -> float:

@@ -66,6 +66,14 @@ def test_stop_leaves_nothing_behind(tmp_path: Path, stubborn: bool) -> None:
     assert "INFO:     Shutting down" in started.lines
 
 
+def test_what_has_nothing_to_bring_in_order_is_not_waited_for(tmp_path: Path) -> None:
+    started = Started(tmp_path, {"stubborn": True}, gentle=600.0)
+    started.wait_for("Application startup complete")
+    started.guarded.stop(gently=False)
+    assert started.guarded.ended
+    assert gone(started.mark, 0.5)
+
+
 def test_who_does_not_hear_is_killed(tmp_path: Path) -> None:
     deaf = "import signal, time; [signal.signal(n, 1) for n in (2, 15)]; print('deaf', flush=True); "
     deaf += "time.sleep(99)"

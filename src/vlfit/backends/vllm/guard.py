@@ -2,8 +2,9 @@
 
 It is started by its path, with Python's own modules alone, so that it is there in milliseconds. Its
 standard input is a pipe whose other end whoever started it holds: the end of that pipe, or of that process,
-ends the program and all that it started; so does the letter ``s``, and ``k`` ends it at once. First comes
-SIGINT to the program; after GENTLE seconds SIGTERM to all; after FIRM more SIGKILL. On Linux what the program
+ends the program and all that it started; so does the letter ``s``. First comes SIGINT to the program; after
+GENTLE seconds SIGTERM to all; after FIRM more SIGKILL. The letter ``t`` leaves out the first, for a program
+that has nothing to bring in order yet; ``k`` the first two. On Linux what the program
 started is found wherever it went, as orphans become children of this process. Ends as the program does. Knows
 processes and signals; nothing of what the program is.
 """
@@ -48,7 +49,7 @@ def main() -> int:
             word = os.read(sys.stdin.fileno(), 512)
             if not word:
                 watched = [reading]
-            guarded.end(at_once=b"k" in word)
+            guarded.end(firmly=b"t" in word, at_once=b"k" in word)
         if os.getppid() != parent:
             guarded.end()
     return guarded.code
@@ -102,13 +103,16 @@ class _Guarded:
         code = os.waitstatus_to_exitcode(self._status or 0)
         return code if code >= 0 else 128 - code
 
-    def end(self, *, at_once: bool = False) -> None:
-        """Begin to end it. Said again it changes nothing, unless it is now to be at once."""
+    def end(self, *, firmly: bool = False, at_once: bool = False) -> None:
+        """Begin to end it. Said again it changes nothing, unless it is now to be quicker."""
         if self._began_ending is None:
             self._began_ending = time.monotonic()
-            self._send(self._pid, signal.SIGINT)
+            if not firmly:
+                self._send(self._pid, signal.SIGINT)
+        if firmly or at_once:
+            self._gentle = 0.0
         if at_once:
-            self._gentle = self._firm = 0.0
+            self._firm = 0.0
 
     def over(self) -> bool:
         """Whether nothing is left. Goes on with the ending, if that has begun or the program has ended."""

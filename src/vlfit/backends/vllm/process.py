@@ -84,15 +84,16 @@ class Guarded:
         known = [size for size in held if size is not None]
         return sum(known) if known else None
 
-    def stop(self) -> None:
+    def stop(self, *, gently: bool = True) -> None:
         """End it, and come back when nothing of it is left. Any thread may call it, more than once.
 
-        An interrupt (Ctrl-C) while this waits ends it at once, and goes on to whoever called.
+        ``gently``: it may bring its things in order first; a start that nobody wants any more has none. An
+        interrupt (Ctrl-C) while this waits ends it at once, and goes on to whoever called.
         """
         with self._stopping:
             if self._over.is_set():
                 return
-            self._tell(b"s")
+            self._tell(b"s" if gently else b"t")
             try:
                 gone = self._over.wait(self._limit)
             except BaseException:

@@ -63,7 +63,7 @@ def start(
     try:
         _wait(started, watching, address, tell)
     except BaseException:
-        guarded.stop()
+        guarded.stop(gently=False)
         raise
     started.seconds = time.monotonic() - begun
     return started

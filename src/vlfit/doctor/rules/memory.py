@@ -8,15 +8,19 @@ from vlfit.doctor.arithmetic import (
     CONTEXT_WISHED,
     GROWTH,
     SAMPLER_ROW,
+    TWO_DIGITS,
+    in_words,
     largest_utilization,
     length_that_fits,
 )
 from vlfit.doctor.command import serve, without_model
 from vlfit.doctor.rule import Case, Rule, Values
 from vlfit.doctor.rules.shortfall import make_room, planned_start
+from vlfit.units import GIB, format_bytes
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _FEW_SEQUENCES = 8
+_LEFT = "are left for it beside weights and workspace"
 # What a length that vLLM counted leaves open, where no machine or no known model is named.
 _GROWS_LATER = (
     f"Whether the {GROWTH:g} GiB that its process grows later are free, too, is unchecked: the planner "
@@ -60,13 +64,45 @@ def _none(case: Case) -> Values:
 def _shorter_context(case: Case) -> Values:
     length, needed = int(case.found.groups["length"]), case.found.number("needed")
     available = case.found.number("available")
-    if available <= 0:
-        return {**make_room(case, -available), "why": ""}
     estimate = case.found.groups.get("estimate")
+    given = case.facts.whole("kv_cache_memory_bytes", 0)
+    shown = {"needed": in_words(needed), "there": f"{in_words(available)} {_LEFT}"}
+    # Where it was told the size, the log has its bytes, beside which two digits of GiB say little.
+    if given and abs(given / GIB - available) <= TWO_DIGITS:
+        return shown | _given_too_little(case, given, int(estimate) if estimate else 0)
+    if available <= 0:
+        return {**shown, **make_room(case, -available), "why": ""}
     # vLLM's own estimate is exact where it is given: it knows the bytes, the log only two digits of GiB.
     fits = int(estimate) if estimate else length_that_fits(length, needed, available)
     per_token = needed * 2**20 / length
     why = f"{length} tokens x {per_token:.3g} KiB = {needed:g} GiB."
+    return shown | _what_fits(case, fits, why, per_token)
+
+
+def _given_too_little(case: Case, given: int, estimate: int) -> Values:
+    """The size of the cache was named, and is no matter of what is free."""
+    length = int(case.found.groups["length"])
+    asked = f"{format_bytes(given)} were asked for (--kv-cache-memory-bytes)"
+    if not estimate:
+        advice = "Name a larger one, or none: then the cache takes what the share of the GPU leaves."
+        run = serve(case.facts, without=("kv_cache_memory_bytes",))
+        return {"there": asked, "why": "", "advice": advice + without_model(case.facts), "run": run}
+    needed = -(-given * length // estimate)
+    advice = f"Ask for at most {estimate} tokens, or name about {format_bytes(needed)}, where that is free."
+    run = serve(case.facts, {"max_model_len": estimate})
+    return {
+        "needed": f"about {format_bytes(needed)}",
+        "there": f"{asked}, which hold {estimate}",
+        "why": "",
+        "advice": advice + without_model(case.facts),
+        "run": run,
+    }
+
+
+def _what_fits(case: Case, fits: int, why: str, per_token: float) -> Values:
+    """A context of at most ``fits`` tokens of ``per_token`` KiB; more room where that is few."""
+    length, needed = int(case.found.groups["length"]), case.found.number("needed")
+    available = case.found.number("available")
     if fits < CONTEXT_WISHED:
         room = make_room(case, None, have=available)
         return {
@@ -167,10 +203,7 @@ MEMORY = (
             rf"\((?P<available>{_NUMBER}) GiB\)"
             r"(?:\. ?Based on the available memory, the estimated maximum model length is (?P<estimate>\d+))?"
         ),
-        cause=(
-            "The KV cache of one request of {length} tokens needs {needed} GiB, and {available} GiB are "
-            "left for it beside weights and workspace. {why}"
-        ),
+        cause=("The KV cache of one request of {length} tokens needs {needed}, and {there}. {why}"),
         remedy="{advice}",
         command="{run}",
         compute=_shorter_context,

@@ -79,7 +79,7 @@ Answers = Iterable[Answer]
 
 
 def answered(case: Case, settings: Settings, why: str = "") -> Answer:
-    """``settings``, lower than those that failed, with what that changes; ``why``: no more than that helps."""
+    """``settings`` to try after those that failed, with what that changes, and ``why``."""
     words = moves.in_words(case.settings, settings) + (f" ({why})" if why else "")
     return Answer(settings, words, moves.broken(case.settings, settings, case.fixed))
 

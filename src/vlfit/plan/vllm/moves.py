@@ -193,8 +193,8 @@ def in_words(before: Settings, after: Settings) -> str:
     if before.graphs and not after.graphs:
         said.append("no CUDA graphs (--enforce-eager): each word takes longer")
     old_told, new_told = before.vllm, after.vllm
-    if old_told.kv_tokens != new_told.kv_tokens:
-        old_pool, new_pool = pool_tokens(before), pool_tokens(after)
+    old_pool, new_pool = _pools(before, after)
+    if old_pool is not None and new_pool is not None and old_pool != new_pool:
         price = "fewer long requests run at once" if new_pool < old_pool else "it takes more memory"
         said.append(f"KV cache {old_pool} -> {new_pool} tokens: {price}")
     if old_told.data != new_told.data:

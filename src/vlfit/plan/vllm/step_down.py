@@ -69,8 +69,8 @@ def next_plan(
 
 
 def _shorter(case: Case) -> Answers:
-    """The KV cache holds less than one context: a context that it holds, by vLLM's own count where it has
-    one.
+    """The KV cache holds less than one context: a larger one, where its size was the plan's own; else a
+    context that it holds, by vLLM's own count where it has one.
     """
     available = case.failure.number("available")
     most = case.failure.number("estimate") or case.failure.number("stored")
@@ -82,15 +82,27 @@ def _shorter(case: Case) -> Answers:
         # Two digits of GiB are printed: one of them less is held for sure.
         most = length * (available - 0.01) / needed
     pool = costs.pool_tokens(case.settings)
-    if most is None or most <= 0:
+    if most and most > 0:
+        yield from _larger_pool(case, round(pool * case.settings.context / most))
+    else:
         most = pool - costs.LARGEST_BLOCK
     shorter = moves.context_to(case.model, case.settings, int(most))
     if shorter is not None:
+        # What vLLM counted is of this pool, which a shorter context alone would make smaller, too.
+        shorter = replace(shorter, vllm=replace(shorter.vllm, kv_tokens=pool))
         yield answered(case, shorter, f"the KV cache of {pool} tokens holds no more")
     elif case.settings.vllm.kv_tokens is not None:
         larger = replace(case.settings, vllm=replace(case.settings.vllm, kv_tokens=None))
         if total(case, larger) <= case.failed.gpu.free:
             yield answered(case, larger, f"{pool} tokens hold no picture with a question and an answer")
+
+
+def _larger_pool(case: Case, tokens: int) -> Answers:
+    """Once, for a pool whose size nobody asked for: vLLM counts otherwise than the plan, in larger blocks."""
+    told = case.settings.vllm
+    larger = replace(case.settings, vllm=replace(told, kv_tokens=tokens + costs.LARGEST_BLOCK))
+    if told.kv_tokens is None and total(case, larger) <= case.failed.gpu.free:
+        yield answered(case, larger, f"vLLM counts so many for {case.settings.context}")
 
 
 def _longest(case: Case) -> Answers:
