@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,27 @@ def main() -> None:
 def make_pictures(folder: Path, count: int) -> Path:
     """``count`` files, no two alike."""
     folder.mkdir()
-    for number in range(count):
-        chance = random.Random(number)
-        small = Image.frombytes(
-            "RGB", (SIZE[0] // GRAIN, SIZE[1] // GRAIN), chance.randbytes(SIZE[0] * SIZE[1] // GRAIN**2 * 3)
+    with ProcessPoolExecutor() as pool:
+        list(
+            pool.map(
+                make_picture,
+                (folder / f"{number:05}.jpg" for number in range(count)),
+                range(count),
+                chunksize=8,
+            )
         )
-        noise = Image.frombytes("L", SIZE, chance.randbytes(SIZE[0] * SIZE[1]))
-        picture = small.resize(SIZE, Image.Resampling.BICUBIC)
-        grain = noise.filter(ImageFilter.GaussianBlur(1)).convert("RGB")
-        Image.blend(picture, grain, 0.15).save(folder / f"{number:05}.jpg", quality=85)
     return folder
+
+
+def make_picture(path: Path, number: int) -> None:
+    chance = random.Random(number)
+    small = Image.frombytes(
+        "RGB", (SIZE[0] // GRAIN, SIZE[1] // GRAIN), chance.randbytes(SIZE[0] * SIZE[1] // GRAIN**2 * 3)
+    )
+    noise = Image.frombytes("L", SIZE, chance.randbytes(SIZE[0] * SIZE[1]))
+    picture = small.resize(SIZE, Image.Resampling.BICUBIC)
+    grain = noise.filter(ImageFilter.GaussianBlur(1)).convert("RGB")
+    Image.blend(picture, grain, 0.15).save(path, quality=85)
 
 
 def describe(model: str | Path, pictures: Path, at_once: str, options: argparse.Namespace) -> dict[str, Any]:
