@@ -28,7 +28,8 @@ endif
 # Two workers on small machines; each keeps torch to one thread, so that they do not fight over the cores.
 WORKERS ?= 2
 # Compiled modules are kept, also where the environment says not to: the tests start a hundred programs.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST := OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile
 
 demo: $(RUN)
 	$(IN_VENV) -m vlfit caption --model mini examples/pictures/*
