@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vlfit.server.settings import ServerSettings
     from vlfit.settings import Settings
 
-    OpenModel = Callable[[Settings, Printer, Phases], OpenBackend]
+    OpenModel = Callable[[Settings, Printer, Phases, Path | None], OpenBackend]
 
 CRASHED = 70  # EX_SOFTWARE of sysexits.h: to be started again
 CLOSING_SECONDS = 0.7  # what is left of the three seconds of Ctrl-C when all requests are over
@@ -44,7 +44,7 @@ def serve_here(
     trust_remote_code: bool = False,
 ) -> None:
     """Until a signal ends it, and the process with it. ``open_model`` opens the model in another way than
-    here.
+    here; it is given the file in which a server that died may have left word, None where none is kept.
     """
     from vlfit.backends.phases import Phases
     from vlfit.engine import head_start
@@ -69,7 +69,7 @@ def serve_here(
         if open_model is None:
             backend = _load(settings, printer, phases, trust_remote_code=trust_remote_code)
         else:
-            backend = open_model(settings, printer, phases)
+            backend = open_model(settings, printer, phases, kept.word if kept else None)
         try:
             from vlfit.server.app import create_app
             from vlfit.server.listen import serve_until_stopped

@@ -7,6 +7,9 @@ Knows: what a person is told of it, and the two ways to serve: behind vlfit's ow
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlfit.cli.printing import Printer
@@ -50,7 +53,9 @@ def serve_vllm(settings: "Settings", asked: OfServe, *, json_line: bool, quiet: 
             settings,
             json_line=json_line,
             quiet=quiet,
-            open_model=lambda settings, printer, phases: open_vllm(settings, asked, printer, phases),
+            open_model=lambda settings, printer, phases, word: open_vllm(
+                settings, asked, printer, phases, word
+            ),
         )
 
 
@@ -63,17 +68,26 @@ def check_direct(settings: "Settings") -> None:
         )
 
 
-def open_vllm(settings: "Settings", asked: OfServe, printer: Printer, phases: "Phases") -> "VllmBackend":
-    """The model under vLLM, with all that a person is told on the way."""
+def open_vllm(
+    settings: "Settings", asked: OfServe, printer: Printer, phases: "Phases", word: "Path | None" = None
+) -> "VllmBackend":
+    """The model under vLLM, with all that a person is told on the way. ``word``: a file in which one that
+    died left what of, for this one, which takes its place.
+    """
     from vlfit.backends.vllm.backend import VllmBackend
+    from vlfit.backends.vllm.deaths import after_deaths, remember
     from vlfit.checkpoint.source import locate
 
     planned = planned_for(settings, asked, printer.note)
+    if word is not None:
+        planned = after_deaths(planned, word)
     show_plan(planned, printer)
     locate(planned.plan.model.place)  # fetched now, with a line of its own, and not behind the bar
     try:
         with starting(printer, phases) as (tell, progress):
             options = vllm_options(settings, asked, tell)
+            if word is not None:
+                options = replace(options, died=partial(remember, word))
             most = settings.max_tokens or engine_options(settings).max_tokens
             backend = VllmBackend.launch(planned, options, progress, max_tokens=most)
     except VllmFailed:

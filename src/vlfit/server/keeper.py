@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -47,13 +48,15 @@ _WHY = {
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What the process that serves is given. ``listener``: for connections handed on. ``keeper``: the process
-    to signal. ``restarts``: how often it was started again. ``tell_ready`` lets clients in.
+    to signal. ``restarts``: how often it was started again. ``tell_ready`` lets clients in. ``word``: a file
+    by which one that serves may tell the next, and which goes with the keeper; nobody else can read it.
     """
 
     listener: socket.socket
     keeper: int
     restarts: int
     tell_ready: Callable[[], None]
+    word: Path
 
 
 def keep(listener: socket.socket) -> Kept:
@@ -95,6 +98,7 @@ class _Keeper:
         self._listener = listener
         self._inside = inside
         self._path = f"{folder}/server"
+        self._word = Path(folder, "word")
         self._state = state
         self._life = life
         self._server = 0
@@ -167,7 +171,7 @@ class _Keeper:
         def tell_ready() -> None:
             self._state[0] = SERVING
 
-        return Kept(self._inside, self.pid, restarts, tell_ready)
+        return Kept(self._inside, self.pid, restarts, tell_ready, self._word)
 
     def _relay(self) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -3,20 +3,28 @@
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.backends.vllm.conftest import TOKEN_BYTES, Stage
 from tests.backends.vllm.fake_vllm import environment
-from vlfit.backends.vllm import starting
+from vlfit.backends.vllm import attempts, starting
 from vlfit.backends.vllm.backend import VllmBackend
+from vlfit.backends.vllm.deaths import after_deaths, remember
 from vlfit.backends.vllm.options import VllmOptions
+from vlfit.backends.vllm.planning import plan_start
+from vlfit.backends.vllm.where import find
+from vlfit.doctor.failure import read_failure
 from vlfit.engine.conversation import ask
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import DeviceError, DoesNotFit, EngineLost, UsageError, VllmFailed
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
+from vlfit.machine.survey import survey
+from vlfit.plan.search import Plan
+from vlfit.plan.vllm.cases import Failure
 
 
 def flag(words: list[str], name: str) -> str:
@@ -190,6 +198,42 @@ def test_an_interrupt_while_it_starts_leaves_nothing_behind(
         VllmBackend.load("mini", None, VllmOptions(python=stage.python, tell=interrupt))
     assert "vLLM has said nothing for" in heard[-1]
     assert stage.is_gone
+
+
+def test_what_it_died_of_is_known_to_the_one_in_its_place(stage: Stage, tmp_path: Path) -> None:
+    """Less after a want of memory, once more less after the next; what served before after any other end."""
+    word, told = tmp_path / "word", threading.Event()
+    planned = plan_start("mini", EngineOptions(), VllmOptions(), find(stage.python), survey())
+    assert after_deaths(planned, word) is planned  # nothing has died yet
+
+    def died(plan: Plan, failure: Failure) -> None:
+        remember(word, plan, failure)
+        told.set()
+
+    with stage.load(died=died) as backend, pytest.raises(EngineLost):
+        backend.stream(ask("die now"), SamplingParams()).answer()
+    assert told.wait(5)
+    second = after_deaths(planned, word)
+    assert (planned.plan.settings.chunk, second.plan.settings.chunk) == (2048, 1024)
+    assert second.said[-2].endswith("for want of memory  [torch.oom]")
+    assert second.said[-1].startswith("started again: 2048 -> 1024 tokens a pass")
+    remember(word, second.plan, Failure("kernel.oom_kill"))
+    third = after_deaths(planned, word)
+    assert third.plan.settings.vllm.kv_tokens is not None  # half of the pool
+    remember(word, third.plan, Failure("kernel.killed"))  # by whom is not known
+    assert after_deaths(planned, word).plan.settings == third.plan.settings
+
+
+def test_a_kill_by_the_kernel_for_want_of_ram_is_told_from_others(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlfit.backends.vllm.process._VMSTAT", tmp_path / "vmstat")
+    (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 3\n")
+    with stage.load() as backend:
+        started = backend.serving.started
+    for count, cause in ((3, ""), (4, "kernel.oom_kill")):
+        (tmp_path / "vmstat").write_text(f"nr_free_pages 7\noom_kill {count}\n")
+        assert attempts.read(started, read_failure)[0].id == cause
 
 
 def test_it_loads_in_any_thread(stage: Stage) -> None:

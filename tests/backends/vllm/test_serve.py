@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,6 +84,26 @@ def ask(client: openai.OpenAI, words: str = "hello") -> str | None:
     return answer.choices[0].message.content
 
 
+def answers(served: Served) -> bool:
+    """Whether it answers, whichever process it is."""
+    try:
+        return ask(served.client()) == "a fake answer"
+    except openai.APIError:
+        return False
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def words_of(start: dict[str, Any]) -> list[str]:
+    words: list[str] = start["words"]
+    return words
+
+
 def test_an_impossible_setting_is_stepped_down_and_serves(stage: Stage) -> None:
     """Before the start, as far as the plan sees it; and after it, as vLLM counts otherwise here."""
     stage.behaves(tokens=2 * TOKEN_BYTES)
@@ -131,6 +152,23 @@ def test_dying_while_it_serves_ends_it_with_70_and_the_cause(stage: Stage, direc
             assert "torch.oom" in str(raised.value)
         assert served.ends() == 70
     assert "torch.oom" in served.err
+
+
+@pytest.mark.slow
+def test_after_a_death_for_want_of_memory_it_is_started_again_with_less(stage: Stage) -> None:
+    """And after any other with what served."""
+    with serving(stage, "--port", "0", "--restart") as served:
+        with pytest.raises(openai.APIError, match=r"torch\.oom"):
+            ask(served.client(), "die now")
+        wait_until(lambda: answers(served))
+        with pytest.raises(openai.APIError):
+            ask(served.client(), "stumble now")
+        wait_until(lambda: len(stage.starts) == 3 and answers(served))
+        assert served.ends(signal.SIGTERM) == 0
+    passes = [words[words.index("--max-num-batched-tokens") + 1] for words in map(words_of, stage.starts)]
+    assert passes == ["2048", "1024", "1024"]
+    assert "vLLM ended while it served, for want of memory  [torch.oom]" in served.err
+    assert "started again: 2048 -> 1024 tokens a pass" in served.err
 
 
 @pytest.mark.slow

@@ -119,7 +119,9 @@ def read(started: Started, read_failure: "ReadFailure | None") -> tuple[Failure,
     if read_failure is None:
         return Failure(""), None
     text = started.log.text
-    if started.guarded.code == _KILLED:
+    if started.ran_out_of_ram:
+        text += b"\nOut of memory: Killed process 0 (vllm)\n"  # as the kernel's log has it, for root alone
+    elif started.guarded.code == _KILLED:
         text += b"\nKilled\n"  # as a shell would have said
     return read_failure(io.BytesIO(text), None)
 

@@ -21,7 +21,7 @@ from vlfit.backends.streams import QueuedStream
 from vlfit.backends.vllm import account, attempts
 from vlfit.backends.vllm.attempts import Attempts, Serving
 from vlfit.backends.vllm.command import follows_grammars, loopback
-from vlfit.backends.vllm.options import ReadFailure, VllmOptions
+from vlfit.backends.vllm.options import VllmOptions
 from vlfit.backends.vllm.planning import Planned, plan_start
 from vlfit.backends.vllm.starting import free_port
 from vlfit.backends.vllm.where import find
@@ -55,10 +55,10 @@ class VllmBackend:
         serving: Serving,
         name: str,
         folder: Path,
-        read_failure: "ReadFailure | None",
+        vllm: VllmOptions,
         max_tokens: int | None = None,
     ) -> None:
-        self._serving, self._read_failure, self._folder = serving, read_failure, folder
+        self._serving, self._vllm, self._folder = serving, vllm, folder
         self.model = name
         self._why: EngineLost | None = None
         self._listeners: list[Callable[[Exception], None]] = []
@@ -126,7 +126,7 @@ class VllmBackend:
             vllm.tell or logger.warning,
             progress or (lambda what, share: None),
         )
-        return cls(tries.run(), name, folder, vllm.read_failure, max_tokens)
+        return cls(tries.run(), name, folder, vllm, max_tokens)
 
     @property
     def plan(self) -> Plan:
@@ -233,7 +233,9 @@ class VllmBackend:
         guarded.wait(None)
         if self._closed:
             return
-        _, diagnosis = attempts.read(self._serving.started, self._read_failure)
+        failure, diagnosis = attempts.read(self._serving.started, self._vllm.read_failure)
+        if self._vllm.died is not None:
+            self._vllm.died(self.plan, failure)
         words = attempts.in_words(self._serving.started, diagnosis)
         why = EngineLost(
             f"vLLM ended while it served: {words}",

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from vlfit.machine.model import Machine
+    from vlfit.plan.search import Plan
     from vlfit.plan.vllm.cases import Failure
 
 Tell = Callable[[str], None]
+Died: TypeAlias = "Callable[[Plan, Failure], None]"
 # Reads a log to its end: what failed, for the plan, and the same for a person, None if nothing is known.
 ReadFailure: TypeAlias = "Callable[[BinaryIO, Machine | None], tuple[Failure, Diagnosis | None]]"
 
@@ -38,7 +40,8 @@ class VllmOptions:
     ``weights``: the format to plan for where a name leaves it open. ``tensor_parallel``, ``data_parallel``:
     over how many cards. ``retry``: whether a start that fails is followed by one with the next cheaper plan.
     ``read_failure``: names the cause of a failed start; without it a start that fails is not tried again.
-    ``tell`` is told in words what is planned, what failed and what is changed; None: the log of Python.
+    ``died`` is told, in a thread, the plan that served and what ended it. ``tell`` is told in words what is
+    planned, what failed and what is changed; None: the log of Python.
     """
 
     python: str | None = None
@@ -50,4 +53,5 @@ class VllmOptions:
     data_parallel: int | None = None
     retry: bool = True
     read_failure: "ReadFailure | None" = field(default=None, repr=False)
+    died: "Died | None" = field(default=None, repr=False, compare=False)
     tell: Tell | None = field(default=None, repr=False, compare=False)

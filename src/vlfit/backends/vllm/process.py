@@ -21,6 +21,7 @@ GENTLE_SECONDS, FIRM_SECONDS = 8.0, 3.0
 _BEYOND_SECONDS = 3.0  # for the guard itself
 _LEAK_SECONDS = 1.0  # for what was still to be heard
 _LONGEST_LINE = 2**16
+_VMSTAT = Path("/proc/vmstat")
 
 
 class Guarded:
@@ -150,6 +151,17 @@ class Guarded:
         for pid in [*leader, *_members(self.pid)]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def killed_for_ram() -> int | None:
+    """How many programs the kernel has ended for want of RAM since this computer started; None where it does
+    not count (``oom_kill`` of proc(5): vmstat, since Linux 4.13).
+    """
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        for line in _VMSTAT.read_text("ascii", "replace").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
 
 
 def _share_of_ram(pid: int) -> int | None:

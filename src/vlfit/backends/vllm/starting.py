@@ -14,7 +14,7 @@ from vlfit.backends.vllm.command import LOOPBACK, Command
 from vlfit.backends.vllm.log import Log
 from vlfit.backends.vllm.memory_lines import Told
 from vlfit.backends.vllm.phases import SERVER, Start
-from vlfit.backends.vllm.process import Guarded
+from vlfit.backends.vllm.process import Guarded, killed_for_ram
 
 Progress = Callable[[str, float], None]
 
@@ -25,17 +25,26 @@ _ASK_SECONDS = 2.0  # for an answer to /health
 
 @dataclass
 class Started:
-    """A vLLM that was started. ``told``: what it said of its memory so far. ``seconds``: of its start."""
+    """A vLLM that was started. ``told``: what it said of its memory so far. ``seconds``: of its start.
+    ``killed_before``: programs that the kernel had ended for want of RAM by then.
+    """
 
     guarded: Guarded
     log: Log
     command: Command
     told: Told = field(default_factory=Told)
     seconds: float = 0.0
+    killed_before: int | None = field(default_factory=killed_for_ram)
 
     @property
     def ended(self) -> bool:
         return self.guarded.ended
+
+    @property
+    def ran_out_of_ram(self) -> bool:
+        """Whether the kernel has ended a program for want of RAM since: of one that ended, most likely it."""
+        now = killed_for_ram()
+        return now is not None and self.killed_before is not None and now > self.killed_before
 
 
 def free_port() -> int:
