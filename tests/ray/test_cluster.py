@@ -1,6 +1,8 @@
 """How many workers a cluster has room for, and what its failures are called. No cluster is started."""
 
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -36,15 +38,33 @@ def test_without_gpus_cores_are_shared_evenly() -> None:
         cluster._team_on_cpus(RayOptions(), {"head": 0})
 
 
-def test_a_head_that_is_not_there() -> None:
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address at which nobody listens."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(ClusterError, match=f"answers at 127.0.0.1:{port}"),
-            connected(RayOptions(f"127.0.0.1:{port}")),
-        ):
-            raise AssertionError("nothing is there to be connected to")
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("how", ["typed", "RAY_ADDRESS", "a file of a head that is gone"])
+def test_a_head_that_is_not_there(
+    how: str, nobody: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray itself waits for it without end."""
+    if how == "RAY_ADDRESS":
+        monkeypatch.setenv("RAY_ADDRESS", nobody)
+    elif how != "typed":
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # those of other tests
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(nobody)
+    with (
+        pytest.raises(ClusterError, match=f"answers at {nobody}") as raised,
+        connected(RayOptions(nobody if how == "typed" else "auto")),
+    ):
+        raise AssertionError("nothing is there to be connected to")
+    assert ("RAY_ADDRESS" in raised.value.hint) == (how != "typed")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +99,8 @@ def test_auto_does_not_join_the_cluster_of_another_batch(monkeypatch: pytest.Mon
     monkeypatch.setattr("ray.shutdown", lambda: left.append(True))
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0, cluster._PRIVATE: 1.0})
     monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    monkeypatch.setattr(cluster, "_knock", lambda *_, **__: None)
     with pytest.raises(ClusterError, match="another batch"), connected(RayOptions("auto")):
         pytest.fail("it was joined")
     assert left == [True]

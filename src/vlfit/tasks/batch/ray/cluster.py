@@ -13,11 +13,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 import ray.data  # its logging has to be there before it is made quiet
+from ray._private.services import get_ray_address_from_environment
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlfit.backends.opening import Wanted
@@ -160,12 +161,13 @@ def connected(options: RayOptions) -> Iterator[Cluster]:
 
 def _start(options: RayOptions) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    endpoint = options.endpoint()
+    meant = _meant(options)
+    endpoint = meant.endpoint()
     if endpoint is not None:
-        _knock(*endpoint)
+        _knock(*endpoint, found=meant is not options)
     try:
         with _own_signals():
-            if options.address == LOCAL:
+            if meant.address == LOCAL:
                 ray.init(
                     "local",
                     include_dashboard=False,
@@ -175,9 +177,9 @@ def _start(options: RayOptions) -> None:
                     logging_level=logging.ERROR,
                 )
             else:
-                ray.init(options.address, log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(meant.address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises many kinds, of its own and of the system
-        raise _in_words(error, options) from error
+        raise _in_words(error, meant) from error
     if options.address == AUTO and _PRIVATE in ray.cluster_resources():  # type: ignore[no-untyped-call]
         ray.shutdown()
         raise ClusterError(
@@ -186,13 +188,26 @@ def _start(options: RayOptions) -> None:
         )
 
 
-def _knock(host: str, port: int) -> None:
-    """Ray waits a minute for a head that is not there, and then ends the process."""
+def _meant(options: RayOptions) -> RayOptions:
+    """``options`` with the address that ``auto`` stands for. Ray would find it too; but it may be that of a
+    head which is gone (RAY_ADDRESS, or a file that nobody took away), and that is to be known at once.
+    """
+    if options.address != AUTO:
+        return options
+    try:
+        return replace(options, address=get_ray_address_from_environment(AUTO, None))
+    except ConnectionError as error:
+        raise ClusterError("there is no Ray cluster that this machine is part of", _NO_CLUSTER) from error
+
+
+def _knock(host: str, port: int, *, found: bool) -> None:
+    """Ray waits for a head that is not there: for minutes, without a word. ``found``: nobody typed it."""
     try:
         socket.create_connection((host, port), timeout=_KNOCK_S).close()
     except OSError as error:
+        where = "; RAY_ADDRESS or the last `ray start` here names this address" if found else ""
         raise ClusterError(
-            f"no Ray cluster answers at {host}:{port} ({error.strerror or error})", _NO_CLUSTER
+            f"no Ray cluster answers at {host}:{port} ({error.strerror or error})", _NO_CLUSTER + where
         ) from error
 
 
@@ -225,8 +240,6 @@ def _in_words(error: Exception, options: RayOptions) -> ClusterError:
             "all machines need the same Python and Ray; "
             f"here: Python {sys.version.split()[0]}, Ray {ray.__version__}",
         )
-    if options.address == AUTO and isinstance(error, ConnectionError):
-        return ClusterError("there is no Ray cluster that this machine is part of", _NO_CLUSTER)
     if "uthenticat" in text or "oken" in text:
         return ClusterError(
             f"the cluster does not let us in: {_last_line(error)}",
