@@ -8,6 +8,7 @@ import typer
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
+    from vlfit.tasks.batch.ray.options import RayOptions
     from vlfit.tasks.batch.wish import Wish
 
 Sources = Annotated[
@@ -128,6 +129,25 @@ def read_part(shard: str | None) -> str | None:
         return None
     index, of = read_shard(shard)
     return f"{index}/{of}" if (index, of) != (1, 1) else None
+
+
+def read_cluster(
+    ray: str | None, workers: int | None, *, ordered: bool, dry_run: bool
+) -> "RayOptions | None":
+    """The cluster that was named; None: this machine alone. Raises ``UsageError`` for what does not go with
+    the one or the other.
+    """
+    from vlfit.tasks.batch.ray.options import RayOptions
+
+    if ray is None:
+        if workers is not None:
+            raise UsageError("--workers goes with --ray", "--concurrency is how many run at once here")
+        return None
+    if ordered:
+        raise UsageError("a cluster keeps no order", "leave out --ordered, or --ray")
+    if dry_run:
+        raise UsageError("--dry-run tries the first pictures on this machine alone", "leave out --ray")
+    return RayOptions(ray, workers)
 
 
 def read_wish(

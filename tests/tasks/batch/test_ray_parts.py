@@ -4,7 +4,7 @@ import importlib.util
 import pickle
 import tarfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow
@@ -16,6 +16,7 @@ from tests.scripted_backend import png
 from tests.tasks.batch.beside import item
 from vlfit.backends.opening import Wanted
 from vlfit.backends.vllm.options import VllmOptions
+from vlfit.cli.batch_options import read_cluster
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import CheckpointError, ClusterError, PictureNotFound, UnreadableAnswer, UsageError
@@ -26,7 +27,7 @@ from vlfit.tasks.batch.keys import KeySet
 from vlfit.tasks.batch.ray import handful as handful_module
 from vlfit.tasks.batch.ray.handful import Done, Handful, Listed, Sent, Unsettled, handfuls, packed, unpacked
 from vlfit.tasks.batch.ray.options import RayOptions
-from vlfit.tasks.batch.ray.run import Few, _Ledger, _with_cards, check_ray
+from vlfit.tasks.batch.ray.run import Few, _Ledger, _with_cards, check_ray, run_on_ray
 from vlfit.tasks.batch.ray.sight import for_elsewhere, look, missing_model, samples_of
 from vlfit.tasks.batch.sources import open_sources
 from vlfit.tasks.batch.wish import Wish
@@ -56,6 +57,8 @@ def test_what_a_cluster_cannot_do_is_refused_at_once(monkeypatch: pytest.MonkeyP
         check_ray(job("-"), mini)
     with pytest.raises(UsageError, match="cuda:1: Ray says"):
         check_ray(job("photos"), Wanted(model="mini", options=EngineOptions(device="cuda:1")))
+    with pytest.raises(UsageError, match="concurrency is 0"):
+        run_on_ray(job("photos"), mini, RayOptions(), source=Few([]), output=Book(), at_once=0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="not installed") as raised:
         check_ray(job("photos"), mini)
@@ -197,6 +200,20 @@ def test_a_worker_that_died_is_told_of_when_another_takes_its_place() -> None:
     assert [text for text in heard.said if "died" in text] == ["a worker has died; what it had is done again"]
 
 
+def test_what_the_start_of_a_model_said_is_told_once() -> None:
+    ledger = _Ledger(Book(), heard := Heard())
+    said = [replace(_done(str(n), f"a:{n}"), told=("planned for 1 at once",)) for n in range(2)]
+    ledger.settle_all([*said, replace(_done("2", "a:1"), told=("NOT AS YOU ASKED",))], size=2)
+    assert [text for text in heard.said if "begun" not in text] == [
+        "a:0: planned for 1 at once",
+        "a:1: NOT AS YOU ASKED",
+    ]
+    # The words before a failure are what explains it.
+    with pytest.raises(ClusterError):
+        ledger.settle_all([Done("b:1", problem=ClusterError("no", ""), told=("tried with less",))], size=1)
+    assert heard.said[-1] == "b:1: tried with less"
+
+
 def test_the_first_speed_is_that_since_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -204,3 +221,15 @@ def test_the_first_speed_is_that_since_the_beginning(monkeypatch: pytest.MonkeyP
     now[0] = 180.0  # workers started, and the first handful came after more than a minute
     ledger.settle_all([Done("a:1", "mini", tuple(_done(str(n), "").outcomes[0] for n in range(40)))], size=1)
     assert ledger.progress.tally.speeds()[0] == 0.5
+
+
+def test_options_that_do_not_go_with_a_cluster_are_refused() -> None:
+    assert read_cluster(None, None, ordered=True, dry_run=True) is None
+    assert read_cluster("local", 2, ordered=False, dry_run=False) == RayOptions("local", 2)
+    for ray, workers, ordered, dry_run, words in (
+        (None, 2, False, False, "--workers goes with --ray"),
+        ("local", None, True, False, "keeps no order"),
+        ("local", None, False, True, "this machine alone"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            read_cluster(ray, workers, ordered=ordered, dry_run=dry_run)

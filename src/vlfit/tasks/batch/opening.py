@@ -36,14 +36,19 @@ def open_for_batch(
 
     Raises ``UsageError`` for numbers that make no sense, and what ``open_backend`` raises.
     """
-    for name, value in (("concurrency", at_once), ("readers", readers), ("tries", tries)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}", "it must be at least 1")
+    check_numbers(at_once, readers, tries)
     if wanted.kind == "native":
         backend = _open_native(_for_pictures_that_differ(wanted, alike=alike), at_once, progress)
     else:
         backend = open_backend(_with_room(wanted, at_once), progress)
     return backend, pace_for(backend, at_once, readers=readers, tries=tries)
+
+
+def check_numbers(at_once: int | None, readers: int | None, tries: int | None) -> None:
+    """Raises ``UsageError`` for one that makes no sense; None: nobody named it."""
+    for name, value in (("concurrency", at_once), ("readers", readers), ("tries", tries)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}", "it must be at least 1")
 
 
 def pace_for(

@@ -77,13 +77,16 @@ class Handful:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a worker has done. ``worker``: its machine and process; ``model``: what its backend calls it."""
+    """What a worker has done. ``worker``: its machine and process; ``model``: what its backend calls it;
+    ``told``: what its backend had to say since the last time.
+    """
 
     worker: str
     model: str = ""
     outcomes: tuple[Outcome, ...] = ()
     end: Listed | None = None
     problem: VlfitError | None = None
+    told: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from vlfit.tasks.batch.failures import TRIES, Streak, is_own_fault
 from vlfit.tasks.batch.item import Item, Source
 from vlfit.tasks.batch.job import Job, Work
 from vlfit.tasks.batch.keys import KeySet
+from vlfit.tasks.batch.opening import check_numbers
 from vlfit.tasks.batch.progress import Progress, Tally
 from vlfit.tasks.batch.ray.handful import Done, Duty, Listed
 from vlfit.tasks.batch.ray.options import RayOptions
@@ -88,6 +89,7 @@ def run_on_ray(
     an interrupt too, when the workers are gone.
     """
     check_ray(job, wanted)
+    check_numbers(at_once, readers, tries)
     from vlfit.tasks.batch.ray.cluster import connected
 
     wanted = for_elsewhere(wanted)
@@ -168,6 +170,7 @@ class _Ledger:
         self._limit: int | None = None
         self._begun = False
         self._workers: set[str] = set()
+        self._told: set[str] = set()  # what one worker has said of its start, others need not say again
         self._strangers = 0  # workers of the team that have not been heard of yet
         self._flushed = time.monotonic()
         progress.tally.began = self._flushed
@@ -201,6 +204,7 @@ class _Ledger:
 
     def _take(self, done: Done) -> None:
         if done.problem is not None:
+            self._pass_on(done)
             raise done.problem
         if not self._begun:
             self._begun = True
@@ -211,6 +215,7 @@ class _Ledger:
             if self._strangers < 0:  # a team has so many at a time: whoever comes beyond that replaces one
                 self.progress.note("a worker has died; what it had is done again")
             self.progress.note(f"worker {len(self._workers)} has begun: {done.worker}")
+        self._pass_on(done)
         for outcome in done.outcomes:
             self.settle(outcome)
         now = time.monotonic()
@@ -218,6 +223,12 @@ class _Ledger:
             self._flushed = now
             self.output.flush()
         self.progress.tick()
+
+    def _pass_on(self, done: Done) -> None:
+        for words in done.told:
+            if words not in self._told:
+                self._told.add(words)
+                self.progress.note(f"{done.worker}: {words}")
 
     def settle(self, outcome: Outcome) -> None:
         """Write what became of an item, the first time that it is told."""

@@ -8,11 +8,13 @@ reach nobody but Ray.
 import os
 import platform
 import socket
+from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vlfit._version import __version__
+from vlfit.backends.opening import Wanted
 from vlfit.errors import VlfitError
 from vlfit.tasks.batch.crew import Crew, Outcome
 from vlfit.tasks.batch.item import Item
@@ -33,6 +35,7 @@ class Worker:
         self._problem: VlfitError | None = None
         self._backend: LocalBackend | None = None
         self._crew: Crew | None = None
+        self._said: deque[str] = deque()
         go_to(duty.folder)
         try:
             self._open(duty)
@@ -48,13 +51,21 @@ class Worker:
         if lacking is not None:
             raise lacking
         self._backend, pace = open_for_batch(
-            duty.wanted,
+            self._heard(duty.wanted),
             duty.at_once,
             readers=duty.readers,
             tries=duty.tries,
             alike=bool(duty.work.wish.system),
         )
         self._crew = Crew(duty.work, self._backend, replace(pace, keep_going=duty.keep_going))
+
+    def _heard(self, wanted: Wanted) -> Wanted:
+        """``wanted``, and what vLLM's start says is kept for whoever started the batch."""
+        if wanted.kind != "vllm":
+            return wanted
+        from vlfit.backends.vllm.options import VllmOptions
+
+        return replace(wanted, vllm=replace(wanted.vllm or VllmOptions(), tell=self._said.append))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[bytes]]:
         """A batch of Ray's in and out: a column of packed handfuls, a column of what became of each."""
@@ -63,15 +74,23 @@ class Worker:
     def do(self, handful: Handful) -> Done:
         """Settle every item of ``handful``."""
         if handful.problem is not None or self._problem is not None:
-            return Done(self._name, problem=handful.problem or self._problem)
+            return Done(self._name, problem=handful.problem or self._problem, told=self._to_tell())
         assert self._crew is not None
         assert self._backend is not None
         originals = {item.key: item for item in handful.items}
         try:
             outcomes = tuple(_light(outcome, originals) for outcome in self._crew.outcomes(handful.to_read()))
         except VlfitError as error:
-            return Done(self._name, problem=located(error))
-        return Done(self._name, self._backend.model, outcomes, handful.end)
+            return Done(self._name, problem=located(error), told=self._to_tell())
+        return Done(self._name, self._backend.model, outcomes, handful.end, told=self._to_tell())
+
+    def _to_tell(self) -> tuple[str, ...]:
+        """What was said since somebody asked; another thread may ask too."""
+        told: list[str] = []
+        with suppress(IndexError):
+            while True:
+                told.append(self._said.popleft())
+        return tuple(told)
 
     def __del__(self) -> None:
         # Ray drops a worker when there is no more to do, and its process ends soon after.
