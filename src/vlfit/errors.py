@@ -293,5 +293,9 @@ class EngineStopped(VlfitError):
     code = "engine_stopped"
 
 
+class ServerStopping(EngineStopped):
+    """A server elsewhere takes nothing any more. It may be back in a while."""
+
+
 class EngineLost(EngineStopped):
     code = "engine_lost"

@@ -14,7 +14,15 @@ from vlfit.backends.remote import RemoteBackend
 from vlfit.engine.answer import Chunk
 from vlfit.engine.conversation import ImagePart, VideoPart, ask
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import InvalidRequest, QueueFull, RemoteError, UnknownModel, VlfitError, WrongApiKey
+from vlfit.errors import (
+    InvalidRequest,
+    QueueFull,
+    RemoteError,
+    ServerStopping,
+    UnknownModel,
+    VlfitError,
+    WrongApiKey,
+)
 
 GREEDY = SamplingParams()
 
@@ -75,6 +83,7 @@ def test_a_url_that_is_no_openai_api(models: object) -> None:
         (says('{"detail": "no such route"}', status=404), RemoteError, "no such route"),
         (says('{"error": {"message": "The model `x` does not exist."}}', status=404), UnknownModel, "`x`"),
         (says('{"error": "bad key"}', status=401), WrongApiKey, "bad key"),
+        (says('{"error": {"message": "bye", "code": "engine_stopped"}}', status=503), ServerStopping, "bye"),
         (says({"choices": ["word"]}), RemoteError, "another form"),
         (says({"choices": [{"delta": "word"}]}), RemoteError, "another form"),
         (says({"choices": 5}), RemoteError, "another form"),

@@ -203,6 +203,12 @@ def test_ctrl_c_ends_it_in_order(vlfit: Vlfit, backend: BesideBackend, folder: P
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_a_failure_is_one_line_whatever_its_name(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
+    (folder / "two\nlines.png").write_text("text")
+    ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini")
+    assert "failed: two\\nlines.png is text, not a picture\n" in ended.err
+
+
 def test_sidecars_stand_beside_pictures(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
     output = folder.parent / "out.jsonl"
     vlfit("batch", folder, "-o", output, "-m", "mini", "--sidecar", "txt", "--limit", 2)

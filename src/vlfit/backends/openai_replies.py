@@ -22,6 +22,7 @@ from vlfit.errors import (
     PictureError,
     QueueFull,
     RemoteError,
+    ServerStopping,
     UnknownModel,
     VlfitError,
     WrongApiKey,
@@ -33,10 +34,10 @@ _ERRORS: dict[str, type[VlfitError]] = {
     for each in (
         CannotWake,
         DoesNotFit,
-        EngineStopped,
         InvalidRequest,
         PictureError,
         QueueFull,
+        ServerStopping,
         UnknownModel,
         WrongApiKey,
     )

@@ -60,7 +60,8 @@ class BatchPage(Progress):
         if self._shown <= _MOST_SHOWN:
             reason = getattr(outcome.error, "message", str(outcome.error))
             key = outcome.item.key
-            self.note(f"failed: {reason}" if reason.startswith(key) else f"failed: {key}: {reason}")
+            words = reason if reason.startswith(key) else f"{key}: {reason}"
+            self.note(f"failed: {_in_one_line(words)}")
         elif self._shown == _MOST_SHOWN + 1:
             self.note("more failed: all are on the list of failures")
 
@@ -115,7 +116,7 @@ def summary(tally: "Tally", output: "Output") -> dict[str, Any]:
         "without_sidecar": output.without_sidecar,
         "stopped": tally.stopped,
         "seconds": round(seconds, 3),
-        "pictures_per_s": round(tally.settled / seconds, 3) if seconds else None,
+        "pictures_per_s": round(tally.done / seconds, 3) if seconds else None,
         "prompt_tokens": tally.prompt_tokens,
         "completion_tokens": tally.completion_tokens,
         "tokens_per_s": round(tally.completion_tokens / seconds, 2) if seconds else None,
@@ -129,7 +130,7 @@ def tell_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
     if tally.done:
         words += f", {facts['pictures_per_s']:.1f}/s, {facts['tokens_per_s']:.0f} tokens/s"
     if tally.same:
-        words += f"; {tally.same:,} were the same as others"
+        words += f"; {tally.same:,} {'was' if tally.same == 1 else 'were'} the same as others"
     if output.done_before:
         words += f"; {output.done_before:,} were done before"
     printer.note(f"{words}: {output.path}")
@@ -155,6 +156,11 @@ def tell_trial(facts: dict[str, Any], printer: Printer) -> None:
     if facts["seconds_for_all"] is not None:
         size = format_bytes(facts["bytes_for_all"])
         printer.line(f"the rest would take {_long(facts['seconds_for_all'])} and {size} of output")
+
+
+def _in_one_line(text: str) -> str:
+    """A file's name may hold anything, and a log has a line for each failure."""
+    return text.replace("\n", "\\n").replace("\r", "\\r")
 
 
 def _pictures(many: int | None) -> str:

@@ -161,10 +161,13 @@ class CommonOptions:
     ] = False
 
 
-def takes_common_options(command: Callable[..., None], **helps: str) -> Callable[..., None]:
+def takes_common_options(
+    command: Callable[..., None], *, without: tuple[str, ...] = (), **helps: str
+) -> Callable[..., None]:
     """Give ``command`` the common options: typer sees each, ``command`` gets one record, ``options``.
 
-    ``helps``: what an option does where that is not what it does elsewhere, by its name.
+    ``without``: names of those that it has no use for. ``helps``: what an option does where that is not what
+    it does elsewhere, by its name.
     """
     own = list(inspect.signature(command).parameters.values())
     shared = [
@@ -175,11 +178,12 @@ def takes_common_options(command: Callable[..., None], **helps: str) -> Callable
             annotation=_explained(field.type, helps[field.name]) if field.name in helps else field.type,
         )
         for field in fields(CommonOptions)
+        if field.name not in without
     ]
 
     @wraps(command)
     def with_options(**typed: Any) -> None:
-        common = {field.name: typed.pop(field.name) for field in fields(CommonOptions)}
+        common = {option.name: typed.pop(option.name) for option in shared}
         command(**typed, options=CommonOptions(**common))
 
     parameters = [

@@ -17,6 +17,7 @@ from vlfit.errors import (
     PictureError,
     QueueFull,
     RemoteError,
+    ServerStopping,
     ServerUnreachable,
     VlfitError,
 )
@@ -124,7 +125,11 @@ def test_who_waits_for_the_same_bytes_fails_with_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [QueueFull("full", retry_after=0), RemoteError("500", status=503), OutOfMemory("full")]
+    "error",
+    [
+        *(QueueFull("full", retry_after=0), RemoteError("500", status=503), OutOfMemory("full")),
+        *(ServerUnreachable("gone"), ServerStopping("until it is back")),
+    ],
 )
 def test_a_failure_that_may_pass_is_tried_again(error: VlfitError) -> None:
     tries: list[bytes] = []
@@ -138,6 +143,25 @@ def test_a_failure_that_may_pass_is_tried_again(error: VlfitError) -> None:
     assert len(tries) == 15
 
 
+def test_a_run_knows_since_when_nothing_succeeds() -> None:
+    said: list[str | Exception] = [ServerUnreachable("gone"), RemoteError("503", status=503), "back"]
+    backend = BesideBackend(say=lambda data, prompt: said.pop(0), hold=True)
+    run = crew(backend).run(numbered(1))
+    found = []
+    for _ in range(3):
+        until(lambda: backend._held)
+        backend.release()
+        outcome = run.next(0.01)
+        found.append(run.stalled)
+    assert outcome is not None
+    assert found[2] is None
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0][0] == found[1][0], "since the first of them"
+    assert isinstance(found[1][1], RemoteError)
+    run.close()
+
+
 def test_a_refusal_is_not_tried_again() -> None:
     wrong = png(50, 50)
 
@@ -148,7 +172,7 @@ def test_a_refusal_is_not_tried_again() -> None:
     assert [(outcome.item.key, outcome.tries) for outcome in outcomes if outcome.error] == [("w", 1)]
 
 
-@pytest.mark.parametrize("error", [EngineStopped("gone"), ServerUnreachable("gone")])
+@pytest.mark.parametrize("error", [EngineStopped("gone"), ServerUnreachable("gone"), ServerStopping("gone")])
 def test_a_failure_of_all_stops_at_once_and_lists_nothing(error: VlfitError) -> None:
     backend = BesideBackend(say=lambda data, prompt: error)
     seen: list[Outcome] = []

@@ -14,7 +14,7 @@ from tests.scripted_backend import png
 from tests.tasks.batch.beside import BesideBackend, Items, item
 from vlfit.client import VisionModel
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import CannotWrite, EngineStopped
+from vlfit.errors import CannotWrite, EngineStopped, ServerUnreachable
 from vlfit.tasks.batch.crew import Crew, Outcome, Pace
 from vlfit.tasks.batch.item import Item, Record
 from vlfit.tasks.batch.job import Job, Work
@@ -43,12 +43,13 @@ def run(
     limit: int | None = None,
     progress: Progress | None = None,
     ordered: bool = False,
+    tries: int = 6,
 ) -> Tally:
     """One run, as ``vlfit batch`` does it."""
     output = Output(job(tmp_path))
     try:
         output.begin(backend.model)
-        crew = Crew(Work.of(job(tmp_path)), backend, Pace(4))
+        crew = Crew(Work.of(job(tmp_path)), backend, Pace(4, tries=tries))
         return Runner(crew, source, output, progress=progress, limit=limit, ordered=ordered).run()
     finally:
         output.close()
@@ -100,6 +101,24 @@ def test_stopped_it_keeps_what_has_ended_and_drops_what_runs(tmp_path: Path) -> 
     assert (tally.stopped, tally.done) == (True, 2)
     assert len(keys_of(tmp_path)) == 2
     assert backend.cancelled >= 2
+
+
+def test_who_waits_for_a_server_to_come_back_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlfit.tasks.batch.failures.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("vlfit.tasks.batch.runner.STALL_SECONDS", 0.0)
+    monkeypatch.setattr("vlfit.tasks.batch.runner.TICK_SECONDS", 0.001)
+    notes: list[str] = []
+
+    def say(data: bytes, prompt: str) -> str | Exception:
+        return "fine" if notes else ServerUnreachable("no server answers")
+
+    progress = Progress()
+    monkeypatch.setattr(progress, "note", notes.append)
+    tally = run(tmp_path, BesideBackend(say=say), numbered(30), progress=progress, tries=10_000)
+    assert (tally.done, tally.failed) == (30, 0)
+    assert set(notes) == {"nothing succeeds just now, and is tried again: no server answers"}
 
 
 def test_what_ended_before_a_failure_of_all_is_kept(tmp_path: Path) -> None:

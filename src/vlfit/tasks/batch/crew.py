@@ -97,6 +97,9 @@ class Run:
         self._ready: deque[Outcome] = deque()
         self._suspects: list[Outcome] = []
         self._streak = Streak()
+        self.stalled: tuple[float, Exception] | None = None
+        """Since when (``time.monotonic``) nothing has succeeded, and which failure is tried again; None: all
+        is well."""
         self._running: dict[int, _Collector] = {}
         self._leads: set[bytes] = set()
         self._threads = [
@@ -223,6 +226,7 @@ class Run:
 
     def _settle(self, task: Task, record: Record) -> None:
         self._streak.success()
+        self.stalled = None
         self._let_suspects_go()
         self._emit(Outcome(task.item, record, None, task.tries, task.number))
         if task.digest is not None:
@@ -235,6 +239,7 @@ class Run:
         task.picture = None
         verdict = verdict_on(error, task.tries, self._crew.pace.tries)
         if verdict is Verdict.AGAIN:
+            self.stalled = (self.stalled[0] if self.stalled else time.monotonic(), error)
             self._intake.again(task, wait_before(error, task.tries))
             return
         if verdict is Verdict.ALL:

@@ -13,6 +13,7 @@ from vlfit.errors import (
     PictureNotFound,
     QueueFull,
     RemoteError,
+    ServerStopping,
     ServerUnreachable,
     UnreadableAnswer,
     VlfitError,
@@ -21,7 +22,7 @@ from vlfit.errors import (
 # Failures of one picture. Most of them may have another reason (a context that is too small, a disk that is
 # not mounted): when many fail so in a row, it is hardly the pictures.
 _OF_ONE = (PictureError, UnreadableAnswer, DoesNotFit, ModelFailed, OutOfMemory, RemoteError)
-_MAY_PASS = (QueueFull, ServerUnreachable, OutOfMemory)
+_MAY_PASS = (QueueFull, ServerUnreachable, ServerStopping, OutOfMemory)
 
 FIRST_WAIT = 1.0  # seconds before the second try; each further one waits twice as long
 LONGEST_WAIT = 30.0

@@ -98,8 +98,8 @@ class FolderSource:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in self._skipped.most_common(8))
         more = ", ..." if len(self._skipped) > 8 else ""
         total = self._skipped.total()
-        files = "1 file" if total == 1 else f"{total:,} files"
-        notes.append(f"{key_of(self.root)}: left out {files} that by name are no picture ({kinds}{more})")
+        files = "1 file that by name is" if total == 1 else f"{total:,} files that by name are"
+        notes.append(f"{key_of(self.root)}: left out {files} no picture ({kinds}{more})")
         return notes
 
 

@@ -183,7 +183,8 @@ class _Header:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except FileNotFoundError as error:
             raise CannotWrite(
-                f"cannot write {path}: there is no folder {path.parent.parent}", "make it, or check the name"
+                f"cannot write {_output_of(path)}: there is no folder {path.parent.parent}",
+                "make it, or check the name",
             ) from error
         except OSError as error:
             raise CannotWrite(f"cannot write {path}: {error.strerror}", "name another output") from error
@@ -192,7 +193,7 @@ class _Header:
         except OSError as error:
             os.close(self._file)
             raise UsageError(
-                f"another run writes to {path.name.removesuffix('.job.json')} now",
+                f"another run writes to {_output_of(path).name} now",
                 "wait for it, or name another output",
             ) from error
         self.held = True
@@ -260,6 +261,10 @@ def is_table(output: Path) -> bool:
 
 def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
+
+
+def _output_of(header: Path) -> Path:
+    return header.with_name(header.name.removesuffix(".job.json"))
 
 
 def _plain(value: Any) -> Any:

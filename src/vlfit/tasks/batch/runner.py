@@ -17,6 +17,7 @@ from vlfit.tasks.batch.progress import Progress, Tally
 
 FLUSH_SECONDS = 5.0  # what the end of the machine may cost: so much is asked about again
 TICK_SECONDS = 0.5
+STALL_SECONDS = 5.0  # in which nothing succeeds before a person is told why
 
 
 class Place(Protocol):
@@ -50,6 +51,7 @@ class Runner:
         self._ordered = ordered
         self._run: Run | None = None
         self._flushed = self._ticked = 0.0
+        self._stall_told = False
 
     def run(self) -> Tally:
         """To the end of the source, or until ``stop``. Raises what concerns all pictures, with what was
@@ -64,7 +66,7 @@ class Runner:
                 outcome = run.next(TICK_SECONDS)
                 if outcome is not None:
                     self._keep(outcome)
-                self._look_around()
+                self._look_around(run)
         except VlfitError:
             self._keep_the_rest(run)
             raise
@@ -103,11 +105,23 @@ class Runner:
             while (outcome := run.next(0.0)) is not None:
                 self._keep(outcome)
 
-    def _look_around(self) -> None:
+    def _look_around(self, run: Run) -> None:
         now = time.monotonic()
         if now - self._flushed >= FLUSH_SECONDS:
             self._flushed = now
             self._output.flush()
         if now - self._ticked >= TICK_SECONDS:
             self._ticked = now
+            self._tell_of_stall(run, now)
             self._progress.tick()
+
+    def _tell_of_stall(self, run: Run, now: float) -> None:
+        """Once, until something succeeds: who sees a bar that stands still wants to know."""
+        if run.stalled is None:
+            self._stall_told = False
+            return
+        since, error = run.stalled
+        if not self._stall_told and now - since >= STALL_SECONDS:
+            self._stall_told = True
+            why = getattr(error, "message", repr(error))
+            self._progress.note(f"nothing succeeds just now, and is tried again: {why}")
