@@ -29,12 +29,17 @@ if TYPE_CHECKING:
     from vlfit.tasks.batch.crew import Pace
     from vlfit.tasks.batch.item import Sidecar, Source
     from vlfit.tasks.batch.job import Job
+    from vlfit.tasks.batch.ray.options import RayOptions
     from vlfit.tasks.batch.runner import Runner
 
 INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
 
 
-@partial(takes_common_options, json="Print a summary at the end, as one line of JSON on stdout.")
+@partial(
+    takes_common_options,
+    without=("stream",),  # words go into the output
+    json="Print a summary at the end, as one line of JSON on stdout.",
+)
 def batch(
     sources: its.Sources,
     output: its.Output,
@@ -71,8 +76,10 @@ def batch(
 
     Give the same command again after Ctrl-C, a crash or a full disk, and it goes on where it was: nothing is
     lost and nothing is done twice. Pictures that cannot be read are listed with the reason beside the output,
-    in FILE.failed.jsonl, and the others go on; the exit code is 1 then. Pictures of the same bytes are asked
-    about once. --json prints a summary at the end.
+    in FILE.failed.jsonl, and the others go on. Pictures of the same bytes are asked about once.
+
+    It ends with 0 if all pictures are done, 1 if some are on that list or it had to stop, 2 if it was asked
+    for something that makes no sense, 3 if the model does not fit, and 130 after Ctrl-C.
 
     \b
     Examples:
@@ -91,15 +98,14 @@ def batch(
     from vlfit.tasks.batch.sources import SourceOptions, open_sources
     from vlfit.tasks.sampling_options import with_options
 
-    if options.stream is not None:
-        raise UsageError("the words of a batch go into its output", "leave out --stream and --no-stream")
     if limit is not None and limit < 1:
         raise UsageError(f"--limit is {limit}", "it must be at least 1")
     is_table(output)
+    cluster = its.read_cluster(ray, workers, ordered=ordered, dry_run=dry_run)
     wish = its.read_wish(long=long, ask=ask, system=system, scene=scene, detect=detect, schema=schema)
     with terminated_as_interrupted():
         # On a cluster others look: a model need not be here.
-        session = Session(options, looks=ray is None)
+        session = Session(options, looks=cluster is None)
         sampling = with_options(SamplingParams(), session.sampling)
         job = Job(wish, sampling, tuple(sources), output, tuple(sidecar or ()), its.read_part(shard))
         cards = _sidecars(job, overwrite=overwrite, backup=backup, keep_times=keep_times)
@@ -113,10 +119,8 @@ def batch(
             _try_out(session, job, source, pace, force=force, again=retry_failed, as_json=options.json)
             return
         with _Batch(session, job, source, cards, force=force, again=retry_failed) as run:
-            if ray is not None:
-                if ordered:
-                    raise UsageError("a cluster keeps no order", "leave out --ordered, or --ray")
-                run.on_ray(ray, workers, pace, limit)
+            if cluster is not None:
+                run.on_ray(cluster, pace, limit)
             else:
                 run.here(pace, limit, ordered=ordered)
     run.tell(as_json=options.json)
@@ -215,10 +219,9 @@ class _Batch:
         finally:
             backend.close()
 
-    def on_ray(self, address: str, workers: int | None, pace: _Wishes, limit: int | None) -> None:
+    def on_ray(self, cluster: "RayOptions", pace: _Wishes, limit: int | None) -> None:
         """Over a cluster."""
         from vlfit.tasks.batch.failures import TRIES
-        from vlfit.tasks.batch.ray.options import RayOptions
         from vlfit.tasks.batch.ray.run import run_on_ray
 
         self._count_beside(limit)
@@ -226,7 +229,7 @@ class _Batch:
             run_on_ray(
                 self._job,
                 self._session.wanted(),
-                RayOptions(address, workers),
+                cluster,
                 source=self._source,
                 output=self._output,
                 progress=page,
