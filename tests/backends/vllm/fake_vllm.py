@@ -4,9 +4,9 @@ It is written into a folder that looks like an environment (``environment``), wi
 metadata of a package. ``FAKE_VLLM`` (JSON) says how it behaves: ``log``: a recorded log to print;
 ``unknown``: flags that it does not have; ``tokens``: the bytes that a token of its KV cache takes;
 ``stubborn``: its child ignores SIGTERM and SIGINT; ``stops_after``: a line of the log at which it stops for
-good; ``fails``: a text that it prints instead of serving, to end with code 1; ``fails_once``: a file that it
-makes, failing so only if it is not there; ``starts``: a file to which it adds a line for each start. Python's
-own modules alone: it starts in some ten milliseconds.
+good, unless it has the word ``goes_on_with``; ``fails``: a text that it prints instead of serving, to end
+with code 1; ``fails_once``: a file that it makes, failing so only if it is not there; ``starts``: a file to
+which it adds a line for each start. Python's own modules alone: it starts in some ten milliseconds.
 """
 
 import json
@@ -59,7 +59,8 @@ def main() -> None:
     child = subprocess.Popen([sys.executable, "-ISc", _child(how)], start_new_session=True)
     for line in Path(how["log"]).read_text("utf-8").splitlines() if "log" in how else ():
         print(line, flush=True)
-        if how.get("stops_after") and how["stops_after"] in line:
+        stops = how.get("stops_after") and how["stops_after"] in line
+        if stops and how.get("goes_on_with") not in words:
             time.sleep(600)
         if "KV cache size" in line or "KV cache memory" in line:
             _check(flags, how.get("tokens", 0))

@@ -8,6 +8,7 @@ import pytest
 from tests.backends.vllm.conftest import Stage
 from tests.backends.vllm.fake_vllm import environment
 from tests.backends.vllm.test_backend import flag
+from vlfit.backends.vllm import starting
 from vlfit.backends.vllm.command import assemble, loopback
 from vlfit.backends.vllm.options import VllmOptions
 from vlfit.backends.vllm.planning import native_offer, plan_start, visible
@@ -98,6 +99,19 @@ def four() -> Machine:
     (gpu,) = card("RTX 4090").gpus
     gpus = tuple(replace(gpu, index=index, uuid=f"GPU-{index}a") for index in range(4))
     return Machine(gpus, card("RTX 4090").host, ())
+
+
+def test_cards_that_wait_for_each_other_for_good_are_given_another_way(
+    stage: Stage, sees: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "HANG_SECONDS", 0.5)
+    sees(four())
+    stage.behaves(stops_after="Starting to load model", goes_on_with="--disable-custom-all-reduce")
+    with stage.load(None, "--tensor-parallel", "2") as backend:
+        assert backend.plan.environment["NCCL_P2P_DISABLE"] == "1"
+    assert len(stage.starts) == 2
+    assert any("[vllm.waits_for_peers]" in words for words in stage.told)
+    assert any(words.startswith("started again: cards talk through RAM") for words in stage.told)
 
 
 @pytest.mark.parametrize(

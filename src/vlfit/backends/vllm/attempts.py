@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from vlfit.backends.vllm.command import Command, Front, added_among, assemble
 from vlfit.backends.vllm.options import Diagnosis, ReadFailure, Tell
 from vlfit.backends.vllm.planning import Planned, as_it_is_now, check, native_offer
-from vlfit.backends.vllm.starting import Progress, Started, start
+from vlfit.backends.vllm.starting import WAITS, Progress, Started, start
 from vlfit.errors import VllmFailed
 from vlfit.plan.search import Plan
 from vlfit.plan.vllm.cases import Failure
-from vlfit.plan.vllm.step_down import Step, broken_words, next_plan
+from vlfit.plan.vllm.step_down import HANG, Step, broken_words, next_plan
 
 MOST_STARTS = 8  # each takes a minute or more; plans that help are found in the first few
 _PORTS = 3  # tries of a port that somebody took in the meantime
@@ -57,7 +57,8 @@ class Attempts:
         while True:
             front = self.new_front()
             command = self._command(tried[-1], front, left_out)
-            started = start(command, _reached(front), self.progress, self.tell)
+            several = tried[-1].settings.vllm.cards > 1
+            started = start(command, _reached(front), self.progress, self.tell, may_hang=several)
             if not started.ended:
                 return Serving(started, tried[-1], front, tuple(tried[:-1]))
             failure, diagnosis = read(started, self.read_failure)
@@ -123,7 +124,10 @@ def read(started: Started, read_failure: "ReadFailure | None") -> tuple[Failure,
         text += b"\nOut of memory: Killed process 0 (vllm)\n"  # as the kernel's log has it, for root alone
     elif started.guarded.code == _KILLED:
         text += b"\nKilled\n"  # as a shell would have said
-    return read_failure(io.BytesIO(text), None)
+    if not started.hung:
+        return read_failure(io.BytesIO(text), None)
+    failure, diagnosis = read_failure(io.BytesIO(text + f"\n{WAITS}\n".encode()), None)
+    return (failure if failure.id else Failure(HANG)), diagnosis
 
 
 def in_words(started: Started, diagnosis: Diagnosis | None) -> str:

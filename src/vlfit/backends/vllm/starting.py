@@ -5,6 +5,7 @@ about a failure (``attempts.py``).
 """
 
 import http.client
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -19,6 +20,10 @@ from vlfit.backends.vllm.process import Guarded, killed_for_ram
 Progress = Callable[[str, float], None]
 
 SILENCE_SECONDS = 60.0  # importing vLLM from a cold disk takes half of it
+# Cards that cannot reach each other wait for good, and vLLM with them (its PR 50039); torch gives up after
+# as long.
+HANG_SECONDS = 600.0
+WAITS = "No available shared memory broadcast block found"  # vLLM's word for that, each minute
 _LOOK_SECONDS, _SELDOM_SECONDS = 0.2, 2.0
 _ASK_SECONDS = 2.0  # for an answer to /health
 
@@ -26,7 +31,8 @@ _ASK_SECONDS = 2.0  # for an answer to /health
 @dataclass
 class Started:
     """A vLLM that was started. ``told``: what it said of its memory so far. ``seconds``: of its start.
-    ``killed_before``: programs that the kernel had ended for want of RAM by then.
+    ``killed_before``: programs that the kernel had ended for want of RAM by then. ``hung``: it was ended as
+    it said nothing any more.
     """
 
     guarded: Guarded
@@ -35,6 +41,7 @@ class Started:
     told: Told = field(default_factory=Told)
     seconds: float = 0.0
     killed_before: int | None = field(default_factory=killed_for_ram)
+    hung: bool = False
 
     @property
     def ended(self) -> bool:
@@ -56,12 +63,18 @@ def free_port() -> int:
 
 
 def start(
-    command: Command, address: tuple[str, int], progress: Progress, tell: Callable[[str], None]
+    command: Command,
+    address: tuple[str, int],
+    progress: Progress,
+    tell: Callable[[str], None],
+    *,
+    may_hang: bool = False,
 ) -> Started:
     """Run ``command`` and wait until it answers at ``address``, or has ended (``Started.ended``).
 
     ``progress`` is told the phase and the share of the start that is done; ``tell`` that it has been silent
-    for long. If anything is raised meanwhile (Ctrl-C), nothing of it is left when this returns.
+    for long. ``may_hang``: several cards that may wait for each other for good, which then is ended. If
+    anything is raised meanwhile (Ctrl-C), nothing of it is left when this returns.
     """
     log = Log(command.shell)
     watching = _Watching(progress)
@@ -70,7 +83,7 @@ def start(
     guarded = Guarded(command.words, command.environment(), log, watching.hear)
     started = Started(guarded, log, command, watching.told)
     try:
-        _wait(started, watching, address, tell)
+        _wait(started, watching, address, tell, HANG_SECONDS if may_hang else math.inf)
     except BaseException:
         guarded.stop(gently=False)
         raise
@@ -88,14 +101,19 @@ class _Watching:
         self._progress = progress
 
     def hear(self, line: str) -> None:
-        self.spoke = time.monotonic()
+        if WAITS not in line:  # which is said by who waits, too
+            self.spoke = time.monotonic()
         self.told.read(line)
         if not self.ready and self.start.read(line):
             self._progress(self.start.phase, self.start.share)
 
 
 def _wait(
-    started: Started, watching: _Watching, address: tuple[str, int], tell: Callable[[str], None]
+    started: Started,
+    watching: _Watching,
+    address: tuple[str, int],
+    tell: Callable[[str], None],
+    patience: float,
 ) -> None:
     silence, asked, full = SILENCE_SECONDS, 0.0, False
     while not started.guarded.wait(_LOOK_SECONDS):
@@ -109,6 +127,10 @@ def _wait(
         if started.log.failure and not full:
             full = True
             tell(f"the log {started.log.path} ends early: {started.log.failure}")
+        if now - watching.spoke > patience:
+            started.hung = True
+            started.guarded.stop(gently=False)
+            return
         if now - watching.spoke > silence:
             silence *= 2
             tell(

@@ -22,6 +22,7 @@ from vlfit.plan.vllm.versions import PINNED
 from vlfit.units import GIB, format_bytes
 
 KV_TOO_SMALL = "vllm.kv_too_small"  # the doctor's name for a KV cache that holds no request
+HANG = "vllm.waits_for_peers"  # and for cards that wait for each other for good
 _ONCE_MORE = 1  # times that the same is started again after a race
 _NEEDED = {"--max-model-len"}  # without it the model's own length counts, which never fits
 _PINNED_FROM = (0, 24, 0)  # the first version with the variable
@@ -250,6 +251,7 @@ _ANSWERS: Mapping[str, Callable[[Case], Answers]] = {
     "vllm.profile_race": _again,
     "nccl.peer_access": apart.without_peers,
     "nccl.timeout": apart.without_peers,
+    HANG: apart.without_peers,
     "nccl.unnamed": apart.without_peers,
     "nccl.shm": apart.without_shared_ram,
     "nccl.out_of_memory": _out_of_memory,
