@@ -11,6 +11,7 @@ variable VLFIT_VLLM_PYTHON says. The card's memory is read with NVML all along.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import statistics
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.asking import Reply, ask, body, jpeg, new_client, url_of
-from benchmarks.facts import card, commit, processor
+from benchmarks.facts import card, commit, output_of, processor
 from benchmarks.ledger_job import Meter
 from benchmarks.measure import MIB, ROOT, environment, versions_of
 from benchmarks.memory import FREE, free_memory
@@ -42,6 +43,7 @@ _TELLING = re.compile(
     r"GiB|KV cache size|[Uu]sing .*(backend|ttention|[Kk]ernel)|Selected .*[Kk]ernel|took [\d.]+ s"
 )
 _MOST_LINES = 60
+MOST_LEFT = 16 * MIB  # the driver's own, which comes and goes
 
 
 def main() -> None:
@@ -87,7 +89,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--starts", type=int, default=1, help="each but the last only to learn from, as vLLM does"
     )
-    parser.add_argument("--free", type=int, default=FREE // MIB, metavar="MIB", help="of the card")
+    parser.add_argument(
+        "--free", type=int, default=FREE // MIB, metavar="MIB", help="of the card; 0: all of it"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     return parser.parse_args()
@@ -108,7 +112,7 @@ def measure(
     result |= {"starts": [], "wrong": []}
     try:
         for left in reversed(range(options.starts)):
-            if hold is not None:
+            if hold is not None and options.free:
                 result["free"] = hold.leave(options.free * MIB)
             result["serve"] = arguments = words_for(place, backend, options)
             with Served(arguments, meter) as served:
@@ -118,9 +122,33 @@ def measure(
                     asked(result, served, options)
                     result["told"] = [f"{at:.2f} {line}" for at, line in served.told if " POST " not in line]
                     result["vllm_log"] = telling_lines(served.words(400))
+                result["family"] = family(served.pid)
+            look_for_left(result, meter)
     except DidNotStart as error:
         result["wrong"].append("it did not start")
         result["why"] = str(error)
+
+
+def look_for_left(result: dict[str, Any], meter: Meter | None) -> None:
+    """What is still there once a server was told to end (SIGINT) and did: nothing should be."""
+    result["left"] = [pid for pid in result["family"] if Path(f"/proc/{pid}/exe").exists()]
+    result["left_on_card"] = 0 if meter is None else meter.process()
+    if result["left"] or result["left_on_card"] > MOST_LEFT:
+        result["wrong"].append(f"left behind: {result['left']}, {mib(result['left_on_card'])} MiB")
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it started whose parents still live."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):  # it may end meanwhile
+            parents[int(entry.parent.name)] = int(
+                entry.read_text("ascii", "replace").rpartition(")")[2].split()[1]
+            )
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found
 
 
 def words_for(place: Path, backend: str, options: argparse.Namespace) -> list[str]:
@@ -193,10 +221,17 @@ def asked(result: dict[str, Any], served: Served, options: argparse.Namespace) -
         "prompt_tokens": max((reply.prompt_tokens for reply in replies), default=0),
         "image_tokens": max((image["tokens"] for reply in replies for image in reply.seen), default=0),
         "held": served.on_card(),
+        "by_process": None if options.device == "cpu" else compute_processes(),
         "peak": served.watched.peak,
         "planned": planned_for_process(ledger),
         "ledger": ledger,
     }
+
+
+def compute_processes() -> list[str]:
+    """A line of nvidia-smi for each process that holds memory of the card: number, MiB, name."""
+    words = ["--query-compute-apps=pid,used_memory,process_name", "--format=csv,noheader,nounits"]
+    return output_of("nvidia-smi", *words).splitlines()
 
 
 def together(url: str, seed: int, count: int, tokens: int) -> tuple[float, list[Reply]]:
@@ -239,6 +274,8 @@ def print_result(result: dict[str, Any]) -> None:
     )
     for name in ("first_token_s", "request_s", "at_once_s"):
         print(f"{name}: {', '.join(f'{seconds:.4f}' for seconds in result[name])}")
+    for line in result["by_process"] or []:
+        print(f"  nvidia-smi: {line}")
     for line in result["vllm_log"]:
         print(f"  {line}")
     for words in result["wrong"]:

@@ -1,6 +1,7 @@
 """The benchmark of vLLM beside the native engine, without either: what is asked, kept and told."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ class Stand:
         if arguments[-1] == "8" and slow == 2.0:
             raise DidNotStart("exit code 3\nerror: not even tried")
         self.ready_s, self.watched = 30.0 * slow, Watched(peak=round(3000 * slow) * MIB)
+        self.pid = os.getpid()
         self.url, self.told = (
             f"http://{slow}",
             [(1.0, f"its log: {self.log}"), (2.0, "::1 POST /v1/chat/completions 200")],
@@ -77,6 +79,7 @@ def run(
     monkeypatch.setattr(vllm_beside, "Served", Stand)
     monkeypatch.setattr(vllm_beside, "together", together)
     monkeypatch.setattr(vllm_beside, "commit", lambda: "c0ffee")
+    monkeypatch.setattr(vllm_beside, "family", lambda pid: [] if ended == "length" else [pid])
     monkeypatch.setattr(subprocess, "run", planned)
     file = tmp_path / "beside.json"
     monkeypatch.setattr(sys, "argv", ["beside", "mini", "--device", "cpu", "--json", str(file), *options])
@@ -120,7 +123,7 @@ def test_what_did_not_start_or_ended_early_is_said(
     out = capsys.readouterr().out
     native, vllm = kept["results"]
     assert code == 1
-    assert native["wrong"] == ["answers ended early"]
+    assert native["wrong"] == ["answers ended early", f"left behind: [{os.getpid()}], 0 MiB"]
     assert vllm["wrong"] == ["it did not start"]
     assert "not even tried" in out
     assert "WRONG: answers ended early" in out
