@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 
@@ -12,10 +14,13 @@ from tests.server.scripted import ScriptedBackend
 from vlfit.backends.opening import Wanted
 from vlfit.errors import ClusterError, NotAPicture
 from vlfit.tasks.batch.crew import Crew, Outcome
+from vlfit.tasks.batch.item import Item
 from vlfit.tasks.batch.job import Work
 from vlfit.tasks.batch.opening import open_for_batch
+from vlfit.tasks.batch.ray.cluster import connected
 from vlfit.tasks.batch.ray.options import RayOptions
 from vlfit.tasks.batch.ray.run import run_on_ray
+from vlfit.tasks.batch.ray.sight import Sample
 
 # Ray warns of names of its own that it uses itself.
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
@@ -109,6 +114,24 @@ def test_pictures_are_sent_to_machines_that_lack_them(
     assert sorted(book.records) == keys(pictures)
     assert len(heard.workers) == 2  # the machine that lacks them has worked too
     assert any("sent to the workers" in text for text in heard.said)
+
+
+class Missing(Item):
+    """Of a package that the other machine lacks."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return import_module, ("a_package_that_nobody_has",)
+
+
+def test_a_machine_that_cannot_run_it_is_named(cluster: str) -> None:
+    with connected(RayOptions(cluster)) as here:
+        team = here.team(RayOptions(cluster, 2), "cpu")
+        sample = Sample(Missing("a.png", bytes), None)
+        with pytest.raises(
+            ClusterError, match=r"\(.*\) cannot run vlfit: .*a_package_that_nobody_has"
+        ) as raised:
+            here.look(team, Wanted(model="mini"), (sample,))
+    assert raised.value.message.startswith(socket.gethostname())
 
 
 def test_what_is_settled_is_not_asked_again(cluster: str, server: Running) -> None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -102,18 +103,33 @@ class Cluster:
             )
             for node in team.nodes
         ]
-        try:
-            return ray.get(answers, timeout=_LOOK_S)
-        except ray.exceptions.GetTimeoutError as error:
-            raise ClusterError(
-                f"a machine of the cluster did not answer within {_LOOK_S:g} s",
-                "look at `ray status` and at the load of its machines",
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise ClusterError(
-                f"a machine of the cluster cannot run vlfit: {_last_line(error)}",
-                "install the same vlfit in the Python that `ray start` runs in, on every machine",
-            ) from error
+        end = time.monotonic() + _LOOK_S
+        return [_sight(answer, node, end) for answer, node in zip(answers, team.nodes, strict=True)]
+
+
+def _sight(answer: "ray.ObjectRef[Sight]", node: str, end: float) -> Sight:
+    """What ``node`` says, if it does until ``end``."""
+    try:
+        return ray.get(answer, timeout=max(0.0, end - time.monotonic()))
+    except ray.exceptions.GetTimeoutError as error:
+        raise ClusterError(
+            f"{_name_of(node)} did not answer within {_LOOK_S:g} s",
+            "look at `ray status` and at the load of that machine",
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise ClusterError(
+            f"{_name_of(node)} cannot run vlfit: {_last_line(error)}",
+            "install the same vlfit in the Python that `ray start` runs in, on every machine",
+        ) from error
+
+
+def _name_of(node: str) -> str:
+    """What a person calls the machine with that id."""
+    machines: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    for machine in machines:
+        if machine["NodeID"] == node:
+            return f"{machine['NodeManagerHostname']} ({machine['NodeManagerAddress']})"
+    return "a machine that has left the cluster"
 
 
 def _team_on_gpus(options: RayOptions, gpus: dict[str, int]) -> Team:
