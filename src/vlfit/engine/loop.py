@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import partial
 
 from vlfit.engine.account import EngineAccount, Rest
+from vlfit.engine.building import build_here, stopped
 from vlfit.engine.engine import Engine, Progress
 from vlfit.engine.options import Park
 from vlfit.engine.sequence import Sequence
-from vlfit.engine.threads import keep_to_own_cores
-from vlfit.errors import EngineLost, EngineStopped, VlfitError
+from vlfit.errors import EngineLost, VlfitError
 from vlfit.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -104,25 +104,15 @@ class EngineLoop:
 
     def _check_open(self) -> None:
         if self._closing:
-            raise self._lost or _stopped()
+            raise self._lost or stopped()
 
     def _run(
         self, build: Callable[[Progress], Engine], progress: Progress | None, built: Future[Engine]
     ) -> None:
-        def report(what: str, share: float) -> None:
-            if self._closing:
-                raise _stopped()
-            if progress is not None:
-                progress(what, share)
-
-        keep_to_own_cores()
-        try:
-            engine = build(report)
-        except BaseException as error:
-            built.set_exception(error)
+        engine = build_here(build, progress, lambda: self._closing, built)
+        if engine is None:
             return
         self._active = time.monotonic()
-        built.set_result(engine)
         try:
             while self._turn(engine):
                 pass
@@ -156,10 +146,10 @@ class EngineLoop:
             engine.add(sequence)
             self._inbox.popleft()  # not before: who is nowhere would wait for ever
         if closing:
-            engine.fail_all(_stopped())
+            engine.fail_all(stopped())
             for wish in [*wakers, *(wish for _, wish in sleepers)]:
                 if wish.set_running_or_notify_cancel():
-                    wish.set_exception(_stopped())
+                    wish.set_exception(stopped())
             return False
         if wakers:
             _settle([*wakers, *(wish for _, wish in sleepers)], lambda: self._awake(engine))
@@ -248,7 +238,3 @@ def _settle(wishes: list[Future[Rest]], do: Callable[[], Rest]) -> None:
 
 def _raise(error: Exception) -> Rest:
     raise error
-
-
-def _stopped() -> EngineStopped:
-    return EngineStopped("the engine has stopped", "start it again")

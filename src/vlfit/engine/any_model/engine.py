@@ -23,12 +23,13 @@ from vlfit.engine.any_model.processor import load_processor
 from vlfit.engine.any_model.prompts import AnyPrompt, Prompts
 from vlfit.engine.any_model.words import Words
 from vlfit.engine.budget import Budget
+from vlfit.engine.building import stopped
 from vlfit.engine.completion import Completion
 from vlfit.engine.device import dtype_for, named_device
 from vlfit.engine.holdings import gpu_uuid, resident_bytes, torch_statistics
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import DoesNotFit, EngineStopped, UsageError
+from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.gpu import gpu_behind, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
@@ -241,11 +242,6 @@ class AnyEngine:
             return None
         apart = sum(line.bytes for line in self.room.lines if line.line in ("desktop", "context", "reserve"))
         return self.gpu.total - apart
-
-
-def stopped() -> EngineStopped:
-    """What requests are told that end because the engine does."""
-    return EngineStopped("the engine has stopped", "start it again")
 
 
 def _check_options(options: EngineOptions) -> None:

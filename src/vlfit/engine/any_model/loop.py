@@ -11,10 +11,10 @@ from concurrent.futures import Future
 
 from vlfit.engine.account import EngineAccount
 from vlfit.engine.answer import Chunk
-from vlfit.engine.any_model.engine import AnyEngine, Progress, stopped
+from vlfit.engine.any_model.engine import AnyEngine, Progress
 from vlfit.engine.any_model.failures import in_one
 from vlfit.engine.any_model.generating import Request
-from vlfit.engine.threads import keep_to_own_cores
+from vlfit.engine.building import build_here, stopped
 from vlfit.errors import EngineStopped, OutOfMemory
 
 logger = logging.getLogger(__name__)
@@ -77,19 +77,9 @@ class AnyLoop:
         progress: Progress | None,
         built: "Future[AnyEngine]",
     ) -> None:
-        def report(what: str, share: float) -> None:
-            if self._closing:
-                raise stopped()
-            if progress is not None:
-                progress(what, share)
-
-        keep_to_own_cores()
-        try:
-            engine = build(report)
-        except BaseException as error:
-            built.set_exception(error)
+        engine = build_here(build, progress, lambda: self._closing, built)
+        if engine is None:
             return
-        built.set_result(engine)
         while (request := self._next()) is not None:
             self._answer(engine, request)
         for late in self._queue:
