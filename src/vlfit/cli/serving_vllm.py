@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlfit.cli.printing import Printer
 from vlfit.cli.serve_options import ALONE, OfServe
+from vlfit.cli.signals import cleaned_up_when_terminated
 from vlfit.errors import UsageError, VllmFailed
 from vlfit.units import MIB
 
@@ -84,7 +85,7 @@ def open_vllm(
     show_plan(planned, printer)
     locate(planned.plan.model.place)  # fetched now, with a line of its own, and not behind the bar
     try:
-        with starting(printer, phases) as (tell, progress):
+        with cleaned_up_when_terminated(), starting(printer, phases) as (tell, progress):
             options = vllm_options(settings, asked, tell)
             if word is not None:
                 options = replace(options, died=partial(remember, word))

@@ -1,5 +1,6 @@
 """Signals that end a command: one way for all of them. Knows nothing of what is ended."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -24,3 +25,24 @@ def terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def cleaned_up_when_terminated() -> Iterator[None]:
+    """Within the block SIGTERM lets whoever is in it clean up as after Ctrl-C, and then ends the process as
+    it does without: what started it (systemd, a keeper) sees no difference.
+    """
+    terminated = False
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if terminated:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -114,6 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
             print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.17 GiB. GPU 0 has a total "
                   "capacity of 7.99 GiB of which 0.51 GiB is free.", flush=True)  # fmt: skip
             os._exit(1)
+        if "lose your engine" in said:
+            print(
+                "ERROR vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
+                flush=True,
+            )
+            self._answer(500, b'{"error": {"message": "EngineCore encountered an issue."}}')
+            return
         if "stumble now" in said:
             print("a fault of no known kind", flush=True)
             os._exit(1)

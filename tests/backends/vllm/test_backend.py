@@ -200,6 +200,14 @@ def test_an_interrupt_while_it_starts_leaves_nothing_behind(
     assert stage.is_gone
 
 
+def test_an_engine_that_is_gone_is_known_before_its_server_has_ended(stage: Stage) -> None:
+    with stage.load() as backend:
+        with pytest.raises(EngineLost, match=r"vLLM ended while it served: .*vllm\.engine_dead"):
+            backend.stream(ask("lose your engine"), SamplingParams()).answer()
+        assert not backend.serving.started.ended
+    assert stage.is_gone
+
+
 def test_what_it_died_of_is_known_to_the_one_in_its_place(stage: Stage, tmp_path: Path) -> None:
     """Less after a want of memory, once more less after the next; what served before after any other end."""
     word, told = tmp_path / "word", threading.Event()

@@ -140,6 +140,21 @@ def test_killed_it_leaves_nothing_behind(stage: Stage) -> None:
         assert gone(str(stage.folder / "env"), 8)
 
 
+@pytest.mark.slow
+def test_terminated_while_it_starts_it_leaves_nothing_behind(stage: Stage) -> None:
+    """Once it has ended, and as whoever started it expects of a program that was terminated."""
+    stage.behaves(stops_after="Starting to load model")
+    command = [*VLFIT, "mini", "--backend", "vllm", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(stage))
+    assert process.stderr is not None
+    while "loading weights" not in process.stderr.readline():
+        assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+    assert not with_word(str(stage.folder / "env"))
+
+
 @pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dying_while_it_serves_ends_it_with_70_and_the_cause(stage: Stage, direct: bool) -> None:
     words = ["--port", str(free_port()), "--direct"] if direct else ["--port", "0"]

@@ -39,6 +39,7 @@ from vlfit.plan.search import Plan
 
 Progress = Callable[[str, float], None]
 _LATE_SECONDS = 3.0  # for a process to be seen to have died, once its connection has broken off
+_LAST_WORDS_SECONDS = 0.3  # for what is on its way from an engine that has died
 _TOLD = "what is held is what vLLM said at its start: it runs in a process of its own"
 
 logger = logging.getLogger("vlfit")
@@ -61,6 +62,7 @@ class VllmBackend:
         self._serving, self._vllm, self._folder = serving, vllm, folder
         self.model = name
         self._why: EngineLost | None = None
+        self._dead = False
         self._listeners: list[Callable[[Exception], None]] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -82,7 +84,9 @@ class VllmBackend:
             serving.started.guarded.stop()
             raise
         atexit.register(self.close)
-        threading.Thread(target=self._watch, name="vllm-watch", daemon=True).start()
+        started = serving.started
+        for ends in (started.guarded.wait, started.engine_died.wait):
+            threading.Thread(target=self._watch, args=(ends,), name="vllm-watch", daemon=True).start()
 
     @classmethod
     def load(
@@ -228,11 +232,14 @@ class VllmBackend:
         if self._why is not None:
             raise self._why
 
-    def _watch(self) -> None:
-        guarded = self._serving.started.guarded
-        guarded.wait(None)
-        if self._closed:
-            return
+    def _watch(self, ends: Callable[[None], object]) -> None:
+        """Until vLLM has ended, or its engine has: its server then ends some seconds later."""
+        ends(None)
+        self._serving.started.guarded.wait(_LAST_WORDS_SECONDS)
+        with self._lock:
+            if self._closed or self._dead:
+                return
+            self._dead = True
         failure, diagnosis = attempts.read(self._serving.started, self._vllm.read_failure)
         if self._vllm.died is not None:
             self._vllm.died(self.plan, failure)
@@ -248,10 +255,9 @@ class VllmBackend:
 
     def _explain(self, arrival: Chunk | Exception, listener: Listener) -> None:
         """What a broken connection means: that vLLM has died, or no more than it says."""
-        self._serving.started.guarded.wait(_LATE_SECONDS)
         end = time.monotonic() + _LATE_SECONDS
-        while self._serving.started.ended and self._why is None and time.monotonic() < end:
-            time.sleep(0.01)  # the other thread reads the log
+        while self._why is None and time.monotonic() < end:
+            time.sleep(0.01)  # another thread waits for its end, and reads its log
         listener(arrival if self._why is None else self._why)
 
     def _remember(self) -> None:

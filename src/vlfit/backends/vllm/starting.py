@@ -7,6 +7,7 @@ about a failure (``attempts.py``).
 import http.client
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ SILENCE_SECONDS = 60.0  # importing vLLM from a cold disk takes half of it
 # as long.
 HANG_SECONDS = 600.0
 WAITS = "No available shared memory broadcast block found"  # vLLM's word for that, each minute
+_DEAD = "EngineDeadError"
 _LOOK_SECONDS, _SELDOM_SECONDS = 0.2, 2.0
 _ASK_SECONDS = 2.0  # for an answer to /health
 
@@ -32,7 +34,8 @@ _ASK_SECONDS = 2.0  # for an answer to /health
 class Started:
     """A vLLM that was started. ``told``: what it said of its memory so far. ``seconds``: of its start.
     ``killed_before``: programs that the kernel had ended for want of RAM by then. ``hung``: it was ended as
-    it said nothing any more.
+    it said nothing any more. ``engine_died``: set once its server says that its engine is gone, which it
+    outlives for some seconds.
     """
 
     guarded: Guarded
@@ -42,6 +45,7 @@ class Started:
     seconds: float = 0.0
     killed_before: int | None = field(default_factory=killed_for_ram)
     hung: bool = False
+    engine_died: threading.Event = field(default_factory=threading.Event)
 
     @property
     def ended(self) -> bool:
@@ -81,7 +85,7 @@ def start(
     begun = time.monotonic()
     progress(watching.start.phase, 0.0)
     guarded = Guarded(command.words, command.environment(), log, watching.hear)
-    started = Started(guarded, log, command, watching.told)
+    started = Started(guarded, log, command, watching.told, engine_died=watching.engine_died)
     try:
         _wait(started, watching, address, tell, HANG_SECONDS if may_hang else math.inf)
     except BaseException:
@@ -98,11 +102,14 @@ class _Watching:
         self.start, self.told = Start(), Told()
         self.spoke = time.monotonic()
         self.ready = False
+        self.engine_died = threading.Event()
         self._progress = progress
 
     def hear(self, line: str) -> None:
         if WAITS not in line:  # which is said by who waits, too
             self.spoke = time.monotonic()
+        if _DEAD in line:
+            self.engine_died.set()
         self.told.read(line)
         if not self.ready and self.start.read(line):
             self._progress(self.start.phase, self.start.share)
