@@ -157,6 +157,27 @@ def test_a_library_that_wsl_has_elsewhere() -> None:
     assert only(line).command == "nvidia-smi"
 
 
+def test_cards_that_cannot_read_each_other_talk_through_ram() -> None:
+    run = "vllm serve a/b --tensor-parallel-size 2\n"
+    refused = "Cuda failure 217 'peer access is not supported between these two devices'"
+    by_cards = only(f"{run}transport/p2p.cc:238 NCCL WARN {refused}")
+    assert by_cards.command.startswith("NCCL_P2P_DISABLE=1 vllm serve a/b --tensor-parallel-size 2")
+    assert "--disable-custom-all-reduce" in by_cards.command
+    by_ram = only(f"{run}transport/shm.cc:590 NCCL WARN {refused}")
+    assert by_ram.command == "NCCL_CUMEM_HOST_ENABLE=0 vllm serve a/b --tensor-parallel-size 2"
+    waited = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, Timeout(ms)=600000)"
+    assert "for 600 s" in only(waited).cause
+    assert "Under WSL2 no card reads another's memory" in only(waited, WORKED_EXAMPLE).remedy
+
+
+def test_layers_go_over_as_many_cards_as_there_are_and_as_heads_allow() -> None:
+    run = "vllm serve a/b --tensor-parallel-size 3\n"
+    heads = "Total number of attention heads (40) must be divisible by tensor parallel size (3)."
+    assert flags(only(run + heads).command)["tensor-parallel-size"] == "2"
+    few = "World size (3) is larger than the number of available GPUs (1) in this node."
+    assert flags(only(run + few).command)["tensor-parallel-size"] == "1"
+
+
 def test_the_picture_encoder_of_llama_cpp_is_told_apart() -> None:
     encoder = only(
         "main: loading model '/models/Qwen3-VL-4B-Q4_K_M.gguf'\n"
