@@ -42,7 +42,7 @@ def reference_processor(folder: Path) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    class Processor(Qwen3VLProcessor):
+    class Processor(Qwen3VLProcessor):  # type: ignore[misc]  # mypy does not read transformers
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return type(argument)
 
