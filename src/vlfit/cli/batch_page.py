@@ -139,7 +139,8 @@ def tell_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
     if output.failed:
         printer.note(f"{output.failed:,} failed: {output.failed_path} says why; --retry-failed tries again")
     if output.without_sidecar:
-        printer.note(f'{output.without_sidecar:,} have no sidecar: "sidecar_error" in the output says why')
+        have = "1 has" if output.without_sidecar == 1 else f"{output.without_sidecar:,} have"
+        printer.note(f'{have} no sidecar: "sidecar_error" in the output says why')
 
 
 def tell_trial(facts: dict[str, Any], printer: Printer) -> None:
