@@ -117,16 +117,13 @@ class _Turn:
                 "the model computed NaN or infinity instead of words",
                 "in float16 large models may: use --dtype bfloat16 or float32; else the weights are broken",
             )
-        request = self._request
-        if request.sampling.greedy and not request.sampling.penalizes and request.constraint is None:
-            plain = request.sampling.top_logprobs is None
-        else:
-            plain = False
-        if plain:
+        request, wished = self._request, self._request.sampling
+        alters = wished.penalizes or request.constraint is not None
+        if wished.greedy and not alters and wished.top_logprobs is None:
             self._chosen = Sampled(int(likeliest))
         else:  # on the CPU, where choosing needs no kernels: a row of words, not of the model
             draw = Draw(
-                request.sampling,
+                wished,
                 request.prompt.token_ids,
                 request.generated,
                 request.seed,
