@@ -1,7 +1,9 @@
 """What a batch over a cluster knows without a cluster: addresses, handfuls, what a machine lacks."""
 
 import importlib.util
+import os
 import pickle
+import sys
 import tarfile
 import time
 from dataclasses import dataclass, replace
@@ -13,22 +15,42 @@ from pyarrow import parquet
 
 from tests.ray.parts import Book, Heard
 from tests.scripted_backend import png
-from tests.tasks.batch.beside import item
+from tests.tasks.batch.beside import BesideBackend, item
+from vlfit._version import __version__
 from vlfit.backends.opening import Wanted
 from vlfit.backends.vllm.options import VllmOptions
 from vlfit.cli.batch_options import read_cluster
 from vlfit.engine.options import EngineOptions
 from vlfit.engine.sampling import SamplingParams
-from vlfit.errors import CheckpointError, ClusterError, PictureNotFound, UnreadableAnswer, UsageError
-from vlfit.tasks.batch.crew import Outcome
+from vlfit.errors import (
+    CheckpointError,
+    ClusterError,
+    EngineLost,
+    PictureNotFound,
+    UnreadableAnswer,
+    UsageError,
+)
+from vlfit.tasks.batch import opening
+from vlfit.tasks.batch.crew import Outcome, Pace
 from vlfit.tasks.batch.item import Item
-from vlfit.tasks.batch.job import Job
+from vlfit.tasks.batch.job import Job, Work
 from vlfit.tasks.batch.keys import KeySet
 from vlfit.tasks.batch.ray import handful as handful_module
-from vlfit.tasks.batch.ray.handful import Done, Handful, Listed, Sent, Unsettled, handfuls, packed, unpacked
+from vlfit.tasks.batch.ray.handful import (
+    Done,
+    Duty,
+    Handful,
+    Listed,
+    Sent,
+    Unsettled,
+    handfuls,
+    packed,
+    unpacked,
+)
 from vlfit.tasks.batch.ray.options import RayOptions
 from vlfit.tasks.batch.ray.run import Few, _Ledger, _with_cards, check_ray, run_on_ray
 from vlfit.tasks.batch.ray.sight import for_elsewhere, look, missing_model, samples_of
+from vlfit.tasks.batch.ray.worker import Worker
 from vlfit.tasks.batch.sources import open_sources
 from vlfit.tasks.batch.wish import Wish
 
@@ -233,3 +255,18 @@ def test_options_that_do_not_go_with_a_cluster_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             read_cluster(ray, workers, ordered=ordered, dry_run=dry_run)
+
+
+def test_a_worker_whose_model_is_gone_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others go on: the batch would end with an error that was handed back."""
+    backend = BesideBackend(say=lambda *_: EngineLost("vLLM ended while it served: killed", "look at it"))
+    monkeypatch.setattr(opening, "open_for_batch", lambda *_, **__: (backend, Pace(2)))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    work = Work(Wish.caption(), SamplingParams())
+    worker = Worker(Duty(work, Wanted(model="mini"), None, None, 1, os.getcwd(), __version__))
+    with pytest.raises(SystemExit) as ended:
+        worker.do(Handful((item("a"),)))
+    assert ended.value.code
+    assert "vLLM ended while it served: killed" in capsys.readouterr().err

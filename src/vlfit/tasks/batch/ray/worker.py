@@ -8,14 +8,15 @@ reach nobody but Ray.
 import os
 import platform
 import socket
+import sys
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vlfit._version import __version__
 from vlfit.backends.opening import Wanted
-from vlfit.errors import VlfitError
+from vlfit.errors import EngineLost, VlfitError
 from vlfit.tasks.batch.crew import Crew, Outcome
 from vlfit.tasks.batch.item import Item
 from vlfit.tasks.batch.ray.handful import Done, Duty, Handful, packed, unpacked
@@ -80,6 +81,8 @@ class Worker:
         originals = {item.key: item for item in handful.items}
         try:
             outcomes = tuple(_light(outcome, originals) for outcome in self._crew.outcomes(handful.to_read()))
+        except EngineLost as error:
+            end_of_process(error)
         except VlfitError as error:
             return Done(self._name, problem=located(error), told=self._to_tell())
         return Done(self._name, self._backend.model, outcomes, handful.end, told=self._to_tell())
@@ -112,6 +115,15 @@ def go_to(folder: str) -> None:
     """Stand where the batch was started, if there is such a folder: relative names mean the same then."""
     with suppress(OSError):
         os.chdir(folder)
+
+
+def end_of_process(error: EngineLost) -> NoReturn:
+    """The model is gone, and this process has no other: it ends as if it had been killed, so that Ray starts
+    another in its place and gives that the handful. Its log says why.
+    """
+    sys.stderr.write(f"{error.message}\n{error.hint}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def located(error: VlfitError) -> VlfitError:
