@@ -37,7 +37,11 @@ class Printer:
     def note(self, text: str) -> None:
         """Say something about the work, on stderr."""
         if not self._quiet:
-            typer.echo(plain(text, sys.stderr.isatty()), err=True)
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Say on stderr what a person should read who wants no notes, too."""
+        typer.echo(plain(text, sys.stderr.isatty()), err=True)
 
     def say(self, words: "WordStream", *, prefix: str = "", facts: dict[str, Any] | None = None) -> None:
         """Print one answer and its cost. ``facts`` (which picture, which question) go into its JSON.

@@ -115,6 +115,9 @@ class LoggedPrinter(Printer):
     def note(self, text: str) -> None:
         logging.getLogger("vlfit.server").info("%s", text)
 
+    def warn(self, text: str) -> None:
+        logging.getLogger("vlfit.server").warning("%s", text)
+
 
 def _kept(listener: socket.socket) -> "Kept":
     """Returns in the processes that serve; this one stays behind and keeps them."""

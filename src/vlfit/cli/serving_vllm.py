@@ -168,7 +168,7 @@ def show_plan(planned: "Planned", printer: Printer) -> None:
     printer.note(page(planned.plan, lively=False))
     for words in planned.said:
         if words != too_small(planned.plan):  # the page has it already
-            printer.note(words)
+            printer.warn(words)
 
 
 def show_held(serving: "Serving", rows: "tuple[Row, ...]", lost: int | None, printer: Printer) -> None:
@@ -214,7 +214,7 @@ def starting(printer: Printer, phases: "Phases") -> "Iterator[tuple[Callable[[st
                 seen.append(what)
                 printer.note(f"vLLM: {what}")
 
-        yield printer.note, progress
+        yield printer.warn, progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -249,6 +249,13 @@ def test_dry_run_prints_what_can_be_pasted(stage: Stage, run: Run) -> None:
     assert facts["plan"]["settings"]["context"] == 2048
 
 
+def test_who_wants_no_notes_is_told_what_is_not_as_asked(run: Run) -> None:
+    ended = run("mini", "--backend", "vllm", "--dry-run", "--quiet", "--context", "4096", "--kv", "1280")
+    said = ended.err.splitlines()
+    assert said[-1] == "NOT AS YOU ASKED: --context 4096 -> 1152"
+    assert len(said) == 3  # with why, and what is planned instead
+
+
 @pytest.mark.parametrize(
     "words",
     [
