@@ -37,13 +37,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return build
 
 
-@pytest.fixture(scope="module")
-def few_to_collect() -> Iterator[None]:
-    """For tests that ask the collector often: what is there already, as torch, is not gone through."""
+def pytest_collection_finish() -> None:
+    """What tests have imported, as torch, stays: the collector need not go through it each time."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def few_to_collect() -> None:
+    """For tests that ask the collector often: it goes through what they make alone."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,7 @@ def imports_of(name: str, text: str, *, is_package: bool) -> Iterator[Import]:
                 yield Import(name, node.lineno, inner if inner in MODULES else base)
 
 
+@cache
 def all_imports() -> list[Import]:
     return [
         found

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from importlib.resources import files
 from pathlib import Path
@@ -28,6 +29,16 @@ def python_files(*folders: str) -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
+@cache
+def read(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(read(path))
+
+
 def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -36,13 +47,13 @@ def test_every_module_opens_by_saying_what_it_is() -> None:
     silent = [
         shown(path)
         for path in python_files(*CODE_FOLDERS)
-        if (text := path.read_text("utf-8")).strip() and not ast.get_docstring(ast.parse(text))
+        if read(path).strip() and not ast.get_docstring(parsed(path))
     ]
     assert [path for path in silent if not path.endswith("_version.py")] == []
 
 
 def test_modules_stay_short() -> None:
-    lengths = {shown(path): len(path.read_text("utf-8").splitlines()) for path in python_files("src")}
+    lengths = {shown(path): len(read(path).splitlines()) for path in python_files("src")}
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST_MODULE} == {}
 
 
@@ -51,7 +62,7 @@ def test_nothing_is_left_for_later_in_the_code() -> None:
     left = [
         f"{shown(path)}:{number}"
         for path in python_files(*CODE_FOLDERS)
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        for number, line in enumerate(read(path).splitlines(), 1)
         if marks.search(line)
     ]
     assert left == []
@@ -132,7 +143,7 @@ CLIENTS = {
 def foreign_imports(path: Path) -> set[str]:
     """Top-level names of imported packages that are neither ours nor Python's own."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

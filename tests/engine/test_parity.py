@@ -25,7 +25,7 @@ from vlfit.engine.scheduler import Work
 from vlfit.engine.scores import Scores
 from vlfit.engine.sequence import Sequence
 
-NEW_TOKENS = 64
+NEW_TOKENS = 48
 TOLERANCE = 1e-4
 TIE = 1e-4  # of logits around 5: ten times what the order of additions changes
 GREEDY = GenerationConfig(
