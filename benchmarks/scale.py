@@ -3,7 +3,7 @@
     python -m benchmarks.scale                        the tables as they stand in docs/scale.md
     python -m benchmarks.scale --tokens 200 --picture-kb 900 --price 3.50
     python -m benchmarks.scale --pictures-per-s 12    of a card of yours, as `vlfit batch --dry-run` says it
-    python -m benchmarks.scale --measure              only: how fast names are listed and records written here
+    python -m benchmarks.scale --measure              only: names listed, records written and read again here
 
 Every figure follows from inputs that are printed first, each with where it is from. Nothing is measured here
 but by ``--measure``; what the inputs call measured was, on the day that docs/log.md names.
@@ -45,7 +45,7 @@ MEASURED = Path(__file__).parent / "measured" / "batch-h100.json"  # by ``benchm
 MEASURED_TOKENS = 64  # of an answer there; pictures are of 1024x768
 NAME_BYTES = 60  # a path in a list
 RAY_PICTURES_PER_S = 1000.0  # that the process which writes passes on, with handfuls of 32: by hand, load 6
-RECORDS_PER_S = 8872.0  # that one process writes as JSON lines: ``--measure`` on that machine
+RECORDS_PER_S = 10_183.0  # that one process writes as JSON lines: ``--measure`` on that machine
 DAY = 86_400.0
 
 
@@ -270,7 +270,7 @@ def failure_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
 
 
 def measured(names: int, records: int) -> list[list[str]]:
-    """How fast names are listed and records written here, by one process."""
+    """How fast names are listed, and records written and read again here, by one process."""
     rows = [["by one process", "in a second", "cards of 20 pictures/s that it keeps up with"]]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "pictures"
@@ -287,14 +287,23 @@ def measured(names: int, records: int) -> list[list[str]]:
         listed = sum(1 for _ in open_sources([str(listing)]))
         rates["names read of a list"] = listed / (time.perf_counter() - start)
         rates["records written as JSON lines"] = _written(Path(place) / "out.jsonl", records)
+        start = time.perf_counter()
+        begun = Output(_job(Path(place) / "out.jsonl"))
+        rates["records read again, when a job goes on"] = begun.done_before / (time.perf_counter() - start)
+        begun.close()
     rows += [[what, short(rate), short(rate / 20)] for what, rate in rates.items()]
     return rows
 
 
+def _job(path: Path) -> Job:
+    return Job(Wish.caption(), SamplingParams(), ("photos",), path)
+
+
 def _written(path: Path, records: int) -> float:
-    output = Output(Job(Wish.caption(), SamplingParams(), ("photos",), path))
+    output = Output(_job(path))
     record = sample_record(64)
     try:
+        output.begin(MODEL)
         start = time.perf_counter()
         for number in range(records):
             key = f"{number:07}.jpg"

@@ -6,6 +6,7 @@ import pickle
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,7 +49,15 @@ from vlfit.tasks.batch.ray.handful import (
     unpacked,
 )
 from vlfit.tasks.batch.ray.options import RayOptions
-from vlfit.tasks.batch.ray.run import Few, _Ledger, _with_cards, check_ray, run_on_ray
+from vlfit.tasks.batch.ray.run import (
+    HANDFUL,
+    Few,
+    _handful_size,
+    _Ledger,
+    _with_cards,
+    check_ray,
+    run_on_ray,
+)
 from vlfit.tasks.batch.ray.sight import for_elsewhere, look, missing_model, samples_of
 from vlfit.tasks.batch.ray.worker import Worker
 from vlfit.tasks.batch.sources import open_sources
@@ -98,6 +107,19 @@ def test_handfuls_are_all_and_the_last_tells() -> None:
     (last,) = handfuls([], 3, send=False)
     assert last.end is not None
     assert last.end.count == 0
+
+
+def test_handfuls_are_small_where_there_is_little_and_nobody_counts_what_is_much() -> None:
+    def endless() -> Iterator[Item]:
+        while True:
+            yield item("one of many")
+
+    few = [item(str(number)) for number in range(40)]
+    assert _handful_size(few, 2, None, None) == 5  # four times as many as the two workers hold
+    assert _handful_size(few, 2, None, 16) == 2
+    assert _handful_size(few[:3], 2, None, None) == 1
+    assert _handful_size(endless(), 2, None, None) == HANDFUL
+    assert _handful_size(endless(), 2, 128, None) == 128
 
 
 def test_pictures_that_are_sent_come_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def _go(
     """All of ``source``; then, one by one, what is left of handfuls whose workers kept dying."""
     from vlfit.tasks.batch.ray.pipeline import Way
 
-    size = _handful_size(source.count(), team, duty.at_once)
+    size = _handful_size(source, team.size, duty.at_once, limit)
     ledger.take_all(cluster, team, duty, source, Way(size, CALLS, _RETRIES, _LOST, send), limit)
     left = ledger.left_of(source)
     if not left:
@@ -294,12 +294,14 @@ def _check_machines(
     return without is not None
 
 
-def _handful_size(count: int | None, team: "Team", at_once: int | None) -> int:
-    """Items that travel together: as many as keep a worker busy, and few enough that all workers get some."""
+def _handful_size(source: Iterable[Item], workers: int, at_once: int | None, limit: int | None) -> int:
+    """Items that travel together: as many as keep a worker busy, and few enough that all workers get some.
+    ``source`` is looked at no further than that takes: to count a hundred million is hours.
+    """
     most = max(HANDFUL, at_once or 0)
-    if count is None:
-        return most
-    return max(1, min(most, count // (team.size * CALLS * 2)))
+    shares = workers * CALLS * 2
+    enough = most * shares if limit is None else min(limit, most * shares)
+    return max(1, min(most, sum(1 for _ in islice(source, enough)) // shares))
 
 
 def _in_words(team: "Team") -> str:
