@@ -81,6 +81,18 @@ def test_a_file_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         load_picture("/dev/zero")
 
 
+@pytest.mark.parametrize("size", [1, 65_537, 200_000])
+def test_what_does_not_say_how_long_it_is_is_read_to_its_end(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(1, 251)) * (size // 250 + 1)
+    monkeypatch.setattr(pictures, "MAX_FILE_BYTES", size)
+    assert pictures._read(io.BytesIO(data[:size]), "pipe") == data[:size]
+    assert pictures._read(io.BytesIO(data[:size]), "file that grew", size // 2) == data[:size]
+    with pytest.raises(PictureTooLarge):
+        pictures._read(io.BytesIO(data[: size + 1]), "pipe")
+
+
 def test_data_urls() -> None:
     packed = base64.b64encode(PNG).decode()
     assert load_picture(f"data:image/png;base64,{packed}").data == PNG
