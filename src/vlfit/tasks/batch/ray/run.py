@@ -313,4 +313,6 @@ def _in_words(team: "Team") -> str:
     machines = f"{len(team.nodes)} machine{'s' if len(team.nodes) > 1 else ''}"
     words = f"starting {team.size} worker{'s' if team.size > 1 else ''} on {machines}, each with {what}"
     waiting = team.size - team.room
-    return words + (f"; {waiting} of them wait until there is room in the cluster" if waiting > 0 else "")
+    if waiting > 0:
+        words += f"; {waiting} of them wait until there is room in the cluster"
+    return words + "; pictures come once they have loaded the model"
