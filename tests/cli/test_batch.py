@@ -203,6 +203,25 @@ def test_ctrl_c_ends_it_in_order(vlfit: Vlfit, backend: BesideBackend, folder: P
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_a_second_ctrl_c_ends_it_at_once_also_while_it_closes(
+    vlfit: Vlfit, backend: BesideBackend, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("vlfit.cli.batch.end_at_once", ended.append)
+    started: Callable[..., object] = backend.start
+    backend.hold = True
+
+    def start(*arguments: object) -> object:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        monkeypatch.setattr(backend, "start", started)
+        return started(*arguments)
+
+    monkeypatch.setattr(backend, "start", start)
+    monkeypatch.setattr(backend, "close", lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini").code == 130
+    assert ended == [130]
+
+
 def test_a_failure_is_one_line_whatever_its_name(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
     (folder / "two\nlines.png").write_text("text")
     ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini")

@@ -95,8 +95,9 @@ class InProcess(Closing, ABC):
         return QueuedStream(self, self.prepare(conversation, sampling), sampling)
 
     def close(self) -> None:
-        atexit.unregister(self.close)
         self._loop.close()
+        # Not before: Ctrl-C may come while it waits, and a program must not end beside an engine that runs.
+        atexit.unregister(self.close)
 
 
 @dataclass(frozen=True, slots=True)

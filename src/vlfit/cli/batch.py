@@ -7,7 +7,7 @@ busy or an output kept whole (``tasks/batch``), or what a person is shown (``bat
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ import typer
 
 from vlfit.cli import batch_options as its
 from vlfit.cli.options import CommonOptions, takes_common_options
-from vlfit.cli.signals import terminated_as_interrupted
+from vlfit.cli.signals import end_at_once, terminated_as_interrupted
 from vlfit.errors import PictureNotFound, UsageError, VlfitError
 
 if TYPE_CHECKING:
@@ -209,15 +209,12 @@ class _Batch:
         give_memory_back()
         backend, chosen = self._session.open(pace.open)
         keep_what_is_loaded()
-        try:
+        crew = Crew(Work.of(self._job), backend, chosen)
+        runner = Runner(crew, self._source, self._output, progress=self._page, limit=limit, ordered=ordered)
+        with _stopped_by_signals(runner), closing(backend):
             self._output.begin(backend.model)
-            crew = Crew(Work.of(self._job), backend, chosen)
-            with self._page as page:
-                runner = Runner(crew, self._source, self._output, progress=page, limit=limit, ordered=ordered)
-                with _stopped_by_signals(runner):
-                    runner.run()
-        finally:
-            backend.close()
+            with self._page:
+                runner.run()
 
     def on_ray(self, cluster: "RayOptions", pace: _Wishes, limit: int | None) -> None:
         """Over a cluster."""
@@ -351,7 +348,7 @@ def _stopped_by_signals(runner: "Runner") -> Iterator[None]:
 
     def stop(_signal: int, _frame: "FrameType | None") -> None:
         if runner.tally.stopped:
-            raise KeyboardInterrupt
+            end_at_once(INTERRUPTED)
         runner.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 
 @contextmanager
@@ -46,3 +48,13 @@ def cleaned_up_when_terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
         if terminated:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process now, for whoever has been asked a second time, with the terminal's cursor to be seen.
+
+    Python's own end would wait for threads, and abort where one of them is inside of torch.
+    """
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), b"\x1b[?25h\r\n")
+    os._exit(code)
