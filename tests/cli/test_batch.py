@@ -207,13 +207,14 @@ def test_a_second_ctrl_c_ends_it_at_once_also_while_it_closes(
     vlfit: Vlfit, backend: BesideBackend, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
+    once = threading.Lock()
     monkeypatch.setattr("vlfit.cli.batch.end_at_once", ended.append)
     started: Callable[..., object] = backend.start
     backend.hold = True
 
     def start(*arguments: object) -> object:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-        monkeypatch.setattr(backend, "start", started)
+        if once.acquire(blocking=False):
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         return started(*arguments)
 
     monkeypatch.setattr(backend, "start", start)
