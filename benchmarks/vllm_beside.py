@@ -155,7 +155,8 @@ def words_for(place: Path, backend: str, options: argparse.Namespace) -> list[st
     """What follows `vlfit serve`: with as many requests at once as fit, the most of ``--at-once`` halved."""
     words = [str(place), "--context", str(CONTEXT), "--image-tokens", str(IMAGE_TOKENS)]
     words += ["--device", options.device] if options.device == "cpu" else []
-    words += ["--backend", VLLM] if backend == VLLM else []
+    # Random weights repeat themselves: guesses at what comes would nearly all be right, as with no real text.
+    words += ["--backend", VLLM] if backend == VLLM else ["--no-speculate"]
     count = options.at_once
     while count > 1 and not fits([*words, "--sequences", str(count)], backend, options.device):
         count //= 2
@@ -163,10 +164,13 @@ def words_for(place: Path, backend: str, options: argparse.Namespace) -> list[st
 
 
 def fits(words: list[str], backend: str, device: str) -> bool:
-    """Whether there is a plan; the native engine's is no question without a card."""
+    """Whether there is a plan for these weights as they are; the native engine's is no question on a CPU."""
     if backend == NATIVE and device == "cpu":
         return True
-    command = ["serve", *words, "--dry-run"] if backend == VLLM else ["plan", *words]
+    if backend == VLLM:
+        command = ["serve", *words, "--dry-run"]
+    else:
+        command = ["plan", *(word for word in words if word != "--no-speculate"), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "vlfit", *command],
         capture_output=True,
@@ -175,7 +179,10 @@ def fits(words: list[str], backend: str, device: str) -> bool:
         env=environment(),
         check=False,
     )
-    return done.returncode == 0
+    if done.returncode or backend == VLLM:
+        return done.returncode == 0
+    # Where they do not fit it plans a smaller copy of them.
+    return Path(json.loads(done.stdout)["model"]).name == Path(words[0]).name
 
 
 def at_ready(served: Served) -> dict[str, Any]:
