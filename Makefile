@@ -34,7 +34,11 @@ PYTEST := OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile
 demo: $(RUN)
 	$(IN_VENV) -m vlfit caption --model mini examples/pictures/*
 
-test: lint types tests
+# Types are checked beside the tests: one process of mypy and the programs that tests wait for share the cores.
+test: lint
+	@$(IN_VENV) -m mypy >.venv/types.log 2>&1 & types=$$!; trap 'kill $$types 2>/dev/null || true' EXIT; \
+	tests=0; $(MAKE) --no-print-directory tests || tests=$$?; \
+	types_ended=0; wait $$types || types_ended=$$?; cat .venv/types.log; exit $$((tests ? tests : types_ended))
 
 lint: $(DEV)
 	@$(IN_VENV) -m ruff format --check --quiet . && $(IN_VENV) -m ruff check --quiet . && echo "ruff: clean"
@@ -43,7 +47,7 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@$(PYTEST) -m "not slow and not browser and not ray and not vllm and not fuzz and not clients"
+	@$(PYTEST) --ignore tests/ray -m "not slow and not browser and not ray and not vllm and not fuzz and not clients"
 
 slow: $(DEV)
 	@$(PYTEST) -m slow
