@@ -1,0 +1,89 @@
+"""A worker of a cluster with a vLLM inside: it ends with its worker, and another comes in its place.
+
+Needs a Python that has vLLM, which VLFIT_VLLM_PYTHON names (make test-vllm). Two starts of vLLM: a minute.
+"""
+
+import os
+import signal
+
+import pytest
+
+from tests.backends.vllm.processes import with_word, words_of_all
+from tests.ray.parts import Book, Heard, gallery, job
+from tests.vllm_parser import PYTHON
+from vlfit.backends.opening import Wanted
+from vlfit.backends.vllm.options import VllmOptions
+from vlfit.engine.options import EngineOptions
+from vlfit.tasks.batch.crew import Outcome
+from vlfit.tasks.batch.ray.options import RayOptions
+from vlfit.tasks.batch.ray.run import run_on_ray
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+]
+
+
+class Killer(Heard):
+    """Ends the worker in the midst. ``first``: its vLLM, with all that it had started by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: list[int] = []
+
+    def settled(self, outcome: Outcome) -> None:
+        super().settled(outcome)
+        if self.tally.settled == 8:
+            self.first = vllm_of(self.workers[0])
+            os.kill(self.workers[0], signal.SIGKILL)
+
+
+def vllm_of(worker: int) -> list[int]:
+    """The guard that ``worker`` has started, and all in the session that it leads."""
+    (guard,) = [pid for pid, _ in with_word("guard.py") if parent(pid) == worker]
+    return [pid for pid, _ in words_of_all() if session(pid) == guard]
+
+
+def parent(pid: int) -> int:
+    return _field(pid, 1)
+
+
+def session(pid: int) -> int:
+    return _field(pid, 3)
+
+
+def _field(pid: int, number: int) -> int:
+    """Of /proc/PID/stat, counted from the state; 0 if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[number])
+    except OSError:
+        return 0
+
+
+def test_a_vllm_ends_with_its_worker_and_another_does_the_rest(cluster: str) -> None:
+    pictures, book, killer = gallery(20), Book(), Killer()
+    wanted = Wanted(
+        kind="vllm",
+        model="mini",
+        options=EngineOptions(context=1024),
+        vllm=VllmOptions(python=PYTHON),
+    )
+    run_on_ray(
+        job(),
+        wanted,
+        RayOptions(cluster, 1),
+        source=pictures,
+        output=book,
+        progress=killer,
+        at_once=4,
+    )
+    assert sorted(book.records) == [item.key for item in pictures]  # Book refuses a second record of a key
+    assert not book.failures
+    assert book.model == "mini"
+    assert len(killer.workers) == 2
+    assert len(killer.first) >= 3  # the guard, vLLM's server, its engine
+    assert [pid for pid in killer.first if session(pid)] == []
