@@ -90,6 +90,7 @@ def batch(
       vlfit batch holiday/ -o captions.jsonl --sidecar xmp
       vlfit batch shards/*.tar --scene -o scenes.parquet --backend vllm
       vlfit batch holiday/ -o captions.jsonl --server http://gpu-box:8000 --concurrency 16
+      vlfit batch holiday/ -o captions.jsonl --ray local
     """
     from vlfit.cli.session import Session
     from vlfit.engine.sampling import SamplingParams
