@@ -3,7 +3,6 @@
 import inspect
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,14 +184,13 @@ def test_half_a_surrogate_pair(prompts: PromptBuilder) -> None:
         prompts.build(ask("\ud83d"))
 
 
-def test_10_mb_of_text_are_refused_at_once(prompts: PromptBuilder) -> None:
+def test_10_mb_of_text_are_refused_unread(prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "_control", None)  # through which all text goes to the tokenizer
     for text in ("hello, world " * 800_000, "あ" * 4_000_000, "e\u0301" * 4_000_000):
-        started = time.perf_counter()
         with pytest.raises(
             DoesNotFit, match=r"bytes of text are at least [\d,]+ tokens; the context holds 8,192"
         ):
             prompts.build(ask(text), context=8192)
-        assert time.perf_counter() - started < 2
 
 
 def test_text_that_may_fit_is_not_refused_unread(prompts: PromptBuilder) -> None:
