@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import ssl
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -62,6 +63,14 @@ def tiny_decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return build_decoder(name, root / name)
 
     return build
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_read_once() -> Iterator[None]:
+    """Every client of HTTP reads the world's certificates, which takes longer than most of the tests do."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(autouse=True)
