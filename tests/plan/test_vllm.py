@@ -61,6 +61,32 @@ def test_the_total_against_measured_processes(
     assert process <= predicted <= 1.05 * process, predicted / process
 
 
+# vLLM 0.26.0 on an H100 (benchmarks.vllm_beside): context, requests at once, tokens of a pass, graphs, and
+# the most that the process held, in MiB; pictures of at most 768 tokens.
+MEASURED_NEWER = [("4B", 2048, 2, 512, False, 7068), ("2B", 2048, 8, 2048, True, 5938)]
+
+
+@pytest.mark.parametrize(("size", "context", "sequences", "chunk", "graphs", "process"), MEASURED_NEWER)
+def test_the_total_against_processes_of_the_newer_runner(
+    size: str, context: int, sequences: int, chunk: int, graphs: bool, process: int
+) -> None:
+    """As above, in FP8."""
+    model = subjects(size, "fp8")[0]
+    told = OfVllm(version="0.26.0")
+    settings = Settings("fp8", context, 768, sequences, chunk, graphs, vllm=told)
+    sizes = {line.line: line.bytes for line in ledger(model, card("H100 PCIe").gpus[0], VLLM, settings)}
+    predicted = (sum(sizes.values()) - sizes["desktop"] - calibration.RESERVE.bytes) / MIB
+    assert process <= predicted <= 1.05 * process, predicted / process
+
+
+def test_graphs_are_kept_where_a_single_request_leaves_room_for_them() -> None:
+    """The case of a start on an H100 with 7,200 MiB free, which ran without graphs at 34 tokens/s."""
+    machine = card("RTX 4060", desktop=988 * MIB)
+    made = planned("4B", machine, "0.26.0", weights="fp8", context=2048, image_tokens=768)
+    assert made.fits
+    assert (made.settings.graphs, made.settings.sequences) == (True, 1)
+
+
 @pytest.mark.parametrize(("size", "measured"), [("2B", 4.24), ("4B", 8.60)])
 def test_what_loading_takes_against_what_vllm_says(size: str, measured: float) -> None:
     """Weights, table of positions, deepstack rows, and what rounding adds: "Model loading took", exactly."""

@@ -9,6 +9,7 @@ from tests.plan.vllm_product import machine_of
 from tests.vllm_parser import PYTHON, shapes_refused_by_vllm
 from vlfit.errors import UsageError
 from vlfit.machine.card_table import CARDS
+from vlfit.machine.cards import card
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.ledger import VLLM, Settings, ledger
 from vlfit.plan.report import facts
@@ -78,10 +79,25 @@ def test_more_cards_than_heads_of_keys_keep_one_each() -> None:
 
 def test_server_cards_hold_more_for_each_other() -> None:
     hopper, other = machine_of(BY_NAME["H100 PCIe"]).gpus[0], machine_of(LARGE).gpus[0]
-    assert parallel.peers(hopper, 2) > 1.7 * GIB > parallel.peers(other, 2) > 600 * MIB
+    assert parallel.peers(hopper, 2) > 0.9 * GIB > parallel.peers(other, 2) > 600 * MIB
     assert parallel.peers(hopper, 1) == 0
-    assert "10511" in parallel.peers_note(hopper, 2)
+    assert "two H200" in parallel.peers_note(hopper, 2)
     assert "964" in parallel.peers_note(other, 2)
+
+
+# vLLM 0.26.0 on two H200, each layer over both, by hand (without multicast over NVLink, which takes more).
+@pytest.mark.parametrize(
+    ("name", "context", "image_tokens", "held"), [("2B", 4096, 2560, 5402), ("mini", 2048, 144, 1714)]
+)
+def test_a_card_of_two_is_planned_for_no_less_than_it_held(
+    name: str, context: int, image_tokens: int, held: int
+) -> None:
+    model = subjects(name, "bf16")[0]
+    told = OfVllm(tensor=2, version="0.26.0")
+    settings = Settings("bf16", context, image_tokens, 8, 2048, True, vllm=told)
+    lines = ledger(model, card("H200").gpus[0], VLLM, settings)
+    planned = sum(line.bytes for line in lines if line.line not in ("desktop", "reserve")) / MIB
+    assert held <= planned <= held + 1024
 
 
 @pytest.mark.parametrize(

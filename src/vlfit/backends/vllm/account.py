@@ -14,7 +14,7 @@ from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.actual import Row
 from vlfit.plan.ledger import Line
 from vlfit.plan.search import Plan
-from vlfit.plan.vllm import starts
+from vlfit.plan.vllm import costs, starts
 from vlfit.plan.vllm.starts import Began
 from vlfit.units import GIB
 
@@ -32,6 +32,9 @@ def rows_of(plan: Plan, told: Told, process: int | None) -> tuple[Row, ...]:
     ``process``: bytes that the card lost from before the start until it served, None if that is not known.
     """
     planned = {line.line: line for line in plan.ledger}
+    # vLLM counts with the weights what it makes beside them when it loads: positions, rows for pictures.
+    made = 0 if told.weights is None else costs.made_with_weights(plan.model, plan.settings)
+    moved = {"weights": made, "workspace": -made}
     held = {
         "weights": told.weights,
         "kv_cache": _cache(plan, told),
@@ -50,7 +53,12 @@ def rows_of(plan: Plan, told: Told, process: int | None) -> tuple[Row, ...]:
             remark = "not yet: it comes with the first requests"
         found.append(
             Row(
-                name, sum(part.bytes for part in parts), held.get(name), how, "; ".join(_notes(parts)), remark
+                name,
+                sum(part.bytes for part in parts) + moved.get(name, 0),
+                held.get(name),
+                how,
+                "; ".join(_notes(parts)),
+                remark,
             )
         )
     return tuple(found)
@@ -58,7 +66,7 @@ def rows_of(plan: Plan, told: Told, process: int | None) -> tuple[Row, ...]:
 
 _REMARKS = {
     "kv_cache": "given in bytes; vLLM prints two digits of GiB",
-    "weights": "vLLM's own account of text model, tower and table together",
+    "weights": "vLLM's own account of text model, tower, table of tokens and table of positions together",
     "workspace": "the peak of vLLM's trial run",
     "context": "from free memory before the start and at vLLM's first look, and its libraries",
 }

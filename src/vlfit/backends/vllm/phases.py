@@ -31,7 +31,13 @@ _BEGINS = (
     # 0.32 on writes its version as a banner, of which the arguments are the first line to be had.
     (READING, re.compile(r"vLLM API server version|non-default args: ")),
     (ENGINE, re.compile(r"Initializing a V\d LLM engine|Multi-modal warmup completed")),
-    (WEIGHTS, re.compile(r"Starting to load model|Loading (?:safetensors|pt) checkpoint shards:")),
+    # The second is the newer runner's word.
+    (
+        WEIGHTS,
+        re.compile(
+            r"Starting to load model|Loading model from scratch|Loading (?:safetensors|pt) checkpoint shards:"
+        ),
+    ),
     (PROFILING, re.compile(r"Model loading took|Loading weights took|Encoder cache will be initialized")),
     (
         COMPILING,
@@ -49,7 +55,7 @@ _BEGINS = (
 )
 _WORDS = (
     *("version", "args", "engine", "warmup", "load", "shards", "took", "takes", "Encoder", "cache", "Dynamo"),
-    *("Compiling", "CUDA", "KV", "Starting", "Started", "capturing"),
+    *("Compiling", "CUDA", "KV", "Starting", "Started", "capturing", "scratch"),
 )
 _PERCENT = re.compile(r"(?:checkpoint shards|Capturing CUDA graphs)[^%]{0,60}?(\d{1,3})%")
 

@@ -163,7 +163,8 @@ def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: G
         "tokens of a pass; also how many pictures are encoded together (vision_workspace)",
     )
     if not settings.graphs:
-        saved = constants.GRAPHS_OF_FEW.bytes + constants.COMPILING.bytes
+        compiling = 0 if costs.has_newer_runner(settings.vllm) else constants.COMPILING.bytes
+        saved = constants.GRAPHS_OF_FEW.bytes + compiling
         why = f"no graphs and no compiling, about {format_bytes(saved)}; slower"
         if settings.vllm.in_ram:
             why = "compiling for a processor takes minutes, and there are no graphs"
@@ -289,9 +290,13 @@ def remarks(version: Version, settings: "Settings", *, capability: tuple[int, in
             f"vLLM {version.text} is newer than {newest}, the last whose flags were read: they are taken to "
             "be the same."
         )
+    newer = costs.has_newer_runner(settings.vllm)
+    measured = (
+        f"{constants.NEWER_MEASURED_WITH} on one H100" if newer else f"{constants.MEASURED_WITH} on one H200"
+    )
     yield (
-        f"Workspaces, graphs and growth were measured with vLLM {constants.MEASURED_WITH} on one H200; other "
-        "versions and cards differ by some hundred MiB, so the first start is a trial."
+        f"Workspaces, graphs and growth were measured with vLLM {measured}; other versions and cards differ "
+        "by some hundred MiB, so the first start is a trial."
     )
     if settings.image_tokens and version.number < SIZES_ARE_FIXED_FROM:
         yield (

@@ -5,6 +5,7 @@ Does not know: machines. The peaks are arithmetic from the source; where a measu
 difference is a constant (``constants.py``). Tests hold the sum against measured processes.
 """
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from vlfit.checkpoint.config import VisionConfig
@@ -13,7 +14,8 @@ from vlfit.plan.costs import feature_bytes, kv_tokens
 from vlfit.plan.model import HALF, Model
 from vlfit.plan.vllm import constants
 from vlfit.plan.vllm.parallel import kv_bytes_of_card
-from vlfit.plan.vllm.settings import OfVllm
+from vlfit.plan.vllm.settings import OLDER_RUNNER, OfVllm
+from vlfit.plan.vllm.versions import parse_version
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -27,6 +29,19 @@ SAMPLER_ROW = 4 * MIB  # 151,936 logits in bf16, in fp32, and sorted: the most t
 LARGEST_BLOCK = 128
 # Pictures of fewer pixels are enlarged to this many by Qwen3-VL's processor (``shortest_edge``).
 LEAST_PIXELS = 65536
+_NEWER_FROM = (0, 25, 1)
+
+
+def has_newer_runner(told: OfVllm) -> bool:
+    """Whether this vLLM has what it calls its V2 model runner, which runs Qwen3-VL since 0.25.1. A version
+    that is not known counts as an older one, which takes more.
+    """
+    return f"{OLDER_RUNNER}=0" not in told.variables and _is_newer(told.version)
+
+
+@lru_cache(maxsize=16)
+def _is_newer(version: str) -> bool:
+    return bool(version) and parse_version(version).number >= _NEWER_FROM
 
 
 def pixels_of_token(vision: VisionConfig) -> int:
@@ -105,21 +120,30 @@ def deepstack_buffers(model: Model, settings: "Settings") -> int:
     return levels * settings.chunk * model.text.hidden_size * settings.vllm.value_bytes
 
 
+def made_with_weights(model: Model, settings: "Settings") -> int:
+    """What stands in the workspaces' lines and vLLM counts in its "Model loading took"."""
+    return positions(model, settings) + deepstack_buffers(model, settings)
+
+
 def text_peak(model: Model, settings: "Settings") -> int:
     """The peak of a pass: gate, up and their product, residual and input, embeddings; and the sampler's rows.
 
-    With graphs the model is compiled first, which takes more at the first start than any pass after it. The
-    memory stays with torch. Cards that share a layer have their part of its inner width each.
+    With graphs the model is compiled first, which with the older runner takes more at the first start than
+    any pass after it. The memory stays with torch. Cards that share a layer have their part of its inner
+    width each.
     """
     text = model.text
     row = 3 * text.intermediate_size // settings.vllm.tensor + 3 * text.hidden_size
-    compiling = constants.COMPILING.bytes if settings.graphs else 0
+    compiles = settings.graphs and not has_newer_runner(settings.vllm)
+    compiling = constants.COMPILING.bytes if compiles else 0
     passing = settings.chunk * row * settings.vllm.value_bytes
     return passing + settings.sequences * SAMPLER_ROW + compiling
 
 
 def growth(settings: "Settings") -> int:
     """What a process holds more once it has answered its first requests."""
+    if has_newer_runner(settings.vllm):
+        return constants.GROWTH_OF_NEWER.bytes
     few = settings.sequences <= constants.FEW_SEQUENCES
     return (constants.GROWTH_OF_FEW if few else constants.GROWTH).bytes
 

@@ -104,10 +104,12 @@ def _workspaces(model: Model, settings: Settings) -> tuple[Line, Line]:
     text = costs.text_peak(model, settings)
     positions = costs.positions(model, settings)
     kept = positions + costs.deepstack_buffers(model, settings)
+    compiles = settings.graphs and not costs.has_newer_runner(settings.vllm)
+    compiling = ", compiling included" if compiles else ""
     says = (
         f"{kept / MIB:.0f} MiB stay, {positions / MIB:.0f} of them a table of positions; peak of a pass of "
     )
-    says += f"{settings.chunk} tokens{', compiling included' if settings.graphs else ''} {text / MIB:.0f} MiB"
+    says += f"{settings.chunk} tokens{compiling} {text / MIB:.0f} MiB"
     if model.vision is None or not settings.image_tokens:
         return Line("vision_workspace", 0, EXACT, "no pictures"), Line(
             "text_workspace", kept + text, MODELLED, says

@@ -102,18 +102,19 @@ def fewer_copies(model: Model, settings: Settings) -> Settings | None:
     return replace(settings, vllm=replace(told, data=told.data // 2)) if told.data > 1 else None
 
 
-# From what costs a person least to what costs most: time first, then waiting, smaller pictures, less context.
+# From what costs a person least to what costs most: time to the first word, waiting, time for each word (ten
+# times as long without graphs), smaller pictures, less context.
 GENERAL: tuple[Mover, ...] = (
     smaller_passes,
-    no_graphs,
     fewer_requests,
+    no_graphs,
     ample_pictures,
     ample_context,
     smaller_pictures,
     shorter_context,
 )
 # The other way round, in which what need not have been lowered is put back.
-_DEAREST = ("context", "image_tokens", "sequences", "graphs", "chunk", "vllm")
+_DEAREST = ("context", "image_tokens", "graphs", "sequences", "chunk", "vllm")
 
 
 def downwards(
