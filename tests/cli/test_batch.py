@@ -14,6 +14,11 @@ from tests.cli.conftest import Vlfit
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import BesideBackend
 from vlfit.errors import ClusterError, EngineStopped
+from vlfit.tasks.batch.item import Source
+from vlfit.tasks.batch.output import Output
+from vlfit.tasks.batch.progress import Progress
+from vlfit.tasks.batch.ray.handful import Done, Listed
+from vlfit.tasks.batch.ray.run import _Ledger
 from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT, SCENE
 
 SCENE_ANSWER = (
@@ -136,6 +141,8 @@ def test_other_jobs_and_wrong_words_are_refused_before_a_model_is_loaded(
     assert "go with --sidecar" in refused(folder, "-o", "new.jsonl", "--overwrite")
     assert "there is no sidecar 'doc'" in refused(folder, "-o", "new.jsonl", "--sidecar", "doc")
     assert "--shard is '9'" in refused(folder, "-o", "new.jsonl", "--shard", "9")
+    assert "--column and --keep go with" in refused(folder, "-o", "new.jsonl", "--keep", "author")
+    assert "--column and --keep go with" in refused(folder, "-o", "new.jsonl", "--column", "image")
     assert "--limit is 0" in refused(folder, "-o", "new.jsonl", "--limit", 0)
     empty = folder.parent / "empty"
     empty.mkdir()
@@ -252,3 +259,19 @@ def test_a_dry_run_counts_and_writes_nothing(vlfit: Vlfit, backend: BesideBacken
     assert {path.name for path in folder.parent.iterdir()} == {"pictures"}
     facts = json.loads(vlfit("batch", folder, "-o", output, "-m", "mini", "--dry-run", "--json").out)
     assert (facts["pictures"], facts["tried"], facts["seconds_for_all"] is None) == (7, 7, False)
+
+
+def test_what_a_cluster_has_said_of_its_listing_is_not_said_again(
+    vlfit: Vlfit, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(
+        _job: object, *_: object, source: Source, output: Output, progress: Progress, **__: object
+    ) -> None:
+        listed = len(list(source))
+        done = Done("node:1", "mini", end=Listed(listed, tuple(source.notes())))
+        _Ledger(output, progress).settle_all([done], size=1)
+
+    monkeypatch.setattr("vlfit.tasks.batch.ray.run.run_on_ray", run)
+    (folder / "notes.md").write_text("words")
+    ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini", "--ray", "local")
+    assert ended.err.count("left out 1 file that by name is no picture") == 1

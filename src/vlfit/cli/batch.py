@@ -256,7 +256,9 @@ class _Batch:
         from vlfit.cli.batch_page import summary, tell_summary
 
         tally, printer = self._page.tally, self._session.printer
-        for note in (*self._source.notes(), *(note for card in self._sidecars for note in card.notes())):
+        # Of a source that a cluster has listed, what was gone through here may have been a part.
+        source_notes = () if self._page.source_told else self._source.notes()
+        for note in (*source_notes, *(note for card in self._sidecars for note in card.notes())):
             printer.note(note)
         tell_summary(tally, self._output, printer)
         if tally.stopped:

@@ -84,6 +84,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.tally = Tally()
+        self.source_told = False  # whether what the source left out has been noted already
 
     def settled(self, outcome: Outcome) -> None:
         """A picture is over, and in the output or on the list of failures."""

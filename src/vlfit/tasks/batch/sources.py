@@ -52,7 +52,7 @@ def open_sources(typed: Sequence[str], options: SourceOptions = _DEFAULTS) -> So
 
     With several folders, patterns or lists, what each is called stands before its keys (``2020/a.jpg``, and
     for a second one of that name ``2020-2/a.jpg``). Raises ``PictureNotFound`` for what is not there,
-    ``UsageError`` for what is none of these.
+    ``UsageError`` for what is none of these, or for columns where there is no table.
     """
     sorted_out = _SortedOut(options)
     for text in dict.fromkeys(typed):
@@ -60,6 +60,8 @@ def open_sources(typed: Sequence[str], options: SourceOptions = _DEFAULTS) -> So
     parts = sorted_out.parts()
     if not parts:
         raise UsageError("no pictures are named", f"Name {_KINDS}.")
+    if (options.column is not None or options.keep) and not sorted_out.has_tables:
+        raise UsageError("--column and --keep go with .parquet tables, and none is named", "leave them out")
     return parts[0] if len(parts) == 1 else JoinedSource(tuple(parts))
 
 
@@ -129,6 +131,7 @@ class _SortedOut:
     tables: list[Path] = field(default_factory=list)
     # What has keys below itself, with the name that stands before them if there are several.
     wholes: list[tuple[str, Source]] = field(default_factory=list)
+    has_tables: bool = False
 
     def add(self, text: str) -> None:
         if not text:
@@ -281,6 +284,7 @@ class _SortedOut:
         return names
 
     def _tables(self, paths: list[Path], names: list[str]) -> Source:
+        self.has_tables = True
         return ParquetSource(
             paths,
             names,

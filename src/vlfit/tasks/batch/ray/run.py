@@ -199,6 +199,7 @@ class _Ledger:
         if end is not None:
             self._all = len(self._keys) - before >= end.count
             self.progress.tally.skipped += end.skipped
+            self.progress.source_told = True
             for note in end.notes:
                 self.progress.note(note)
 
