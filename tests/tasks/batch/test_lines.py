@@ -23,7 +23,8 @@ def test_a_file_cut_at_any_byte_goes_on_with_whole_lines(tmp_path: Path) -> None
         path.write_bytes(whole[:size])
         sink = JsonlSink(path)
         before = list(sink.done_keys())
-        assert before == [f"ä{number}" for number in range(whole[:size].count(b"\n"))]
+        # Whole is a line also where nothing but its newline is missing.
+        assert before == [f"ä{number}" for number in range((whole[:size] + b"\n").count(b"}\n"))]
         sink.write({"key": "new"})
         sink.close()
         assert list(keys_in(path)) == [*before, "new"]
@@ -32,7 +33,9 @@ def test_a_file_cut_at_any_byte_goes_on_with_whole_lines(tmp_path: Path) -> None
 def test_a_last_line_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b'{"key": "a"}\n{"key": "' + b"b" * 200_000)
-    assert list(JsonlSink(path).done_keys()) == ["a"]
+    sink = JsonlSink(path)
+    assert list(sink.done_keys()) == ["a"]
+    sink.open()
     assert path.read_bytes() == b'{"key": "a"}\n'
 
 
@@ -65,6 +68,16 @@ def test_lines_of_others_are_named(tmp_path: Path) -> None:
         list(keys_in(path))
     path.write_text('{"key": "a"}\n["key"]\nnull\n{"key": "b"\n')
     assert [record["key"] for record in records_in(path)] == ["a"]
+
+
+@pytest.mark.parametrize("last", ["my diary", '{"my": "unfin', '{"my": "second"}', "["])
+def test_a_last_line_of_others_is_named_and_not_cut_off(last: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"key": "a"}\n' + last)
+    with pytest.raises(UsageError, match=r"line 2 of .* is no record of a batch"):
+        list(JsonlSink(path).done_keys())
+    Lines(path).close()
+    assert path.read_text() == '{"key": "a"}\n' + last + "\n"
 
 
 def test_names_that_are_no_text_are_written(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """An output belongs to one job and one run at a time; what failed is on a list that tells the truth."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,13 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("my diary")
     with pytest.raises(UsageError, match="is there already"):
         Output(job(tmp_path))
-    assert (tmp_path / "out.jsonl").read_text() == "my diary"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    for mine in ("my diary", '{"my": "first"}\n{"key": "unfin', '{"key": "a"}\n{"my": "unfin'):
+        (tmp_path / "out.jsonl").write_text(mine)
+        with pytest.raises(UsageError, match="is no record of a batch"):
+            Output(job(tmp_path), force=True)
+        assert (tmp_path / "out.jsonl").read_text() == mine
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_two_runs_refuse_each_other(tmp_path: Path) -> None:
@@ -122,6 +129,21 @@ def test_two_runs_refuse_each_other(tmp_path: Path) -> None:
 def test_a_run_that_ended_before_its_first_word_is_no_job(tmp_path: Path) -> None:
     Output(job(tmp_path)).close()
     Output(job(tmp_path, Wish.scene())).close()
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "out.jsonl.job.json").touch()  # as a kill leaves it
+    Output(job(tmp_path, Wish.scene())).close()
+    Output(replace(job(tmp_path), output=tmp_path / "new" / "out.jsonl")).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.job.json"]
+
+
+def test_a_refused_table_stays_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    waiting = tmp_path / "out.parquet" / "_waiting-00000.jsonl"
+    waiting.parent.mkdir()
+    waiting.write_text('{"key": "a"}\n{"my": "own"}\n')
+    with pytest.raises(UsageError, match="line 2 of"):
+        Output(replace(job(tmp_path), output=waiting.parent), force=True)
+    assert waiting.read_text() == '{"key": "a"}\n{"my": "own"}\n'
 
 
 class Cards:

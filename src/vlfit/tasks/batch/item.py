@@ -50,11 +50,18 @@ class Sink(Protocol):
     """Takes finished records, from one thread. What ``write`` has taken survives the end of the process at
     any instant, or is as if it had never been written; ``flush`` makes that hold for the end of the machine.
 
-    Opening a sink mends what a process left half-written. All may raise ``VlfitError``, of a full disk.
+    No record is changed before ``open``, which mends what a process left half-written. All may raise
+    ``VlfitError``, of a full disk.
     """
 
     def done_keys(self) -> Iterator[str]:
-        """The keys of all records that are in the output, before the first ``write``."""
+        """The keys of all records that are in the output, before the first ``write``. Raises ``UsageError``
+        for what is no output of a batch.
+        """
+        ...
+
+    def open(self) -> None:
+        """Make the output, or ready to go on. ``write`` does it where nobody has. Any number of times."""
         ...
 
     def write(self, record: Record) -> None: ...

@@ -1,6 +1,6 @@
 """A file of JSON lines that only grows, and that is whole after a kill at any instant.
 
-A line counts when it ends in a newline; what a process left without one is cut off when the file is opened.
+A line counts when it is whole; one of ours that a process left unfinished is cut off when the file is opened.
 Each line is one write to the system, so what was written survives the end of the process; ``flush`` makes it
 survive the end of the machine. Knows nothing of what lines mean.
 """
@@ -33,7 +33,9 @@ class Lines:
                 sync_folder(path.parent)
 
     def _mend(self) -> int:
-        """Cut off a last line that was not finished. Gives the size then."""
+        """End the last line: one that was not finished is cut off, any other lacks its newline only. Gives
+        the size then.
+        """
         assert self._file is not None
         size = whole = os.fstat(self._file).st_size
         while whole:
@@ -42,9 +44,13 @@ class Lines:
             whole = start + newline + 1 if newline >= 0 else start
             if newline >= 0:
                 break
-        if whole < size:
+        if whole == size:
+            return size
+        if _is_torn(os.pread(self._file, size - whole, whole).decode("utf-8", "surrogateescape")):
             os.ftruncate(self._file, whole)
-        return whole
+            return whole
+        os.write(self._file, b"\n")
+        return size + 1
 
     def append(self, facts: dict[str, Any]) -> None:
         """Add a line: it is there whole, or (``CannotWrite``) the file is as it was."""
@@ -76,16 +82,34 @@ class Lines:
 
 
 class JsonlSink:
-    """Records as JSON lines: a ``Sink``."""
+    """Records as JSON lines: a ``Sink``. Raises ``CannotWrite`` for a file that may not be written."""
 
     def __init__(self, output: Path) -> None:
-        self._lines = Lines(output)
-        self.write = self._lines.append
-        self.flush = self._lines.flush
-        self.close = self._lines.close
+        self._path = output
+        self._lines: Lines | None = None
+        if output.exists():
+            with _in_words(output):
+                os.close(os.open(output, os.O_RDWR | os.O_CLOEXEC))
 
     def done_keys(self) -> Iterator[str]:
-        return keys_in(self._lines.path)
+        return keys_in(self._path)
+
+    def open(self) -> None:
+        if self._lines is None:
+            self._lines = Lines(self._path)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.open()
+        assert self._lines is not None
+        self._lines.append(record)
+
+    def flush(self) -> None:
+        if self._lines is not None:
+            self._lines.flush()
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
 
 
 def line_of(facts: dict[str, Any]) -> bytes:
@@ -135,6 +159,22 @@ def _whole_lines(path: Path) -> Iterator[str]:
         for line in file:
             if line.endswith("\n"):
                 yield line
+            elif not _is_torn(line):
+                yield line + "\n"
+
+
+def _is_torn(line: str) -> bool:
+    """Whether a last line without its newline is one of ours that was being written; after a loss of power
+    there may be zeros in place of it. What others wrote is not: nobody may cut that off.
+    """
+    written = line.lstrip("\0")
+    if not _KEY_FIRST.startswith(written[: len(_KEY_FIRST)]):
+        return False
+    try:
+        json.loads(written)
+    except ValueError:
+        return True
+    return False
 
 
 def sync_folder(folder: Path) -> None:

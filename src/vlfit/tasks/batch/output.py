@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ class Output:
             self._done = KeySet(self._sink.done_keys())
             failed = KeySet(key for key in keys_in(self.failed_path) if key not in self._done)
         except BaseException:
-            self.close()
+            self._header.close()  # the sink has not been opened: what is refused stays as it is
             raise
         self.done_before = len(self._done)
         self.failed_before = len(failed)
@@ -79,6 +80,8 @@ class Output:
         facts = {**self._facts, "sources": self._sources}
         if self._header.facts != facts:
             self._header.write(facts)
+        assert self._sink is not None
+        self._sink.open()
 
     def settled(self) -> "NDArray[np.uint64]":
         """The hashes (``keys.hash_of``) of the keys that are settled, sorted."""
@@ -174,13 +177,16 @@ class Output:
 
 
 class _Header:
-    """The file that says of which job an output is. ``facts`` is None until it has been written whole."""
+    """The file that says of which job an output is. ``facts`` is None until it has been written whole; if it
+    never is, the file is taken away again, and so is the folder that was made for it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.held = False
+        self._made = [place for place in (path, path.parent) if not place.exists()]
         try:
             path.parent.mkdir(exist_ok=True)  # one level: more is a slip, or a disk that is not there
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = _opened(path)
         except FileNotFoundError as error:
             raise CannotWrite(
                 f"cannot write {_output_of(path)}: there is no folder {path.parent.parent}",
@@ -188,14 +194,6 @@ class _Header:
             ) from error
         except OSError as error:
             raise CannotWrite(f"cannot write {path}: {error.strerror}", "name another output") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends
-        except OSError as error:
-            os.close(self._file)
-            raise UsageError(
-                f"another run writes to {_output_of(path).name} now",
-                "wait for it, or name another output",
-            ) from error
         self.held = True
         self._path = path
         self.facts = self._read()
@@ -219,9 +217,36 @@ class _Header:
         self.facts = facts
 
     def close(self) -> None:
-        if self.held:
-            self.held = False
-            os.close(self._file)
+        if not self.held:
+            return
+        self.held = False
+        try:
+            if self.facts is None:
+                self._take_away()
+        finally:
+            os.close(self._file)  # last: nobody else has it before it is gone
+
+    def _take_away(self) -> None:
+        with suppress(OSError):  # of a folder in which something lies by now
+            for place in self._made:
+                place.rmdir() if place.is_dir() else place.unlink()
+
+
+def _opened(path: Path) -> int:
+    """``path``, made if it is not there, and locked for this process. Raises ``OSError``, ``UsageError``."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends
+            if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+                return file  # else who had it has taken it away meanwhile
+        except OSError as error:
+            os.close(file)
+            raise UsageError(
+                f"another run writes to {_output_of(path).name} now",
+                "wait for it, or name another output",
+            ) from error
+        os.close(file)
 
 
 def _other(known: dict[str, Any] | None, job: Job) -> str | None:

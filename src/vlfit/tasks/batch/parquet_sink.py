@@ -65,6 +65,9 @@ class ParquetSink:
                 yield from self._keys_of_part(self.output / name)
         yield from keys_in(self._waiting())
 
+    def open(self) -> None:
+        """Nothing: the folder is made with its first record."""
+
     def write(self, record: Record) -> None:
         """Takes it for the part that is under way. Raises ``CannotWrite``; then nothing is changed."""
         if self._lines is None:
