@@ -77,3 +77,13 @@ def test_of_a_model_on_the_hub_only_headers_are_read(
     assert facts["ledger"][2]["bytes"] == 8 * MIB
     assert starts == [0]  # a range at its beginning, and no more
     assert not (tmp_path / "cache").exists()
+
+
+def test_of_a_known_model_one_request_is_planned_and_more_are_refused(vlfit: Vlfit) -> None:
+    facts = json.loads(vlfit("plan", "mini", *CARD, "--json").out)
+    assert facts["settings"]["sequences"] == 1
+    assert facts["command"][:5] == ["vlfit", "serve", "mini", "--backend", "transformers"]
+    for command in (("plan", "mini", *CARD), ("serve", "mini", *CARD[:2], "--port", "0")):
+        refused = vlfit(*command, "--sequences", 8)
+        assert refused.code == 2
+        assert "--sequences 8 is more than transformers runs" in refused.err

@@ -142,3 +142,19 @@ def test_without_a_gpu_it_plans_in_ram_for_the_vllm_that_serves(
     assert (
         "there is no GPU, and vLLM 0.31.0 is built for one" in vlfit("plan", "mini", "--backend", "vllm").err
     )
+
+
+@pytest.mark.parametrize(
+    ("cpu", "says"), [(True, "build for processors"), (False, "the vLLM that was found")]
+)
+def test_a_card_that_is_named_is_planned_for_the_version_that_is_found(
+    vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool, says: str
+) -> None:
+    monkeypatch.setenv("VLFIT_VLLM_PYTHON", str(environment(tmp_path / "env", "0.32.0", cpu=cpu)))
+    ended = vlfit("plan", "2B", *CARD, "--backend", "vllm")
+    assert ended.code == 0
+    assert "not installed" not in ended.out
+    assert "planned for vLLM 0.32.0: " in ended.err
+    assert says in ended.err
+    named = vlfit("plan", "2B", *CARD, *VLLM)
+    assert "planned for" not in named.err

@@ -6,12 +6,25 @@ from typing import Any
 
 import pytest
 
-from vlfit.checkpoint.any_model import EMBEDDING, TEXT, VISION, AnyCheckpoint, part_of
+from vlfit.checkpoint.any_model import EMBEDDING, TEXT, VISION, AnyCheckpoint, part_of, read_any
 from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.source import mini_folder
 from vlfit.errors import DoesNotFit
+from vlfit.machine.cards import card
 from vlfit.machine.model import Gpu, Host
-from vlfit.plan.any_model import TextShape, Wish, context_of, measured, room_in_ram, room_on_gpu, text_shape
+from vlfit.plan.any_model import (
+    TextShape,
+    Wish,
+    context_of,
+    known_model,
+    measured,
+    room_in_ram,
+    room_on_gpu,
+    text_shape,
+)
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
+from vlfit.plan.search import Wishes, plan
+from vlfit.plan.subjects import named
 from vlfit.units import GIB, MIB
 
 HOST = Host(16 * GIB, 12 * GIB, 0, None, False, False, "none", 8, "Linux")
@@ -162,3 +175,22 @@ def test_shapes_are_what_they_are_called() -> None:
     assert text_shape({"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 9}) == TextShape(
         2, 0, 0, 0, 2, 4, 8, 32, 9, None
     )
+
+
+def test_of_a_model_that_is_known_plan_and_server_have_the_same_ledger() -> None:
+    """The command of a plan starts it: every line of the server has as many bytes, before it measures."""
+    machine = card("RTX 5060", desktop=951 * MIB)
+    made = plan(named("mini", None).exact, machine, Wishes(backend="transformers", context=2048))
+    assert made.command is not None
+    told = dict(zip(made.command[3::2], made.command[4::2], strict=True))
+    assert made.command[:3] == ("vlfit", "serve", "mini")
+    assert told == {"--backend": "transformers", "--context": "2048", "--image-tokens": "144"}
+    found = read_any("mini", mini_folder())
+    wish = Wish(int(told["--context"]), int(told["--image-tokens"]), 2, known=known_model(mini_folder()))
+    room = room_on_gpu(found, text_shape(found.config), made.gpu, machine.host, wish)
+    served = {line.line: line.bytes for line in room.lines}
+    planned = {line.line: line.bytes for line in made.ledger if line.line != "graphs"}
+    assert served == planned
+    assert made.total == room.total
+    assert planned["kv_cache"] == 2048 * made.model.kv_bytes_per_token
+    assert known_model(Path("nowhere")) is None

@@ -98,6 +98,8 @@ def test_a_flag_that_only_this_version_lacks_is_left_out_and_told() -> None:
         ("--max-model-len --enforce-eager", "has no value"),
         ("--max-model-len four", "is 'four'"),
         ("--max-num-seqs 1.5", "is '1.5'"),
+        ("--kv-cache-memory-bytes 0", "^--kv-cache-memory-bytes is 0\n"),
+        ("--max_num_seqs=0", "^--max-num-seqs is 0\n"),
         ("--max-num-seqs 999999999g", "is '999999999g'"),
         ("--gpu-memory-utilization 70", "is '70'"),
         ("--gpu-memory-utilization nan", "is 'nan'"),
@@ -139,4 +141,16 @@ def test_a_share_becomes_a_check(asked: float) -> None:
 def test_bytes_of_the_pool_are_tokens_of_the_model() -> None:
     made = plan(subjects("2B", "fp8"), EXAMPLE, Wishes(backend="vllm", vllm_version="0.32", kv_bytes=GIB))
     given = int(next(flag.value for flag in made.flags if flag.flag == "--kv-cache-memory-bytes"))
-    assert GIB - 128 * 114_688 <= given - 128 * 114_688 <= GIB
+    assert GIB - 128 * 114_688 < given <= GIB
+
+
+def test_a_kv_cache_in_bytes_takes_no_more_than_was_allowed() -> None:
+    """In whole blocks of 128 tokens, rounded down; what holds no block is refused with what one takes."""
+    told = read("--kv-cache-memory-bytes 3000000")
+    made = plan(subjects("mini", None), EXAMPLE, Wishes(backend="vllm", context=512, **told.wishes))
+    pool = next(line.bytes for line in made.ledger if line.line == "kv_cache")
+    block = 128 * made.model.kv_bytes_per_token
+    assert pool == 3_000_000 // block * block == 7 * block
+    assert "at most 3000000 bytes" in told.said[0]
+    with pytest.raises(UsageError, match=f"a block of 128 tokens takes {block} bytes"):
+        plan(subjects("mini", None), EXAMPLE, Wishes(backend="vllm", kv_bytes=block - 1))

@@ -167,6 +167,8 @@ def plan(
                 "--what-if is about cards, and this plan is for RAM",
                 "leave it out, or name a card with --gpu",
             )
+    elif backend == Backend.vllm and vllm_version is None:
+        wishes = _for_the_version_here(wishes, printer)
     if calibrate:
         measure(chosen, printer, elsewhere=machine is not None or gpu is not None)
     warn_of_broken(chosen, printer)
@@ -193,6 +195,25 @@ def _as_it_would_start(wishes: "Wishes", machine: "Machine") -> "tuple[Wishes, M
     if wishes.vllm_version is None:
         wishes = replace(wishes, vllm_version=installed.version)
     return wishes, machine_for(installed, machine)
+
+
+def _for_the_version_here(wishes: "Wishes", printer: Printer) -> "Wishes":
+    """A plan for a card that was named is for the version of the vLLM that is found here, which is said: one
+    for processors stands for the same version for GPUs.
+    """
+    from vlfit.backends.vllm.where import find
+
+    try:
+        installed = find()
+    except UsageError:
+        return wishes
+    version = installed.version.partition("+")[0]
+    what = "build for processors" if installed.on_cpu else "vLLM"
+    printer.note(
+        f"planned for vLLM {version}: the {what} that was found ({installed.program[0]}) is of that version"
+        f"{', and runs on no GPU itself' if installed.on_cpu else ''}; --vllm-version names another"
+    )
+    return replace(wishes, vllm_version=version)
 
 
 def _kv_dtype(given: str | None) -> str | None:

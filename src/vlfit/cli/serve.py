@@ -131,6 +131,7 @@ def serve(
     )
     asked = OfServe(words, direct, dry_run, not no_retry)
     _check_vllm(settings, asked, apart=daemon or systemd)
+    _check_transformers(settings)
     if settings.backend == "remote":
         refuse_engine_options(
             settings.server or "the URL",
@@ -192,6 +193,14 @@ def _apart(model: str | None, words: list[str] | None) -> tuple[str | None, tupl
     if is_name and not rest[-1].startswith("-"):
         return last, tuple(rest)
     return None, (*rest, last)
+
+
+def _check_transformers(settings: "Settings") -> None:
+    """Raises ``UsageError`` for more than the one request that transformers runs at once."""
+    if settings.backend == "transformers" and "sequences" in settings.model_fields_set:
+        from vlfit.plan.wishes import check_one_at_once
+
+        check_one_at_once(settings.sequences)
 
 
 def _check_vllm(settings: "Settings", asked: OfServe, *, apart: bool) -> None:

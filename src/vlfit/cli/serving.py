@@ -255,7 +255,8 @@ def _queue(settings: "Settings", backend: "OpenBackend") -> int:
 
 def _sequences(settings: "Settings", backend: "OpenBackend | None" = None) -> int:
     """Requests that run at once: of another server, which has its own idea of it, are as many sent on as
-    nobody minds to wait for at once, unless a number was asked for. vLLM's are the plan's.
+    nobody minds to wait for at once, unless a number was asked for. vLLM's are the plan's, and
+    transformers runs one.
     """
     if settings.backend == "vllm":
         return int(getattr(backend, "sequences", settings.sequences))
@@ -265,6 +266,8 @@ def _sequences(settings: "Settings", backend: "OpenBackend | None" = None) -> in
         return AT_ONCE
     return settings.sequences
 
+    if settings.backend == "transformers":
+        return 1
 
 def _tell_ledger(
     settings: "Settings", backend: "OpenBackend", server_settings: "ServerSettings", printer: Printer

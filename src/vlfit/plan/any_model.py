@@ -7,14 +7,17 @@ any architecture by name. What a pass takes beside that is guessed here and meas
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vlfit.checkpoint.any_model import PARTS, AnyCheckpoint
-from vlfit.errors import DoesNotFit
+from vlfit.checkpoint.source import read_checkpoint
+from vlfit.errors import DoesNotFit, VlfitError
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan import calibration
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
-from vlfit.plan.ledger import Line, held_by_others
+from vlfit.plan.ledger import TRANSFORMERS, Line, Settings, held_by_others, ledger
+from vlfit.plan.model import HALF, Model, model_of
 from vlfit.units import MIB, format_bytes
 
 DEFAULT_CONTEXT = 8192  # as the native engine's, where the model has more
@@ -99,13 +102,15 @@ def _count(config: Mapping[str, Any], *names: str) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What the model is to run with: tokens of a request and of a picture, bytes of a value, and how many
-    bytes of weights leave the GPU (``auto``: as few as make it fit; None: none).
+    bytes of weights leave the GPU (``auto``: as few as make it fit; None: none). ``known``: the model, where
+    it is of a kind that other plans are made for.
     """
 
     context: int
     image_tokens: int
     value_bytes: int
     offload: int | str | None = None
+    known: Model | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,15 @@ class Room:
     @property
     def total(self) -> int:
         return sum(line.bytes for line in self.lines)
+
+
+def known_model(folder: Path) -> Model | None:
+    """What is in ``folder``, if plans are made for it; None for every other architecture."""
+    try:
+        found = read_checkpoint(folder.name, folder)
+        return model_of(found.name, found.config, found.tensors, "read from its headers")
+    except VlfitError:
+        return None
 
 
 def context_of(shape: TextShape | None, wished: int | None) -> int:
@@ -225,7 +239,7 @@ def _around(shape: TextShape | None, gpu: Gpu, wish: Wish) -> tuple[Line, ...]:
         * calibration.TRANSFORMERS_VISION_PER_TOKEN.value
     )
     text = _text_workspace(shape, wish)
-    return (
+    around = (
         Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
         Line("context", context.bytes, context.how, f"CUDA and its libraries: {context.source}"),
         _kv_cache(shape, wish),
@@ -244,6 +258,17 @@ def _around(shape: TextShape | None, gpu: Gpu, wish: Wish) -> tuple[Line, ...]:
             f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice)",
         ),
     )
+    passes = {line.line: line for line in _known_passes(gpu, wish)}
+    return tuple(passes.get(line.line, line) for line in around)
+
+
+def _known_passes(gpu: Gpu, wish: Wish) -> tuple[Line, ...]:
+    """What passes of a known model take, as a plan has it; none of one that is not, or in float32."""
+    if wish.known is None or wish.value_bytes != HALF:
+        return ()
+    settings = Settings(wish.known.weights, wish.context, wish.image_tokens, 1, wish.context)
+    lines = ledger(wish.known, gpu, TRANSFORMERS, settings)
+    return tuple(line for line in lines if line.line in ("vision_workspace", "text_workspace"))
 
 
 def _text_workspace(shape: TextShape | None, wish: Wish) -> int:

@@ -6,7 +6,7 @@ no command (a library, or one whose settings no option carries) has none here.
 
 from vlfit.checkpoint.catalog import BF16
 from vlfit.machine.model import Gpu, Machine
-from vlfit.plan.ledger import NATIVE, VLLM, Line, Settings, pool_tokens
+from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings, pool_tokens
 from vlfit.plan.model import Model
 from vlfit.plan.offload import offload_of
 from vlfit.plan.vllm import command as vllm
@@ -36,14 +36,21 @@ def start_of(
         several = len(machine.gpus) > 1 or gpu.index > 0
         taken = (gpu, *(each for each in gpus if each.index != gpu.index))
         return vllm.start(model, settings, lines, taken, version, wsl2=machine.host.wsl2, several=several)
+    if backend == TRANSFORMERS:
+        return _transformers(model, settings, machine, gpu)
     return _native(model, settings, machine, gpu) if backend == NATIVE else None
 
 
-def _native(model: Model, settings: Settings, machine: Machine, gpu: Gpu) -> Start:
-    """Where there are several GPUs the command names the one that was planned for.
+def _transformers(model: Model, settings: Settings, machine: Machine, gpu: Gpu) -> Start | None:
+    """None for a model without eyes, which that backend does not load."""
+    if model.vision is None:
+        return None
+    words = ["vlfit", "serve", model.place, "--backend", TRANSFORMERS, "--context", str(settings.context)]
+    words += ["--image-tokens", str(settings.image_tokens)]
+    return _on_card(words, machine, gpu)
 
-    torch counts the fastest first unless it is told to count as the driver does, by place on the bus.
-    """
+
+def _native(model: Model, settings: Settings, machine: Machine, gpu: Gpu) -> Start:
     words = ["vlfit", "serve", model.place, "--context", str(settings.context)]
     words += ["--sequences", str(settings.sequences)]
     if settings.image_tokens:
@@ -58,6 +65,14 @@ def _native(model: Model, settings: Settings, machine: Machine, gpu: Gpu) -> Sta
         frees = offload_of(model, settings.offload).frees
         # Whole MiB below what leaves the card: as many layers are needed for it.
         words += ["--offload", f"{frees // MIB}MiB" if frees >= MIB else f"{frees}B"]
+    return _on_card(words, machine, gpu)
+
+
+def _on_card(words: list[str], machine: Machine, gpu: Gpu) -> Start:
+    """Where there are several GPUs the command names the one that was planned for.
+
+    torch counts the fastest first unless it is told to count as the driver does, by place on the bus.
+    """
     if len(machine.gpus) < 2:
         return Start(tuple(words))
     words += ["--device", f"cuda:{gpu.index}"]

@@ -4,7 +4,7 @@ Knows: which formula or constant stands behind each line. Does not know: what to
 or how it is shown (``report.py``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
@@ -13,7 +13,7 @@ from vlfit.machine.model import Gpu
 from vlfit.plan import allocator, calibration, costs, graphs, offload
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
 from vlfit.plan.many_rows import Means, means_of
-from vlfit.plan.model import SINGLE, Model, kv_bytes_per_token
+from vlfit.plan.model import HALF, SINGLE, Model, kv_bytes_per_token
 from vlfit.plan.tiles import Table
 from vlfit.plan.tuned import Card, table_of
 from vlfit.plan.vllm import costs as vllm_costs
@@ -72,7 +72,7 @@ def ledger(
     return (
         Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
         _context(backend, constants),
-        *weight_lines(model, settings.offload),
+        *_weights(model, backend, settings),
         kv_cache(model, backend, settings),
         *_workspaces(model, backend, settings, constants, means, table_of(_card(gpu))),
         _graphs(model, backend, settings, constants, means),
@@ -107,6 +107,17 @@ def _card(gpu: Gpu) -> Card:
 def means_on(gpu: Gpu) -> Means:
     """What the engine has on ``gpu`` for prompts and pictures."""
     return means_of(gpu.total - held_by_others(gpu), gpu.compute_capability)
+
+
+def _weights(model: Model, backend: str, settings: Settings) -> tuple[Line, ...]:
+    """As ``backend`` holds them: transformers has one row of a norm of queries or keys for all heads."""
+    lines = weight_lines(model, settings.offload)
+    text = model.text
+    if backend != TRANSFORMERS or not text.query_key_norm:
+        return lines
+    heads = text.num_attention_heads - 1 + text.num_key_value_heads - 1
+    less = text.num_hidden_layers * heads * text.head_dim * HALF
+    return replace(lines[0], bytes=lines[0].bytes - less), *lines[1:]
 
 
 def weight_lines(model: Model, waiting: int = 0) -> tuple[Line, ...]:

@@ -16,7 +16,7 @@ from vlfit.plan import costs
 from vlfit.plan.calibration import MODELLED
 from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings
 from vlfit.plan.model import Model
-from vlfit.plan.vllm.costs import kv_bytes
+from vlfit.plan.vllm.costs import LARGEST_BLOCK, kv_bytes
 from vlfit.plan.vllm.settings import OfVllm
 
 if TYPE_CHECKING:
@@ -142,10 +142,11 @@ def _candidates(
             f"{models[sees.index(False)][0].name} is a text-only model and takes no pictures",
             "leave out --image-tokens",
         )
+    at_once = (1,) if wishes.backend == TRANSFORMERS else SEQUENCES
     told = {model.name: _told(model, wishes) for model, _ in models}
     for context in turn(_steps(wishes.context, _contexts(models))):
         for image_tokens in turn(_steps(wishes.image_tokens, _pictures(models) if all(sees) else (0,))):
-            for sequences in turn(_steps(wishes.sequences, SEQUENCES)):
+            for sequences in turn(_steps(wishes.sequences, at_once)):
                 for model, backend in models:
                     if not _possible(model, context, image_tokens, wishes):
                         continue
@@ -171,8 +172,23 @@ def _told(model: Model, wishes: "Wishes") -> OfVllm:
     """What vLLM is told of its pool and of pictures, in tokens of this model."""
     tokens = wishes.kv_tokens
     if tokens is None and wishes.kv_bytes is not None:
-        tokens = max(wishes.kv_bytes // kv_bytes(model, wishes.kv_dtype or BF16, wishes.vllm), 1)
+        tokens = _whole_blocks(wishes.kv_bytes, kv_bytes(model, wishes.kv_dtype or BF16, wishes.vllm))
     return replace(wishes.vllm, kv_tokens=tokens, pictures=wishes.pictures)
+
+
+def _whole_blocks(allowed: int, each: int) -> int:
+    """Tokens of a pool that takes no more than ``allowed`` bytes, ``each`` of a token.
+
+    Raises ``UsageError`` where these hold no block.
+    """
+    block = each * LARGEST_BLOCK
+    if allowed < block:
+        raise UsageError(
+            f"--kv-cache-memory-bytes is {allowed}; a block of {LARGEST_BLOCK} tokens takes {block} bytes",
+            f"give at least {block}, or leave it out: the plan chooses",
+            param="kv_bytes",
+        )
+    return allowed // block * LARGEST_BLOCK
 
 
 def _pools(backend: str, context: int, sequences: int) -> tuple[bool, ...]:

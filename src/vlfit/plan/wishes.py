@@ -26,6 +26,16 @@ _OF_VLLM = {
 }
 
 
+def check_one_at_once(sequences: int) -> None:
+    """Raises ``UsageError`` for more requests at once than transformers runs."""
+    if sequences > 1:
+        raise UsageError(
+            f"--sequences {sequences} is more than transformers runs: its requests go one after the other",
+            "Leave it out: others wait in the queue. The native engine and vLLM run several at once.",
+            param="sequences",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for what makes no sense.
@@ -60,9 +70,11 @@ class Wishes:
         for name, lowest in least.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
-                option = name.replace("_", "-")
+                option = _OF_VLLM.get(name) or name.replace("_", "-")
                 raise UsageError(f"--{option} is {value}", f"it must be at least {lowest}", param=name)
         self._check_names()
+        if self.backend == TRANSFORMERS and self.sequences is not None:
+            check_one_at_once(self.sequences)
         self._check_vllm()
         if self.offload is not None and self.backend not in (None, NATIVE):
             raise UsageError(

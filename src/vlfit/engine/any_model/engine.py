@@ -234,6 +234,7 @@ class AnyEngine:
                 "warning: the driver's library does not tell of %s: nothing is planned", self.device
             )
             return None
+        wish = replace(wish, known=plan.known_model(self.checkpoint.folder))
         return plan.room_on_gpu(self.checkpoint, self._shape, self.gpu, host, wish)
 
     def _limit(self) -> int | None:
@@ -252,16 +253,25 @@ def _check_options(options: EngineOptions) -> None:
             "leave it out",
             param="offload",
         )
-    own = {"kv_dtype": options.kv_dtype == "fp8", "kv_tokens": options.kv_tokens not in (None, "auto")}
-    own["idle_sleep"] = options.idle_sleep is not None
-    for name, asked in own.items():
+    own = {
+        "kv_dtype": (
+            options.kv_dtype == "fp8",
+            "--kv-dtype fp8 is a setting of the native engine: transformers keeps its KV cache in the dtype "
+            "of the computation",
+        ),
+        "kv_tokens": (
+            options.kv_tokens not in (None, "auto"),
+            "--kv is a setting of the native engine: the KV cache of transformers grows with the one request "
+            "that runs, up to --context",
+        ),
+        "idle_sleep": (
+            options.idle_sleep is not None,
+            "--idle-sleep is a setting of the native engine: a model under transformers never sleeps",
+        ),
+    }
+    for name, (asked, why) in own.items():
         if asked:
-            typed = {"kv_tokens": "--kv"}.get(name, f"--{name.replace('_', '-')}")
-            raise UsageError(
-                f"{typed} is of the native engine: transformers makes its KV cache as it goes, never sleeps",
-                "leave it out",
-                param=name,
-            )
+            raise UsageError(why, "Leave it out; or leave out --backend transformers.", param=name)
 
 
 def _stored(checkpoint: AnyCheckpoint, config: Any) -> torch.dtype:

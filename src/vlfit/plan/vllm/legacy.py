@@ -122,6 +122,8 @@ def _context(reading: _Reading, flag: str, value: str | None, given: list[str]) 
 def _counted(name: str, option: str) -> _Reader:
     def read(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
         number = whole_number(flag, value)
+        if number < 1:
+            raise UsageError(f"{flag} is {value}", "it must be at least 1", param=name)
         reading.wish(flag, name, number, option.format(number))
 
     return read
@@ -226,8 +228,8 @@ _READERS: Mapping[str, _Reader] = {
     "--max-model-len": _context,
     "--max-num-seqs": _counted("sequences", "--sequences {}"),
     "--max-num-batched-tokens": _counted("chunk", "passes of {} tokens"),
-    "--kv-cache-memory-bytes": _counted("kv_bytes", "a KV cache of {} bytes"),
-    "--kv-cache-memory": _counted("kv_bytes", "a KV cache of {} bytes"),
+    "--kv-cache-memory-bytes": _counted("kv_bytes", "a KV cache of at most {} bytes, in whole blocks"),
+    "--kv-cache-memory": _counted("kv_bytes", "a KV cache of at most {} bytes, in whole blocks"),
     "--tensor-parallel-size": _counted("tensor_parallel", "each layer over {} cards"),
     "--tensor-parallel": _counted("tensor_parallel", "each layer over {} cards"),  # as vlfit plan has it
     "-tp": _counted("tensor_parallel", "each layer over {} cards"),
