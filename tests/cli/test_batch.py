@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import Vlfit
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import BesideBackend
-from vlfit.errors import ClusterError, EngineStopped
+from vlfit.errors import CannotWrite, ClusterError, EngineStopped
 from vlfit.tasks.batch.item import Source
 from vlfit.tasks.batch.output import Output
 from vlfit.tasks.batch.progress import Progress
@@ -144,12 +144,22 @@ def test_other_jobs_and_wrong_words_are_refused_before_a_model_is_loaded(
     assert "--column and --keep go with" in refused(folder, "-o", "new.jsonl", "--keep", "author")
     assert "--column and --keep go with" in refused(folder, "-o", "new.jsonl", "--column", "image")
     assert "--limit is 0" in refused(folder, "-o", "new.jsonl", "--limit", 0)
+    for option, least in (("readers", 0), ("readers", 65), ("concurrency", 0), ("tries", 100_000)):
+        assert f"{option} is {least}" in refused(folder, "-o", "new.jsonl", f"--{option}", least)
+    whole = output.read_bytes()
+    assert f"{output} is a source, and the output too" in refused(output, "-o", output)
+    assert f"{output} is a source, and the output too" in refused(f"{folder.parent}/*.jsonl", "-o", output)
+    assert output.read_bytes() == whole
     empty = folder.parent / "empty"
     empty.mkdir()
     ended = vlfit("batch", empty, "-o", folder.parent / "new.jsonl", "-m", "mini")
     assert ended.code == 1
     assert "there are no pictures in" in ended.err
-    assert not (folder.parent / "new.jsonl").exists()
+    nothing = io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"# a remark\n\n")))
+    ended = vlfit("batch", "-", "-o", folder.parent / "new.jsonl", "-m", "mini", stdin=nothing)
+    assert ended.code == 1
+    assert "there are no pictures in standard input" in ended.err
+    assert not list(folder.parent.glob("new.jsonl*"))
 
 
 def test_a_failure_of_all_says_how_to_go_on(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
@@ -159,6 +169,23 @@ def test_a_failure_of_all_says_how_to_go_on(vlfit: Vlfit, backend: BesideBackend
     assert "error: the engine is gone" in ended.err
     assert "the same command goes on from here" in ended.err
     assert backend.closed
+    told = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini", "--json")
+    assert told.code == 1
+    facts = json.loads(told.out)
+    assert (facts["done"], facts["stopped"], facts["error"]["reason"]) == (0, True, "the engine is gone")
+
+
+def test_json_tells_of_an_output_that_cannot_be_closed(
+    vlfit: Vlfit, backend: BesideBackend, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> None:
+        raise CannotWrite("cannot write out.jsonl: No space left on device", "make room")
+
+    monkeypatch.setattr("vlfit.tasks.batch.lines.JsonlSink.close", full)
+    told = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini", "--json")
+    assert told.code == 1
+    facts = json.loads(told.out)
+    assert (facts["done"], facts["stopped"], facts["error"]["hint"]) == (6, True, "make room")
 
 
 def test_where_nothing_had_begun_there_is_nothing_to_go_on_from(
@@ -171,6 +198,7 @@ def test_where_nothing_had_begun_there_is_nothing_to_go_on_from(
     ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini")
     assert "there is no cluster" in ended.err
     assert "goes on from here" not in ended.err
+    assert [path.name for path in folder.parent.iterdir()] == ["pictures"]
     # One folder is made for an output; more is a slip.
     ended = vlfit("batch", folder, "-o", folder.parent / "no" / "such" / "out.jsonl", "-m", "mini")
     assert "there is no folder" in ended.err
@@ -240,6 +268,82 @@ def test_sidecars_stand_beside_pictures(vlfit: Vlfit, backend: BesideBackend, fo
     output = folder.parent / "out.jsonl"
     vlfit("batch", folder, "-o", output, "-m", "mini", "--sidecar", "txt", "--limit", 2)
     assert len(list(folder.rglob("*.txt"))) == len(records(output)) > 0
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_sidecars_of_what_was_done_before_are_written_from_the_output(
+    vlfit: Vlfit, backend: BesideBackend, folder: Path, name: str
+) -> None:
+    def beside() -> dict[str, str]:
+        return {path.stem: path.read_text() for path in folder.rglob("*.txt")}
+
+    output, stands = folder.parent / name, folder / "deep" / "4.txt"
+    (folder / "bad.jpg").unlink()
+    vlfit("batch", folder, "-o", output, "-m", "mini")
+    asked, again = len(backend.started), ("batch", folder, "-o", output, "-m", "mini", "--sidecar", "txt")
+    stands.write_text("somebody's words\n")
+    ended = vlfit(*again)
+    assert (ended.code, len(backend.started)) == (0, asked)
+    assert "6 pictures were done before: missing sidecars are written" in ended.err
+    assert "1 picture was left alone: the .txt that is there says something else" in ended.err
+    words = beside()
+    assert sorted(words) == ["0", "1", "2", "3", "4", "same"]
+    assert words["4"] == "somebody's words\n"
+    # All have been seen to: nothing is read again but with --overwrite, which the words above lead to.
+    assert "missing sidecars" not in vlfit(*again).err
+    assert vlfit(*again, "--overwrite").code == 0
+    assert beside() == {**words, "4": stands.read_text()}
+    assert "somebody" not in stands.read_text()
+    assert len(backend.started) == asked
+
+
+def test_a_sidecar_that_could_not_be_written_is_tried_again(
+    vlfit: Vlfit, backend: BesideBackend, folder: Path
+) -> None:
+    again = ("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini", "--sidecar", "xmp")
+    (folder / "bad.jpg").unlink()
+    broken = folder / "1.png.xmp"
+    broken.write_text("no XML")
+    for _ in range(2):
+        ended = vlfit(*again)
+        assert ended.code == 1
+        assert "1 has no sidecar; --sidecar tries again: " in ended.err
+        assert "1.png.xmp is left as it is" in ended.err
+    broken.unlink()
+    assert vlfit(*again).code == 0
+    assert broken.exists()
+    assert len(backend.started) == 5
+
+
+def test_sidecars_of_a_list_that_is_read_once(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:
+    def run(*options: str) -> int:
+        names = io.BytesIO("".join(f"{folder / name}.png\n" for name in "012").encode())
+        stdin = io.TextIOWrapper(io.BufferedReader(names))
+        return vlfit("batch", "-", "-o", output, "-m", "mini", *options, stdin=stdin).code
+
+    output = folder.parent / "out.jsonl"
+    assert (run("--limit", "2"), run("--sidecar", "txt")) == (0, 0)
+    assert sorted(path.name for path in folder.glob("*.txt")) == ["0.txt", "1.txt", "2.txt"]
+
+
+def test_pictures_that_are_seen_in_less_detail_belong_into_another_output(
+    vlfit: Vlfit, backend: BesideBackend, folder: Path
+) -> None:
+    output = folder.parent / "out.jsonl"
+    same = ("batch", folder, "-o", output, "-m", "mini", "--limit", 1)
+    assert vlfit(*same, "--image-tokens", 64).code == 0
+    ended = vlfit(*same, "--image-tokens", 128)
+    assert ended.code == 2
+    assert "image_tokens was 64 and is 128" in ended.err
+    assert "image_tokens was 64 and is None" in vlfit(*same).err
+    both = vlfit(*same, "--image-tokens", 64, "--context", 4096)
+    assert (both.code, "context was None and is 4096" in both.err) == (2, True)
+    # An older vlfit noted neither.
+    header = output.with_name("out.jsonl.job.json")
+    facts = json.loads(header.read_text())
+    header.write_text(json.dumps({name: value for name, value in facts.items() if name != "engine"}))
+    assert vlfit(*same, "--image-tokens", 128).code == 0
+    assert json.loads(header.read_text())["engine"] == {"image_tokens": 128, "context": None}
 
 
 def test_a_list_on_standard_input(vlfit: Vlfit, backend: BesideBackend, folder: Path) -> None:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from vlfit.cli import batch_options as its
+from vlfit.cli.batch_sources import is_read_once, source_of
 from vlfit.cli.options import CommonOptions, takes_common_options
 from vlfit.cli.signals import end_at_once, terminated_as_interrupted
-from vlfit.errors import PictureNotFound, UsageError, VlfitError
+from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vlfit.tasks.batch.job import Job
     from vlfit.tasks.batch.ray.options import RayOptions
     from vlfit.tasks.batch.runner import Runner
+    from vlfit.tasks.batch.sidecars.late import Passing
 
 INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
 
@@ -95,12 +97,14 @@ def batch(
     from vlfit.cli.session import Session
     from vlfit.engine.sampling import SamplingParams
     from vlfit.tasks.batch.job import Job
+    from vlfit.tasks.batch.opening import check_numbers
     from vlfit.tasks.batch.output import is_table
-    from vlfit.tasks.batch.sources import SourceOptions, open_sources
+    from vlfit.tasks.batch.sources import SourceOptions
     from vlfit.tasks.sampling_options import with_options
 
     if limit is not None and limit < 1:
         raise UsageError(f"--limit is {limit}", "it must be at least 1")
+    check_numbers(concurrency, readers, tries)
     is_table(output)
     cluster = its.read_cluster(ray, workers, ordered=ordered, dry_run=dry_run)
     wish = its.read_wish(long=long, ask=ask, system=system, scene=scene, detect=detect, schema=schema)
@@ -108,23 +112,31 @@ def batch(
         # On a cluster others look: a model need not be here.
         session = Session(options, looks=cluster is None)
         sampling = with_options(SamplingParams(), session.sampling)
-        job = Job(wish, sampling, tuple(sources), output, tuple(sidecar or ()), its.read_part(shard))
+        job = Job(
+            wish,
+            sampling,
+            tuple(sources),
+            output,
+            sidecars=tuple(sidecar or ()),
+            shard=its.read_part(shard),
+            engine=session.seen(),
+        )
         cards = _sidecars(job, overwrite=overwrite, backup=backup, keep_times=keep_times)
-        source = open_sources(sources, SourceOptions(column, tuple(keep or ()), allow_private_urls, hidden))
-        if job.shard is not None:
-            source = _part(source, job.shard)
-        if not _read_once(job):
-            _check_there_are_any(source, job)
+        named = SourceOptions(column, tuple(keep or ()), allow_private_urls, hidden, output)
+        source = source_of(job, named, listed_here=cluster is None)
         pace = _Wishes(concurrency, readers, tries, keep_going=keep_going, alike=bool(wish.system))
         if dry_run:
             _try_out(session, job, source, pace, force=force, again=retry_failed, as_json=options.json)
             return
-        with _Batch(session, job, source, cards, force=force, again=retry_failed) as run:
+        with _Batch(
+            session, job, source, cards, force=force, again=retry_failed, as_json=options.json
+        ) as run:
+            run.see_to_sidecars(overwrite=overwrite)
             if cluster is not None:
                 run.on_ray(cluster, pace, limit)
             else:
                 run.here(pace, limit, ordered=ordered)
-    run.tell(as_json=options.json)
+    run.tell()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +176,7 @@ class _Batch:
         *,
         force: bool,
         again: bool,
+        as_json: bool,
     ) -> None:
         from vlfit.cli.batch_page import BatchPage
         from vlfit.tasks.batch.output import Output
@@ -172,6 +185,8 @@ class _Batch:
         self._job = job
         self._source = source
         self._sidecars = sidecars
+        self._as_json = as_json
+        self._late: Passing | None = None  # what waits for its sidecars until the source has been read
         self._output = Output(job, force=force, again=again, sidecars=sidecars)
         self._before = self._output.done_before + (0 if again else self._output.failed_before)
         self._page = BatchPage(session.printer, self._before)
@@ -185,7 +200,13 @@ class _Batch:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._output.close()
+        try:
+            self._output.close()
+        except VlfitError as failed:
+            self._tell_end(failed)
+            raise
+        if error is not None:
+            self._tell_end(error)
         # Where nothing had begun, there is no here to go on from.
         if isinstance(error, VlfitError | KeyboardInterrupt) and self._output.begun:
             done = self._page.tally.done
@@ -196,14 +217,41 @@ class _Batch:
             )
             self._session.printer.note(f"{words}; the same command goes on from here")
 
+    def see_to_sidecars(self, *, overwrite: bool) -> None:
+        """Those of pictures that were done before, from what the output says of them."""
+        from vlfit.tasks.batch.sidecars.late import Passing
+
+        keys = self._output.late(overwrite=overwrite)
+        if not len(keys):
+            return
+        many = f"{len(keys):,} {'picture was' if len(keys) == 1 else 'pictures were'}"
+        self._session.printer.note(f"{many} done before: missing sidecars are written from the output")
+        if is_read_once(self._job):
+            self._source = self._late = Passing(self._source, keys.__contains__)
+            return
+        others = len(keys) - self._output.write_late(self._source, keys)
+        if others:
+            self._session.printer.note(
+                f"{others:,} of those are not among these pictures: no sidecars are written for them"
+            )
+
+    def _tell_end(self, error: BaseException) -> None:
+        """Of a run that ``error`` has ended: how far it came, for programs."""
+        from vlfit.cli.batch_page import summary
+
+        if self._as_json:
+            self._page.tally.stopped = True
+            self._session.printer.data(summary(self._page.tally, self._output, error))
+
     def here(self, pace: _Wishes, limit: int | None, *, ordered: bool) -> None:
         """With a backend of this process. Nothing is loaded if there is nothing left to do."""
         from vlfit.server.host_memory import give_memory_back, keep_what_is_loaded
         from vlfit.tasks.batch.crew import Crew
         from vlfit.tasks.batch.job import Work
+        from vlfit.tasks.batch.keys import KeySet
         from vlfit.tasks.batch.runner import Runner
 
-        if not _read_once(self._job):
+        if not is_read_once(self._job):
             if all(self._output.is_settled(item.key) for item in self._source):
                 return
             self._count_beside(limit)
@@ -216,6 +264,9 @@ class _Batch:
             self._output.begin(backend.model)
             with self._page:
                 runner.run()
+        if self._late is not None:
+            late = KeySet(item.key for item in self._late.done)
+            self._output.write_late(self._late.done, late)
 
     def on_ray(self, cluster: "RayOptions", pace: _Wishes, limit: int | None) -> None:
         """Over a cluster."""
@@ -251,7 +302,7 @@ class _Batch:
 
         threading.Thread(target=count, name="vlfit-count", daemon=True).start()
 
-    def tell(self, *, as_json: bool) -> None:
+    def tell(self) -> None:
         """How it ended, and the exit code for it."""
         from vlfit.cli.batch_page import summary, tell_summary
 
@@ -263,7 +314,7 @@ class _Batch:
         tell_summary(tally, self._output, printer)
         if tally.stopped:
             printer.note("stopped; the same command goes on from here")
-        if as_json:
+        if self._as_json:
             printer.data(summary(tally, self._output))
         if tally.stopped:
             raise typer.Exit(INTERRUPTED)
@@ -314,32 +365,6 @@ def _sidecars(job: "Job", *, overwrite: bool, backup: bool, keep_times: bool) ->
         raise UsageError("--backup and --keep-times go with --sidecar exif", "leave them out")
     kinds = dict.fromkeys(job.sidecars)
     return [sidecar(kind, overwrite=overwrite, backup=backup, keep_times=keep_times) for kind in kinds]
-
-
-def _part(source: "Source", shard: str) -> "Source":
-    from vlfit.tasks.batch.shard import ShardSource, read_shard
-
-    return ShardSource(source, *read_shard(shard))
-
-
-def _read_once(job: "Job") -> bool:
-    """Whether pictures are named on standard input, which can be gone through a single time."""
-    return "-" in job.sources
-
-
-def _check_there_are_any(source: "Source", job: "Job") -> None:
-    """A wrong folder is known before a model is loaded, and so are pictures that no sidecar can stand by."""
-    first = next(iter(source), None)
-    if first is None:
-        part = f"part {job.shard} of " if job.shard is not None else ""
-        raise PictureNotFound(
-            f"there are no pictures in {part}{', '.join(job.sources[:5])}",
-            " ".join(source.notes()) or "is it the right one?",
-        )
-    if job.sidecars and first.path is None:
-        raise UsageError(
-            f"--sidecar writes beside files, and {first.key} is none of its own", "leave --sidecar out"
-        )
 
 
 @contextmanager

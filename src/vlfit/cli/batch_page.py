@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vlfit.cli.printing import Printer, plain
+from vlfit.errors import VlfitError
 from vlfit.tasks.batch.progress import Progress
 from vlfit.units import format_bytes, format_seconds
 
@@ -102,8 +103,8 @@ class BatchPage(Progress):
         return ", ".join(parts)
 
 
-def summary(tally: "Tally", output: "Output") -> dict[str, Any]:
-    """How a run ended, as JSON has it. Times in seconds."""
+def summary(tally: "Tally", output: "Output", error: BaseException | None = None) -> dict[str, Any]:
+    """How a run ended, as JSON has it. Times in seconds. ``error``: what it was ended by."""
     seconds = tally.seconds
     return {
         "output": str(output.path),
@@ -115,12 +116,19 @@ def summary(tally: "Tally", output: "Output") -> dict[str, Any]:
         "failed_in_all": output.failed,
         "without_sidecar": output.without_sidecar,
         "stopped": tally.stopped,
+        "error": _facts_of(error) if isinstance(error, Exception) else None,  # Ctrl-C is none
         "seconds": round(seconds, 3),
         "pictures_per_s": round(tally.done / seconds, 3) if seconds else None,
         "prompt_tokens": tally.prompt_tokens,
         "completion_tokens": tally.completion_tokens,
         "tokens_per_s": round(tally.completion_tokens / seconds, 2) if seconds else None,
     }
+
+
+def _facts_of(error: Exception) -> dict[str, str]:
+    if isinstance(error, VlfitError):
+        return {"code": error.code, "reason": error.message, "hint": error.hint}
+    return {"code": VlfitError.code, "reason": f"{type(error).__name__}: {error}", "hint": ""}
 
 
 def tell_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
@@ -140,7 +148,7 @@ def tell_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
         printer.note(f"{output.failed:,} failed: {output.failed_path} says why; --retry-failed tries again")
     if output.without_sidecar:
         have = "1 has" if output.without_sidecar == 1 else f"{output.without_sidecar:,} have"
-        printer.note(f'{have} no sidecar: "sidecar_error" in the output says why')
+        printer.note(f"{have} no sidecar; --sidecar tries again: {output.sidecar_problem}")
 
 
 def tell_trial(facts: dict[str, Any], printer: Printer) -> None:

@@ -97,6 +97,14 @@ class Session:
 
         return replace(wanted, vllm=vllm_options(settings))
 
+    def seen(self) -> "dict[str, int | None] | None":
+        """The engine's options that change what is seen and said, None for what it takes by itself; of a
+        server, which has its own, nothing.
+        """
+        if self.kind == "remote":
+            return None
+        return {"image_tokens": self._settings.image_tokens, "context": self._settings.context}
+
     def open(self, opener: "Callable[[Wanted, Progress], T]") -> T:
         """What ``opener`` makes of what is wanted; loading is shown meanwhile."""
         from vlfit.backends.phases import Phases

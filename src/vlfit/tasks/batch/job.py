@@ -4,6 +4,7 @@ Knows how a picture is asked about and what a record holds. Does not know how ma
 and ``ray`` do), where items come from or where records go.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ class Job:
 
     ``sources`` are folders, globs, list files, tar shards or tables, as they were typed; ``output`` is a
     ``.jsonl`` or ``.parquet`` path; ``sidecars`` are kinds of files to write beside the pictures; ``shard``
-    is the part of the pictures that it is about (``2/8``), or None for all.
+    is the part of the pictures that it is about (``2/8``), or None for all. ``engine``: options of the engine
+    that change what is said; None: whoever answers was opened by somebody else.
     """
 
     wish: Wish
@@ -33,6 +35,7 @@ class Job:
     output: Path
     sidecars: tuple[str, ...] = ()
     shard: str | None = None
+    engine: Mapping[str, Any] | None = None
 
     def facts(self) -> dict[str, Any]:
         """What decides the records, as JSON has it. Two jobs that differ here may not share an output."""
@@ -43,6 +46,7 @@ class Job:
             "schema": self.wish.schema,
             "sampling": asdict(self.sampling),
             "shard": self.shard or "all",
+            **({} if self.engine is None else {"engine": dict(self.engine)}),
         }
 
 

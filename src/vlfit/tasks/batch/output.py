@@ -8,7 +8,7 @@ that a run that was ended at any instant goes on where it was. Does not know who
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from vlfit.tasks.batch.job import Job
 from vlfit.tasks.batch.keys import KeySet
 from vlfit.tasks.batch.lines import JsonlSink, Lines, keys_in, line_of, records_in, sync_folder
 from vlfit.tasks.batch.names import key_of, shown_name
+from vlfit.tasks.batch.sidecars.late import without_sidecars, write_late
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,6 +46,7 @@ class Output:
         self.path = job.output
         self.failed_path = beside(job.output, ".failed.jsonl")
         self._sidecars = sidecars
+        self._kinds = set(job.sidecars)
         self._facts = job.facts()
         self._sources = _first_sources(job)
         self._force = force
@@ -65,7 +67,10 @@ class Output:
         self.failed_before = len(failed)
         self._failed = KeySet() if again else failed
         self.failed = len(failed)
+        # Kinds of sidecars that have been seen to for every record that is there.
+        self._complete = self._kinds_before() if self.done_before else set(self._kinds)
         self.without_sidecar = 0
+        self.sidecar_problem = ""  # why the first of those has none
         self._with_sidecar = 0
 
     def is_settled(self, key: str) -> bool:
@@ -77,7 +82,10 @@ class Output:
         self._facts["model"] = model
         self._check()
         self.begun = True
-        facts = {**self._facts, "sources": self._sources}
+        self._complete &= self._kinds
+        # What this run cannot know (of its engine, from Python) stays as an earlier one has noted it.
+        facts = {**(self._header.facts or {}), **self._facts, "sources": self._sources}
+        facts["sidecars"] = sorted(self._complete)
         if self._header.facts != facts:
             self._header.write(facts)
         assert self._sink is not None
@@ -94,18 +102,46 @@ class Output:
         assert self._sink is not None
         if item.key in self._done:
             return
+        self._sink.write(self._with_sidecars(item, record))
+        self._done.add(item.key)
+
+    def late(self, *, overwrite: bool) -> KeySet:
+        """The keys of records from earlier runs whose sidecars are to be written, or looked at again: all,
+        if a kind is wanted that was not wanted then, or others' words are to be replaced (``overwrite``);
+        else those that say that it could not be done.
+        """
+        if not self._sidecars or not self.done_before:
+            return KeySet()
+        return self._done if overwrite or self._kinds - self._complete else without_sidecars(self.path)
+
+    def write_late(self, items: Iterable[Item], keys: KeySet) -> int:
+        """The sidecars of those of ``items`` that are among ``keys``. Gives how many there were."""
+        before = self.without_sidecar
+        many = write_late(self.path, items, keys, self._with_sidecars)
+        if many == self.done_before and self.without_sidecar == before and not self._kinds <= self._complete:
+            self._complete |= self._kinds
+            if self._header.facts is not None:
+                self._header.write({**self._header.facts, "sidecars": sorted(self._complete)})
+        return many
+
+    def _with_sidecars(self, item: Item, record: Record) -> Record:
+        """Write what is to stand beside ``item``. Gives the record, with the reason if that cannot be."""
         for sidecar in self._sidecars:
             try:
                 sidecar.write(item, record)
             except VlfitError as error:
                 self.without_sidecar += 1
+                self.sidecar_problem = self.sidecar_problem or error.message
                 if self.without_sidecar > _TOO_MANY and self.without_sidecar > self._with_sidecar:
                     raise
                 record = {**record, "sidecar_error": error.message}
             else:
                 self._with_sidecar += 1
-        self._sink.write(record)
-        self._done.add(item.key)
+        return record
+
+    def _kinds_before(self) -> set[str]:
+        known = (self._header.facts or {}).get("sidecars")
+        return set(map(str, known)) if isinstance(known, list) else set()
 
     def fail(self, item: Item, error: Exception, tries: int) -> None:
         """Put ``item`` on the list of what failed."""
