@@ -277,5 +277,9 @@ def test_tasks_before_a_vllm_ask_it_for_their_very_grammar() -> None:
         settings = ServerSettings(expectation=expectation_of(backend, ()))
         with running(backend, settings) as server, Client(server.url) as client:
             assert [each.label for each in client.detect(png("red"), ["fox", "owl"]).objects] == ["fox"]
-            assert [each.label for each in client.scene(png("red")).objects] == ["fox"]
-    assert len(asked) == 2
+            scene = client.scene(png("red"))
+            assert [each.label for each in scene.objects] == ["fox"]
+            assert scene.usage.image_tokens is None  # vLLM does not tell them apart
+            usage = chat(server, messages=PICTURE)["usage"]
+            assert usage["prompt_tokens_details"]["image_tokens"] is None
+    assert len(asked) == 3

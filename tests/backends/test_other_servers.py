@@ -20,11 +20,13 @@ from vlfit.errors import (
     RemoteError,
     ServerStopping,
     UnknownModel,
+    UsageError,
     VlfitError,
     WrongApiKey,
 )
 
 GREEDY = SamplingParams()
+PAGE = "<!DOCTYPE HTML>\n<html>\n<head>\n<title>A &amp;\n B</title></head><body><h1>No</h1></body></html>"
 
 
 def test_another_server_is_told_only_what_openai_knows() -> None:
@@ -63,6 +65,36 @@ def test_a_server_without_a_list_of_models() -> None:
             assert backend.default_sampling() == SamplingParams()
 
 
+def test_pictures_whose_tokens_nobody_tells_are_not_said_to_have_none() -> None:
+    cached = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}}
+    lasts: list[dict[str, Any]] = [USAGE, {"usage": cached}, {"choices": []}]
+    for last in lasts:
+        with other_server(says(WORD, END, last, DONE)) as url, RemoteBackend(url) as backend:
+            assert (
+                backend.stream(ask("Hello", ImagePart(png("red"))), GREEDY).answer().usage.image_tokens
+                is None
+            )
+            assert backend.stream(ask("Hello"), GREEDY).answer().usage.image_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("htp:/x", "htp:/x is no URL: htp is no scheme of a server"),
+        ("http:/x", "two slashes belong behind http:"),
+    ],
+)
+def test_a_mistyped_scheme(url: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        RemoteBackend(url)
+
+
+def test_https_where_http_is_spoken() -> None:
+    with other_server(says()) as url, pytest.raises(UsageError, match="seems to speak http") as raised:
+        RemoteBackend(url.replace("http:", "https:"))
+    assert raised.value.hint == f"use {url}/v1"
+
+
 @pytest.mark.parametrize("models", [[], {"data": 5}, {"data": []}, {"models": []}])
 def test_a_url_that_is_no_openai_api(models: object) -> None:
     with other_server(says(), models=models) as url, pytest.raises(RemoteError):
@@ -79,6 +111,7 @@ def test_a_url_that_is_no_openai_api(models: object) -> None:
         (says(WORD, DONE), RemoteError, "without a reason"),
         (says("data: {broken\n\n"), RemoteError, "no JSON object"),
         (says("busy", status=429), QueueFull, "429: busy"),
+        (says(PAGE, status=404), RemoteError, r"404: a web page \('A & B'\), not OpenAI's API"),
         (says(status=500), RemoteError, "500: nothing more"),
         (says('{"detail": "no such route"}', status=404), RemoteError, "no such route"),
         (says('{"error": {"message": "The model `x` does not exist."}}', status=404), UnknownModel, "`x`"),

@@ -132,13 +132,18 @@ def test_a_backend_that_there_is_not(vlfit: Vlfit, picture: Path) -> None:
     assert "--backend or VLFIT_BACKEND" in ended.err
 
 
-def test_serve_refuses_what_cannot_act_on_another_server(vlfit: Vlfit) -> None:
+def test_serve_refuses_what_cannot_act_on_another_server(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = vlfit(
         "serve", "--backend", "remote", URL, "--context", 512, "--no-speculate", "--idle-sleep", "5m"
     )
     assert ended.code == 2
     for word in ("--context", "--no-speculate", "--idle-sleep", URL):
         assert word in ended.err
+    monkeypatch.setenv("VLFIT_BACKEND", "remote")
+    assert "add --server URL, or set VLFIT_SERVER" in vlfit("caption", "a.png").err
+    monkeypatch.delenv("VLFIT_BACKEND")
     without = vlfit("serve", "--backend", "remote")
     assert without.code == 2
     assert "vlfit serve --backend remote http://host:port" in without.err

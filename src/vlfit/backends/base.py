@@ -60,7 +60,8 @@ class Prepared(Protocol):
     """A priced request: tokens counted and pictures looked at, nothing on the device yet.
 
     A backend that cannot count before the model has answered (``remote``, where the server does not tell) has
-    no ``images`` and 0 tokens here; the last chunk's usage tells them then.
+    no ``images`` and 0 tokens here (None of pictures, if there are any); the last chunk's usage tells them
+    then.
     """
 
     @property
@@ -68,7 +69,7 @@ class Prepared(Protocol):
     @property
     def prompt_tokens(self) -> int: ...
     @property
-    def image_tokens(self) -> int: ...
+    def image_tokens(self) -> int | None: ...
     @property
     def most_tokens(self) -> int:
         """How many tokens a completion may have; 0: nobody knows."""

@@ -4,6 +4,7 @@ Knows: server-sent events, the fields of a reply, what an error code means. Does
 how requests are written (``openai_wire.py``).
 """
 
+import html
 import json
 import math
 import re
@@ -42,6 +43,10 @@ _ERRORS: dict[str, type[VlfitError]] = {
         WrongApiKey,
     )
 }
+_PAGE = "a web page"
+_PAGE_HINT = "is this the right URL? vlfit adds /v1 if it is not there"
+_IS_PAGE = re.compile(r"\ufeff?(<\?xml[^>]*> ?)?<(!doctype html|html)\b", re.I)
+_TITLE = re.compile(r"<title[^>]*> ?([^<]*[^< ]) ?</title>", re.I)
 # As vLLM, llama.cpp and OpenAI say that a prompt is longer than the context.
 _TOO_LONG = re.compile(
     r"(maximum|max) (context|model) len|exceeds? the (available )?context|longer than the max", re.I
@@ -100,12 +105,14 @@ class Events:
 @dataclass(slots=True)
 class ReplyReader:
     """One completion under way: events in, chunks out. ``started``: when it was asked for, by ``clock``.
+    ``image_tokens``: of its prompt, as far as that is known where the server does not tell.
 
     Calls of tools that the server has parsed come out as the text that Qwen writes them in, so that whoever
     reads answers knows one form of them. What a server tells of a model's thoughts apart is left out.
     """
 
     started: float
+    image_tokens: int | None = 0
     _first_token: float | None = None
     _finish: FinishReason | None = None
     _usage: Usage | None = None
@@ -118,7 +125,7 @@ class ReplyReader:
         """Note what ``event`` tells; the chunk in it, if it has one."""
         extras = event.get("vlfit") or {}
         self._images = read_images(extras) or self._images
-        self._usage = read_usage(event) or self._usage
+        self._usage = read_usage(event, self.image_tokens) or self._usage
         self._server_timings = extras.get("timings") or self._server_timings
         choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
         delta: dict[str, Any] = choice.get("delta") or {}
@@ -140,12 +147,12 @@ class ReplyReader:
     def last(self) -> Chunk:
         """The last chunk, which has no text: OpenAI sends the usage after the last words.
 
-        The usage is 0 throughout if the server does not tell it. Raises ``RemoteError`` if it did not say why
-        the answer ended.
+        The usage is 0 if the server does not tell it, but for tokens of pictures. Raises ``RemoteError`` if
+        it did not say why the answer ended.
         """
         if self._finish is None:
             raise RemoteError("the answer ended without a reason", "look at the server's log")
-        usage = self._usage or Usage(0, 0, 0)
+        usage = self._usage or Usage(0, self.image_tokens, 0)
         return Chunk("", (), self._finish, usage, self._timings(), self._images)
 
     def _add_call(self, call: dict[str, Any]) -> None:
@@ -181,7 +188,7 @@ def error_from(status: int, text: str) -> VlfitError:
     body = _object(text) or {}
     error = body.get("error")
     details: dict[str, Any] = error if isinstance(error, dict) else body
-    told = details.get("message") or details.get("detail") or text.strip()[:200] or "nothing more"
+    told = details.get("message") or details.get("detail") or in_a_line(text) or "nothing more"
     if status == 200 and isinstance(details.get("code"), int):
         status = details["code"]  # as vLLM tells it where the answer has begun
     message, code, param = str(told), str(details.get("code")), details.get("param")
@@ -192,7 +199,18 @@ def error_from(status: int, text: str) -> VlfitError:
         hint = _KEY_HINT if kind is WrongApiKey else ""
         return kind(message, hint, param=param if isinstance(param, str) else None)
     about = f"the server answered {status}" if status != 200 else "the server failed"
-    return RemoteError(f"{about}: {message}", _hint(status), status=None if status == 200 else status)
+    hint = _PAGE_HINT if message.startswith(_PAGE) and status < 500 else _hint(status)
+    return RemoteError(f"{about}: {message}", hint, status=None if status == 200 else status)
+
+
+def in_a_line(text: str) -> str:
+    """What a server said that is not of this protocol, as one line; of a web page, its title."""
+    words = " ".join(text.split())
+    if not _IS_PAGE.match(words):
+        return words[:200]
+    title = _TITLE.search(words)
+    named = f" ({html.unescape(title[1])[:80]!r})" if title else ""
+    return f"{_PAGE}{named}, not OpenAI's API"
 
 
 def _kind_of(status: int, message: str) -> type[VlfitError] | None:
@@ -245,15 +263,16 @@ def retry_after(value: str | None) -> float | None:
     return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 
-def read_usage(event: dict[str, Any]) -> Usage | None:
-    """``usage`` of an event, if it has one."""
+def read_usage(event: dict[str, Any], image_tokens: int | None = 0) -> Usage | None:
+    """``usage`` of an event, if it has one; with ``image_tokens`` where it does not tell those apart."""
     usage = event.get("usage")
     if not isinstance(usage, dict):
         return None
     details = usage.get("prompt_tokens_details") or {}
+    told = details.get("image_tokens")
     return Usage(
         usage.get("prompt_tokens", 0),
-        details.get("image_tokens") or 0,
+        image_tokens if told is None else told,
         usage.get("completion_tokens", 0),
         details.get("cached_tokens") or 0,
     )

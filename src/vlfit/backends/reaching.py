@@ -23,6 +23,11 @@ def failures_in_words(url: str, silence: float = SILENCE_SECONDS) -> Iterator[No
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        if "WRONG_VERSION_NUMBER" in str(error):  # OpenSSL's word for words that are not encrypted
+            plain = f"http://{url.partition('://')[2]}"
+            raise UsageError(
+                f"{url}: the server there seems to speak http, not https", f"use {plain}"
+            ) from error
         raise ServerUnreachable(
             f"no server answers at {url}: {error}", "start one with `vlfit serve`, or check the URL"
         ) from error
@@ -43,6 +48,11 @@ def base_url(url: str) -> str:
     url = url.strip().rstrip("/")
     if not url:
         raise UsageError("the server's URL is empty", "use http://host:port")
+    short = re.match(r"([a-z][a-z\d+.-]*):/(?!/)", url, re.I)
+    if short:
+        known = short[1].lower() in ("http", "https")
+        why = f"two slashes belong behind {short[1]}:" if known else f"{short[1]} is no scheme of a server"
+        raise UsageError(f"{without_secrets(url)} is no URL: {why}", "use http://host:port")
     if "://" not in url:
         url = f"http://{url}"
     shown = without_secrets(url)

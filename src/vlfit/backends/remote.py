@@ -29,7 +29,7 @@ from vlfit.backends.reaching import (
 from vlfit.backends.side_by_side import Running, SideBySide
 from vlfit.backends.streams import QueuedStream
 from vlfit.engine.answer import Chunk, ImageSeen
-from vlfit.engine.conversation import Conversation, Tool
+from vlfit.engine.conversation import Conversation, TextPart, Tool
 from vlfit.engine.options import Park
 from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import (
@@ -64,7 +64,7 @@ class RemotePrepared:
     most_tokens: int
     images: tuple[ImageSeen, ...] = ()
     prompt_tokens: int = 0
-    image_tokens: int = 0
+    image_tokens: int | None = 0
 
 
 @dataclass(slots=True)
@@ -152,7 +152,9 @@ class RemoteBackend(Closing):
         """Check the pictures and write the request. Tokens are not counted: the server does, once it runs."""
         asked = time.perf_counter()
         content = openai_wire.chat_fields(conversation, tools, self.server)
-        return self._prepared("chat/completions", content, sampling, asked)
+        prepared = self._prepared("chat/completions", content, sampling, asked)
+        shows = any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
+        return replace(prepared, image_tokens=None) if shows else prepared
 
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> RemotePrepared:
         return self._prepared("completions", openai_wire.text_fields(prompt), sampling, time.perf_counter())
@@ -226,7 +228,7 @@ class RemoteBackend(Closing):
             sampling, self.model, self.server, chat=prepared.path != "completions", grammars=self._grammars
         )
         body = b"{" + prepared.content + b"," + rest + b"}"
-        reader, events = ReplyReader(prepared.asked), Events()
+        reader, events = ReplyReader(prepared.asked, prepared.image_tokens), Events()
         with failures_in_words(self.device):
             async with self._room, self._taken(prepared.path, body) as response:
                 ticket.decide(None)
@@ -312,7 +314,8 @@ class RemoteBackend(Closing):
             cards = [card for card in response.json()["data"] if isinstance(card, dict)]
         except (ValueError, KeyError, TypeError):
             raise RemoteError(
-                f"{self.device}/models does not answer as OpenAI's API does: {response.text[:80]!r}",
+                f"{self.device}/models does not answer as OpenAI's API does: "
+                + openai_replies.in_a_line(response.text),
                 "is it the URL of such a server?",
             ) from None
         if not cards and not optional:

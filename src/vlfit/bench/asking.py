@@ -67,7 +67,7 @@ def ask_at_once(
         for number, conversation in enumerate(conversations):
             prepared = backend.prepare(conversation, sampling)
             prepared_at.append(time.perf_counter())
-            sizes.append((prepared.prompt_tokens, prepared.image_tokens))
+            sizes.append((prepared.prompt_tokens, prepared.image_tokens or 0))  # in process all is counted
 
             def listen(arrival: Chunk | Exception, number: int = number) -> None:
                 arrivals.put((number, time.perf_counter(), arrival))

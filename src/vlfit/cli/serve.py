@@ -209,10 +209,19 @@ def _check_vllm(settings: "Settings", asked: OfServe, *, apart: bool) -> None:
     typed = [name for name, is_typed in named.items() if is_typed]
     if settings.backend != "vllm":
         if asked.words and not any(word.startswith("-") for word in asked.words):
+            if settings.backend == "remote":
+                urls = " and ".join([settings.server or "", *asked.words])
+                raise UsageError(
+                    f"--backend remote takes one URL, not {urls}",
+                    "the server there has its model already; --model chooses one of several",
+                )
             raise UsageError(f"more than a model is named: {' '.join(asked.words)}", "name one")
         if typed or asked.words:
             what = ", ".join([*typed, *asked.words[:1]])
-            raise UsageError(f"{what} is for vLLM, which does not run here", "add --backend vllm")
+            instead = "add --backend vllm"
+            if settings.backend in ("remote", "transformers"):
+                instead = f"leave it out, or use --backend vllm in place of {settings.backend}"
+            raise UsageError(f"{what} is for vLLM, which does not run here", instead)
     elif apart and typed:
         raise UsageError(
             f"{', '.join(typed)} is for a server in this terminal", "leave --daemon and --systemd out"

@@ -214,6 +214,10 @@ def backend_of(
         server = None
     if kind in (None, "remote"):
         if kind is not None and server is None:
+            if typed_backend is None:
+                raise UsageError(
+                    "VLFIT_BACKEND is remote, and no server is named", "add --server URL, or set VLFIT_SERVER"
+                )
             raise UsageError(
                 "no server is named for --backend remote", "write its URL behind: --backend remote URL"
             )

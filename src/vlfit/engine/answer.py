@@ -39,13 +39,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. ``image_tokens`` are part of ``prompt_tokens``.
+    """Tokens of a request. ``image_tokens`` are part of ``prompt_tokens``; None: nobody told how many are.
 
     So are ``cached_tokens``: those that were not computed, as an earlier prompt began alike.
     """
 
     prompt_tokens: int
-    image_tokens: int
+    image_tokens: int | None
     completion_tokens: int
     cached_tokens: int = 0
 

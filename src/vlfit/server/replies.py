@@ -106,7 +106,7 @@ class Reply:
         choices: int,
         *,
         prompt_tokens: int,
-        image_tokens: int,
+        image_tokens: int | None,
         images: tuple[ImageSeen, ...],
         ignored: tuple[str, ...],
         with_logprobs: bool,
@@ -221,7 +221,9 @@ class Reply:
         cached = min(choice.cached_tokens for choice in self.choices)
         told = [choice.usage for choice in self.choices[:: self._each]]
         prompt = self._prompt_tokens or sum(each.prompt_tokens for each in told)
-        image = self._image_tokens or sum(each.image_tokens for each in told)
+        images = [each.image_tokens for each in told]
+        known = [each for each in images if each is not None]
+        image = self._image_tokens or (sum(known) if len(known) == len(images) else None)
         return Usage(prompt, image, completion, cached)
 
     def _usage(self) -> dict[str, Any]:

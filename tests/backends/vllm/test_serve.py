@@ -303,6 +303,8 @@ def test_a_command_starts_one_for_as_long_as_it_runs(stage: Stage, run: Run) -> 
         (["mini", "--direct"], "--direct is for vLLM, which does not run here"),
         (["mini", "--", "--seed", "3"], "--seed is for vLLM, which does not run here"),
         (["mini", "another"], "more than a model is named: another"),
+        (["--backend", "remote", "http://a", "--dry-run"], "or use --backend vllm in place of remote"),
+        (["mini", "--backend", "remote", "http://a"], "takes one URL, not mini and http://a"),
         (
             ["mini", "--backend", "vllm", "--dry-run", "--daemon"],
             "--dry-run is for a server in this terminal",

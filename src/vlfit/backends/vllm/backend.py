@@ -21,7 +21,7 @@ from vlfit.backends.streams import QueuedStream
 from vlfit.backends.vllm import account, attempts
 from vlfit.backends.vllm.attempts import Attempts, Serving
 from vlfit.backends.vllm.command import follows_grammars, loopback
-from vlfit.backends.vllm.options import VllmOptions
+from vlfit.backends.vllm.options import Diagnosis, VllmOptions
 from vlfit.backends.vllm.planning import Planned, plan_start
 from vlfit.backends.vllm.starting import free_port
 from vlfit.backends.vllm.where import find
@@ -36,6 +36,7 @@ from vlfit.machine.survey import survey
 from vlfit.plan.actual import Row
 from vlfit.plan.expect import Expectation
 from vlfit.plan.search import Plan
+from vlfit.plan.vllm.cases import Failure
 
 Progress = Callable[[str, float], None]
 _LATE_SECONDS = 3.0  # for a process to be seen to have died, once its connection has broken off
@@ -243,15 +244,25 @@ class VllmBackend:
         failure, diagnosis = attempts.read(self._serving.started, self._vllm.read_failure)
         if self._vllm.died is not None:
             self._vllm.died(self.plan, failure)
-        words = attempts.in_words(self._serving.started, diagnosis)
-        why = EngineLost(
-            f"vLLM ended while it served: {words}",
-            f"{diagnosis.remedy} Its log is {self.log}" if diagnosis else f"its log is {self.log}",
-        )
+        why = self._loss(failure, diagnosis)
         with self._lock:
             self._why, listeners = why, self._listeners
         for tell in listeners:
             tell(why)
+
+    def _loss(self, failure: Failure, diagnosis: Diagnosis | None) -> EngineLost:
+        """The cause, if its log has one: lines that only report an end (no ``failure``) are none. vLLM does
+        not tell which signal ended a process of its own.
+        """
+        if diagnosis is None or failure.id:
+            words = attempts.in_words(self._serving.started, diagnosis)
+            remedy = f"{diagnosis.remedy} Its" if diagnosis else "its"
+            return EngineLost(f"vLLM ended while it served: {words}", f"{remedy} log is {self.log}")
+        return EngineLost(
+            "vLLM's engine ended while it served, and its log shows no cause (ended by a signal, or by the "
+            f"system for want of RAM?): {self.log}",
+            "look at what the kernel wrote: sudo dmesg -T | tail -50 | vlfit doctor --log -",
+        )
 
     def _explain(self, arrival: Chunk | Exception, listener: Listener) -> None:
         """What a broken connection means: that vLLM has died, or no more than it says."""
