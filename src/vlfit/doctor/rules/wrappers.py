@@ -31,7 +31,10 @@ WRAPPERS = (
         id="vllm.engine_dead",
         words=("EngineDeadError", "EngineCore encountered an issue"),
         pattern=r"(?:EngineDeadError|EngineCore encountered an issue)",
-        cause="vLLM's engine died while it served. These lines only report it; the cause stands further up.",
+        cause=(
+            "vLLM's engine died while it served. These lines only report it; the cause stands further up, "
+            "unless a signal ended it, or the system for want of RAM: then this log has none."
+        ),
         remedy="Paste the lines above the first EngineDeadError, and what the kernel wrote.",
         command="sudo dmesg -T | tail -50 | vlfit doctor --log -",
         wrapper=True,
