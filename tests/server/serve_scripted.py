@@ -1,7 +1,8 @@
 """A server process without a model, for tests: ``python -m tests.server.serve_scripted``.
 
 Takes a port, and ``kept`` if it is to be started again when it dies (``broken``: in vain,
-``faulty``: it loses its engine once, ``slow``: it takes a line on stdin to start); prints
+``faulty``: it loses its engine once, ``slow``: it takes a line on stdin to start, and one to end
+after such a loss); prints
 ``ready`` and the port when connections are taken, ``stopped`` after a stop in order.
 """
 
@@ -41,6 +42,10 @@ def main() -> None:
             app = create_app(backend, settings)
             serve_until_stopped(app, kept.listener if kept else listener, settings, ready)
             if app.state.closing.crashed:
+                if kept:
+                    kept.tell_lost()
+                if "slow" in sys.argv:
+                    sys.stdin.readline()
                 os._exit(70)
     except VlfitError as error:
         print(error, file=sys.stderr)

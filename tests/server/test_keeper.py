@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -81,6 +82,48 @@ def test_who_comes_before_the_model_is_there_is_told_that_it_is_loaded() -> None
         assert httpx.get(f"{url}/ready").status_code == 200
         process.terminate()
         process.communicate(timeout=5)
+
+
+def test_nobody_waits_in_the_queue_of_one_that_ends() -> None:
+    """It outlives each server: who cleans up after a loss, and who was killed before it took them."""
+    command = [sys.executable, "-m", "tests.server.serve_scripted", "0", "kept", "slow", "faulty"]
+    with ExitStack() as ending:
+        process = ending.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        ending.callback(process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told, says = process.stdin, process.stdout
+
+        def line() -> str:
+            """What it says once it may go on."""
+            told.write("\n")
+            told.flush()
+            return says.readline()
+
+        port = int(says.readline().split()[1])
+        url = f"http://127.0.0.1:{port}"
+        assert line().startswith("ready")
+        lost = httpx.post(f"{url}/v1/chat/completions", json={"messages": HELLO})
+        assert lost.status_code == 500
+        wait_for(lambda: httpx.get(f"{url}/health").json() == {"status": "restarting"})
+        assert httpx.get(f"{url}/ready").json()["error"]["code"] == "engine_died"
+        assert line().startswith("starting")
+        assert line().startswith("ready")
+
+        worker = serving(url)
+        os.kill(worker, signal.SIGSTOP)  # it takes nobody any more, and does not tell
+        asking = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(3)]
+        for each in asking[:2]:
+            each.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+        time.sleep(0.1)  # or nobody would wait
+        os.kill(worker, signal.SIGKILL)
+        assert says.readline().startswith("starting")
+        asking[2].sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+        for each in asking:
+            with each, each.makefile("rb") as said:
+                assert b'{"status":"restarting"}' in said.read()
 
 
 def test_what_is_asked_meanwhile_gets_503_at_once() -> None:

@@ -6,7 +6,7 @@ Knows: where the files are, and whether the process of one is still there. Does 
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A server that is ready. ``began``: when its process did, as the system counts (None: it does not tell);
-    a number alone may by now be another's. ``drain``: seconds that it lets requests go on after SIGTERM.
+    """A server that is ready, or is being started again. ``began``: when its process did, as the system
+    counts (None: it does not tell); a number alone may by now be another's. ``drain``: seconds that it lets
+    requests go on after SIGTERM.
     """
 
     url: str
@@ -45,9 +46,16 @@ def folder() -> Path:
 
 
 @contextmanager
-def recorded(url: str, model: str, drain: float, pid: int | None = None) -> Iterator[None]:
+def recorded(
+    url: str,
+    model: str,
+    drain: float,
+    pid: int | None = None,
+    goes_on: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
     """``model`` is served at ``url`` for as long as the block lasts, by this process or the one that keeps it
-    (``pid``). Where no file can be left, none is.
+    (``pid``), and longer if at its end ``goes_on`` says that another process takes over. Where no file can be
+    left, none is.
     """
     pid = pid or os.getpid()
     record = Record(url, model, pid, began(pid), time.time(), drain)
@@ -60,8 +68,14 @@ def recorded(url: str, model: str, drain: float, pid: int | None = None) -> Iter
     try:
         yield
     finally:
-        with suppress(OSError):
-            place.unlink()
+        if not goes_on():
+            forget(record.pid)
+
+
+def forget(pid: int) -> None:
+    """The server of this process, if it is known as one, runs no more."""
+    with suppress(OSError):
+        (folder() / f"{pid}.json").unlink()
 
 
 def servers() -> list[Record]:
@@ -82,9 +96,12 @@ def servers() -> list[Record]:
 
 
 def began(pid: int) -> str | None:
-    """When a process began, in the system's own count; None where there is no /proc, or no such process."""
+    """When a process began, in the system's own count; None where there is no /proc, or no such process: one
+    that has ended, and whose parent has not asked how, is none.
+    """
     try:
         # The name of a program, in brackets, may hold anything; the 20th field after it is the time.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else facts[18]
     except (OSError, IndexError):
         return None

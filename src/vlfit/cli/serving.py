@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlfit.cli.printing import Printer
-from vlfit.cli.records import recorded
+from vlfit.cli.records import forget, recorded
 from vlfit.errors import UsageError, WrongApiKey
 from vlfit.units import MIB
 
@@ -84,12 +84,14 @@ def serve_here(
             app = create_app(backend, server_settings)
             with ExitStack() as known:
 
+                def goes_on() -> bool:
+                    return bool(kept and app.state.closing.crashed)
+
                 def announce() -> None:
                     _watch(backend, app.state.closing)
                     phases.end()
-                    known.enter_context(
-                        recorded(url, backend.model, settings.drain, kept.keeper if kept else None)
-                    )
+                    keeper = kept.keeper if kept else None
+                    known.enter_context(recorded(url, backend.model, settings.drain, keeper, goes_on))
                     if kept:
                         kept.tell_ready()
                     again = bool(kept and kept.restarts)
@@ -97,6 +99,8 @@ def serve_here(
 
                 keep_what_is_loaded()
                 serve_until_stopped(app, kept.listener if kept else listener, server_settings, announce)
+                if kept and goes_on():
+                    kept.tell_lost()
         finally:
             _close(backend)
     if app.state.closing.crashed:
@@ -125,7 +129,11 @@ def _kept(listener: socket.socket) -> "Kept":
         raise UsageError("this system cannot run a server apart", "leave --restart out")
     from vlfit.server.keeper import keep
 
-    return keep(listener)
+    try:
+        return keep(listener)
+    except SystemExit:  # of the keeper: it may have been stopped while nobody served
+        forget(os.getpid())
+        raise
 
 
 def _load(
@@ -258,6 +266,8 @@ def _sequences(settings: "Settings", backend: "OpenBackend | None" = None) -> in
     nobody minds to wait for at once, unless a number was asked for. vLLM's are the plan's, and
     transformers runs one.
     """
+    if settings.backend == "transformers":
+        return 1
     if settings.backend == "vllm":
         return int(getattr(backend, "sequences", settings.sequences))
     if settings.backend == "remote" and "sequences" not in settings.model_fields_set:
@@ -266,8 +276,6 @@ def _sequences(settings: "Settings", backend: "OpenBackend | None" = None) -> in
         return AT_ONCE
     return settings.sequences
 
-    if settings.backend == "transformers":
-        return 1
 
 def _tell_ledger(
     settings: "Settings", backend: "OpenBackend", server_settings: "ServerSettings", printer: Printer

@@ -96,11 +96,11 @@ def _end(record: Record, *, now: bool) -> None:
 
 
 def _ask(record: Record, key: str) -> dict[str, Any] | None:
-    """What the server tells of itself; None if it does not."""
+    """What the server tells of itself, or who keeps it meanwhile; None if nobody does."""
     import httpx
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with suppress(httpx.HTTPError, ValueError):
+    with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
         # Never by a proxy: it is this computer.
         answer = httpx.get(
             f"{record.url}/v1/vlfit/status", headers=headers, timeout=ASKING_SECONDS, trust_env=False
@@ -108,6 +108,8 @@ def _ask(record: Record, key: str) -> dict[str, Any] | None:
         if answer.status_code == 200:
             facts: dict[str, Any] = answer.json()
             return facts
+        if answer.status_code == 503 and answer.json()["error"]["code"] == "engine_died":
+            return {"state": "restarting"}
     return None
 
 

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import NoReturn
 
 from vlfit.server.address import cannot_listen
-from vlfit.server.relay import DEAD, LAST_CALL, SERVING, STARTING, relay
+from vlfit.server.relay import DEAD, LAST_CALL, LEFT, LOST, SERVING, STARTING, relay
 
 log = logging.getLogger("vlfit.server")
 
@@ -48,14 +48,16 @@ _WHY = {
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What the process that serves is given. ``listener``: for connections handed on. ``keeper``: the process
-    to signal. ``restarts``: how often it was started again. ``tell_ready`` lets clients in. ``word``: a file
-    by which one that serves may tell the next, and which goes with the keeper; nobody else can read it.
+    to signal. ``restarts``: how often it was started again. ``tell_ready`` lets clients in; ``tell_lost``
+    says that no more are taken, and that what follows is cleaning up before another try. ``word``: a file by
+    which one that serves may tell the next, and which goes with the keeper; nobody else can read it.
     """
 
     listener: socket.socket
     keeper: int
     restarts: int
     tell_ready: Callable[[], None]
+    tell_lost: Callable[[], None]
     word: Path
 
 
@@ -102,10 +104,11 @@ class _Keeper:
         self._state = state
         self._life = life
         self._server = 0
+        self._relaying = 0
         self._stopping = False
 
     def run(self) -> Kept:
-        relaying = os.fork()
+        self._relaying = relaying = os.fork()
         if relaying == 0:
             self._relay()
         signal.signal(signal.SIGINT, self._pass_on)
@@ -126,7 +129,7 @@ class _Keeper:
                     os.kill(self._server, signal.SIGKILL)
                 sys.exit(1)
             self._server = 0
-            was_up, self._state[0] = self._state[0] == SERVING, DEAD
+            was_up, self._state[0] = self._state[0] in (SERVING, LOST), DEAD
             code = os.waitstatus_to_exitcode(status)
             # Whoever could not even start at first has said why.
             if self._stopping or code in FINAL or (not was_up and not restarts):
@@ -137,6 +140,7 @@ class _Keeper:
                 log.error("the server died %d times in a row; it is not started again", in_a_row)
                 self._end_relay(relaying)
                 sys.exit(1)
+            self._tell_left()
             restarts += 1
             log.error("the server's process died: %s; it is started again", why(code))
             self._pause(min(2.0 ** (in_a_row - 1) - 1, LONGEST_PAUSE))
@@ -171,7 +175,16 @@ class _Keeper:
         def tell_ready() -> None:
             self._state[0] = SERVING
 
-        return Kept(self._inside, self.pid, restarts, tell_ready, self._word)
+        def tell_lost() -> None:
+            self._state[0] = LOST
+            self._tell_left()
+
+        return Kept(self._inside, self.pid, restarts, tell_ready, tell_lost, self._word)
+
+    def _tell_left(self) -> None:
+        """The queue of connections is the keeper's as well, and outlives who served: nobody in it is told."""
+        with suppress(ProcessLookupError):
+            os.kill(self._relaying, LEFT)
 
     def _relay(self) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

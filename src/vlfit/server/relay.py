@@ -24,32 +24,26 @@ from vlfit.server.connections import DISCARDING, Connections, fair_share
 BACK_AFTER = 5  # seconds; mini is back after three
 MOST_HEAD = 64 * 1024
 LAST_CALL = signal.SIGUSR1  # nobody serves any more: say what is left to say, and end
+LEFT = signal.SIGUSR2  # the server takes no connection any more, and will be started again
 LAST_SECONDS = 1.0
 HEAD_SECONDS = 15.0  # while nobody serves; a server closes what is silent itself (``heads.py``)
 AFTER = 0.02  # seconds after a client has come: what it asks goes first, here and in the server
 LISTENING = 2.0  # seconds in which a client that was told of a death may still send
 
-# What the keeper says of the server.
-STARTING, SERVING, DEAD = range(3)
+_HEALTH = (b"GET /health ", b"GET /health?")
 
-_DIED = {
-    "error": {
-        "message": "the process that runs the model died, and is being started again; try again in a moment",
-        "type": "server_error",
-        "param": None,
-        "code": "engine_died",
-    }
-}
-_STARTS = {
-    "error": {
-        "message": "the model is being loaded; try again in a moment",
-        "type": "server_error",
-        "param": None,
-        "code": "starting",
-    }
-}
+# What the keeper says of the server; ``LOST``, what it says of itself: it has served, and only cleans up.
+STARTING, SERVING, DEAD, LOST = range(4)
 
 
+def _error(message: str, code: str) -> dict[str, dict[str, str | None]]:
+    return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
+
+
+_DIED = _error(
+    "the process that runs the model died, and is being started again; try again in a moment", "engine_died"
+)
+_STARTS = _error("the model is being loaded; try again in a moment", "starting")
 _OF_AN_EVENT = b"\ndata: "  # once in each that has a name: in JSON there are no bare line breaks
 
 
@@ -63,6 +57,7 @@ class Answers:
         self.between = False  # ... and what has gone out of it is whole events
         self._head = b""
         self._only_head = False
+        self._health = False
         self._numbered = False  # events have types and numbers, as OpenAI's responses have
         self._events = 0
         self._tail = b""
@@ -73,6 +68,7 @@ class Answers:
         if not self.waiting:
             self.waiting = True
             self._only_head = data.startswith(b"HEAD ")
+            self._health = data.startswith(_HEALTH)
             self._numbered = data.startswith((b"POST /v1/responses ", b"POST /v1/responses?"))
             self._events, self._tail = 0, b""
 
@@ -150,7 +146,7 @@ class Answers:
     def last_words(self) -> bytes | None:
         """What ends the answer under way for a server that has died; None if nothing can."""
         if not self.begun:
-            return refusal()
+            return alive() if self._health else refusal()
         if self.events and self.between:
             event = b"data: " + json.dumps(_DIED).encode() + b"\n\n"
             if self._numbered:
@@ -259,6 +255,8 @@ class _Client(asyncio.Protocol):
         try:
             _, server = await asyncio.get_running_loop().create_unix_connection(_Server, self._path)
             server.serve(self)
+            if self._state() != SERVING:
+                self.leave()
         except OSError:  # it died a moment ago
             self.server = None
         if not self.transport.is_closing():
@@ -272,15 +270,27 @@ class _Client(asyncio.Protocol):
         elif not self._refused:
             self._refuse(data)
 
+    def leave(self) -> None:
+        """Its server takes no connection any more: one that it never took would wait, in the queue that goes
+        from one server to the next, until that one is there. One that it took it closes itself.
+        """
+        other = None if self.server is None else self.server.get_protocol()
+        if other is None or other.heard:
+            return
+        if self.answers.waiting:
+            self.server.abort()  # and the client is told so
+        else:  # it has asked nothing yet
+            other.close()
+            self.server = None
+
     def _refuse(self, data: bytes) -> None:
         """There is nobody to serve it."""
         self._early += data
         head, end, _ = self._early.partition(b"\r\n\r\n")
         if end or len(self._early) > MOST_HEAD:
             self._refused = True
-            asks_health = head.startswith((b"GET /health ", b"GET /health?"))
-            starting = self._came_early
-            self.end(alive(starting=starting) if asks_health else refusal(starting=starting))
+            answer = alive if head.startswith(_HEALTH) else refusal
+            self.end(answer(starting=self._came_early))
 
     def end(self, words: bytes | None, seconds: float = LISTENING) -> None:
         """Say ``words`` and close, after ``seconds`` in which it may still send; None: break off."""
@@ -317,6 +327,7 @@ class _Server(asyncio.Protocol):
     def __init__(self) -> None:
         self._client: _Client | None = None
         self._transport: Any = None
+        self.heard = False  # the server has said something on it, and so has taken it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -325,6 +336,8 @@ class _Server(asyncio.Protocol):
         return bool(self._transport.is_closing())
 
     def close(self) -> None:
+        """It is nobody's any more."""
+        self._client = None
         self._transport.abort()
 
     def serve(self, client: _Client) -> None:
@@ -334,6 +347,7 @@ class _Server(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self.heard = True
         if self._client is not None:
             self._client.answers.feed(data)
             self._client.transport.write(data)
@@ -370,7 +384,7 @@ async def _end(server: asyncio.Server, clients: "set[_Client]") -> None:
 
 async def relay(listener: socket.socket, path: str, state: Callable[[], int]) -> None:
     """Take clients from ``listener`` until ``LAST_CALL``, and end the process then; ``path`` is where the
-    server listens, ``state`` whether it does.
+    server listens, ``state`` whether it does. ``LEFT`` tells that it has ceased to.
     """
     loop = asyncio.get_running_loop()
     clients: set[_Client] = set()
@@ -380,4 +394,5 @@ async def relay(listener: socket.socket, path: str, state: Callable[[], int]) ->
     )
     ending: list[asyncio.Task[None]] = []
     loop.add_signal_handler(LAST_CALL, lambda: ending.append(loop.create_task(_end(server, clients))))
+    loop.add_signal_handler(LEFT, lambda: list(map(_Client.leave, tuple(clients))))
     await asyncio.Event().wait()

@@ -187,6 +187,33 @@ def test_after_a_death_for_want_of_memory_it_is_started_again_with_less(stage: S
 
 
 @pytest.mark.slow
+def test_while_it_is_started_again_it_is_known_and_can_be_stopped(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next start takes for ever."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(stage.folder / "run"))
+    stage.behaves(stops_after="KV cache size", goes_on_with="2048")
+    with serving(stage, "--port", "0", "--restart") as served, httpx.Client(timeout=2) as client:
+        url = served.facts["url"]
+        with pytest.raises(openai.APIError, match=r"torch\.oom"):
+            ask(served.client(), "die now")
+        wait_until(lambda: client.get(f"{url}/health").json() == {"status": "restarting"})
+        wait_until(lambda: len(stage.starts) == 2)
+        shown = vlfit(stage, "status", "--port", url.rpartition(":")[2])
+        assert f"process {served.process.pid}" in shown
+        assert shown.endswith(", restarting\n")
+        assert url in vlfit(stage, "stop")
+        assert served.ends() == 128 + signal.SIGTERM  # it was not killed
+    assert stage.is_gone
+    assert list((stage.folder / "run" / "vlfit").iterdir()) == []
+
+
+def vlfit(stage: Stage, *words: str) -> str:
+    command = [sys.executable, "-m", "vlfit", *words]
+    return subprocess.run(command, env=environment(stage), check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
 def test_dying_while_nobody_asks_ends_it_too(stage: Stage) -> None:
     with serving(stage, "--port", "0") as served:
         (program,) = (pid for pid, words in with_word(f"{stage.folder}/env") if "guard.py" not in words)
