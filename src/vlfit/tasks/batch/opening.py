@@ -17,6 +17,9 @@ from vlfit.tasks.batch.failures import TRIES
 # Requests at a server that does not say how many it runs: as many as a plan asks for at most.
 AT_A_SERVER = SEQUENCES[0]
 _MOST_READERS = 8
+# More is a slip: each reader is a thread of this process, each request one at a server, and a thousand tries
+# with half a minute between them are eight hours.
+_AT_MOST = {"concurrency": 1024, "readers": 64, "tries": 1000}
 
 Progress = Callable[[str, float], None]
 
@@ -44,11 +47,11 @@ def open_for_batch(
     return backend, pace_for(backend, at_once, readers=readers, tries=tries)
 
 
-def check_numbers(at_once: int | None, readers: int | None, tries: int | None) -> None:
+def check_numbers(at_once: int | None, readers: int | None = None, tries: int | None = None) -> None:
     """Raises ``UsageError`` for one that makes no sense; None: nobody named it."""
     for name, value in (("concurrency", at_once), ("readers", readers), ("tries", tries)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}", "it must be at least 1")
+        if value is not None and not 1 <= value <= _AT_MOST[name]:
+            raise UsageError(f"{name} is {value}", f"it must be at least 1, and at most {_AT_MOST[name]}")
 
 
 def pace_for(

@@ -10,11 +10,11 @@ from vlfit.backends.base import LocalBackend
 from vlfit.engine.sampling import SamplingParams
 from vlfit.tasks.batch.crew import Crew
 from vlfit.tasks.batch.job import Job, Work
-from vlfit.tasks.batch.opening import pace_for
+from vlfit.tasks.batch.opening import check_numbers, pace_for
 from vlfit.tasks.batch.output import Output
 from vlfit.tasks.batch.progress import Progress, Tally
 from vlfit.tasks.batch.runner import Runner
-from vlfit.tasks.batch.sources import open_sources
+from vlfit.tasks.batch.sources import SourceOptions, open_sources
 from vlfit.tasks.batch.wish import Wish
 
 
@@ -36,8 +36,9 @@ def run_batch(
     most. Raises ``UsageError`` for an output of another job, and what concerns all pictures; those that
     failed by themselves are counted, and listed beside the output.
     """
+    check_numbers(at_once)
     job = Job(wish, sampling, tuple(sources), output)
-    source = open_sources(job.sources)
+    source = open_sources(job.sources, SourceOptions(output=output))
     place = Output(job, again=retry_failed)
     try:
         place.begin(backend.model)

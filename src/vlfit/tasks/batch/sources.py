@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from vlfit.errors import PictureNotFound, UsageError
@@ -35,13 +36,14 @@ class SourceOptions:
     """``column``: of Parquet files, the one with pictures; ``keep``: those that go along into the output.
 
     ``allow_private``: URLs in lists and tables may lead into private networks. ``hidden``: pictures count
-    whose name, or whose folder's, begins with a dot.
+    whose name, or whose folder's, begins with a dot. ``output``: where records go; it is no source.
     """
 
     column: str | None = None
     keep: tuple[str, ...] = ()
     allow_private: bool = False
     hidden: bool = False
+    output: Path | None = None
 
 
 _DEFAULTS = SourceOptions()
@@ -52,7 +54,7 @@ def open_sources(typed: Sequence[str], options: SourceOptions = _DEFAULTS) -> So
 
     With several folders, patterns or lists, what each is called stands before its keys (``2020/a.jpg``, and
     for a second one of that name ``2020-2/a.jpg``). Raises ``PictureNotFound`` for what is not there,
-    ``UsageError`` for what is none of these, or for columns where there is no table.
+    ``UsageError`` for what is none of these, for the output itself, or for columns where there is no table.
     """
     sorted_out = _SortedOut(options)
     for text in dict.fromkeys(typed):
@@ -83,6 +85,30 @@ class NamedPictures:
     def notes(self) -> list[str]:
         """None: nobody names a picture that is to be left out."""
         return []
+
+
+class BegunSource:
+    """``source``, which may be gone through a single time, with its ``first`` item looked at; None: it is
+    empty. Waits for whoever writes the list.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        items = iter(source)
+        self.first = next(items, None)
+        self._items: Iterator[Item] | None = items if self.first is None else chain([self.first], items)
+
+    def __iter__(self) -> Iterator[Item]:
+        if self._items is None:
+            return iter(self._source)  # which says that it was read
+        items, self._items = self._items, None
+        return items
+
+    def count(self) -> int | None:
+        return self._source.count()
+
+    def notes(self) -> list[str]:
+        return self._source.notes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +214,7 @@ class _SortedOut:
 
     def _add_folder(self, folder: str) -> None:
         check_folder(folder)
+        self._refuse_output(folder)
         kinds = Counter(extension_of(entry.name) for entry in os.scandir(folder) if entry.name[0] not in "._")
         name = key_of(os.path.basename(os.path.abspath(folder))) or "root"
         source: Source
@@ -235,6 +262,7 @@ class _SortedOut:
         self._add_file(name)
 
     def _add_file(self, name: str) -> None:
+        self._refuse_output(name)
         kind, path = extension_of(name), Path(name)
         if name.lower().endswith(_PACKED) or (kind in SHARDS and packed_by(path)):
             raise _packed(name)
@@ -255,6 +283,14 @@ class _SortedOut:
             raise UsageError(
                 f"{key_of(name)} is by its name no picture, list, shard or table",
                 f"Name {_KINDS}. To try it as a picture all the same: echo NAME | vlfit batch - ...",
+            )
+
+    def _refuse_output(self, name: str) -> None:
+        output = self.options.output
+        if output is not None and output.exists() and os.path.exists(name) and output.samefile(name):
+            raise UsageError(
+                f"{key_of(name)} is a source, and the output too",
+                "Name another output: records of one would be read as pictures of the other.",
             )
 
     def _below(self, root: str, parts: tuple[str, ...] | None, kinds: frozenset[str]) -> Source:
