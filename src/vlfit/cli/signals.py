@@ -11,20 +11,22 @@ from typing import NoReturn
 
 
 @contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[threading.Event]:
     """Within the block SIGTERM is what Ctrl-C is, as in ``vlfit serve``: whoever cleans up after the one does
-    so after the other.
+    so after the other. Gives what is set once SIGTERM came.
     """
+    came = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield came
         return
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        came.set()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield came
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -34,19 +36,12 @@ def cleaned_up_when_terminated() -> Iterator[None]:
     """Within the block SIGTERM lets whoever is in it clean up as after Ctrl-C, and then ends the process as
     it does without: what started it (systemd, a keeper) sees no difference.
     """
-    terminated = False
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal terminated
-        terminated = True
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    came = threading.Event()
     try:
-        yield
+        with terminated_as_interrupted() as came:
+            yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-        if terminated:
+        if came.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
 
 

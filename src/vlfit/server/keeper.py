@@ -108,9 +108,12 @@ class _Keeper:
         self._stopping = False
 
     def run(self) -> Kept:
+        # A server may die before the relay listens to this signal, which would end it otherwise.
+        before = signal.signal(LEFT, signal.SIG_IGN)
         self._relaying = relaying = os.fork()
         if relaying == 0:
             self._relay()
+        signal.signal(LEFT, before)
         signal.signal(signal.SIGINT, self._pass_on)
         signal.signal(signal.SIGTERM, self._pass_on)
         restarts = in_a_row = 0
