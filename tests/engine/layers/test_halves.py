@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.engine.sleeping import settled
 from tests.tiny import build_tiny
@@ -38,17 +37,64 @@ def small_matrices_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_ram, "LEAST_INPUTS", 1)
 
 
+def may_be_off(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """How far products and sums in float32, in any order, may be from the exact ones: [rows, out].
+
+    A term ``x_i w_i`` is rounded when it is made (or with its first sum, where the unit fuses the two), then
+    with each sum that it goes through: at most n - 1 of them and the one with the bias, n + 1 in all. Each
+    multiplies by 1 + d, ``|d| <= u = 2**-24``, so that the error is at most
+    ``gamma (sum |x_i| |w_i| + |bias|)``, ``gamma = m u / (1 - m u)``, m = n + 1 (Higham, Accuracy and
+    Stability, 3.1). One more in m pays many times for the sums in float64 to which it is compared, whose u is
+    2**-53. Powers of two round nothing.
+
+    The weights, of bfloat16, are whole in float16 down to 2**-17; smaller ones are rounded to a multiple of
+    2**-24, so that they lose at most 2**-25. That is of numbers taken as they are. Others are multiplied by
+    the power of two that brings the largest of a matrix to 2**13 or more, but not to 2**14: what they lose is
+    at most 2**-25 / 2**13 of the largest, and only where they are below 2**-17 / 2**13 of it.
+    """
+    rounded = (x.shape[1] + 2) * 2.0**-24
+    x, weight, bias = x.double().abs(), weight.double().abs(), bias.double().abs()
+    largest = float(weight.max())
+    unit = 1.0 if halves.SMALL <= largest < halves.LARGE else largest / 2**13
+    lost = (weight < 2.0**-17 * unit).double() * 2.0**-25 * unit
+    return rounded / (1 - rounded) * (x @ weight.T + bias) + x @ lost.T
+
+
+def exactly(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return x.double() @ weight.double().T + bias.double()
+
+
 @pytest.mark.parametrize("scale", [0.02, 1e-6, 3e4], ids=["usual", "small numbers only", "large numbers"])
 @pytest.mark.parametrize("rows", [1, 7, 130])
-def test_weights_of_16_bits_multiply_as_in_float32(packing: Packing, scale: float, rows: int) -> None:
+@pytest.mark.parametrize("columns", [64, 600])
+def test_weights_of_16_bits_multiply_as_in_float32(
+    packing: Packing, scale: float, rows: int, columns: int
+) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(96, 600).mul_(scale).bfloat16()
-    x, bias = torch.randn(rows, 600), torch.randn(96) * scale
-    exact = x.double() @ weight.double().T + bias.double()
+    weight = torch.randn(96, columns).mul_(scale).bfloat16()
+    x, bias = torch.randn(rows, columns), torch.randn(96) * scale
     layer = HalfLinear([packing.half(part.float()) for part in weight.split(32)], bias)
     packing.settle()
-    usual = (F.linear(x, weight.float(), bias) - exact).abs().max()
-    assert (layer(x) - exact).abs().max() <= 4 * usual
+    off = (layer(x) - exactly(x, weight, bias)).abs()
+    may = [may_be_off(x, *part) for part in zip(weight.split(32), bias.split(32), strict=True)]
+    assert (off <= torch.cat(may, dim=1)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 130])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_allowed_to_float32_is_not_enough_for_16_bits(rows: int, dtype: torch.dtype) -> None:
+    """Neither for sums nor for numbers that are rounded before they are multiplied."""
+    torch.manual_seed(0)
+    for columns in (64, 600):
+        weight = torch.randn(96, columns).mul_(0.02).bfloat16()
+        x, bias = torch.randn(rows, columns), torch.randn(96) * 0.02
+        exact, may = exactly(x, weight, bias), may_be_off(x, weight, bias)
+        sums = torch.zeros(rows, 96, dtype=dtype)
+        for each, beside in zip(x.T, weight.float().T, strict=True):
+            sums = (sums + each[:, None] * beside).to(dtype)
+        assert ((sums.float() + bias - exact).abs() > may).any()
+        if columns == 64:  # the longer the sums, the more is allowed to them
+            assert ((exactly(x.to(dtype), weight, bias) - exact).abs() > may).any()
 
 
 def test_other_weights_lose_what_is_below_11_bits(packing: Packing) -> None:
