@@ -1,6 +1,6 @@
 """Ask a running server about a picture with the openai package: any OpenAI client works alike.
 
-python examples/client.py [PICTURE] [QUESTION]     needs examples/start_server.py running
+python examples/client.py [PICTURE] [QUESTION]   needs examples/start_server.py running; pip install openai
 """
 
 import base64

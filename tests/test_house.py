@@ -155,7 +155,7 @@ def foreign_imports(path: Path) -> set[str]:
     ("folder", "allowed"),
     [
         ("src", DECLARED | EXTRAS["parquet"] | EXTRAS["ray"] | EXTRAS["transformers"]),
-        ("examples", DECLARED),
+        ("examples", DECLARED | EXTRAS["dev"]),
         ("tests", DECLARED | EXTRAS["dev"] | CLIENTS),
         ("benchmarks", DECLARED | EXTRAS["dev"]),
         ("training", DECLARED | EXTRAS["dev"] | EXTRAS.get("training", set())),
