@@ -140,6 +140,8 @@ def test_other_jobs_and_wrong_words_are_refused_before_a_model_is_loaded(
     assert "the schema" in refused(folder, "-o", "new.jsonl", "--schema", folder / "no.json")
     assert "go with --sidecar" in refused(folder, "-o", "new.jsonl", "--overwrite")
     assert "there is no sidecar 'doc'" in refused(folder, "-o", "new.jsonl", "--sidecar", "doc")
+    monkeypatch.setenv("PATH", str(folder))
+    assert "--sidecar exif needs exiftool" in refused(folder, "-o", "new.jsonl", "--sidecar", "exif")
     assert "--shard is '9'" in refused(folder, "-o", "new.jsonl", "--shard", "9")
     assert "--column and --keep go with" in refused(folder, "-o", "new.jsonl", "--keep", "author")
     assert "--column and --keep go with" in refused(folder, "-o", "new.jsonl", "--column", "image")

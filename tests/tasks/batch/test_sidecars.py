@@ -14,6 +14,7 @@ from vlfit.errors import CannotWrite, UsageError
 from vlfit.tasks.batch.item import Item, Sidecar
 from vlfit.tasks.batch.readers import FileBytes
 from vlfit.tasks.batch.sidecars import sidecar
+from vlfit.tasks.batch.sidecars.replacing import read_original, replace_file
 from vlfit.tasks.batch.sidecars.writer import words_of
 
 RDF = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}"
@@ -83,14 +84,13 @@ def test_pictures_that_are_no_files_and_kinds_that_are_none(tmp_path: Path) -> N
         sidecar("iptc")
 
 
-@pytest.mark.parametrize("kind", ["txt", "xmp", "exif"])
+@pytest.mark.parametrize("kind", ["txt", "xmp"])
 def test_files_that_are_not_ours_to_write(tmp_path: Path, kind: str) -> None:
     """Root may write them all, and must not."""
-    names = {"txt": "photo.txt", "xmp": "photo.jpg.xmp", "exif": "photo.jpg"}
+    names = {"txt": "photo.txt", "xmp": "photo.jpg.xmp"}
     photo = item(tmp_path)
     place = tmp_path / names[kind]
-    if kind != "exif":
-        sidecar(kind).write(photo, said("old"))
+    sidecar(kind).write(photo, said("old"))
     before = place.read_bytes()
     place.chmod(0o444)
     with pytest.raises(CannotWrite, match="is read-only"):
@@ -125,6 +125,18 @@ def test_links_modes_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
         sidecar("txt", overwrite=True).write(item(tmp_path), said("newer"))
     assert target.read_text() == "new\n"
     assert sorted(os.listdir(tmp_path / "real")) == ["photo.jpg", "words.txt"]
+
+
+def test_a_file_that_another_program_changes_meanwhile(tmp_path: Path) -> None:
+    place = tmp_path / "photo.txt"
+    place.write_text("old")
+    original = read_original(place)
+    assert original is not None
+    place.write_text("of another program")
+    with pytest.raises(CannotWrite, match="was changed by another program"):
+        replace_file(original, b"new")
+    assert place.read_text() == "of another program"
+    assert os.listdir(tmp_path) == ["photo.txt"]
 
 
 # --- XMP ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 Knows the kinds by name. The order of reading: ``writer.py`` decides whether anything is written,
 ``text_file.py``, ``xmp.py`` and ``exif.py`` what, ``replacing.py`` how a file changes at once or not at all.
+EXIF is written by ``exiftool``, which ``exiftool.py`` runs.
 """
 
 from vlfit.errors import UsageError
@@ -15,7 +16,7 @@ def sidecar(kind: str, *, overwrite: bool = False, backup: bool = False, keep_ti
 
     ``overwrite``: other words that are there are replaced, which by itself they are not. For ``exif``:
     ``backup`` leaves the picture as it was in ``photo.jpg_original``, ``keep_times`` its time. Raises
-    ``UsageError`` for another kind.
+    ``UsageError`` for another kind, and for ``exif`` where exiftool is not installed.
     """
     if kind == "txt":
         from vlfit.tasks.batch.sidecars.text_file import TextSidecar

@@ -49,10 +49,8 @@ def read_original(path: Path, most: int = MOST_BYTES) -> Original | None:
         raise _failed(path, error) from error
 
 
-def replace_file(original: Original, data: bytes, *, keep_times: bool = False, backup: bool = False) -> None:
-    """Put ``data`` in its place. ``backup``: the file as it was is called ``NAME_original`` then, as ExifTool
-    calls it, unless an earlier one is. Raises ``CannotWrite``; then it is as it was.
-    """
+def replace_file(original: Original, data: bytes) -> None:
+    """Put ``data`` in its place. Raises ``CannotWrite``; then it is as it was."""
     path = original.path
     fresh = _beside(path)
     try:
@@ -61,12 +59,9 @@ def replace_file(original: Original, data: bytes, *, keep_times: bool = False, b
         shutil.copystat(path, fresh)
         with suppress(PermissionError):
             os.chown(fresh, before.st_uid, before.st_gid)
-        if not keep_times:
-            os.utime(fresh)
+        os.utime(fresh)
         if (before.st_size, before.st_mtime_ns) != original.stamp:
             raise CannotWrite(f"{shown_name(path)} was changed by another program", "It is left as it is.")
-        if backup:
-            _keep(path)
         fresh.replace(path)
     except OSError as error:
         raise _failed(path, error) from error
@@ -98,15 +93,6 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())  # else a file may be empty after the power fails, though it has its name
-
-
-def _keep(path: Path) -> None:
-    kept = path.with_name(path.name + "_original")
-    if not kept.exists():
-        try:
-            os.link(path, kept)  # the same file, that is about to lose its first name
-        except OSError:
-            shutil.copy2(path, kept)
 
 
 def _failed(path: Path, error: OSError) -> CannotWrite:
