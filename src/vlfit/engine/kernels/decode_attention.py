@@ -11,14 +11,12 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.overlap import wait
-from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.row_steps import turned
 from vlfit.engine.kernels.stored import ONE, factor_of, narrowed, numbers
 
 LEAST = tl.constexpr(-1e30)  # below any score
 
 
-@quick
 @triton.jit(do_not_specialize=["table", "spans", "table_stride"])
 def decode(
     joined,

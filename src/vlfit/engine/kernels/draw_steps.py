@@ -5,7 +5,6 @@ import triton.language as tl
 from triton.language.random import philox_impl
 
 from vlfit.engine.kernels.overlap import wait
-from vlfit.engine.kernels.quick import quick
 
 LOWEST = tl.constexpr(-3e38)  # about the least finite number of float32
 
@@ -101,7 +100,6 @@ def list_of_parts(
     list_likeliest(value, token, listed, values + behind, tokens + behind, most, bits)
 
 
-@quick
 @triton.jit(
     do_not_specialize=["rows", "form_words"],
     do_not_specialize_on_alignment=["asked", "positions", "forms"],

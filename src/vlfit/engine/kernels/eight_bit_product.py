@@ -8,8 +8,6 @@ code: ``eight_bits.py``.
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.quick import quick
-
 
 @triton.jit
 def tile_of(program, across, down, together: tl.constexpr):
@@ -52,7 +50,6 @@ def scaled(found, factor, scale, whole: tl.constexpr):
     return found * (factor * scale)[:, None] if whole else found * factor[:, None] * scale[None, :]
 
 
-@quick
 @triton.jit(do_not_specialize=["rows", "room"])
 def multiply(
     x,

@@ -8,7 +8,6 @@ before that each step rounds as its twin in half precision does (``row_steps.py`
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.row_steps import normalized
 
 LARGEST = tl.constexpr(448.0)
@@ -57,7 +56,6 @@ def write_codes(
     tl.store(scale + index.to(tl.int64) * room + row, factor, mask=inside)
 
 
-@quick
 @triton.jit(do_not_specialize=["room"])
 def quantize(
     x,
@@ -78,7 +76,6 @@ def quantize(
     write_codes(value, codes, scale, row, room, start, width, tile, group, hardware)
 
 
-@quick
 @triton.jit(do_not_specialize=["room"])
 def add_norm(
     hidden,
@@ -110,7 +107,6 @@ def add_norm(
     )
 
 
-@quick
 @triton.jit(do_not_specialize=["room"])
 def silu_and_multiply(
     gate_up,

@@ -4,10 +4,8 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.overlap import wait
-from vlfit.engine.kernels.quick import quick
 
 
-@quick
 @triton.jit
 def look_up(
     token_ids,
@@ -31,7 +29,6 @@ def look_up(
     tl.store(output + row * width + column, value.to(output.dtype.element_ty), mask=inside)
 
 
-@quick
 @triton.jit(do_not_specialize=["axis_stride", "row_stride"])
 def rotation_tables(
     positions,
@@ -66,7 +63,6 @@ def rotation_tables(
     tl.store(sines + target + pairs, sine, mask=inside)
 
 
-@quick
 @triton.jit(do_not_specialize=["rows"])
 def next_inputs(
     chosen,

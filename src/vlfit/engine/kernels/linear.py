@@ -9,7 +9,6 @@ matrix at a time is widened into a buffer of fixed size. How many programs there
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -193,38 +192,23 @@ def slice_height(outputs: int, inputs: int, room: int) -> int:
 
 def widen_rows(weights: NarrowWeights, first: int, wide: Tensor, hardware: bool) -> None:
     """Fills ``wide`` [outputs, inputs] with the rows of ``weights`` from ``first`` on, in its dtype."""
-    outputs, inputs = wide.shape
-    form = weights.form
-    kernel = _widening(
-        form,
-        hardware and form == FP8,
-        weights.zero_point is not None,
-        weights.block,
-        weights.span,
-        WIDEN_OUTPUTS,
-    )
-    kernel[(-(-outputs // WIDEN_OUTPUTS), -(-inputs // LONGEST_SPAN))](
-        *_stored(weights), wide, first, first + outputs, inputs, weights.scale.shape[1]
-    )
-
-
-@cache
-def _widening(
-    form: str, hardware: bool, has_zero_point: bool, block: tuple[int, int], span: int, outputs: int
-) -> Any:
-    """The kernel with its constants, which a prompt launches hundreds of times."""
-    from vlfit.engine.kernels.quick import bound
     from vlfit.engine.kernels.widen import widen
 
-    return bound(
-        widen,
-        form=form,
-        hardware=hardware,
-        has_zero_point=has_zero_point,
-        scale_rows=block[0],
-        scale_width=block[1],
-        span=span,
-        tile_outputs=outputs,
+    outputs, inputs = wide.shape
+    widen[(-(-outputs // WIDEN_OUTPUTS), -(-inputs // LONGEST_SPAN))](
+        *_stored(weights),
+        wide,
+        first,
+        first + outputs,
+        inputs,
+        weights.scale.shape[1],
+        form=weights.form,
+        hardware=hardware and weights.form == FP8,
+        has_zero_point=weights.zero_point is not None,
+        scale_rows=weights.block[0],
+        scale_width=weights.block[1],
+        span=weights.span,
+        tile_outputs=WIDEN_OUTPUTS,
         tile_inputs=LONGEST_SPAN,
         num_warps=4,
     )

@@ -5,8 +5,6 @@ made of those. Host code: ``vision.py``.
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.quick import quick
-
 
 @triton.jit
 def place_of(patch, columns, merge: tl.constexpr):
@@ -17,7 +15,6 @@ def place_of(patch, columns, merge: tl.constexpr):
     return square // across * merge + within // merge, square % across * merge + within % merge
 
 
-@quick
 @triton.jit(do_not_specialize=["rows", "columns"])
 def patches_into(
     pixels,
@@ -65,7 +62,6 @@ def stretched(place, count, side: tl.constexpr):
     return before.to(tl.int32), at - before
 
 
-@quick
 @triton.jit(do_not_specialize=["rows", "columns"])
 def add_positions(
     hidden,

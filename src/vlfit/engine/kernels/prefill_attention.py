@@ -7,11 +7,9 @@ batch are one launch. Reference: ``attention.plain_attention``.
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.stored import ONE, factor_of, numbers
 
 
-@quick
 @triton.jit(do_not_specialize=["table", "spans", "table_stride"])
 def prefill(
     query,

@@ -8,11 +8,9 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.overlap import wait
-from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.stored import narrowed
 
 
-@quick
 @triton.jit
 def add_norm(
     hidden,
@@ -48,7 +46,6 @@ def normalized(value, weight, width: tl.constexpr, eps):
     return (rounded.to(tl.float32) * weight.to(tl.float32)).to(value.dtype)
 
 
-@quick
 @triton.jit
 def rotate_and_store(
     joined,
@@ -146,7 +143,6 @@ def turned(
     return (straight + partner.to(tl.float32) * sine).to(value.dtype)
 
 
-@quick
 @triton.jit(do_not_specialize=["cells"])
 def silu_and_multiply(gate_up, cells, width: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr):
     """silu(gate) * up of ``gate_up`` [rows, 2 * width], where gate was; cells are rows x width."""

@@ -6,10 +6,8 @@ import triton
 import triton.language as tl
 
 from vlfit.engine.kernels.patches import place_of
-from vlfit.engine.kernels.quick import quick
 
 
-@quick
 @triton.jit
 def add_layer_norm(
     hidden,
@@ -38,7 +36,6 @@ def add_layer_norm(
     tl.store(output + place, (normal * factor + shift).to(value.dtype), mask=inside)
 
 
-@quick
 @triton.jit(do_not_specialize=["columns", "places"])
 def turn_by_place(
     joined,

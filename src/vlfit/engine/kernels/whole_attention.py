@@ -8,8 +8,6 @@ elements is computed as 64 and 16, of which 8 are nothing, where torch's kernel 
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.quick import quick
-
 
 @triton.jit
 def heads_of(first, row, row_width: tl.constexpr, start: tl.constexpr, size: tl.constexpr, end: tl.constexpr):
@@ -64,7 +62,6 @@ def look(
     return larger, weight_sum, mixed, mixed_rest
 
 
-@quick
 @triton.jit(do_not_specialize=["patches"])
 def whole_attention(
     joined,

@@ -6,11 +6,9 @@ Reference: ``dequantize_fp8``, ``_int8`` and ``_int4`` of ``engine/layers/linear
 import triton
 import triton.language as tl
 
-from vlfit.engine.kernels.quick import quick
 from vlfit.engine.kernels.unpack import fp8_tile, int4_tile, int8_tile, scales, spread
 
 
-@quick
 @triton.jit(do_not_specialize=["first", "outputs"])
 def widen(
     codes,
