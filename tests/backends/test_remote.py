@@ -146,7 +146,7 @@ def test_closing_a_stream_ends_the_request_on_the_server(
     stream = remote.stream(ask("Speak."), GREEDY)
     next(iter(stream))
     stream.close()
-    wait_for(scripted.tickets[0].cancelled.is_set, seconds=1.0)
+    wait_for(scripted.tickets[0].cancelled.is_set)
     with pytest.raises(UsageError, match="closed before its end"):
         stream.answer()
     assert list(stream) == []
@@ -156,7 +156,7 @@ def test_closing_a_stream_that_was_never_read(remote: RemoteBackend, scripted: S
     scripted.words, scripted.delay = ("word ",) * 600, 0.05
     remote.stream(ask("Speak."), GREEDY).close()
     wait_for(lambda: bool(scripted.tickets))
-    wait_for(scripted.tickets[0].cancelled.is_set, seconds=1.0)
+    wait_for(scripted.tickets[0].cancelled.is_set)
 
 
 def test_errors_keep_their_kind(remote: RemoteBackend, scripted: ScriptedBackend) -> None:

@@ -7,9 +7,9 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 
 from tests.cli.conftest import Ended, Vlfit
 from tests.machine.nvml import DESKTOP, LARGE, WSL2, FakeCard, Process, install
-from tests.server.harness import running
+from tests.server.harness import running, wait_for
 from tests.server.scripted import ScriptedBackend
 from tests.server.test_status import CARD, OnGpu
 from vlfit.backends.native import NativeBackend
@@ -46,17 +46,36 @@ def mini() -> Iterator[dict[str, Any]]:
             yield json.loads(server.stdout.readline())
         finally:
             server.send_signal(signal.SIGINT)
-            server.wait(timeout=20)
+            server.wait(timeout=60)
 
 
-def ask(url: str, tokens: int) -> None:
+@contextmanager
+def busy(url: str) -> Iterator[None]:
+    """A request runs for as long as the block lasts; afterwards nothing does."""
     body = {
         "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": tokens,
+        "max_tokens": 1900,
         "ignore_eos": True,
+        "loop_guard": False,
         "temperature": 0,
+        "stream": True,
     }
-    assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+
+    def running() -> int:
+        return int(status()["requests"]["running"])
+
+    def steps() -> int:
+        return int(status()["steps"]["decode_count"])
+
+    def status() -> Any:
+        return httpx.get(f"{url}/v1/vlfit/status", timeout=60).json()
+
+    before = steps()
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60):
+        wait_for(lambda: steps() > before)
+        yield
+        assert running() == 1, "it should have run all the while"
+    wait_for(lambda: running() == 0)
 
 
 def once(vlfit: Vlfit, *arguments: str) -> dict[str, Any]:
@@ -72,13 +91,8 @@ def once(vlfit: Vlfit, *arguments: str) -> dict[str, Any]:
 
 def test_a_server_at_work(vlfit: Vlfit, mini: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, failure=12)
-    busy = threading.Thread(target=ask, args=(mini["url"], 400), daemon=True)
-    busy.start()
-    status = f"{mini['url']}/v1/vlfit/status"
-    while not httpx.get(status).json()["steps"]["decode_count"]:
-        time.sleep(0.05)
-    told = once(vlfit, "--url", mini["url"])
-    busy.join()
+    with busy(mini["url"]):
+        told = once(vlfit, "--url", mini["url"])
     server = told["server"]
     assert (server["model"], server["device"]) == ("mini", "cpu")
     assert server["requests"]["running"] == 1
@@ -145,7 +159,7 @@ def in_a_terminal(*arguments: str, until: str, end: signal.Signals) -> tuple[int
             if until in shown and not sent:
                 sent = True
                 process.send_signal(end)
-        return process.wait(timeout=20), shown
+        return process.wait(timeout=60), shown
     finally:
         process.kill()
         process.wait()
@@ -182,7 +196,7 @@ def test_where_nobody_looks_each_look_is_a_line(mini: dict[str, Any], options: t
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (0, "")
     if options:
         assert [json.loads(each)["server"]["model"] for each in lines] == ["mini"] * 3
@@ -200,7 +214,7 @@ def test_a_server_that_goes_away_is_no_end_of_looking(tiny: Callable[[str], Path
     ):
         looks = [source.look()]
         server.server.should_exit = True
-        server.loop_thread.join(timeout=10)
+        server.loop_thread.join()
         looks.append(source.look())
     assert looks[0].server is not None
     assert looks[1].server is None

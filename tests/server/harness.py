@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import uvicorn
 from openai import OpenAI
 
@@ -15,6 +17,9 @@ from vlfit.server.address import bind
 from vlfit.server.app import create_app
 from vlfit.server.heads import HeadsInTime
 from vlfit.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from vlfit.backends.native import NativeBackend
 
 
 @dataclass
@@ -29,10 +34,10 @@ class Running:
         return f"http://{self.host}:{self.port}"
 
     def openai(self, api_key: str = "none") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=30)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
 
     def socket(self) -> socket.socket:
-        return socket.create_connection((self.host, self.port), timeout=10)
+        return socket.create_connection((self.host, self.port), timeout=60)
 
 
 @contextmanager
@@ -58,14 +63,28 @@ def running(
         yield Running(host, port, server, thread)
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         listener.close()
         assert not thread.is_alive()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Returns once ``condition`` holds; fails the test if it does not in time."""
-    end = time.perf_counter() + seconds
+def slowly(backend: "NativeBackend", monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes so long that a long answer is not done before others have done what they want to."""
+    step = backend._loop.engine.step
+
+    def later() -> Any:
+        time.sleep(0.03)
+        return step()
+
+    monkeypatch.setattr(backend._loop.engine, "step", later)
+
+
+PATIENCE = 60.0  # seconds, which only pass where something is wrong, however busy the machine is
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Returns once ``condition`` holds; fails the test if it never does."""
+    end = time.perf_counter() + PATIENCE
     while not condition():
         assert time.perf_counter() < end, "waited in vain"
         time.sleep(0.005)

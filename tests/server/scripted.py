@@ -35,7 +35,7 @@ class ScriptedBackend:
     """``words`` are said one by one, ``delay`` seconds before each.
 
     ``prepare_error`` is raised by ``prepare``; ``error_after`` words the completion fails with ``error``.
-    Completions wait for each other at ``together``.
+    Completions wait for each other at ``together``, and after their first word for ``go_on``.
     """
 
     words: tuple[str, ...] = ("A ", "red ", "circle", " 🙂", ".")
@@ -46,6 +46,7 @@ class ScriptedBackend:
     error: Exception | None = None
     error_after: int = 2
     together: threading.Barrier | None = None
+    go_on: threading.Event | None = None
     model: str = "scripted"
     context: int = CONTEXT
     asked: list[tuple[Conversation, SamplingParams]] = field(default_factory=list)
@@ -105,7 +106,7 @@ class ScriptedBackend:
     ) -> None:
         try:
             if self.together is not None:
-                self.together.wait(timeout=10)
+                self.together.wait(timeout=60)
             self._say_all(prepared, sampling, listener, ticket)
         finally:
             ticket.ended.set()
@@ -117,6 +118,8 @@ class ScriptedBackend:
         reason = self.finish_reason if len(words) == len(self.words) else "length"
         for index, word in enumerate(words):
             cancelled = ticket.cancelled.wait(self.delay)
+            while index and self.go_on is not None and not (cancelled or self.go_on.wait(0.01)):
+                cancelled = ticket.cancelled.is_set()
             if self.error is not None and index == self.error_after:
                 listener(self.error)
                 return

@@ -2,7 +2,7 @@
 
 Takes a port, and ``kept`` if it is to be started again when it dies (``broken``: in vain,
 ``faulty``: it loses its engine once, ``slow``: it takes a line on stdin to start, and one to end
-after such a loss); prints
+after such a loss), ``drain_seconds=600`` and ``term_seconds=600`` if what runs is not to be cut; prints
 ``ready`` and the port when connections are taken, ``stopped`` after a stop in order.
 """
 
@@ -19,7 +19,7 @@ from vlfit.server.settings import ServerSettings
 
 
 def main() -> None:
-    backend = ScriptedBackend(words=("word ",) * 1000, delay=0.05)
+    backend = ScriptedBackend(words=("word ",) * 10_000, delay=0.05)
     try:
         with bind("127.0.0.1", int(sys.argv[1])) as listener:
             port = listener.getsockname()[1]
@@ -30,7 +30,12 @@ def main() -> None:
             if "broken" in sys.argv and kept and kept.restarts:
                 os._exit(9)
 
-            settings = ServerSettings(restarts=kept.restarts if kept else 0)
+            given = dict(word.split("=") for word in sys.argv if "=" in word)
+            settings = ServerSettings(
+                drain_seconds=float(given.get("drain_seconds", 1)),
+                term_seconds=float(given.get("term_seconds", 30)),
+                restarts=kept.restarts if kept else 0,
+            )
 
             def ready() -> None:
                 if kept:

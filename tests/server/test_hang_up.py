@@ -32,8 +32,8 @@ def send(server: Running, **fields: Any) -> socket.socket:
 
 def assert_cancelled_at_once(backend: ScriptedBackend, tickets: int) -> None:
     for ticket in backend.tickets:
-        wait_for(ticket.cancelled.is_set, seconds=1.0)
-        wait_for(ticket.ended.is_set, seconds=1.0)
+        wait_for(ticket.cancelled.is_set)
+        wait_for(ticket.ended.is_set)
     assert len(backend.tickets) == tickets
 
 
