@@ -83,8 +83,8 @@ Sidecars = Annotated[
     typer.Option(
         "--sidecar",
         metavar="KIND",
-        help="Also write each text beside its picture: txt, xmp, xmp-stem (photo.xmp), or into it: exif, which"
-        " needs the program exiftool.",
+        help="Also write each text beside its picture: txt, xmp, xmp-stem (photo.xmp), or into it: exif,"
+        " which needs the program exiftool.",
     ),
 ]
 Overwrite = Annotated[
