@@ -56,7 +56,6 @@ def serve(
     log_format: options.LogFormat = None,
     restart: options.Restart = None,
     vllm_python: options.VllmPython = None,
-    direct: options.Direct = False,
     dry_run: options.DryRun = False,
     no_retry: options.NoRetry = False,
     daemon: options.Daemon = False,
@@ -129,7 +128,7 @@ def serve(
         log_format=log_format,
         vllm_python=vllm_python,
     )
-    asked = OfServe(words, direct, dry_run, not no_retry)
+    asked = OfServe(words, dry_run, not no_retry)
     _check_vllm(settings, asked, apart=daemon or systemd)
     _check_transformers(settings)
     if settings.backend == "remote":
@@ -205,7 +204,7 @@ def _check_transformers(settings: "Settings") -> None:
 
 def _check_vllm(settings: "Settings", asked: OfServe, *, apart: bool) -> None:
     """Raises ``UsageError`` for what only vLLM has where something else runs the model."""
-    named = {"--direct": asked.direct, "--dry-run": asked.dry_run, "--no-retry": not asked.retry}
+    named = {"--dry-run": asked.dry_run, "--no-retry": not asked.retry}
     typed = [name for name, is_typed in named.items() if is_typed]
     if settings.backend != "vllm":
         if asked.words and not any(word.startswith("-") for word in asked.words):
@@ -222,6 +221,11 @@ def _check_vllm(settings: "Settings", asked: OfServe, *, apart: bool) -> None:
             if settings.backend in ("remote", "transformers"):
                 instead = f"leave it out, or use --backend vllm in place of {settings.backend}"
             raise UsageError(f"{what} is for vLLM, which does not run here", instead)
+    elif any(word.partition("=")[0] == "--direct" for word in asked.words):
+        raise UsageError(
+            "--direct was removed: vlfit's own server always stands before vLLM",
+            "leave it out; for vLLM's own server run the command that --dry-run prints",
+        )
     elif apart and typed:
         raise UsageError(
             f"{', '.join(typed)} is for a server in this terminal", "leave --daemon and --systemd out"

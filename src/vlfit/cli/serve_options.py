@@ -12,12 +12,11 @@ _Count = int | None
 
 @dataclass(frozen=True, slots=True)
 class OfServe:
-    """What only ``vlfit serve --backend vllm`` is asked: ``words`` of vLLM's own, ``direct``: no server of
-    ours before it, ``dry_run``: print the command and end, ``retry``: go on after a start that failed.
+    """What only ``vlfit serve --backend vllm`` is asked: ``words`` of vLLM's own, ``dry_run``: print the
+    command and end, ``retry``: go on after a start that failed.
     """
 
     words: tuple[str, ...] = ()
-    direct: bool = False
     dry_run: bool = False
     retry: bool = True
 
@@ -66,12 +65,6 @@ VllmPython = Annotated[
         metavar="FILE",
         help="With --backend vllm: the Python that has vLLM, its environment's folder, or the program vllm."
         "  [default: the one beside vlfit, else on PATH; env VLFIT_VLLM_PYTHON]",
-    ),
-]
-Direct = Annotated[
-    bool,
-    typer.Option(
-        "--direct", help="With --backend vllm: clients speak to vLLM's own server, without vlfit's before it."
     ),
 ]
 DryRun = Annotated[

@@ -1,8 +1,7 @@
 """``vlfit serve --backend vllm``: the plan shown, vLLM started and watched, planned and held side by side.
 
-Knows: what a person is told of it, and the two ways to serve: behind vlfit's own server, or vLLM itself
-(``--direct``). Does not know how it is planned and started (``backends/vllm``) or how vlfit serves
-(``serving.py``).
+Knows: what a person is told of it. Does not know how it is planned and started (``backends/vllm``) or how
+vlfit serves (``serving.py``).
 """
 
 from collections.abc import Callable, Iterator
@@ -31,22 +30,11 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, float], None]
 
-# What only vlfit's own server can do.
-_OF_OUR_SERVER = (
-    *("queue", "max_tokens", "idle_sleep", "key_rate", "key_at_once", "allow_files", "allow_private_urls"),
-    *("allow_origin", "allow_host", "restart", "log_format"),
-)
-
 
 def serve_vllm(settings: "Settings", asked: OfServe, *, json_line: bool, quiet: bool) -> None:
     """Until a signal ends it. Raises what planning and starting raise."""
     if asked.dry_run:
         _print_command(settings, asked, Printer(json=json_line, stream=False, quiet=quiet), as_json=json_line)
-    elif asked.direct:
-        from vlfit.cli.direct_vllm import serve_directly
-
-        check_direct(settings)
-        serve_directly(settings, asked, json_line=json_line, quiet=quiet)
     else:
         from vlfit.cli.serving import serve_here
 
@@ -57,15 +45,6 @@ def serve_vllm(settings: "Settings", asked: OfServe, *, json_line: bool, quiet: 
             open_model=lambda settings, printer, phases, word: open_vllm(
                 settings, asked, printer, phases, word
             ),
-        )
-
-
-def check_direct(settings: "Settings") -> None:
-    """Raises ``UsageError`` for settings of a server that is not there."""
-    typed = [f"--{name.replace('_', '-')}" for name in _OF_OUR_SERVER if name in settings.model_fields_set]
-    if typed:
-        raise UsageError(
-            f"{', '.join(typed)}: vLLM's own server has no such thing", "leave it out, or leave --direct out"
         )
 
 

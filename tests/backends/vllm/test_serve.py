@@ -19,7 +19,6 @@ import pytest
 
 from tests.backends.vllm.conftest import TOKEN_BYTES, Stage
 from tests.backends.vllm.processes import gone, with_word
-from vlfit.backends.vllm.starting import free_port
 from vlfit.cli.main import main
 from vlfit.settings import Settings
 
@@ -155,16 +154,12 @@ def test_terminated_while_it_starts_it_leaves_nothing_behind(stage: Stage) -> No
     assert not with_word(str(stage.folder / "env"))
 
 
-@pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_dying_while_it_serves_ends_it_with_70_and_the_cause(stage: Stage, direct: bool) -> None:
-    words = ["--port", str(free_port()), "--direct"] if direct else ["--port", "0"]
-    with serving(stage, *words) as served:
-        with pytest.raises(openai.APIError) as raised:
+def test_dying_while_it_serves_ends_it_with_70_and_the_cause(stage: Stage) -> None:
+    with serving(stage, "--port", "0") as served:
+        with pytest.raises(openai.InternalServerError) as raised:
             ask(served.client(), "die now")
-        if not direct:
-            assert isinstance(raised.value, openai.InternalServerError)
-            assert raised.value.status_code == 503
-            assert "torch.oom" in str(raised.value)
+        assert raised.value.status_code == 503
+        assert "torch.oom" in str(raised.value)
         assert served.ends() == 70
     assert "torch.oom" in served.err
 
@@ -220,21 +215,6 @@ def test_dying_while_nobody_asks_ends_it_too(stage: Stage) -> None:
         os.kill(program, signal.SIGKILL)
         assert served.ends() == 70
     assert "vLLM ended while it served: The program was ended from outside" in served.err
-
-
-def test_direct_is_vllm_itself_with_our_key(stage: Stage) -> None:
-    port = free_port()
-    with serving(stage, "--port", str(port), "--direct", key="secret") as served:
-        assert served.facts["url"] == f"http://127.0.0.1:{port}"
-        assert ask(served.client("secret")) == "a fake answer"
-        with pytest.raises(openai.AuthenticationError):
-            served.client("wrong").models.list()
-        assert served.ends(signal.SIGTERM) == 0
-    (start,) = stage.starts
-    assert start["environment"]["VLLM_API_KEY"] == "secret"
-    assert "secret" not in " ".join(start["words"])
-    assert "secret" not in served.err
-    assert "--generation-config" not in start["words"]
 
 
 Run = Callable[..., Ended]
@@ -327,7 +307,10 @@ def test_a_command_starts_one_for_as_long_as_it_runs(stage: Stage, run: Run) -> 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["mini", "--direct"], "--direct is for vLLM, which does not run here"),
+        (["mini", "--direct"], "No such option: --direct"),
+        (["mini", "--backend", "vllm", "--direct"], "--direct was removed: vlfit's own server always stands"),
+        (["--backend=vllm", "--direct", "mini"], "run the command that --dry-run prints"),
+        (["mini", "--backend", "vllm", "--dry-run", "--", "--direct=1"], "--direct was removed"),
         (["mini", "--", "--seed", "3"], "--seed is for vLLM, which does not run here"),
         (["mini", "another"], "more than a model is named: another"),
         (["--backend", "remote", "http://a", "--dry-run"], "or use --backend vllm in place of remote"),
@@ -336,7 +319,6 @@ def test_a_command_starts_one_for_as_long_as_it_runs(stage: Stage, run: Run) -> 
             ["mini", "--backend", "vllm", "--dry-run", "--daemon"],
             "--dry-run is for a server in this terminal",
         ),
-        (["--backend", "vllm", "--direct", "--key-rate", "3"], "--key-rate: vLLM's own server has no such"),
         (
             ["mini", "--backend", "vllm", "--offload", "auto"],
             "leave out --backend vllm, and VLFIT_BACKEND, for the native engine",

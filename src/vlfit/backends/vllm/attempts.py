@@ -58,11 +58,11 @@ class Attempts:
             front = self.new_front()
             command = self._command(tried[-1], front, left_out)
             several = tried[-1].settings.vllm.cards > 1
-            started = start(command, _reached(front), self.progress, self.tell, may_hang=several)
+            started = start(command, (front.host, front.port), self.progress, self.tell, may_hang=several)
             if not started.ended:
                 return Serving(started, tried[-1], front, tuple(tried[:-1]))
             failure, diagnosis = read(started, self.read_failure)
-            if failure.id == PORT_IN_USE and not front.direct and ports:
+            if failure.id == PORT_IN_USE and ports:
                 ports -= 1
                 continue
             refused = _refused(failure) - left_out
@@ -146,9 +146,3 @@ def _refused(failure: Failure) -> frozenset[str]:
     if failure.id not in _NOT_TAKEN:
         return frozenset()
     return added_among(f"{failure.values.get('flags', '')} {failure.values.get('flag', '')}")
-
-
-def _reached(front: Front) -> tuple[str, int]:
-    """Where a program on this computer reaches it."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(front.host, front.host)
-    return host, front.port

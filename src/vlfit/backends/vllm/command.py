@@ -30,7 +30,8 @@ _NOTHING: Mapping[str, str] = {}
 class Front:
     """Where vLLM listens, the name of its model, and the key that it asks for ("" for none).
 
-    ``direct``: clients speak to it themselves; else a server of ours does, which sends every wish itself.
+    ``direct``: clients speak to it themselves, where somebody runs the command by hand; else a server of ours
+    does, which sends every wish itself.
     """
 
     host: str
