@@ -79,12 +79,12 @@ def test_closing_a_stream_frees_its_blocks(backend: NativeBackend) -> None:
 def test_a_ticket_may_be_cancelled_twice_and_the_listener_hears_the_end(backend: NativeBackend) -> None:
     heard: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
     ticket = backend.start(backend.prepare(ask("hello"), LONG), LONG, heard.put)
-    heard.get(timeout=20)
+    heard.get(timeout=60)
     ticket.cancel()
     ticket.cancel()
-    arrival = heard.get(timeout=20)
+    arrival = heard.get(timeout=60)
     while isinstance(arrival, Chunk) and arrival.finish_reason is None:
-        arrival = heard.get(timeout=20)
+        arrival = heard.get(timeout=60)
     assert isinstance(arrival, Chunk)
     assert arrival.finish_reason == "cancelled"
     ticket.cancel()

@@ -157,14 +157,14 @@ def test_a_full_server_is_asked_again_when_it_said() -> None:
 
 
 def test_requests_run_side_by_side_as_many_as_were_said() -> None:
-    lock = threading.Lock()
+    lock, three = threading.Lock(), threading.Barrier(3)
     running_now: list[int] = [0, 0]
 
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         with lock:
             running_now[0] += 1
             running_now[1] = max(running_now)
-        time.sleep(0.02)
+        three.wait(60)  # as long as fewer run, nobody goes on
         with lock:
             running_now[0] -= 1
         says(WORD, END, DONE)(handler, body)
@@ -179,7 +179,7 @@ def test_requests_run_side_by_side_as_many_as_were_said() -> None:
 
         for _ in range(30):
             backend.start(prepared, GREEDY, listen)
-        assert all(isinstance(ended.get(timeout=10), Chunk) for _ in range(30))
+        assert all(isinstance(ended.get(timeout=60), Chunk) for _ in range(30))
     assert running_now == [0, 3]
 
 

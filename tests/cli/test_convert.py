@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,9 +139,7 @@ def test_a_signal_ends_it_and_leaves_nothing(tiny: Tiny, here: Path, how: signal
     assert process.stdout.readline() == "busy\n"
     assert any(path.name.endswith(".incomplete") for path in here.iterdir())
     os.kill(process.pid, how)
-    started = time.monotonic()
     _, complaint = process.communicate(timeout=60)
-    assert time.monotonic() - started < 20
     assert (process.returncode, complaint) == (130, "")
     assert [path.name for path in here.iterdir()] == ["source"]
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,9 +52,7 @@ def test_a_server_in_the_background(tiny: Callable[[str], Path], home: Path) -> 
     assert (told["pid"], told["status"]["model"]) == (ready["pid"], ready["model"])
     for command in ("stop", "status"):
         assert "no server of yours runs on port 1" in vlfit(command, "--port", "1", code=1)
-    begun = time.perf_counter()
     assert f"at {ready['url']}" in vlfit("stop")
-    assert time.perf_counter() - begun < 10
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{ready['url']}/health")
     assert servers() == []

@@ -30,7 +30,7 @@ def say(backend: NativeBackend, seed: int = 1, tokens: int = 12) -> str:
 
 
 def settled(wish: "Future[Rest]") -> Rest:
-    return wish.result(timeout=20)
+    return wish.result(timeout=60)
 
 
 def held(backend: NativeBackend) -> int:

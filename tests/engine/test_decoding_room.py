@@ -109,7 +109,7 @@ def test_room_is_given_in_order_and_comes_back() -> None:
                 time.sleep(0.001)
         assert log == []  # the small one would fit, but the large one was first
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert log == ["large", "small"]
     with room.take(10):
         pass

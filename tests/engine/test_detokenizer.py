@@ -1,15 +1,17 @@
 """Text while it comes: whole characters, equal to decoding at once; stop strings held back."""
 
-import time
+from codecs import BufferedIncrementalDecoder
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.tiny_text import tokenizer as tiny_tokenizer
-from vlfit.engine.detokenizer import Detokenizer, StopMatcher
+from vlfit.engine.detokenizer import Detokenizer, StopMatcher, _ByteLevelText
 from vlfit.errors import CheckpointError
 
 TEXTS = (
@@ -100,16 +102,20 @@ def test_the_work_per_token_does_not_grow(tokenizer: Tokenizer) -> None:
     broken = _byte_token(tokenizer, 0xF0)
     assert broken is not None
     detokenizer = Detokenizer(tokenizer)
+    detokenizer._tokenizer = cast(Tokenizer, SimpleNamespace(id_to_token=tokenizer.id_to_token))
+    assert isinstance(detokenizer._text, _ByteLevelText)
+    decoder = detokenizer._text._decoder
+    given: list[int] = []
 
-    def seconds(count: int) -> float:
-        started = time.perf_counter()
-        for _ in range(count):
-            detokenizer.add(broken)
-        return time.perf_counter() - started
+    def decode(data: bytes, final: bool = False) -> str:
+        given.append(len(decoder.getstate()[0]) + len(data))  # what it has kept, and what is new
+        return decoder.decode(data, final)
 
-    first = min(seconds(2000) for _ in range(5))
-    seconds(50_000)
-    assert min(seconds(2000) for _ in range(5)) < 10 * first
+    detokenizer._text._decoder = cast(BufferedIncrementalDecoder, SimpleNamespace(decode=decode))
+    for _ in range(10_000):
+        detokenizer.add(broken)
+    assert len(given) == 10_000
+    assert max(given) <= 4  # the bytes of a character
 
 
 def test_a_vocabulary_of_another_kind_is_refused() -> None:

@@ -54,7 +54,7 @@ def engine(tiny: Callable[[str], Path], card: Card, prefix_cache: bool = True) -
 
 def wait_for(condition: Callable[[], bool]) -> None:
     """Returns once ``condition`` holds; another thread has some seconds to make it so."""
-    for _ in range(2000):
+    for _ in range(12_000):
         if condition():
             return
         time.sleep(0.005)

@@ -24,7 +24,7 @@ from vlfit.errors import EngineStopped, UsageError
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(12_000):
         if condition():
             return
         time.sleep(0.005)
@@ -104,14 +104,14 @@ def test_what_runs_and_what_comes_meanwhile_goes_first(backend: NativeBackend) -
 
     def listen(arrival: Chunk | Exception) -> None:
         heard.set()
-        go_on.wait(20)
+        go_on.wait(60)
         if isinstance(arrival, Exception) or arrival.finish_reason:
             ends.append(arrival)
 
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
     prepared = backend.prepare(ask("hello"), sampling)
     backend.start(prepared, sampling, listen)
-    assert heard.wait(20)
+    assert heard.wait(60)
     wish = backend.sleep()
     backend.start(prepared, sampling, listen)  # the engine's thread is in the middle of a step
     assert not wish.done()
@@ -127,11 +127,11 @@ def test_a_wish_is_withdrawn(backend: NativeBackend) -> None:
 
     def listen(_: object) -> None:
         heard.set()
-        go_on.wait(20)
+        go_on.wait(60)
 
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     backend.start(backend.prepare(ask("hello"), sampling), sampling, listen)
-    assert heard.wait(20)
+    assert heard.wait(60)
     cancelled, overruled = backend.sleep(), backend.sleep()
     assert cancelled.cancel()
     wake = backend.wake()
@@ -147,10 +147,10 @@ def test_it_falls_asleep_by_itself(tiny: Callable[[str], Path], caplog: pytest.L
     caplog.set_level(logging.INFO)
     with NativeBackend.load(tiny("tied"), replace(SLEEPER, idle_sleep=0.2)) as backend:
         words = say(backend)
-        for _ in range(2):
+        for woken in (1, 2):
             wait_for(lambda: backend.asleep)
             assert say(backend) == words
-            assert not backend.asleep
+            assert caplog.text.count("awake again") == woken  # it may be asleep again by now
         # Woken without a request it stays so for as long, too.
         wait_for(lambda: backend.asleep)
         began = time.monotonic()

