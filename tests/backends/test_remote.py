@@ -1,5 +1,6 @@
 """The remote backend against our own server: what is asked arrives, and what it says comes back whole."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -69,12 +70,13 @@ def test_a_whole_answer(remote: RemoteBackend) -> None:
 
 
 def test_chunks_come_as_they_are_said(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
-    scripted.delay = 0.1
+    scripted.go_on = threading.Event()
     stream = remote.stream(ask("What is it?", ImagePart(png("red"))), GREEDY)
     first = next(iter(stream))
     assert first.text == "A "
     assert len(stream.images) == 1, "known with the first chunk"
     assert not scripted.tickets[0].ended.is_set()
+    scripted.go_on.set()
     rest = list(stream)
     assert "".join(chunk.text for chunk in rest) == "red circle 🙂."
     assert [chunk.finish_reason for chunk in rest] == [None] * 4 + ["stop"]

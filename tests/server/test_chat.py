@@ -291,13 +291,18 @@ def test_four_streams_at_once(server: Running, backend: ScriptedBackend) -> None
 
 
 def test_a_silent_stream_sends_comments(backend: ScriptedBackend) -> None:
-    backend.delay = 0.3
-    backend.words = ("slow",)
+    backend.go_on = threading.Event()
+    backend.words = ("sl", "ow")
     body = {"messages": HELLO, "stream": True}
+    url, lines = "/v1/chat/completions", []
     with running(backend, ServerSettings(ping_seconds=0.1)) as server:
-        text = httpx.post(f"{server.url}/v1/chat/completions", json=body).text
-        assert text.count(": still working\n\n") >= 2
-        assert text.endswith("data: [DONE]\n\n")
+        with httpx.stream("POST", server.url + url, json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                lines.append(line)
+                if lines.count(": still working") == 2:
+                    backend.go_on.set()
+        assert lines.count(": still working") >= 2
+        assert [line for line in lines if line][-1] == "data: [DONE]"
         with server.openai() as client:
             chunks = list(client.chat.completions.create(model="scripted", messages=HELLO, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "slow"

@@ -26,7 +26,7 @@ class Gallery(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.endswith(".png"):
             if self.path.startswith("/together/"):
-                self.together.wait(timeout=10)
+                self.together.wait(timeout=60)
             self.answer(200, "image/png", png(self.path.rpartition("/")[2][:-4]))
         elif self.path == "/page":
             self.answer(200, "text/html", b"<!doctype html><html>Sign in</html>")
