@@ -1,8 +1,10 @@
 """What a schema may ask for: hostile ones are refused before anything is made of them."""
 
+import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from vlfit.engine.conversation import Tool
 from vlfit.engine.form_bounds import MOST_REPEATED, check_schema, check_schema_text, pattern_size
@@ -26,13 +28,10 @@ def references(count: int) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "items": ({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}, "form.minItems .* 10,000"),
-    "items as a float": ({"type": "array", "maxItems": 1e7}, "form.maxItems"),
     "items added up": ({"anyOf": [{"type": "array", "maxItems": 5000}] * 3}, r"form.anyOf\[2\].maxItems"),
-    "endless": ({"type": "array", "maxItems": float("inf")}, "form.maxItems"),
     "properties": ({"type": "object", "minProperties": 10**6}, "form.minProperties"),
-    "letters": ({"properties": {"a": {"minLength": 10**9}}}, "form.properties.a.minLength .* 1,000,000"),
     "a multiple": ({"type": "integer", "multipleOf": 999_983}, "form.multipleOf .* 10,000"),
-    "common multiple": ({"allOf": [{"multipleOf": n} for n in (97, 101, 103)]}, r"allOf\[2\].multipleOf"),
+    "common multiple": ({"allOf": [{"multipleOf": n} for n in (97, 101, 103)]}, r"allOf\[1\].multipleOf"),
     "patterns together": ({"allOf": [{"pattern": PATTERN % n} for n in range(10, 30)]}, "form .* 8 patterns"),
     "by references": (
         {"$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}", "pattern": PATTERN % n} for n in range(20)}},
@@ -40,12 +39,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "names": ({"patternProperties": {PATTERN % n: {} for n in range(9)}}, "form.patternProperties"),
     "repetitions": ({"pattern": "^(a{1000}){1000}$"}, "form.pattern .* written out"),
-    "a long pattern": ({"pattern": "a" * 1001}, "form.pattern .* 1,000 characters"),
+    "a long pattern": ({"pattern": "a" * 10_001}, "form.pattern .* 10,000 letters"),
     "deep": (nested(200), "64 levels"),
     "references": (references(4000), "2,000 levels"),
     "named": ({"properties": {f"p{number}": True for number in range(2001)}}, "2,000 properties"),
     "required": ({"required": ["p"] * 2001}, "2,000 names"),
-    "parts of anything": ({"anyOf": [True] * 5001}, "5,000 objects"),
     "parts": ({"anyOf": [{}] * 5001}, "5,000 objects"),
 }
 
@@ -76,26 +74,45 @@ def test_what_programs_ask_for_is_not(schema: dict[str, Any]) -> None:
     check_schema(schema, "form")
 
 
-def test_text_of_any_depth() -> None:
-    with pytest.raises(InvalidRequest):
-        check_schema_text("[" * 200_000, "form")
-    check_schema_text("no JSON", "form")
+@pytest.mark.parametrize("text", ["[" * 200_000, "no JSON"])
+def test_text_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_schema_text(text, "form")
+    assert refused.value.param == "form"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "maxItems": 1e7},
+        {"type": "array", "maxItems": float("inf")},
+        {"properties": {"a": {"minLength": 10**9}}},
+        {"anyOf": [True] * 5001},
+        {"enum": list(range(30_000))},
+        {"type": "object", "properties": {f"p{n}": {"pattern": f"^{n}a*$"} for n in range(400)}},
+    ],
+)
+def test_what_llguidance_bounds_itself_is_left_to_it(schema: dict[str, Any]) -> None:
+    """It reads or refuses each within the time that a test has (by hand: 0.4 s and 100 MiB at most)."""
+    check_schema(schema, "form")
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    assert any(matcher.compute_bitmask()) or matcher.is_error()
 
 
 @pytest.mark.parametrize(
     ("pattern", "size"),
     [
-        (r"^\d{4}-\d{2}$", 9),
-        ("(a{100}){100}", MOST_REPEATED),
-        ("((a|b){10}c){5}", 105),
-        ("(a{,10}){ 10 }", 100),
-        ("(a{10}[])]b){10}", 16 * 100),
-        ("(a{10}[[a])]b){10}", 18 * 100),
-        ("(?x)(a{10}) {10}", 16 * 100),
-        ("[a{5}]{3}", 3),
-        (r"\{5}", 3),
-        ("a{2,}b*", 3),
-        ("){3}((", 3),
+        (r"^\d{4}-\d{2}$", 13 + 6),
+        ("a{,10}b{ 10 }[a{5}]{3}", 22 + 10 + 10 + 5 + 3),
+        ("(a{100}){100}", 13 * 10_000),
+        ("(a{10}b)*{10}", 13 * 100),
+        ("(a{10})?{ 10 }", 14 * 100),
+        ("a{10}{10}", 9 * 100),
+        ("(a{2,}b){0}", 11 * 2),
+        ("(?x)a { #\n 1000 }", MOST_REPEATED + 1),
+        ("(?s-x:a)", MOST_REPEATED + 1),
+        ("(?P<x>a){3", 10),
     ],
 )
 def test_repetitions_are_written_out(pattern: str, size: int) -> None:
