@@ -46,12 +46,6 @@ def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _whole_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command leaves out what of torch it has no use for; the tests after it, in this process, have."""
-    monkeypatch.setattr("vlfit.engine.head_start.leave_out_shapes", lambda: None)
-
-
-@pytest.fixture(autouse=True)
 def _loggers_as_before() -> Iterator[None]:
     """`vlfit serve` in this process logs to stderr, which is a test's own and closed behind it."""
     loggers = [logging.getLogger(name) for name in ("vlfit", "uvicorn")]

@@ -1,8 +1,6 @@
 """What begins before torch is there: the plan is made for the card as it was; files come into RAM once."""
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -88,26 +86,3 @@ def test_pieces_of_a_file_that_are_not_in_ram_are_read(
         if thread.name == "vlfit-ahead":
             thread.join()
     assert read == [1000, 4000]
-
-
-def test_torch_comes_without_what_is_left_out_until_somebody_looks() -> None:
-    """In a process of its own; the engine is whole without it, and who looks for it finds it."""
-    program = """
-import sys
-from vlfit.engine import head_start
-head_start.leave_out_shapes()
-from vlfit.backends.native import NativeBackend, import_engine
-import_engine()
-print("torch._refs" in sys.modules)
-from vlfit.engine.conversation import ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-with NativeBackend.load("mini", EngineOptions(device="cpu", context=256)) as backend:
-    backend.stream(ask("hello"), SamplingParams(max_tokens=4, temperature=0.7, seed=1)).answer()
-print("torch._refs" in sys.modules)
-import torch
-from torch._meta_registrations import meta_index_Tensor
-print("torch._refs" in sys.modules, torch._meta_registrations.meta_index_Tensor is meta_index_Tensor)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["False", "False", "True True"], done.stderr

@@ -1,9 +1,8 @@
 """What a start can do while Python still imports torch: CUDA's context, what Triton knows its kernels by, and
-files of weights into RAM. And what torch imports that a program like ours never needs.
+files of weights into RAM.
 
-Each takes a third of a second to several, and hardly any Python. Knows the driver's own calls, the page
-cache, and one module of torch. Imports no torch. It is a favour: what does not work here is left to whoever
-needs it, who says why.
+Each takes a third of a second to several, and hardly any Python. Knows the driver's own calls and the page
+cache. Imports no torch. It is a favour: what does not work here is left to whoever needs it, who says why.
 """
 
 import ctypes
@@ -15,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from types import ModuleType
-from typing import Any
 
 from vlfit.checkpoint.headers import shard_files
 from vlfit.errors import VlfitError
@@ -28,37 +25,7 @@ from vlfit.units import MIB
 _PIECE = 4 * MIB  # of a file, read at a time
 _LOOKED_AT = 4096  # bytes whose being in RAM stands for a piece
 
-_SHAPES = "torch._meta_registrations"  # with torch._decomp, _refs and _prims: 0.8 of 2.3 s (torch 2.13, CPU)
-_TRIED = ("2.11.", "2.13.")
-
 _before: list[tuple[Gpu, ...]] = []  # one look, until it is taken
-
-
-class _Later(ModuleType):
-    """A module of torch that is imported when somebody looks for something in it."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)  # asked of every module, by whoever looks for one
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def leave_out_shapes() -> None:
-    """Let torch, if it is not here yet, come without shapes of operations written in Python, a third of it.
-
-    They are what ``torch.compile`` and tensors without bytes ask; of the latter an engine makes views alone,
-    whose shapes are not in there. For a process that does nothing else, with a torch that was tried so: in
-    2.13 ``torch.Generator`` is not there either.
-    """
-    if "torch" in sys.modules:
-        return
-    from importlib.metadata import PackageNotFoundError, version
-
-    with suppress(PackageNotFoundError):
-        if version("torch").startswith(_TRIED):
-            sys.modules.setdefault(_SHAPES, _Later(_SHAPES))
 
 
 def make_context(device: str) -> tuple[Gpu, ...]:
@@ -67,7 +34,6 @@ def make_context(device: str) -> tuple[Gpu, ...]:
     Gives the GPUs as they are before that: what is planned, is planned for that. None for a CPU. For a
     process that does nothing else.
     """
-    leave_out_shapes()
     if device == "cpu":
         return ()
     gpus = read_gpus()[0]
