@@ -131,7 +131,7 @@ def _parts(place: str, part: object, depth: int = 1) -> Iterator[tuple[str, dict
         yield place, part, depth
         for key, value in part.items() if isinstance(part, dict) else enumerate(part):
             if isinstance(value, dict | list):
-                at = f"{place}[{key}]" if isinstance(part, list) else f"{place}.{key[:80]}"
+                at = f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key[:80]}"
                 yield from _parts(at, value, depth + 1)
 
 
