@@ -7,7 +7,7 @@
 #   make test-ray    a batch over a cluster of Ray on this machine: three minutes
 #   make test-vllm   the backend vllm over a real vLLM for processors, in an environment of its own (3.5 GB)
 #   make test-browser  the page in a real browser: installs Debian's Chromium, as root
-#   make docs        writes docs/cli.md and the list of modules in docs/structure.md from the code
+#   make docs        writes docs/cli.md from the code
 #   make bench       the native engine against transformers, on this CPU
 #   make eval-mini   how good mini is on held-out pictures; CLOTHES=folder asks about photos of clothes too,
 #                    COPIES=1 also scores the FP8 and int4 copies
@@ -71,8 +71,7 @@ fuzz: $(DEV) .venv/fuzz/.installed
 venv: $(DEV)
 
 docs: $(DEV)
-	@$(IN_VENV) -m vlfit.cli.docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
-	@$(IN_VENV) scripts/structure.py
+	@$(IN_VENV) -m scripts.cli_docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 
 bench: $(DEV)
 	@$(IN_VENV) -m benchmarks.engine

@@ -9,7 +9,7 @@ import sys
 def main() -> None:
     import torch
 
-    from vlfit.engine.bandwidth import memory_speed
+    from vlfit.tuning.bandwidth import memory_speed
 
     device, threads = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(threads)

@@ -20,19 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vlfit.api.conversation import ImagePart
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import LocalBackend
 from vlfit.backends.opening import Wanted
-from vlfit.engine.answer import Chunk
-from vlfit.engine.conversation import ImagePart
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-from vlfit.tasks.batch.crew import Crew, Pace
-from vlfit.tasks.batch.job import Job, Work
-from vlfit.tasks.batch.opening import open_for_batch
+from vlfit.tasks.batch.executor import Crew, Pace
+from vlfit.tasks.batch.job import Job, Wish, Work
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.runner import Runner
+from vlfit.tasks.batch.runner import Runner, open_for_batch
 from vlfit.tasks.batch.sources import open_sources
-from vlfit.tasks.batch.wish import Wish
 
 RESAMPLED = 20_000
 

@@ -22,8 +22,8 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.constraint import SLICES, SPACING, vocabulary_of
-from vlfit.engine.tokenizer import read_tokenizer
+from vlfit.engine.sampling.grammar import SLICES, SPACING, vocabulary_of
+from vlfit.prompt.tokenizer import read_tokenizer
 
 SCHEMA = {
     "type": "object",

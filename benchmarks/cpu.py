@@ -105,7 +105,7 @@ def run(*, kind: str, threads: int, **job: Any) -> dict[str, Any]:
     clock = time.thread_time if threads == 1 else time.perf_counter
     if kind == "products":
         return products(clock)
-    from vlfit.plan import in_ram
+    from vlfit.plan.native import ram as in_ram
 
     if kind == "float32":
         in_ram.LEAST_WEIGHTS = sys.maxsize
@@ -123,12 +123,12 @@ def of_engine(
     rounds: int,
     at_once: int,
 ) -> dict[str, Any]:
+    from vlfit.api.conversation import ImagePart, ask
+    from vlfit.api.engine_options import EngineOptions
+    from vlfit.api.sampling_params import SamplingParams
     from vlfit.checkpoint.source import open_checkpoint
-    from vlfit.engine.conversation import ImagePart, ask
     from vlfit.engine.engine import Engine
-    from vlfit.engine.holdings import resident_bytes
-    from vlfit.engine.options import EngineOptions
-    from vlfit.engine.sampling import SamplingParams
+    from vlfit.engine.memory.usage import resident_bytes
 
     before, began = resident_bytes() or 0, time.perf_counter()
     options = EngineOptions(device="cpu", dtype=dtype, context=2048, image_cache_bytes=0, prefix_cache=False)
@@ -170,7 +170,7 @@ def products(clock: Callable[[], float]) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
 
-    from vlfit.engine.layers.halves import Packing
+    from vlfit.layers.cpu_linear import Packing
 
     packing = Packing()
     plain = [torch.randn(SHAPE).bfloat16() for _ in range(COPIES)]

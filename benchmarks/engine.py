@@ -103,7 +103,7 @@ def measure(job: Job, options: argparse.Namespace) -> list[Column]:
 
 def write_picture(size: str) -> Path:
     """A picture of ``size`` (WxH), the same at every call."""
-    from vlfit.bench.picture import made_up_picture
+    from vlfit.bench.workload import made_up_picture
 
     width, height = (int(side) for side in size.split("x"))
     path = CACHE / f"picture-{width}x{height}.jpg"

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from benchmarks.measure import ROOT
-from vlfit.bench.surroundings import processor as processor
+from vlfit.bench.results import processor as processor
 
 
 def machine_facts(threads: int, *, gpu: bool) -> dict[str, Any]:

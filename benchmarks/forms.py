@@ -21,12 +21,12 @@ import numpy as np
 from benchmarks.facts import card, commit
 from benchmarks.hollow import write_hollow
 from benchmarks.report import print_rows
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.constraint import BITS, Bits
 from vlfit.engine.engine import Engine
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.rehearsal import text
-from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.execution.warmup import text
+from vlfit.engine.sampling.grammar import BITS, Bits
 
 MOST = 1.10
 TOKENS, FIRST, ROUNDS, PROMPT = 150, 5, 5, 500

@@ -21,15 +21,15 @@ from torch import Tensor
 from benchmarks.facts import card, commit
 from benchmarks.hollow import write_hollow
 from benchmarks.report import print_rows
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import Engine
-from vlfit.engine.graphs import DecodeGraphs, Graph
-from vlfit.engine.kernels.attention import BlockPlan
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.rehearsal import text
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Work
-from vlfit.engine.sequence import Sequence
+from vlfit.engine.execution.cuda_graphs import DecodeGraphs, Graph
+from vlfit.engine.execution.warmup import text
+from vlfit.engine.scheduling.scheduler import Work
+from vlfit.engine.scheduling.sequence import Sequence
+from vlfit.kernels.attention.paged import BlockPlan
 
 ROUNDS, WARM_UP = 60, 5
 

@@ -17,9 +17,9 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo
 from vlfit.checkpoint.quantization import INT8
 from vlfit.checkpoint.source import Checkpoint, mini_folder
-from vlfit.engine.convert.convert import DEFAULT_GROUP_SIZE
-from vlfit.engine.convert.layout import Job, Piece, jobs, shards
-from vlfit.engine.convert.recipe import KEPT, Wanted, new_recipe, quantization_config
+from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
+from vlfit.quantize.output_files import Job, Piece, jobs, shards
+from vlfit.quantize.recipe import KEPT, Wanted, new_recipe, quantization_config
 
 _ALL_IN_ONE_FILE = 2**60
 _PIXELS = {"shortest_edge": 65536, "longest_edge": 16777216}  # areas, as in the official files

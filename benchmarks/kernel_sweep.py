@@ -16,8 +16,8 @@ import torch
 from benchmarks.kernel_timing import seconds_of
 from benchmarks.kernel_weights import LAYERS, narrow_weights
 from benchmarks.report import print_rows
-from vlfit.engine.kernels.linear import NarrowWeights, linear
-from vlfit.plan.tiles import Tiles
+from vlfit.kernels.gemm.quantized import NarrowWeights, linear
+from vlfit.plan.native.tiles import Tiles
 
 SIZE = "4B"
 FORMS = ("fp8", "int4 of 32")

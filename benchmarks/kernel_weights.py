@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_timing import copies_of
-from vlfit.engine.kernels.linear import NarrowWeights
+from vlfit.kernels.gemm.quantized import NarrowWeights
 
 FORMS = ("fp8", "int8", "int4 of 32", "int4 of 128")
 # Outputs and inputs of the matrices of a layer; those that share an input are one. Then the output heads.

@@ -25,9 +25,9 @@ from benchmarks.kernel_sweep import sweep
 from benchmarks.kernel_timing import copies_of, copy_bandwidth, seconds_of
 from benchmarks.kernel_weights import FORMS, LAYERS, dense_weights, narrow_weights
 from benchmarks.report import print_rows
-from vlfit.engine.kernels.attention import BlockPlan, attend
-from vlfit.engine.kernels.fused import Fresh
-from vlfit.engine.kernels.linear import linear
+from vlfit.kernels.attention.paged import BlockPlan, attend
+from vlfit.kernels.gemm.quantized import linear
+from vlfit.kernels.rows.row_ops import Fresh
 
 ROWS = (1, 8, 256, 512, 1024)
 HEADS = {"2B": 16, "4B": 32, "8B": 32}

@@ -31,13 +31,12 @@ from benchmarks.report import print_rows
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.errors import DeviceError
-from vlfit.machine.model import Gpu
-from vlfit.machine.records import decode, encode
+from vlfit.machine.model import Gpu, decode, encode
 from vlfit.machine.survey import survey
 from vlfit.plan import calibration
 from vlfit.plan.ledger import Line, Settings, ledger
-from vlfit.plan.model import model_of
 from vlfit.plan.search import emptiest
+from vlfit.plan.shapes import model_of
 
 WORKERS = {NATIVE: "benchmarks.ledger_native", TRANSFORMERS: "benchmarks.ledger_transformers"}
 ROUNDED_TOO, TIGHT = "rounded", "tight"

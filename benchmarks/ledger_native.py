@@ -15,9 +15,9 @@ def main() -> None:
     # All that is slow and needs no GPU comes first: the process before may still be measuring.
     import torch
 
-    from vlfit.engine import every_kind
     from vlfit.engine.device import choose_device
-    from vlfit.engine.rehearsal import rehearse
+    from vlfit.engine.execution import warmup as every_kind
+    from vlfit.engine.execution.warmup import rehearse
 
     job = begin()
     started = time.perf_counter()
@@ -32,7 +32,7 @@ def main() -> None:
     at_load = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     reached = rehearse(engine, job.image_tokens)
-    every_kind.at_start(engine)  # as a server does: each kernel is loaded by now
+    every_kind.warm_up_kernels(engine)  # as a server does: each kernel is loaded by now
     torch.cuda.synchronize()
     ended = time.perf_counter()
     process, own, reserved = meter.process(), meter.own(), torch.cuda.memory_reserved()
@@ -54,12 +54,12 @@ def main() -> None:
 
 
 def load(job: LedgerJob) -> "Engine":
+    from vlfit.api.engine_options import EngineOptions
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.engine.engine import Engine
-    from vlfit.engine.loader import Loader
-    from vlfit.engine.made_up import MadeUpLoader
-    from vlfit.engine.options import EngineOptions
-    from vlfit.plan.costs import TIGHT_REQUEST, kv_tokens
+    from vlfit.loading.loader import Loader
+    from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens
+    from vlfit.tuning.calibration_run import MadeUpLoader
 
     options = EngineOptions(
         device=job.device,

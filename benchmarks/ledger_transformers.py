@@ -15,7 +15,7 @@ def main() -> None:
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
-    from vlfit.engine.calibrate import workspace_bytes
+    from vlfit.tuning.calibration_run import workspace_bytes
 
     job = begin()
     started = time.perf_counter()

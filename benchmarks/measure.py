@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlfit.bench.asking import Round as Round
-from vlfit.bench.surroundings import versions_of as versions_of
+from vlfit.bench.measure import Round as Round
+from vlfit.bench.results import versions_of as versions_of
 
 ROOT = Path(__file__).parent.parent
 MIB = 1024**2

@@ -31,7 +31,7 @@ from benchmarks.random_weights import room_in_memory, write_random
 from benchmarks.report import print_rows
 from benchmarks.served import DidNotStart, Served, held_beside, ledger_table, planned_for_process
 from vlfit.checkpoint.source import locate, read_checkpoint
-from vlfit.engine.convert.convert import DEFAULT_GROUP_SIZE
+from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
 
 FREE = 7200 * MIB
 MOST_BESIDE = 900 * MIB

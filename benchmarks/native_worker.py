@@ -14,9 +14,9 @@ from benchmarks.measure import (
     read_job,
     versions_of,
 )
-from vlfit.bench.asking import Heard, ask_at_once
-from vlfit.engine.conversation import ImagePart, ask
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.bench.measure import Heard, ask_at_once
 
 if TYPE_CHECKING:
     from vlfit.backends.native import NativeBackend
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 def main() -> None:
     job = read_job()
     started = time.perf_counter()
+    from vlfit.api.engine_options import EngineOptions
     from vlfit.backends.native import NativeBackend, import_engine
-    from vlfit.engine.options import EngineOptions
 
     import_engine()  # NativeBackend does it late; here it counts as import time
     import torch
 
     imported = time.perf_counter()
-    from vlfit.engine.timing import step_bytes
+    from vlfit.tuning.timing import step_bytes
 
     torch.set_num_threads(job.threads)
     # Every round asks the same: without these all but the first would be remembered.

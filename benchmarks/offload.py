@@ -28,8 +28,8 @@ from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import constants_for, with_bandwidth
 from vlfit.plan.ledger import NATIVE, Settings
-from vlfit.plan.model import model_of
-from vlfit.plan.offload import copy_seconds, count_for, offload_of
+from vlfit.plan.native.ram import copy_seconds, count_for, offload_of
+from vlfit.plan.shapes import model_of
 from vlfit.plan.speed import predict
 from vlfit.units import GIB
 

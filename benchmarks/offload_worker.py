@@ -54,10 +54,10 @@ class Measured:
 def main() -> None:
     import torch
 
+    from vlfit.api.engine_options import EngineOptions
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.engine.engine import Engine
-    from vlfit.engine.offload import StreamedLayers
-    from vlfit.engine.options import EngineOptions
+    from vlfit.loading.offload import StreamedLayers
 
     job = OffloadJob(**json.loads(sys.argv[1]))
     change(job.variant)
@@ -93,8 +93,8 @@ def main() -> None:
 
 def change(variant: str) -> None:
     """Do what was decided against, so that the difference can be seen."""
-    from vlfit.engine import offload as streaming
-    from vlfit.plan import offload as planning
+    from vlfit.loading import offload as streaming
+    from vlfit.plan.native import ram as planning
 
     if variant == "last layers":
         planning.spread = lambda layers, count: tuple(range(layers - count, layers))
@@ -106,8 +106,8 @@ def change(variant: str) -> None:
 
 def ask(engine: "Engine", job: OffloadJob, number: int) -> tuple[float, float]:
     """Seconds to the first token, and of each step after it: a question of 40 tokens about a picture."""
-    from vlfit.engine.rehearsal import about_a_picture
-    from vlfit.engine.sampling import SamplingParams
+    from vlfit.api.sampling_params import SamplingParams
+    from vlfit.engine.execution.warmup import about_a_picture
     from vlfit.plan.speed import TEXT_TOKENS
 
     prompt = about_a_picture(engine, job.image_tokens, number, job.image_tokens + TEXT_TOKENS)

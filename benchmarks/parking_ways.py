@@ -36,7 +36,7 @@ def all_ways(sizes: Sequence[int]) -> Iterator[Way]:
     """Each way on storages of ``sizes``, which are made for it. What was carried is compared."""
     import torch
 
-    from vlfit.engine import parking
+    from vlfit.engine.memory import sleep as parking
 
     gc.collect()  # of the engine that was here before, and of its cap
     torch.cuda.empty_cache()
@@ -83,7 +83,7 @@ def _timed(name: str, sizes: Sequence[int], park: "Callable[[list[UntypedStorage
 def _staged(storages: "list[UntypedStorage]") -> Any:
     import torch
 
-    from vlfit.engine.parking import Parked
+    from vlfit.engine.memory.sleep import Parked
 
     return Parked(storages, torch.device("cuda"))
 
@@ -135,7 +135,7 @@ def _locked(size: int) -> "tuple[Tensor, Any]":
     import numpy as np
     import torch
 
-    from vlfit.engine import pinned
+    from vlfit.loading import pinned
 
     def touch(start: int) -> None:
         shown[start : start + CHUNK] = 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.hollow import write_hollow
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.engine.convert.convert import DEFAULT_GROUP_SIZE
+from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
 
 BLOCK = 16 * 2**20  # bytes made once for each kind, and written over and over
 WEIGHT = 0.02  # standard deviation

@@ -26,17 +26,16 @@ from PIL import Image, ImageDraw
 
 from benchmarks.facts import commit, processor
 from benchmarks.report import markdown
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.opening import Wanted
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-from vlfit.tasks.batch.crew import Outcome
-from vlfit.tasks.batch.job import Job
+from vlfit.tasks.batch.executor import Outcome
+from vlfit.tasks.batch.job import Job, Wish
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.progress import Progress
-from vlfit.tasks.batch.ray.options import LOCAL, RayOptions
-from vlfit.tasks.batch.ray.run import run_on_ray
+from vlfit.tasks.batch.ray import LOCAL, RayOptions
+from vlfit.tasks.batch.ray.coordinator import run_on_ray
+from vlfit.tasks.batch.runner import Progress
 from vlfit.tasks.batch.sources import open_sources
-from vlfit.tasks.batch.wish import Wish
 
 CORES = 2
 SIZE = 320, 240

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.checkpoints import parameters
 from benchmarks.measure import MIB, Job, Run
-from vlfit.bench.page import markdown as markdown
+from vlfit.bench.results import markdown as markdown
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

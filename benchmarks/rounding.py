@@ -35,18 +35,18 @@ from benchmarks.facts import commit
 from training.mini.asking import ask_all, parts_of
 from training.mini.gates import OVERALL, summarize
 from training.mini.held_out import SHIPPED, HeldOut, read, sample
+from vlfit.api.conversation import Conversation, ImagePart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.headers import shard_files
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.checkpoint.tensors import is_embedding
-from vlfit.engine.conversation import Conversation, ImagePart, ask
-from vlfit.engine.convert.quantize import quantize_integers
 from vlfit.engine.engine import Engine
-from vlfit.engine.layers.linear import dequantize_int4
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.prompt import Prompt
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Work
-from vlfit.engine.scores import Scores, scores_of
+from vlfit.engine.sampling.sampler import Scores, scores_of
+from vlfit.engine.scheduling.scheduler import Work
+from vlfit.layers.linear import dequantize_int4
+from vlfit.prompt.builder import Prompt
+from vlfit.quantize.rounding import quantize_integers
 
 COPIES = (
     "--weights fp8",

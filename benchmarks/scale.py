@@ -20,20 +20,20 @@ from pathlib import Path
 
 from benchmarks.facts import commit, processor
 from benchmarks.report import markdown
-from vlfit.engine.answer import Answer, ImageSeen, Usage
-from vlfit.engine.conversation import ImagePart
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.conversation import ImagePart
+from vlfit.api.outputs import Answer, ImageSeen, Usage
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.machine.cards import card
 from vlfit.plan.ledger import NATIVE, kv_bytes
-from vlfit.plan.search import Wishes, plan
+from vlfit.plan.search import plan
 from vlfit.plan.speed import TEXT_TOKENS
 from vlfit.plan.subjects import named
-from vlfit.tasks.batch.item import Item, Record
-from vlfit.tasks.batch.job import Job, Work
+from vlfit.plan.wishes import Wishes
+from vlfit.tasks.batch.items import Item, Record
+from vlfit.tasks.batch.job import Job, Wish, Work
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.ray.run import CALLS, HANDFUL
+from vlfit.tasks.batch.ray.coordinator import CALLS, HANDFUL
 from vlfit.tasks.batch.sources import open_sources
-from vlfit.tasks.batch.wish import Wish
 from vlfit.units import MIB
 
 MODEL = "Qwen/Qwen3-VL-4B-Instruct-FP8"

@@ -34,10 +34,10 @@ import httpx
 from benchmarks.facts import commit
 from benchmarks.measure import MIB
 from benchmarks.served import Served
+from vlfit.api.conversation import ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.conversation import ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
 
 MOST_FIRST_MS, MOST_TOKEN_MS = 3.0, 0.15
 MOST_UNFAIR = 3.0

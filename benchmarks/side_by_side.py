@@ -28,8 +28,7 @@ from benchmarks.ledger_job import NATIVE, LedgerJob
 from benchmarks.measure import MIB, ROOT
 from benchmarks.report import markdown
 from tests.hub import HubRepository, running_hub
-from vlfit.machine.model import Gpu
-from vlfit.machine.records import decode
+from vlfit.machine.model import Gpu, decode
 from vlfit.plan import calibration
 from vlfit.units import GIB, KIB
 

@@ -27,8 +27,8 @@ from benchmarks.parking_ways import Way, all_ways, print_ways
 from benchmarks.report import print_rows
 
 if TYPE_CHECKING:
+    from vlfit.api.engine_options import Park
     from vlfit.backends.native import NativeBackend
-    from vlfit.engine.options import Park
 
 TOKENS = 16
 
@@ -91,8 +91,8 @@ def naps_of(
     name: str, checkpoint: Path, options: argparse.Namespace, meter: Meter
 ) -> tuple[list[Nap], list[int]]:
     """``rounds`` naps in each place, and the sizes of the storages that wait."""
+    from vlfit.api.engine_options import EngineOptions
     from vlfit.backends.native import NativeBackend
-    from vlfit.engine.options import EngineOptions
 
     wishes = EngineOptions(
         device="cuda", context=options.context, sequences=options.sequences, keep_to_plan=True
@@ -137,10 +137,10 @@ def nap(name: str, backend: "NativeBackend", picture: bytes, words: str, park: "
 
 def ask(backend: "NativeBackend", picture: bytes) -> tuple[float, str]:
     """Seconds to the first token of a request about ``picture``, and its words."""
-    from vlfit.engine.answer import Chunk
-    from vlfit.engine.conversation import ImagePart
-    from vlfit.engine.conversation import ask as question
-    from vlfit.engine.sampling import SamplingParams
+    from vlfit.api.conversation import ImagePart
+    from vlfit.api.conversation import ask as question
+    from vlfit.api.outputs import Chunk
+    from vlfit.api.sampling_params import SamplingParams
 
     arrivals: queue.SimpleQueue[tuple[float, Chunk | Exception]] = queue.SimpleQueue()
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)

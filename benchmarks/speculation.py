@@ -20,12 +20,12 @@ from pathlib import Path
 
 from benchmarks.facts import card, commit, processor
 from benchmarks.report import print_rows
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import import_engine
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT, SCENE
+from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
 
 import_engine()
 

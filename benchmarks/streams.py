@@ -25,14 +25,14 @@ from threading import Event
 from benchmarks.facts import card, commit, processor
 from benchmarks.hollow import write_hollow
 from benchmarks.report import print_rows
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import Checkpoint, mini_folder, open_checkpoint
 from vlfit.engine.engine import Engine
+from vlfit.engine.execution.warmup import about_a_picture, text
 from vlfit.engine.loop import EngineLoop
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.prompt import Prompt
-from vlfit.engine.rehearsal import about_a_picture, text
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.sequence import Sequence
+from vlfit.engine.scheduling.sequence import Sequence
+from vlfit.prompt.builder import Prompt
 
 WAIT_SECONDS = 300.0
 

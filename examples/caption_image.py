@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from vlfit import Client, VlfitError
+from vlfit.client import Client
+from vlfit.errors import VlfitError
 
 HERE = Path(__file__).parent
 pictures = sys.argv[1:] or [str(min(HERE.glob("pictures/*.png")))]

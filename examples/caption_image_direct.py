@@ -6,7 +6,8 @@ python examples/caption_image_direct.py [PICTURE...]
 import sys
 from pathlib import Path
 
-from vlfit import VLM, VlfitError
+from vlfit.client import VLM
+from vlfit.errors import VlfitError
 
 HERE = Path(__file__).parent
 pictures = sys.argv[1:] or [str(min(HERE.glob("pictures/*.png")))]

@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from vlfit import Client, VlfitError
+from vlfit.client import Client
+from vlfit.errors import VlfitError
 
 HERE = Path(__file__).parent
 picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))

@@ -6,7 +6,8 @@ python examples/vqa_direct.py [PICTURE] [QUESTION...]
 import sys
 from pathlib import Path
 
-from vlfit import VLM, VlfitError
+from vlfit.client import VLM
+from vlfit.errors import VlfitError
 
 HERE = Path(__file__).parent
 picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlfit.checkpoint.sidecar import ImageProcessing, read_chat_template
-from vlfit.engine.conversation import Conversation, ImagePart, TextPart, VideoPart
-from vlfit.engine.images import prepare_video
-from vlfit.engine.picture_files import decode
+from vlfit.api.conversation import Conversation, ImagePart, TextPart, VideoPart
+from vlfit.checkpoint.processor_files import ImageProcessing, read_chat_template
+from vlfit.images.decode import decode
+from vlfit.models.qwen3_vl.image_processor import prepare_video
 
 
 class _Clips:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from vlfit.engine.answer import Answer, Chunk, FinishReason, ImageSeen, Timings, Usage
-from vlfit.engine.conversation import Conversation, ImagePart
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.conversation import Conversation, ImagePart
+from vlfit.api.outputs import Answer, Chunk, FinishReason, ImageSeen, Timings, Usage
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.errors import VlfitError
 
 

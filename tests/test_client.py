@@ -17,12 +17,11 @@ from PIL import Image
 from tests.pictures import picture
 from tests.scripted_backend import ScriptedBackend, png
 from tests.server.harness import running
-from vlfit import VLM, Client
+from vlfit.api.conversation import ImagePart, VideoPart
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.client import Picture, VisionModel
-from vlfit.engine.conversation import ImagePart, VideoPart
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
+from vlfit.client import VLM, Client, Picture, VisionModel
 from vlfit.errors import (
     InvalidRequest,
     NotACheckpoint,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.server.harness import running
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # The owner's own names. Each is a page at most, because an example is read before it is run.

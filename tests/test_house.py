@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -11,7 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from scripts import structure
 
 import vlfit
 
@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 CODE_FOLDERS = ("src", "tests", "examples", "benchmarks", "training", "scripts")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-LONGEST_MODULE = 400
+LONGEST_MODULE = 800
+LARGEST_FOLDER = 25
 # Parts of a declared package that go by a name of their own.
 COMES_WITH = {"triton": "torch", "httpcore": "httpx", "langchain_core": "langchain-openai"}
 
@@ -57,6 +58,11 @@ def test_modules_stay_short() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST_MODULE} == {}
 
 
+def test_folders_stay_small() -> None:
+    folders = Counter(shown(path.parent) for path in python_files("src") if path.name != "__init__.py")
+    assert {folder: count for folder, count in folders.items() if count > LARGEST_FOLDER} == {}
+
+
 def test_nothing_is_left_for_later_in_the_code() -> None:
     marks = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
     left = [
@@ -92,30 +98,12 @@ def fenced_blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_every_make_target_in_the_documents_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    named = {
-        (shown(path), target)
-        for path in DOCUMENTS
-        for target in re.findall(
-            r"(?:^|`)(?:\w+=\S+ )*make ([a-z][a-z-]+)", path.read_text("utf-8"), re.MULTILINE
-        )
-    }
-    assert ("README.md", "demo") in named
-    assert {(path, target) for path, target in named if target not in targets} == set()
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=shown)
 def test_links_between_documents_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text("utf-8"))
     links += re.findall(r'src="([^"]+)"', path.read_text("utf-8"))
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (path.parent / link).exists()] == []
-
-
-def test_the_structure_page_names_every_module_and_no_other() -> None:
-    assert structure.PAGE.read_text("utf-8") == structure.page_with(structure.table()), "run: make docs"
 
 
 # --- packages ----------------------------------------------------------------------------------------------

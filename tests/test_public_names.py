@@ -5,12 +5,11 @@ import inspect
 import pytest
 
 import vlfit
-from vlfit import VLM, Answer, Client, VlfitError
-from vlfit.client import ChatSession, WordStream
-from vlfit.errors import UsageError
+from vlfit.api.outputs import Answer
+from vlfit.client import VLM, ChatSession, Client, WordStream
+from vlfit.errors import UsageError, VlfitError
 from vlfit.tasks.boxes import SceneObject
-from vlfit.tasks.detect import Detection
-from vlfit.tasks.scene import Scene
+from vlfit.tasks.objects import Detection, Scene
 
 
 def public(thing: object) -> list[str]:

@@ -15,8 +15,8 @@ import pytest
 from typer.main import get_command
 
 from vlfit.cli.main import app
-from vlfit.engine.images import LOW_DETAIL
 from vlfit.errors import OutOfMemory
+from vlfit.models.qwen3_vl.image_processor import LOW_DETAIL
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

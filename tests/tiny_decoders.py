@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from tests import tiny_text
 from tests.tiny import dequantize_fp8, random_tensors
 from vlfit.checkpoint.config import ModelConfig
-from vlfit.checkpoint.decoder import TEXT_ONLY
+from vlfit.checkpoint.text_config import TEXT_ONLY
 
 QWEN_TEMPLATE = """\
 {%- for message in messages %}

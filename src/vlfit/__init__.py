@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 from vlfit._version import __version__
 
 if TYPE_CHECKING:
+    from vlfit.api.outputs import Answer
     from vlfit.client import VLM, Client
-    from vlfit.engine.answer import Answer
     from vlfit.errors import VlfitError
+
 
 __all__ = ["VLM", "Answer", "Client", "VlfitError", "__version__"]
 
 _HOMES = {
     "VLM": "vlfit.client",
     "Client": "vlfit.client",
-    "Answer": "vlfit.engine.answer",
+    "Answer": "vlfit.api.outputs",
     "VlfitError": "vlfit.errors",
 }
 

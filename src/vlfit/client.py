@@ -10,28 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack, cast
 
+from vlfit.api.conversation import Conversation, ImagePart, VideoPart
+from vlfit.api.engine_options import EngineOptions, Park
+from vlfit.api.outputs import Answer, ImageSeen
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Sleeper, Stream
-from vlfit.engine.answer import Answer, ImageSeen
-from vlfit.engine.conversation import Conversation, ImagePart, VideoPart
-from vlfit.engine.options import EngineOptions, Park
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import UsageError
-from vlfit.tasks.ask import stream_ask
-from vlfit.tasks.caption import CaptionDetail, stream_caption
-from vlfit.tasks.chat import Chat
-from vlfit.tasks.detect import Detection, detect
+from vlfit.tasks.describe import CaptionDetail, Chat, stream_ask, stream_caption
+from vlfit.tasks.objects import Detection, Scene, detect, scene
 from vlfit.tasks.sampling_options import SamplingOptions, with_options
-from vlfit.tasks.scene import Scene, scene
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from vlfit.backends.base import LocalBackend
-    from vlfit.backends.vllm.options import VllmOptions
-    from vlfit.plan.choose import Choice
-    from vlfit.tasks.batch.progress import Progress as BatchProgress
-    from vlfit.tasks.batch.progress import Tally
-    from vlfit.tasks.batch.wish import Wish
+    from vlfit.backends.vllm.serve_command import VllmOptions
+    from vlfit.plan.subjects import Choice
+    from vlfit.tasks.batch.job import Wish
+    from vlfit.tasks.batch.runner import Progress as BatchProgress
+    from vlfit.tasks.batch.runner import Tally
+
 
 Picture: TypeAlias = "str | Path | bytes | Image | ImagePart"
 """A path, an ``https:`` or ``data:`` URL, ``-`` for standard input, encoded bytes, or a PIL image."""
@@ -211,8 +209,8 @@ class VisionModel:
         tally = vlm.batch("photos/", "cups.jsonl", Wish.detect("cups"))
         print(tally.done, tally.failed)
         """
-        from vlfit.tasks.batch.run import run_batch
-        from vlfit.tasks.batch.wish import Wish
+        from vlfit.tasks.batch.job import Wish
+        from vlfit.tasks.batch.runner import run_batch
 
         return run_batch(
             cast("LocalBackend", self._backend),
@@ -248,9 +246,9 @@ class VLM(VisionModel):
     ``model``: ``auto`` (the best checkpoint that is already here for this machine, else mini), ``mini``
     (small, ships with vlfit), a folder, or a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``. ``backend``:
     who runs it (docs/backends.md); ``trust_remote_code``: transformers may run the code that comes with it;
-    ``vllm``: where vLLM is, and how it is started (``vlfit.backends.vllm.options``).
-    The rest is described at ``vlfit.engine.options.EngineOptions``. ``progress`` is told what is being done
-    and the share of it that is done.
+    ``vllm``: where vLLM is, and how it is started (``backends.vllm.serve_command``).
+    The rest is described at ``vlfit.api.engine_options.EngineOptions``. ``progress`` gets what is being done
+    and the share done.
 
     Raises ``CheckpointError``, ``HubError``, ``DeviceError``, ``DoesNotFit`` or ``UsageError``.
     """
@@ -351,15 +349,15 @@ def choose_model(backend: str = "native") -> "Choice":
         raise UsageError("--backend transformers needs a model by name", "name a folder or a hub id")
     from vlfit.checkpoint.source import local_models
     from vlfit.machine.survey import survey
-    from vlfit.plan.choose import choose_checkpoint
+    from vlfit.plan.subjects import choose_checkpoint
 
     return choose_checkpoint(survey(), local_models())
 
 
 def _with_doctor(vllm: "VllmOptions | None") -> "VllmOptions":
     """With the doctor, who knows from its log why a vLLM has failed."""
-    from vlfit.backends.vllm.options import VllmOptions
-    from vlfit.doctor.failure import read_failure
+    from vlfit.backends.vllm.serve_command import VllmOptions
+    from vlfit.doctor.diagnose import read_failure
 
     wanted = vllm or VllmOptions()
     return wanted if wanted.read_failure else replace(wanted, read_failure=read_failure)

@@ -18,8 +18,8 @@ from vlfit.backends.openai_wire import data_url
 from vlfit.backends.remote import RemoteBackend
 from vlfit.client import Client
 from vlfit.errors import CannotWake, DoesNotFit, QueueFull, WrongApiKey
-from vlfit.server.settings import ServerSettings
-from vlfit.server.status import expectation_of
+from vlfit.server.admin.status import expectation_of
+from vlfit.server.server_settings import ServerSettings
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 PICTURE: list[Any] = [

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from vlfit.backends.interrupts import interrupts_held_back
+from vlfit.backends.in_process import interrupts_held_back
 
 
 def test_an_interrupt_comes_after_the_block() -> None:

@@ -12,14 +12,14 @@ import pytest
 from torch import Tensor
 
 from tests.pictures import picture
+from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.answer import Chunk
-from vlfit.engine.conversation import ImagePart, ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.qwen3_vl.recorded import Recorded
-from vlfit.engine.qwen3_vl.vision import VisionFeatures
-from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.execution.encoder_graph import Recorded
 from vlfit.errors import DeviceError, DoesNotFit, EngineStopped, InvalidRequest, NotACheckpoint, UsageError
+from vlfit.models.qwen3_vl.vision import VisionFeatures
 
 
 @pytest.fixture(scope="module")

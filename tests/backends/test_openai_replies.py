@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from vlfit.api.conversation import ToolCall
 from vlfit.backends.openai_replies import Events, ReplyReader, error_from
-from vlfit.engine.conversation import ToolCall
-from vlfit.engine.tool_calls import ToolCallReader
 from vlfit.errors import DoesNotFit, InvalidRequest, QueueFull, RemoteError, VlfitError, WrongApiKey
+from vlfit.prompt.tool_calls import ToolCallReader
 
 
 def written(*events: object) -> bytes:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vlfit.api.conversation import ImagePart, Message, TextPart, Tool, ToolCall, VideoPart, ask
+from vlfit.api.sampling_params import Form, SamplingParams
 from vlfit.backends.openai_wire import Server, chat_fields, form_fields, sampling_fields, text_fields
-from vlfit.engine.conversation import ImagePart, Message, TextPart, Tool, ToolCall, VideoPart, ask
-from vlfit.engine.sampling import Form, SamplingParams
 from vlfit.errors import InvalidRequest, PictureError
 from vlfit.tasks.boxes import BOXES, fenced_json
 
@@ -76,7 +76,7 @@ def test_a_usual_picture_is_sent_as_it_is(data: bytes, server: Server) -> None:
 @pytest.mark.parametrize("data", UNUSUAL, ids=["turned", "transparent", "deep", "tiff"])
 def test_others_are_drawn_anew_for_servers_that_may_show_them_otherwise(data: bytes) -> None:
     """A server of ours does with them what would be done here."""
-    from vlfit.engine.picture_files import decode
+    from vlfit.images.decode import decode
 
     assert sent(data, "vlfit") == data
     for server in ("vllm", "other"):

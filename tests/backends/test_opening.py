@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from tests.scripted_backend import ScriptedBackend
-from vlfit import VLM
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends import opening
 from vlfit.backends.opening import KINDS, Wanted, kind_of, open_backend
-from vlfit.backends.vllm.options import VllmOptions
-from vlfit.engine.options import EngineOptions
+from vlfit.backends.vllm.serve_command import VllmOptions
+from vlfit.client import VLM
 from vlfit.errors import NotACheckpoint, UsageError
 
 

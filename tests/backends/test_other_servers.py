@@ -10,10 +10,10 @@ import pytest
 
 from tests.backends.other_server import DONE, END, USAGE, WORD, Answering, moved, other_server, says
 from tests.server.pictures import png
+from vlfit.api.conversation import ImagePart, VideoPart, ask
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.remote import RemoteBackend
-from vlfit.engine.answer import Chunk
-from vlfit.engine.conversation import ImagePart, VideoPart, ask
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import (
     InvalidRequest,
     QueueFull,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vlfit.backends import phases
-from vlfit.backends.phases import Phases, process_age
+from vlfit.backends import base as phases
+from vlfit.backends.base import Phases, process_age
 
 
 def test_seconds_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:

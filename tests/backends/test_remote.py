@@ -8,9 +8,9 @@ import pytest
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import png
 from tests.server.scripted import ScriptedBackend
+from vlfit.api.conversation import ImagePart, Message, TextPart, VideoPart, ask
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.remote import RemoteBackend
-from vlfit.engine.conversation import ImagePart, Message, TextPart, VideoPart, ask
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import (
     DeviceError,
     DoesNotFit,
@@ -22,7 +22,7 @@ from vlfit.errors import (
     UsageError,
     WrongApiKey,
 )
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 GREEDY = SamplingParams()
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from vlfit.bench import facts
+from vlfit.api.stats import EngineSettings
+from vlfit.bench import results as facts
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.account import EngineSettings
-from vlfit.plan import in_ram
+from vlfit.plan.native import ram as in_ram
 
 
 @pytest.mark.parametrize(

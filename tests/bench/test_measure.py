@@ -6,14 +6,11 @@ from dataclasses import replace
 import pytest
 
 from tests.scripted_backend import png
-from vlfit.bench.asking import Heard
-from vlfit.bench.facts import facts_of
-from vlfit.bench.measure import PARTS, Many, Measured, measure, step_of
-from vlfit.bench.page import page
-from vlfit.bench.picture import made_up_picture
-from vlfit.bench.wanted import Wanted, requests_for
+from vlfit.api.conversation import ImagePart
+from vlfit.bench.measure import PARTS, Heard, Many, Measured, measure, step_of
+from vlfit.bench.results import facts_of, page
+from vlfit.bench.workload import Wanted, made_up_picture, requests_for
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine.conversation import ImagePart
 from vlfit.errors import DoesNotFit, InvalidRequest, UsageError
 
 
@@ -88,7 +85,7 @@ def test_nothing_of_the_model_is_left_when_memory_is_measured(
 ) -> None:
     """On a GPU the buffer would not fit beside it."""
     from vlfit.backends.native import NativeBackend
-    from vlfit.engine import bandwidth
+    from vlfit.tuning import bandwidth
 
     engines: list[weakref.ref[object]] = []
     load = NativeBackend.load.__func__  # type: ignore[attr-defined]

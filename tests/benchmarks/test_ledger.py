@@ -20,7 +20,7 @@ from vlfit.checkpoint.source import read_checkpoint
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan import calibration
-from vlfit.plan.model import model_of
+from vlfit.plan.shapes import model_of
 from vlfit.plan.subjects import of_entry
 from vlfit.units import GIB, MIB
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.server.harness import Running, running
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
 
 PICTURES = Path(__file__).parents[2] / "examples" / "pictures"
 

@@ -10,7 +10,7 @@ import pytest
 from tests.browser.conftest import PICTURES, opened
 from tests.server.harness import Running, running
 from tests.server.scripted import ScriptedBackend
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 

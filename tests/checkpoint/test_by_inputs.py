@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.awq_gptq import as_awq, as_gptq, awq_section, gptq_section
 from tests.checkpoint.edit import change_header, change_json, copy_of
-from vlfit.checkpoint.by_inputs import ByInputs, Stored
 from vlfit.checkpoint.cache import describe
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.gptq_awq import ByInputs, Stored
 from vlfit.checkpoint.headers import Layout, read_headers
 from vlfit.checkpoint.quantization import read_quantization
-from vlfit.checkpoint.renamed import renamed
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.checkpoint.tensors import renamed
 from vlfit.errors import CheckpointError, MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 
 UP = "model.language_model.layers.0.mlp.up_proj"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny_decoders import DECODERS, config_json
 from vlfit.checkpoint.config import NO_TOKEN, ModelConfig
-from vlfit.checkpoint.decoder import LongStretch
+from vlfit.checkpoint.text_config import LongStretch
 from vlfit.errors import CheckpointError, InvalidRequest, UnknownArchitecture
 
 Change = Callable[[dict[str, Any]], object]

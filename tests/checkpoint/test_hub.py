@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from vlfit.checkpoint.hub import download, translate
-from vlfit.checkpoint.progress import StderrProgress
+from vlfit.checkpoint.transfer import StderrProgress
 from vlfit.errors import HubError, HubUnreachable, NotDownloaded
 from vlfit.units import MIB
 

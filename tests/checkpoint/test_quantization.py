@@ -24,7 +24,7 @@ UP = "model.language_model.layers.0.mlp.up_proj"
 @pytest.fixture(scope="session")
 def converted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint "tied" in int4, in groups of 32. Not to be changed."""
-    from vlfit.engine.convert.convert import convert
+    from vlfit.quantize.conversion import convert
 
     folder = tmp_path_factory.mktemp("int4") / "tied-INT4"
     convert(open_checkpoint(tiny("tied")), "int4", folder)

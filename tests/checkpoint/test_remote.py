@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.hub import Hub, running_hub
-from vlfit.checkpoint import remote
+from vlfit.checkpoint import remote_headers as remote
 from vlfit.checkpoint.headers import INDEX_FILE, SINGLE_FILE
-from vlfit.checkpoint.remote import read_remote
+from vlfit.checkpoint.remote_headers import read_remote
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.errors import (
     HubAccessDenied,

@@ -10,7 +10,12 @@ import pytest
 from tests.checkpoint.edit import change_json, copy_of
 from tests.tiny import TINY
 from tests.tiny_text import chat_template
-from vlfit.checkpoint.sidecar import GenerationDefaults, ImageProcessing, read_chat_template, tokenizer_file
+from vlfit.checkpoint.processor_files import (
+    GenerationDefaults,
+    ImageProcessing,
+    read_chat_template,
+    tokenizer_file,
+)
 from vlfit.errors import CheckpointError, MissingFile
 
 Tiny = Callable[[str], Path]

@@ -10,9 +10,9 @@ from PIL import Image
 
 from tests.cli.conftest import Terminal, Vlfit
 from tests.scripted_backend import ScriptedBackend, png
-from vlfit.engine.conversation import ImagePart, TextPart
+from vlfit.api.conversation import ImagePart, TextPart
 from vlfit.errors import DoesNotFit, EngineStopped
-from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT, SCENE
+from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from tests.server.scripted import ScriptedBackend
 from vlfit.cli.options import server_behind_backend
 from vlfit.cli.session import backend_of
 from vlfit.errors import UsageError
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 from vlfit.settings import read_settings
 from vlfit.tasks.boxes import BOXES, fenced_json
-from vlfit.tasks.scene import SCENE_FORM
+from vlfit.tasks.objects import SCENE_FORM
 
 CUPS = '```json\n[{"bbox_2d": [0, 0, 500, 1000], "label": "cup"}]\n```'
 URL = "http://127.0.0.1:8000"

@@ -14,12 +14,12 @@ from tests.cli.conftest import Vlfit
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import BesideBackend
 from vlfit.errors import CannotWrite, ClusterError, EngineStopped
-from vlfit.tasks.batch.item import Source
+from vlfit.tasks.batch.items import Source
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.progress import Progress
-from vlfit.tasks.batch.ray.handful import Done, Listed
-from vlfit.tasks.batch.ray.run import _Ledger
-from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT, SCENE
+from vlfit.tasks.batch.ray.chunks import Done, Listed
+from vlfit.tasks.batch.ray.coordinator import _Ledger
+from vlfit.tasks.batch.runner import Progress
+from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
 
 SCENE_ANSWER = (
     '{"summary": "A cup.", "objects": [{"label": "cup", "bbox_2d": [0, 0, 500, 500]}], "text": ["TEA"]}'
@@ -30,9 +30,9 @@ SCENE_ANSWER = (
 def backend(monkeypatch: pytest.MonkeyPatch) -> BesideBackend:
     """What ``vlfit batch`` opens instead of a model."""
     backend = BesideBackend()
-    monkeypatch.setattr("vlfit.tasks.batch.opening.open_backend", lambda wanted, progress: backend)
-    monkeypatch.setattr("vlfit.server.host_memory.keep_what_is_loaded", lambda: None)
-    monkeypatch.setattr("vlfit.server.host_memory.give_memory_back", lambda: None)
+    monkeypatch.setattr("vlfit.tasks.batch.runner.open_backend", lambda wanted, progress: backend)
+    monkeypatch.setattr("vlfit.server.http.malloc.keep_what_is_loaded", lambda: None)
+    monkeypatch.setattr("vlfit.server.http.malloc.give_memory_back", lambda: None)
     return backend
 
 
@@ -123,7 +123,7 @@ def test_other_jobs_and_wrong_words_are_refused_before_a_model_is_loaded(
 ) -> None:
     output = folder.parent / "out.jsonl"
     vlfit("batch", folder, "-o", output, "-m", "mini")
-    monkeypatch.setattr("vlfit.tasks.batch.opening.open_backend", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr("vlfit.tasks.batch.runner.open_backend", lambda *_: pytest.fail("it was loaded"))
 
     def refused(*arguments: object) -> str:
         ended = vlfit("batch", *arguments, "-m", "mini")
@@ -183,7 +183,7 @@ def test_json_tells_of_an_output_that_cannot_be_closed(
     def full(_: object) -> None:
         raise CannotWrite("cannot write out.jsonl: No space left on device", "make room")
 
-    monkeypatch.setattr("vlfit.tasks.batch.lines.JsonlSink.close", full)
+    monkeypatch.setattr("vlfit.tasks.batch.jsonl.JsonlSink.close", full)
     told = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini", "--json")
     assert told.code == 1
     facts = json.loads(told.out)
@@ -196,7 +196,7 @@ def test_where_nothing_had_begun_there_is_nothing_to_go_on_from(
     def fails(*_: object) -> None:
         raise ClusterError("there is no cluster", "start one")
 
-    monkeypatch.setattr("vlfit.tasks.batch.opening.open_backend", fails)
+    monkeypatch.setattr("vlfit.tasks.batch.runner.open_backend", fails)
     ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini")
     assert "there is no cluster" in ended.err
     assert "goes on from here" not in ended.err
@@ -377,7 +377,7 @@ def test_what_a_cluster_has_said_of_its_listing_is_not_said_again(
         done = Done("node:1", "mini", end=Listed(listed, tuple(source.notes())))
         _Ledger(output, progress).settle_all([done], size=1)
 
-    monkeypatch.setattr("vlfit.tasks.batch.ray.run.run_on_ray", run)
+    monkeypatch.setattr("vlfit.tasks.batch.ray.coordinator.run_on_ray", run)
     (folder / "notes.md").write_text("words")
     ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini", "--ray", "local")
     assert ended.err.count("left out 1 file that by name is no picture") == 1

@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import Vlfit
 from tests.scripted_backend import png
 from vlfit.bench import measure
-from vlfit.bench.wanted import Wanted
+from vlfit.bench.workload import Wanted
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import DoesNotFit
 

@@ -11,10 +11,10 @@ from tests.cli.conftest import Vlfit
 from tests.machine import nvml
 from tests.plan.test_calibration import NUMBERS
 from vlfit.machine.model import Gpu
-from vlfit.plan import measured, tuned
-from vlfit.plan.measured import Measured, file_of
-from vlfit.plan.tiles import BUILT_IN
-from vlfit.plan.tuned import Card, save
+from vlfit.plan import calibration as measured
+from vlfit.plan.calibration import Measured, file_of
+from vlfit.plan.native import tiles as tuned
+from vlfit.plan.native.tiles import BUILT_IN, Card, save
 from vlfit.units import MIB
 
 CARD = nvml.FakeCard()
@@ -43,8 +43,8 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
         say("tiles")
         return save(Card(gpu.name, gpu.compute_capability), BUILT_IN)
 
-    monkeypatch.setattr("vlfit.engine.calibrate.calibrate", calibrate)
-    monkeypatch.setattr("vlfit.engine.tune.tune_gpu", tune_gpu)
+    monkeypatch.setattr("vlfit.tuning.calibration_run.calibrate", calibrate)
+    monkeypatch.setattr("vlfit.tuning.tune.tune_gpu", tune_gpu)
 
 
 @pytest.mark.usefixtures("measuring")
@@ -92,7 +92,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(vlfit: Vlfit, monkeypatch: py
 
 def test_without_torch_nothing_can_be_measured(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.install(monkeypatch, CARD)
-    monkeypatch.delitem(sys.modules, "vlfit.engine.calibrate", raising=False)
+    monkeypatch.delitem(sys.modules, "vlfit.tuning.calibration_run", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     ended = vlfit("plan", "--calibrate")
     assert ended.code == 1

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import Terminal, Vlfit
 from tests.scripted_backend import ScriptedBackend, png
-from vlfit.engine.conversation import ImagePart, TextPart
+from vlfit.api.conversation import ImagePart, TextPart
 from vlfit.errors import DoesNotFit
 
 

@@ -127,7 +127,7 @@ def test_a_signal_ends_it_and_leaves_nothing(tiny: Tiny, here: Path, how: signal
     """In a process of its own, while a large file is being copied."""
     source = copy_of(tiny("tied"), here / "source")
     slow = (
-        "import time, vlfit.engine.convert.files as files\n"
+        "import time, vlfit.quantize.output_files as files\n"
         "copy = files.ShardWriter.copy\n"
         "files.ShardWriter.copy = lambda *a: (print('busy', flush=True), time.sleep(0.2), copy(*a))\n"
         "from vlfit.cli.main import main\n"

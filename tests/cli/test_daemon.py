@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vlfit.cli import records
-from vlfit.cli.records import began, recorded, servers
-from vlfit.cli.unit import quoted, unit, with_whole_paths
+from vlfit.cli import servers as records
+from vlfit.cli.serve import quoted, unit, with_whole_paths
+from vlfit.cli.servers import began, recorded, servers
 
 VLFIT = [sys.executable, "-m", "vlfit"]
 

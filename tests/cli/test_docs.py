@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from scripts.cli_docs import help_page
 from typer.main import get_command
 
-from vlfit.cli.docs import help_page
 from vlfit.cli.main import app
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import Vlfit
 from vlfit.doctor import checks
-from vlfit.doctor.check import Check
+from vlfit.doctor.checks import Check
 
 CAUSE = (
     "(EngineCore_DP0 pid=17374) ERROR 09-28 15:47:24 [core.py:718] ValueError: Free memory on device "

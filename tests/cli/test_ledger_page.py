@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vlfit.cli.ledger_page import differences, ledger_page
+from vlfit.cli.plan_page import differences, ledger_page
 from vlfit.plan.actual import Row, totals
 from vlfit.units import MIB
 

@@ -12,8 +12,7 @@ import pytest
 from tests.cli.conftest import Vlfit
 from tests.machine.nvml import DESKTOP, LAPTOP, LARGE, WSL2, install
 from vlfit.errors import UsageError
-from vlfit.machine.file import load_machine
-from vlfit.machine.model import Host, Machine
+from vlfit.machine.model import Host, Machine, load_machine
 from vlfit.units import GIB, MIB
 
 RTX_5060 = ("--gpu", "RTX 5060", "--desktop", "951MiB", "--wsl2")
@@ -198,8 +197,7 @@ def test_nothing_slow_is_loaded() -> None:
 
 
 def test_the_cards_are_listed(vlfit: Vlfit) -> None:
-    from vlfit.machine.card_table import CARDS
-    from vlfit.machine.cards import find_card
+    from vlfit.machine.cards import CARDS, find_card
 
     ended = vlfit("machine", "--cards")
     assert ended.code == 0

@@ -9,7 +9,8 @@ import pytest
 from tests import pictures
 from tests.cli.conftest import Ended, Vlfit
 from tests.scripted_backend import ScriptedBackend, png
-from vlfit import __version__, client
+from vlfit import client
+from vlfit._version import __version__
 from vlfit.errors import DeviceError
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.cli.conftest import Vlfit
 from tests.pictures import picture
 from vlfit.errors import UsageError
-from vlfit.plan.offload import RAM_LEFT
+from vlfit.plan.native.ram import RAM_LEFT
 from vlfit.settings import read_settings
 from vlfit.units import GIB, MIB
 
@@ -18,7 +18,7 @@ LARGE = ("8B", "--weights", "fp8", "--context", "4096")
 @pytest.fixture(autouse=True)
 def plenty_of_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned for another card is planned for this computer's RAM."""
-    monkeypatch.setattr("vlfit.plan.offload.RAM_LEFT", -64 * GIB)
+    monkeypatch.setattr("vlfit.plan.native.ram.RAM_LEFT", -64 * GIB)
     assert RAM_LEFT == GIB
 
 

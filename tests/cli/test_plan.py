@@ -18,7 +18,7 @@ import pytest
 from tests.cli.conftest import Terminal, Vlfit
 from tests.hub import running_hub
 from vlfit.machine.cards import card
-from vlfit.machine.file import save_machine
+from vlfit.machine.model import save_machine
 from vlfit.units import MIB
 
 CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB", "--wsl2")

@@ -11,11 +11,11 @@ from tests.machine.nvml import install
 from tests.server.harness import Running, running
 from tests.server.scripted import ScriptedBackend
 from vlfit import client
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
 from vlfit.errors import CannotWake, InvalidRequest, UsageError
 from vlfit.plan.alarms import Limits
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_what_top_shows(vlfit: Vlfit, server: Running, monkeypatch: pytest.Monke
 
 
 def test_who_takes_the_memory_of_a_sleeper_is_no_alarm(server: Running, vlfit: Vlfit) -> None:
-    from vlfit.cli.top_source import Source
+    from vlfit.cli.top import Source
 
     with Source(server.url, None, named=True) as source:
         vlfit("sleep", "--url", server.url)

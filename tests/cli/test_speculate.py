@@ -6,8 +6,8 @@ import pytest
 
 from tests.cli.conftest import Vlfit
 from vlfit import client
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
 from vlfit.errors import UsageError
 from vlfit.settings import read_settings
 

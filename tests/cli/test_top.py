@@ -22,15 +22,15 @@ from tests.machine.nvml import DESKTOP, LARGE, WSL2, FakeCard, Process, install
 from tests.server.harness import running, wait_for
 from tests.server.scripted import ScriptedBackend
 from tests.server.test_status import CARD, OnGpu
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
+from vlfit.cli.top import Source, default_url, read_status
 from vlfit.cli.top_page import _curve, facts, line
-from vlfit.cli.top_source import Source, default_url, read_status
-from vlfit.engine.options import EngineOptions
 from vlfit.errors import RemoteError
 from vlfit.machine.gpu import read_gpus
-from vlfit.server.address import bind
-from vlfit.server.settings import ServerSettings
-from vlfit.server.status import expectation_of
+from vlfit.server.admin.status import expectation_of
+from vlfit.server.http.listen import bind
+from vlfit.server.server_settings import ServerSettings
 from vlfit.units import MIB
 
 VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()"]

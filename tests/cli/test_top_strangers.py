@@ -12,7 +12,7 @@ from tests.machine.nvml import install
 from tests.server.harness import running
 from tests.server.scripted import ScriptedBackend
 from vlfit.errors import ServerUnreachable
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 
 @pytest.mark.parametrize("url", ["", "ftp://host", "http://127.0.0.1:99999", "http://[::1"])

@@ -9,9 +9,9 @@ import pytest
 from tests.cli.conftest import Vlfit
 from tests.scripted_backend import png
 from tests.server.harness import Running, running
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.server.harness import Running, running
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv" / "clients"

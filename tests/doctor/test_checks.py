@@ -9,9 +9,9 @@ import pytest
 
 from tests.doctor.asking import WORKED_EXAMPLE
 from vlfit.doctor import checks
-from vlfit.doctor.builds import BUILDS, driver_is_too_old, lacks_code_for, wanted_build
-from vlfit.doctor.check import Check
 from vlfit.doctor.checks import (
+    BUILDS,
+    Check,
     TorchBuild,
     check_cache,
     check_disk,
@@ -23,9 +23,12 @@ from vlfit.doctor.checks import (
     check_ram,
     check_torch,
     check_wsl,
+    driver_is_too_old,
     hub_cache,
     installed_torch,
+    lacks_code_for,
     torch_build,
+    wanted_build,
     worst,
 )
 from vlfit.machine.problems import Problem

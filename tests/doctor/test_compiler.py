@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from vlfit.doctor import checks, compiler
-from vlfit.doctor.compiler import check_compiler
+from vlfit.doctor import checks
+from vlfit.doctor import checks as compiler
+from vlfit.doctor.checks import check_compiler
 from vlfit.errors import DeviceError
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
@@ -79,7 +80,7 @@ def test_without_triton_nothing_is_launched(tools: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("missing", ["", "bin/gcc", "include/Python.h", "CC", "triton"])
 def test_the_engine_asks_for_the_same(missing: str, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vlfit.engine.kernels.toolchain import check_toolchain
+    from vlfit.kernels.launch import check_toolchain
 
     more = {}
     if missing == "CC":

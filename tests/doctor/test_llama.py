@@ -8,7 +8,7 @@ import pytest
 
 from tests.doctor.asking import WORKED_EXAMPLE, only
 from tests.doctor.real_lines import REAL_LINES
-from vlfit.doctor.llama import Llama
+from vlfit.doctor.logs import Llama
 from vlfit.plan.subjects import subjects
 from vlfit.units import MIB
 

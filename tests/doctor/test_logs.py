@@ -10,8 +10,7 @@ import pytest
 from tests.doctor.real_lines import REAL_LINES, RealLine
 from vlfit.doctor import logs
 from vlfit.doctor.diagnose import Examined, examine
-from vlfit.doctor.facts import Facts
-from vlfit.doctor.logs import AFTER, clean, pieces
+from vlfit.doctor.logs import AFTER, Facts, clean, pieces
 
 CAUSE = (
     "ValueError: Free memory on device cuda:0 (6.9/7.96 GiB) on startup is less than desired GPU memory "

@@ -8,11 +8,19 @@ from itertools import product
 import pytest
 
 from tests.doctor.asking import OOM, WORKED_EXAMPLE, flags, only, started, traceback
-from vlfit.doctor.builds import BUILDS, driver_is_too_old, driver_wanted, lacks_code_for, wanted_build
-from vlfit.doctor.checks import TorchBuild, check_torch
+from vlfit.doctor.checks import (
+    BUILDS,
+    TorchBuild,
+    check_torch,
+    driver_is_too_old,
+    driver_wanted,
+    lacks_code_for,
+    wanted_build,
+)
 from vlfit.machine.model import Machine
-from vlfit.plan.search import Wishes, plan
+from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
+from vlfit.plan.wishes import Wishes
 
 NO_CODE = (
     "NVIDIA GeForce RTX 5060 with CUDA capability sm_{sm} is not compatible with the current PyTorch "

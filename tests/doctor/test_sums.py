@@ -8,11 +8,12 @@ from io import BytesIO
 import pytest
 
 from tests.doctor.asking import WORKED_EXAMPLE, diagnoses, flags, only, started
-from vlfit.doctor.arithmetic import CONTEXT, GROWTH, QWEN3_VL, fp8_name, kv_gib
 from vlfit.doctor.diagnose import examine
+from vlfit.doctor.remedies import CONTEXT, GROWTH, QWEN3_VL, fp8_name, kv_gib
 from vlfit.machine.cards import card
-from vlfit.plan.search import Wishes, plan
+from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
+from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
 

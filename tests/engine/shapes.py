@@ -1,6 +1,6 @@
 """A text configuration for tests that need shapes and no checkpoint."""
 
-from vlfit.checkpoint.config import TextConfig
+from vlfit.checkpoint.text_config import TextConfig
 
 TEXT = TextConfig(
     vocab_size=300,

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.pictures import picture
+from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import Rest
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.account import Rest
-from vlfit.engine.conversation import ImagePart, ask
-from vlfit.engine.holdings import bytes_of
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.sleep import Sleep
+from vlfit.engine.memory.sleep import Sleep
+from vlfit.engine.memory.usage import bytes_of
 
 SLEEPER = EngineOptions(device="cpu", context=512, sequences=2)
 

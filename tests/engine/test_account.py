@@ -10,19 +10,18 @@ import torch
 
 from tests.engine.on_gpu import requested, settle
 from tests.pictures import picture
+from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import Counters, EngineAccount
 from vlfit.backends.base import Accountable
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.account import Counters, EngineAccount
-from vlfit.engine.conversation import ImagePart, ask
-from vlfit.engine.holdings import bytes_of, resident_bytes
-from vlfit.engine.layers.embedding import DenseEmbedding
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.memory.usage import bytes_of, resident_bytes
+from vlfit.layers.embedding import DenseEmbedding
 from vlfit.machine.gpu import read_gpus
-from vlfit.plan.actual import held_on_gpu
-from vlfit.plan.expect import expect_on_gpu
+from vlfit.plan.actual import expect_on_gpu, held_on_gpu
 from vlfit.plan.ledger import Settings
-from vlfit.plan.model import kv_bytes_per_token
+from vlfit.plan.shapes import kv_bytes_per_token
 
 
 @pytest.fixture(scope="module")

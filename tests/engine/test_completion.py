@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from vlfit.engine.answer import Chunk
-from vlfit.engine.completion import LOOP_TOKENS, Completion, LoopGuard
-from vlfit.engine.detokenizer import Detokenizer
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.engine.sampling.detokenizer import Detokenizer
+from vlfit.engine.sampling.output_processor import LOOP_TOKENS, Completion, LoopGuard
 
 EOS = 256
 

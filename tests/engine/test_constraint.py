@@ -11,12 +11,12 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from vlfit.api.conversation import ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import Form, SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.constraint import LONGEST_FORM, MOST_READINGS, Constraint, Constraints
-from vlfit.engine.conversation import ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampler import Draw, sample
-from vlfit.engine.sampling import Form, SamplingParams
+from vlfit.engine.sampling.grammar import LONGEST_FORM, MOST_READINGS, Constraint, Constraints
+from vlfit.engine.sampling.sampler import Draw, sample
 from vlfit.errors import InvalidRequest, QueueFull
 
 COLOURS: dict[str, Any] = {
@@ -198,7 +198,7 @@ def test_a_form_that_takes_long_is_given_up(mini: NativeBackend, monkeypatch: py
     """And so are others' when as many are being read as may be, until one of them is done."""
     constraints = Constraints(mini.engine.prompts.tokenizer, mini.engine.generation.eos_token_ids)
     begin(constraints, form(COLOURS))
-    monkeypatch.setattr("vlfit.engine.constraint.LONGEST_READING", 0.05)
+    monkeypatch.setattr("vlfit.engine.sampling.grammar.LONGEST_READING", 0.05)
     with monkeypatch.context() as patch:
         patch.setattr("llguidance.LLMatcher", Stuck)
         for number in range(MOST_READINGS):
@@ -208,5 +208,5 @@ def test_a_form_that_takes_long_is_given_up(mini: NativeBackend, monkeypatch: py
     with pytest.raises(QueueFull):
         constraints.of(form({"type": "integer"}))
     Stuck.go.set()
-    monkeypatch.setattr("vlfit.engine.constraint.LONGEST_READING", 60.0)
+    monkeypatch.setattr("vlfit.engine.sampling.grammar.LONGEST_READING", 60.0)
     begin(constraints, form({"type": "integer"}))

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.tiny_text import tokenizer as tiny_tokenizer
-from vlfit.engine.detokenizer import Detokenizer, StopMatcher, _ByteLevelText
+from vlfit.engine.sampling.detokenizer import Detokenizer, StopMatcher, _ByteLevelText
 from vlfit.errors import CheckpointError
 
 TEXTS = (
@@ -57,7 +57,7 @@ def test_a_character_broken_off_shows_at_the_end(tokenizer: Tokenizer) -> None:
 
 
 def _byte_token(tokenizer: Tokenizer, byte: int) -> int | None:
-    from vlfit.engine.spelling import BYTES
+    from vlfit.prompt.tokenizer import BYTES
 
     character = next(character for character, value in BYTES.items() if value == byte)
     return tokenizer.token_to_id(character)

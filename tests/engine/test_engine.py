@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from vlfit.api.conversation import ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import MOST_SEED, SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.answer import Chunk
-from vlfit.engine.conversation import ask
 from vlfit.engine.engine import DEFAULT_CONTEXT, Engine
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import MOST_SEED, SamplingParams
-from vlfit.engine.scores import Scores, scores_of
+from vlfit.engine.sampling.sampler import Scores, scores_of
 from vlfit.errors import DoesNotFit, InvalidRequest, ModelFailed, UsageError
 
 

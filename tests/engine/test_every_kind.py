@@ -13,18 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.kernels.conftest import ON_GPU
+from tests.kernels.conftest import ON_GPU
+from vlfit import kernels
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.stats import Counters
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine import every_kind, kernels, rehearsal, sampler
-from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
-from vlfit.engine.kernels.draw import choose_tokens
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.prompt import Prompt
-from vlfit.engine.rehearsal import about_a_picture, answer_all, text
-from vlfit.engine.runner import Runner
-from vlfit.engine.scheduler import Work
-from vlfit.engine.scores import Scores
+from vlfit.engine.execution import warmup as every_kind
+from vlfit.engine.execution import warmup as rehearsal
+from vlfit.engine.execution.model_runner import Runner
+from vlfit.engine.execution.warmup import about_a_picture, answer_all, text
+from vlfit.engine.sampling import sampler
+from vlfit.engine.sampling.sampler import Scores
+from vlfit.engine.scheduling.scheduler import Work
+from vlfit.kernels.sampling.draw import choose_tokens
+from vlfit.prompt.builder import Prompt
 
 OPTIONS = EngineOptions(context=1500, chunk=600, sequences=20, image_tokens=200, kv_tokens=20_000)
 ROUNDS = 6
@@ -40,8 +43,8 @@ WISHES: tuple[dict[str, Any], ...] = (
 
 def started(folder: Path, **options: Any) -> Engine:
     built = Engine(open_checkpoint(folder), EngineOptions(**(vars_of(OPTIONS) | options)))
-    rehearsal.at_start(built)
-    every_kind.at_start(built)
+    rehearsal.profile_peak_memory(built)
+    every_kind.warm_up_kernels(built)
     return built
 
 

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from tests.pictures import picture
 from tests.plan.on_meta import Live
+from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.answer import Chunk
-from vlfit.engine.budget import asked_bytes, is_shortage
-from vlfit.engine.conversation import ImagePart, ask
 from vlfit.engine.engine import Engine
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampler import sample
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scores import Scores
-from vlfit.engine.sequence import Sequence
+from vlfit.engine.memory.budget import asked_bytes, is_shortage
+from vlfit.engine.sampling.sampler import Scores, sample
+from vlfit.engine.scheduling.sequence import Sequence
 from vlfit.errors import EngineLost, OutOfMemory
 
 # As torch 2.11 says it.
@@ -107,7 +106,7 @@ def no_memory_for(built: Engine, guilty: set[Sequence], stage: str) -> Iterator[
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(built.runner, "run", broken_run)
         patched.setattr(built.runner, "encode", broken_encode)
-        patched.setattr("vlfit.engine.passes.sample", broken_sample)
+        patched.setattr("vlfit.engine.execution.step_executor.sample", broken_sample)
         yield
 
 
@@ -298,7 +297,7 @@ def test_slots_that_find_no_room_are_their_requests_fault(
         def no_slots(*_: Any) -> Tensor:
             raise torch.OutOfMemoryError(NO_MEMORY)
 
-        patched.setattr("vlfit.engine.passes.slots_of", no_slots)
+        patched.setattr("vlfit.engine.execution.step_executor.slots_of", no_slots)
         late = ask_for(built, 9, SamplingParams(max_tokens=4))
         built.step()
     while built.busy:

@@ -10,14 +10,14 @@ import torch
 from tests.engine.on_gpu import requested, settle
 from tests.engine.test_parity import CONVERSATIONS, relative, run
 from tests.tiny import TINY
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
-from vlfit.engine.graphs import StepInputs
-from vlfit.engine.layers.linear import Fp8Linear, Int4Linear
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.sequence import Sequence
+from vlfit.engine.execution.cuda_graphs import StepInputs
+from vlfit.engine.scheduling.sequence import Sequence
+from vlfit.layers.linear import Fp8Linear, Int4Linear
+from vlfit.quantize.conversion import convert
 
 pytestmark = [
     pytest.mark.gpu,

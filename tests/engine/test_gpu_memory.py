@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.engine.test_faults import ask_for, three_streams, tokens
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine import pressure
 from vlfit.engine.engine import Engine
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.pressure import Pressure
-from vlfit.engine.rehearsal import at_start
-from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.execution.warmup import profile_peak_memory as at_start
+from vlfit.engine.memory import kv_resize as pressure
+from vlfit.engine.memory.kv_resize import Pressure
 from vlfit.errors import OutOfMemory
 from vlfit.units import MIB
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.engine.sleeping import say, settled
+from vlfit.api.engine_options import EngineOptions, Park
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions, Park
 from vlfit.errors import CannotWake
 from vlfit.units import MIB
 

@@ -9,10 +9,10 @@ import torch
 
 from tests.engine.test_parity import CONVERSATIONS
 from tests.engine.test_speculation import GREEDY, Oracle, hear, learn, oracle
+from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import Engine
-from vlfit.engine.guess_rows import GuessInputs
-from vlfit.engine.options import EngineOptions
+from vlfit.engine.execution.cuda_graphs import GuessInputs
 
 __all__ = ["oracle"]  # a fixture
 pytestmark = [

@@ -12,22 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.kernels.conftest import ON_GPU, device
 from tests.engine.shapes import TEXT
 from tests.engine.test_parity import CONVERSATIONS, run
+from tests.kernels.conftest import ON_GPU, device
+from vlfit import kernels
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine import graphs, kernels
 from vlfit.engine.engine import Engine
-from vlfit.engine.graphs import DecodeGraphs, sizes_for
-from vlfit.engine.kernels.attention import BlockPlan
-from vlfit.engine.kv_cache import KVCache
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampler import Draw, sample
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Work
-from vlfit.engine.scores import Scores
-from vlfit.engine.sequence import PricedPrompt, Sequence
+from vlfit.engine.execution import cuda_graphs as graphs
+from vlfit.engine.execution.cuda_graphs import DecodeGraphs, sizes_for
+from vlfit.engine.sampling.sampler import Draw, Scores, sample
+from vlfit.engine.scheduling.scheduler import Work
+from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
 from vlfit.errors import InvalidRequest
+from vlfit.kernels.attention import paged
+from vlfit.kernels.attention.paged import BlockPlan
+from vlfit.layers.kv_cache import KVCache
 
 __all__ = ["device"]  # a fixture
 SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"], CONVERSATIONS["text"]]
@@ -246,7 +247,7 @@ def test_rows_that_nobody_needs_leave_nothing_behind(
     options = EngineOptions(device="cpu", context=256, sequences=4, graphs=False)
     expected = run(Engine(open_checkpoint(folder), options), *SPOKEN, tokens=TOKENS)
     monkeypatch.setattr(kernels, "used_on", lambda device: True)
-    monkeypatch.setattr(kernels.attention, "decode_splits", lambda _: 2)
+    monkeypatch.setattr(paged, "decode_splits", lambda _: 2)
     monkeypatch.setattr(graphs, "Graph", Rerun)
     monkeypatch.setattr(graphs, "sizes_for", lambda sequences: (sequences,))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vlfit.engine.guessing import LONGEST_REST, REST, Guesser, came_true, with_guesses
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Work
-from vlfit.engine.sequence import PricedPrompt, Sequence
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.engine.scheduling.scheduler import Work
+from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
+from vlfit.engine.scheduling.speculative import LONGEST_REST, REST, Guesser, came_true, with_guesses
 
 SIZE = 4  # tokens of a block
 

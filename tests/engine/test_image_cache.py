@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vlfit.engine.image_cache import ImageCache
-from vlfit.engine.qwen3_vl.vision import VisionFeatures
+from vlfit.engine.execution.encoder_cache import ImageCache
+from vlfit.models.qwen3_vl.vision import VisionFeatures
 
 CPU = torch.device("cpu")
 

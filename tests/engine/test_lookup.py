@@ -2,7 +2,7 @@
 
 import pytest
 
-from vlfit.engine.lookup import Lookup
+from vlfit.engine.scheduling.speculative import Lookup
 
 
 def known(*texts: list[int]) -> Lookup:

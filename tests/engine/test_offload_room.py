@@ -7,12 +7,12 @@ import torch
 
 from tests.engine.test_room import CARD, CUDA, WANTED, four_billion, on_card
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine import room
-from vlfit.engine.room import find_room
+from vlfit.engine.memory import fit as room
+from vlfit.engine.memory.fit import find_room
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.host import read_host
-from vlfit.plan.model import model_of
-from vlfit.plan.offload import count_for, offload_of, spread
+from vlfit.plan.native.ram import count_for, offload_of, spread
+from vlfit.plan.shapes import model_of
 from vlfit.units import GIB, MIB
 
 __all__ = ["four_billion"]  # a fixture

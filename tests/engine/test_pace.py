@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vlfit.engine.pace import LEAST, PATIENCE, UNKNOWN, Pace
+from vlfit.engine.scheduling.scheduler import LEAST, PATIENCE, UNKNOWN, Pace
 
 PROMPT = 900  # tokens
 

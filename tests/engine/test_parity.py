@@ -13,17 +13,17 @@ from transformers import GenerationConfig
 
 from tests import pictures
 from tests.tiny import TINY, tiny_reference
-from vlfit.checkpoint.sidecar import ImageProcessing
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
 from vlfit.engine.engine import Engine
-from vlfit.engine.images import patchify, prepare_image, prepare_video
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.prompt import Prompt
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Work
-from vlfit.engine.scores import Scores
-from vlfit.engine.sequence import Sequence
+from vlfit.engine.sampling.sampler import Scores
+from vlfit.engine.scheduling.scheduler import Work
+from vlfit.engine.scheduling.sequence import Sequence
+from vlfit.models.qwen3_vl.image_processor import patchify, prepare_image, prepare_video
+from vlfit.prompt.builder import Prompt
 
 NEW_TOKENS = 48
 TOLERANCE = 1e-4

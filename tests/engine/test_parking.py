@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlfit.engine import parking
-from vlfit.engine.holdings import bytes_of, storages_in
-from vlfit.engine.parking import Parked, loads_of
+from vlfit.engine.memory import sleep as parking
+from vlfit.engine.memory.sleep import Parked, loads_of
+from vlfit.engine.memory.usage import bytes_of, storages_in
 
 CPU = torch.device("cpu")
 

@@ -8,14 +8,14 @@ import pytest
 
 from tests.engine.test_scheduler import finish_batch, sequence
 from tests.pictures import picture
+from vlfit.api.conversation import Conversation, ImagePart, VideoPart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk, TokenLogprob
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.answer import Chunk, TokenLogprob
-from vlfit.engine.conversation import Conversation, ImagePart, VideoPart, ask
 from vlfit.engine.engine import Engine
-from vlfit.engine.kv_cache import BlockPool
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Scheduler
+from vlfit.engine.scheduling.block_manager import BlockPool
+from vlfit.engine.scheduling.scheduler import Scheduler
 
 BLOCK = 8
 
@@ -153,7 +153,7 @@ def run(engine: Engine, sampling: SamplingParams) -> list[tuple[str, tuple[Token
 @pytest.fixture(autouse=True)
 def little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are handed out one by one, for many pauses."""
-    monkeypatch.setattr("vlfit.engine.scheduler.MARGIN", BLOCK)
+    monkeypatch.setattr("vlfit.engine.scheduling.scheduler.MARGIN", BLOCK)
 
 
 @pytest.mark.parametrize(

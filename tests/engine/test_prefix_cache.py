@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 
 from tests.engine.test_scheduler import finish_batch
-from vlfit.engine.answer import ImageSeen
-from vlfit.engine.images import PreparedImage
-from vlfit.engine.kv_cache import BlockPool
-from vlfit.engine.prefix_cache import PrefixCache, prompt_keys
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Scheduler
-from vlfit.engine.sequence import PricedPrompt, Sequence
+from vlfit.api.outputs import ImageSeen
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.engine.scheduling.block_manager import BlockPool
+from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
+from vlfit.engine.scheduling.scheduler import Scheduler
+from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
+from vlfit.models.qwen3_vl.image_processor import PreparedImage
 
 BLOCK = 8
 BLANK = PreparedImage(

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tests.engine.test_faults import Asked, ask_for, three_streams, tokens
 from tests.engine.test_faults import undisturbed as undisturbed
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine import pressure
-from vlfit.engine.answer import Chunk
 from vlfit.engine.engine import Engine
 from vlfit.engine.loop import EngineLoop
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.pressure import Pressure
-from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.memory import kv_resize as pressure
+from vlfit.engine.memory.kv_resize import Pressure
 from vlfit.errors import OutOfMemory
 from vlfit.plan.calibration import RESERVE
 from vlfit.units import GIB, MIB

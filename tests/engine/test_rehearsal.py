@@ -6,22 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.stats import Counters
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.account import Counters
 from vlfit.engine.engine import Engine
-from vlfit.engine.made_up import MadeUpLoader
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.rehearsal import (
+from vlfit.engine.execution.warmup import (
     Rehearsed,
     about_a_picture,
     answer_all,
-    at_start,
     ending_in_pictures,
     rehearse,
 )
-from vlfit.engine.scheduler import Work
-from vlfit.engine.scores import Scores
+from vlfit.engine.execution.warmup import (
+    profile_peak_memory as at_start,
+)
+from vlfit.engine.sampling.sampler import Scores
+from vlfit.engine.scheduling.scheduler import Work
 from vlfit.errors import DoesNotFit
+from vlfit.tuning.calibration_run import MadeUpLoader
 
 
 def engine(

@@ -12,21 +12,21 @@ import torch
 
 from tests.machine.nvml import FakeCard, Process, install
 from tests.tiny import TINY
+from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.catalog import entries
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine import room
-from vlfit.engine.budget import Budget
-from vlfit.engine.convert.convert import convert
 from vlfit.engine.engine import Engine
-from vlfit.engine.loader import Loader
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.room import Room, Wanted, find_room
+from vlfit.engine.memory import fit as room
+from vlfit.engine.memory.budget import Budget
+from vlfit.engine.memory.fit import Room, Wanted, find_room
 from vlfit.errors import DoesNotFit
+from vlfit.loading.loader import Loader
 from vlfit.machine.gpu import read_gpus
+from vlfit.plan.candidates import IMAGE_TOKENS
 from vlfit.plan.ledger import NATIVE, Settings, ledger
-from vlfit.plan.model import kv_bytes_per_token, model_of
-from vlfit.plan.preference import IMAGE_TOKENS
+from vlfit.plan.shapes import kv_bytes_per_token, model_of
+from vlfit.quantize.conversion import convert
 from vlfit.units import GIB, MIB
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -15,9 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from vlfit.engine import sampler
-from vlfit.engine.sampler import Draw, Sampled, sample
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.engine.sampling import sampler
+from vlfit.engine.sampling.sampler import Draw, Sampled, sample
 
 VOCABULARY = 50
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from vlfit.engine.kv_cache import BlockPool
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Scheduler
-from vlfit.engine.sequence import PricedPrompt, Sequence
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.engine.scheduling.block_manager import BlockPool
+from vlfit.engine.scheduling.scheduler import Scheduler
+from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
 
 
 def sequence(prompt_tokens: int, max_tokens: int = 8) -> Sequence:

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tests.pictures import picture
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.answer import Chunk
-from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
 from vlfit.engine.engine import Engine
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.prompt import Prompt
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Work
-from vlfit.engine.scores import Scores, scores_of
+from vlfit.engine.sampling.sampler import Scores, scores_of
+from vlfit.engine.scheduling.scheduler import Work
 from vlfit.errors import ModelFailed
+from vlfit.prompt.builder import Prompt
 
 SAMPLING = SamplingParams(max_tokens=16, ignore_eos=True)
 

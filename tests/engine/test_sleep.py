@@ -13,13 +13,13 @@ import torch
 
 from tests.engine.sleeping import SLEEPER, held, pretend_gpu, say, settled
 from tests.engine.sleeping import backend as backend
+from vlfit.api.conversation import ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import Rest
 from vlfit.backends.base import Sleeper
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.account import Rest
-from vlfit.engine.answer import Chunk
-from vlfit.engine.conversation import ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import EngineStopped, UsageError
 
 
@@ -191,7 +191,7 @@ def test_a_pool_that_gave_way_is_not_looked_after_in_its_sleep(
     looks: list[int] = []
     engine = backend._loop.engine
     settled(backend.sleep())
-    monkeypatch.setattr("vlfit.engine.pressure.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("vlfit.engine.memory.kv_resize.IDLE_SECONDS", 0.01)
 
     def look() -> int:
         looks.append(1)

@@ -12,15 +12,15 @@ from benchmarks.soak_requests import BROKEN, BURST, LARGE, LEFT, LOW, WHOLE, Wan
 from tests.engine.test_faults import Asked, Small, tensor_bytes
 from tests.pictures import picture
 from tests.plan.on_meta import Live
+from vlfit.api.conversation import Conversation, ImagePart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.answer import Chunk
-from vlfit.engine.conversation import Conversation, ImagePart, ask
 from vlfit.engine.engine import Engine
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.rehearsal import at_start
-from vlfit.engine.sampling import SamplingParams
+from vlfit.engine.execution.warmup import profile_peak_memory as at_start
 from vlfit.errors import DoesNotFit, PictureError, VlfitError
-from vlfit.plan.costs import feature_bytes
+from vlfit.plan.native.cost import feature_bytes
 
 REQUESTS = 24
 MINIS_REQUESTS, MINIS_CLIENTS, SETTLED = 32, 5, 12

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from tests.engine.test_parity import CONVERSATIONS
+from vlfit.api.conversation import Conversation, ImagePart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk, Timings
+from vlfit.api.sampling_params import Form, SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine import engine as engines
-from vlfit.engine.answer import Chunk, Timings
-from vlfit.engine.conversation import Conversation, ImagePart, ask
 from vlfit.engine.engine import Engine
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import Form, SamplingParams
-from vlfit.engine.scheduler import Work
-from vlfit.engine.scores import Scores
-from vlfit.engine.sequence import PricedPrompt
-from vlfit.plan.graphs import GUESS_ROWS
-from vlfit.tasks.prompts import CAPTION_SHORT, SCENE
+from vlfit.engine.sampling.sampler import Scores
+from vlfit.engine.scheduling.scheduler import Work
+from vlfit.engine.scheduling.sequence import PricedPrompt
+from vlfit.plan.native.cost import GUESS_ROWS
+from vlfit.tasks.describe import CAPTION_SHORT, SCENE
 
 SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"], CONVERSATIONS["system and turns"]]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -157,7 +157,7 @@ def test_who_is_paused_goes_on_with_the_same_words(
     tiny: Callable[[str], Path], oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nobody is paused for a guess: it takes no block that its sequence does not hold."""
-    monkeypatch.setattr("vlfit.engine.scheduler.MARGIN", 8)
+    monkeypatch.setattr("vlfit.engine.scheduling.scheduler.MARGIN", 8)
     tight = {"context": 128, "kv_tokens": 128, "block_size": 8, "sequences": 4}
     plain, guessing = (build(tiny("tied"), speculate=wish, **tight) for wish in (False, True))
     learn(plain, SPOKEN)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vlfit.engine import threads as threads_of_torch
-from vlfit.engine.threads import WORTH_SHARING, keep_to_own_cores, threads_for
+from vlfit.engine import device as threads_of_torch
+from vlfit.engine.device import WORTH_SHARING, keep_to_own_cores, threads_for
 
 CPU = torch.device("cpu")
 

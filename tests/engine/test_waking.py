@@ -11,17 +11,16 @@ import torch
 from tests.engine.sleeping import SLEEPER, held, pretend_gpu, say, settled
 from tests.engine.sleeping import backend as backend
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.loader import Loader
-from vlfit.engine.parking import _ram
-from vlfit.engine.sleep import Sleep
+from vlfit.engine.memory.sleep import Sleep, _ram
 from vlfit.errors import CannotWake, CheckpointError, DoesNotFit, MissingFile, UsageError
+from vlfit.loading.loader import Loader
 from vlfit.machine.host import read_host
 from vlfit.units import GIB
 
 
 def with_free_ram(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     host = replace(read_host(), ram_available=free)
-    monkeypatch.setattr("vlfit.engine.sleep.read_host", lambda: host)
+    monkeypatch.setattr("vlfit.engine.memory.sleep.read_host", lambda: host)
 
 
 def test_others_have_the_memory(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +93,7 @@ def test_memory_that_is_gone_halfway(
         elif park == "files":
             patched.setattr(Loader, "linear", taken)
         else:
-            patched.setattr("vlfit.engine.parking.Parked._fetch", taken)
+            patched.setattr("vlfit.engine.memory.sleep.Parked._fetch", taken)
         for _ in range(3):
             with pytest.raises(CannotWake):
                 say(backend)
@@ -158,7 +157,7 @@ def test_ram_that_is_gone_when_it_is_asked_for(
             raise MemoryError("made up")
         return _ram(size)
 
-    monkeypatch.setattr("vlfit.engine.parking._ram", refuse)
+    monkeypatch.setattr("vlfit.engine.memory.sleep._ram", refuse)
     with pytest.raises(DoesNotFit):
         settled(backend.sleep("ram"))
     assert not backend.asleep

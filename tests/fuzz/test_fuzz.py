@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from tests.server.harness import running
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 PROGRAM = Path(__file__).parents[2] / ".venv" / "fuzz" / "bin" / "schemathesis"
 LEAST_CASES = 2000

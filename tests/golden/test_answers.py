@@ -15,7 +15,8 @@ from tests.golden.conftest import Vlfit
 from tests.golden.kept import check_facts
 from tests.tiny import TINY, build_tiny
 from tests.tiny_decoders import DECODERS
-from vlfit import VLM, Answer
+from vlfit.api.outputs import Answer
+from vlfit.client import VLM
 
 TOKENS = 12
 MARGIN = 0.002  # natural-log probability between the likeliest token and the next; rounding moves it by 1e-5

@@ -15,9 +15,9 @@ from typing import Any
 import vlfit
 from tests.golden.conftest import ROOT
 from tests.golden.kept import check_facts
-from vlfit import VLM, Client
+from vlfit.client import VLM, Client
 
-_MODULES = re.compile(r"\b[a-z_]+(?:\.\w+)*\.(?=[A-Za-z])")  # vlfit.engine.answer. before Answer
+_MODULES = re.compile(r"\b[a-z_]+(?:\.\w+)*\.(?=[A-Za-z])")  # vlfit.api.outputs. before Answer
 
 
 class Spelled(str):

@@ -7,7 +7,7 @@ import httpx
 
 from tests.golden.conftest import ROOT
 from tests.golden.kept import check_facts
-from vlfit import Client
+from vlfit.client import Client
 
 PICTURES = ROOT / "examples" / "pictures"
 QUESTION = "How many animals are there?"

@@ -3,9 +3,7 @@
 import pytest
 
 from vlfit.errors import UsageError
-from vlfit.machine.card_table import CARDS, Card
-from vlfit.machine.cards import card, card_of_driver, find_card
-from vlfit.machine.links import memory_bandwidth, pcie_bandwidth
+from vlfit.machine.cards import CARDS, Card, card, card_of_driver, find_card, memory_bandwidth, pcie_bandwidth
 from vlfit.units import MIB
 
 

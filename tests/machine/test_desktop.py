@@ -8,8 +8,7 @@ from tests.machine.nvml import DESKTOP, LAPTOP, WSL2, FakeCard, install
 from vlfit.machine.desktop import advice, kind_of, untold
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu, GpuProcess, Host
-from vlfit.machine.remarks import remarks
-from vlfit.machine.survey import survey
+from vlfit.machine.survey import remarks, survey
 from vlfit.units import GIB, MIB
 
 HOST = Host(16 * GIB, 8 * GIB, 0, None, False, False, "x11", 8, "Linux")

@@ -9,9 +9,8 @@ import pytest
 from tests.machine.nvml import DESKTOP, LARGE, WSL2, install
 from vlfit.errors import UsageError
 from vlfit.machine.cards import card
-from vlfit.machine.file import load_machine, save_machine
 from vlfit.machine.gpu import read_gpus
-from vlfit.machine.model import Machine
+from vlfit.machine.model import Machine, load_machine, save_machine
 from vlfit.machine.survey import survey
 from vlfit.units import MIB
 

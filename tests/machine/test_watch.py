@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.machine.nvml import DESKTOP, install
-from vlfit.machine.watch import Watch
+from vlfit.machine.survey import Watch
 from vlfit.units import MIB
 
 

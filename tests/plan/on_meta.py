@@ -18,7 +18,7 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import ORDER_SUFFIX
-from vlfit.engine.loader import Loader
+from vlfit.loading.loader import Loader
 
 META = torch.device("meta")
 

@@ -6,15 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.catalog import entries
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine.options import EngineOptions
 from vlfit.machine.cards import card
 from vlfit.machine.model import Gpu
-from vlfit.plan.actual import Row, held_on_gpu, over_plan, rows, totals
-from vlfit.plan.expect import Expectation, expect_in_ram, expect_on_gpu
+from vlfit.plan.actual import (
+    Expectation,
+    Row,
+    expect_in_ram,
+    expect_on_gpu,
+    held_on_gpu,
+    over_plan,
+    rows,
+    totals,
+)
 from vlfit.plan.ledger import Line, Settings
 from vlfit.units import GIB, MIB
 

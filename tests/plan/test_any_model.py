@@ -12,7 +12,10 @@ from vlfit.checkpoint.source import mini_folder
 from vlfit.errors import DoesNotFit
 from vlfit.machine.cards import card
 from vlfit.machine.model import Gpu, Host
-from vlfit.plan.any_model import (
+from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
+from vlfit.plan.search import plan
+from vlfit.plan.subjects import named
+from vlfit.plan.transformers.cost import (
     TextShape,
     Wish,
     context_of,
@@ -22,9 +25,7 @@ from vlfit.plan.any_model import (
     room_on_gpu,
     text_shape,
 )
-from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
-from vlfit.plan.search import Wishes, plan
-from vlfit.plan.subjects import named
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
 HOST = Host(16 * GIB, 12 * GIB, 0, None, False, False, "none", 8, "Linux")

@@ -11,10 +11,10 @@ import pytest
 from vlfit.errors import UsageError
 from vlfit.machine.cards import card
 from vlfit.machine.model import Gpu
-from vlfit.plan import calibration, measured
-from vlfit.plan.calibration import MEASURED, constants_for, with_bandwidth
+from vlfit.plan import calibration
+from vlfit.plan import calibration as measured
+from vlfit.plan.calibration import MEASURED, Measured, constants_for, file_of, load, save, with_bandwidth
 from vlfit.plan.ledger import NATIVE, TRANSFORMERS, Settings, ledger
-from vlfit.plan.measured import Measured, file_of, load, save
 from vlfit.plan.speed import predict
 from vlfit.plan.subjects import subjects
 from vlfit.units import MIB

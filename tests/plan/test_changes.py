@@ -9,9 +9,9 @@ from vlfit.machine.model import GpuProcess, Machine
 from vlfit.plan import calibration
 from vlfit.plan.changes import enough_together
 from vlfit.plan.ledger import ledger
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan, variants
 from vlfit.plan.subjects import instead_of, named, subjects
-from vlfit.plan.what_if import variants
+from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
 # The card of the documents: 8151 MiB, of which a desktop under Windows holds 951.

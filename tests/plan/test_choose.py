@@ -6,7 +6,7 @@ import pytest
 
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.machine.model import Gpu, Host, Machine
-from vlfit.plan.choose import GPU_MARGIN, SUGGESTION, choose_checkpoint
+from vlfit.plan.subjects import GPU_MARGIN, SUGGESTION, choose_checkpoint
 from vlfit.units import GIB, MIB
 
 

@@ -11,29 +11,30 @@ import torch
 from torch import Tensor
 
 from tests.plan.on_meta import META, Live, loader
+from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.quantization import CompressedFormat, WeightScheme
-from vlfit.checkpoint.sidecar import ImageProcessing
 from vlfit.engine import engine
-from vlfit.engine.decoder.text import TextModel, VisualRows
-from vlfit.engine.images import patches_by_time
-from vlfit.engine.kernels import attention as attention_kernels
-from vlfit.engine.kernels import eight_bits as eight_bit_kernels
-from vlfit.engine.kernels import linear as linear_kernels
-from vlfit.engine.kernels.attention import BlockPlan
-from vlfit.engine.kv_cache import BlockPool, KVCache
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.qwen3_vl import vision
-from vlfit.engine.qwen3_vl.recorded import Look, Place, Recorded, Recording
-from vlfit.engine.qwen3_vl.vision import VisionFeatures, VisionTower
+from vlfit.engine.execution.encoder_graph import Look, Place, Recorded, Recording
+from vlfit.engine.scheduling.block_manager import BlockPool
+from vlfit.kernels.attention import paged as attention_kernels
+from vlfit.kernels.attention.paged import BlockPlan
+from vlfit.kernels.gemm import fp8 as eight_bit_kernels
+from vlfit.kernels.gemm import quantized as linear_kernels
+from vlfit.layers.kv_cache import KVCache
 from vlfit.machine.cards import card
-from vlfit.plan import costs, graphs
+from vlfit.models.decoder import TextModel, VisualRows
+from vlfit.models.qwen3_vl import vision
+from vlfit.models.qwen3_vl.image_processor import patches_by_time
+from vlfit.models.qwen3_vl.vision import VisionFeatures, VisionTower
 from vlfit.plan.ledger import NATIVE, Settings, ledger
-from vlfit.plan.many_rows import ROOMY_SCRATCH_BYTES, SCRATCH_BYTES, Means
-from vlfit.plan.model import Model, model_of
-from vlfit.plan.tiles import SPLIT_ROWS, splits_for
+from vlfit.plan.native import cost as costs
+from vlfit.plan.native import cost as graphs
+from vlfit.plan.native.tiles import ROOMY_SCRATCH_BYTES, SCRATCH_BYTES, SPLIT_ROWS, Means, splits_for
+from vlfit.plan.shapes import Model, model_of
 
 pytestmark = pytest.mark.usefixtures("few_to_collect")
 SIZES = ("2B", "4B", "8B")

@@ -13,20 +13,19 @@ from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.quantization import FLOAT_FORMAT, INTEGER_FORMAT, CompressedFormat, WeightScheme
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine.decoder.text import TextModel
-from vlfit.engine.holdings import storages_in
-from vlfit.engine.kernels import linear as kernels
-from vlfit.engine.kernels.linear import linear
-from vlfit.engine.layers.embedding import Int8Embedding
-from vlfit.engine.layers.linear import Int8Linear
-from vlfit.engine.qwen3_vl.vision import VisionTower
-from vlfit.engine.room import weight_bytes
-from vlfit.plan import costs
+from vlfit.engine.memory.fit import weight_bytes
+from vlfit.engine.memory.usage import storages_in
+from vlfit.kernels.gemm import quantized as kernels
+from vlfit.kernels.gemm.quantized import linear
+from vlfit.layers.embedding import Int8Embedding
+from vlfit.layers.linear import Int8Linear
+from vlfit.models.decoder import TextModel
+from vlfit.models.qwen3_vl.vision import VisionTower
 from vlfit.plan.allocator import SHELVED, shelved
-from vlfit.plan.many_rows import SCRATCH_BYTES
-from vlfit.plan.model import HALF, Model, model_of
+from vlfit.plan.native import cost as costs
+from vlfit.plan.native.tiles import SCRATCH_BYTES, splits_for
+from vlfit.plan.shapes import HALF, Model, model_of
 from vlfit.plan.speed import _pass_bytes
-from vlfit.plan.tiles import splits_for
 from vlfit.units import MIB
 
 pytestmark = pytest.mark.usefixtures("few_to_collect")

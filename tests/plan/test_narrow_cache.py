@@ -9,7 +9,7 @@ from vlfit.errors import UsageError
 from vlfit.machine.cards import card
 from vlfit.plan.ledger import ledger
 from vlfit.plan.report import facts
-from vlfit.plan.search import Wishes
+from vlfit.plan.wishes import Wishes
 
 
 def test_a_row_of_128_takes_130_bytes_instead_of_256() -> None:

@@ -8,16 +8,18 @@ import pytest
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
-from vlfit.plan import calibration, offload
+from vlfit.plan import calibration
 from vlfit.plan.allocator import held_for, shelved
+from vlfit.plan.candidates import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, air
 from vlfit.plan.ledger import NATIVE, Settings, ledger
-from vlfit.plan.model import Model
-from vlfit.plan.offload import check_ram, copy_seconds, count_for, counts, offload_of, parse_wish, spread
-from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, air
+from vlfit.plan.native import ram as offload
+from vlfit.plan.native.ram import check_ram, copy_seconds, count_for, counts, offload_of, parse_wish, spread
 from vlfit.plan.report import facts
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
+from vlfit.plan.shapes import Model
 from vlfit.plan.speed import predict
 from vlfit.plan.subjects import subjects
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
 EXAMPLE = card("RTX 5060", desktop=951 * MIB)

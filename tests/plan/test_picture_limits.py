@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.edit import change_json, copy_of
-from vlfit.checkpoint.sidecar import ImageProcessing
+from vlfit.api.engine_options import EngineOptions
+from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.source import mini_folder, open_checkpoint
 from vlfit.engine.engine import Engine
-from vlfit.engine.options import EngineOptions
 from vlfit.machine.cards import card
-from vlfit.plan.preference import is_ample
-from vlfit.plan.search import Wishes, plan
+from vlfit.plan.candidates import is_ample
+from vlfit.plan.search import plan
 from vlfit.plan.subjects import named, subjects
+from vlfit.plan.wishes import Wishes
 
 MINIS_OWN = 144  # 384 x 384 pixels
 

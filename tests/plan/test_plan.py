@@ -10,10 +10,11 @@ from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan import calibration
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
+from vlfit.plan.candidates import CHUNKS, air
 from vlfit.plan.ledger import ledger, pool_tokens
-from vlfit.plan.preference import CHUNKS, air
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
 from vlfit.plan.subjects import everything, named, subjects
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
 LINES = [

@@ -8,10 +8,11 @@ from vlfit.errors import UsageError
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan.calibration import MEASURED, MODELLED
+from vlfit.plan.candidates import air, candidates
 from vlfit.plan.ledger import Line, ledger
-from vlfit.plan.preference import air, candidates
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
 from vlfit.plan.subjects import instead_of, named, subjects
+from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
 # The card of the documents: 8151 MiB, of which a desktop under Windows holds 951.

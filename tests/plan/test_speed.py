@@ -6,7 +6,7 @@ import torch
 from tests.plan.on_meta import loader
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.quantization import FP8, INT4
-from vlfit.engine.layers.linear import Fp8Linear, Int4Linear
+from vlfit.layers.linear import Fp8Linear, Int4Linear
 from vlfit.plan import speed
 
 

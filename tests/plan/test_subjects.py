@@ -10,20 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vlfit.checkpoint import catalog, hub, remote
+from vlfit.checkpoint import catalog, hub
+from vlfit.checkpoint import remote_headers as remote
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.cli.main import app
-from vlfit.engine.convert.convert import convert
-from vlfit.errors import (
-    CheckpointError,
-    HubModelNotFound,
-    NotACheckpoint,
-    UnknownArchitecture,
-    UsageError,
-)
-from vlfit.plan.model import Model, model_of
+from vlfit.errors import CheckpointError, HubModelNotFound, NotACheckpoint, UnknownArchitecture, UsageError
+from vlfit.plan.shapes import Model, model_of
 from vlfit.plan.subjects import everything, instead_of, named, of_entry, subjects
+from vlfit.quantize.conversion import convert
 
 
 @pytest.fixture(autouse=True)

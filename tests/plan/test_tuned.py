@@ -10,12 +10,22 @@ import pytest
 import torch
 
 from tests.plan.on_meta import META, Live
-from vlfit.engine import tune
-from vlfit.engine.kernels.draw import FIELDS, choose_tokens
-from vlfit.plan import costs, tuned
+from vlfit.kernels.sampling.draw import FIELDS, choose_tokens
+from vlfit.plan.native import cost as costs
+from vlfit.plan.native import tiles as tuned
+from vlfit.plan.native.tiles import (
+    BUILT_IN,
+    FORMS,
+    REGIMES,
+    Card,
+    Tiles,
+    save,
+    splits_for,
+    table_of,
+    tiles_for,
+)
 from vlfit.plan.subjects import subjects
-from vlfit.plan.tiles import BUILT_IN, FORMS, REGIMES, Tiles, splits_for, tiles_for
-from vlfit.plan.tuned import Card, save, table_of
+from vlfit.tuning import tune
 
 CARD = Card("NVIDIA GeForce RTX 4060", (8, 9))
 OTHER = Card("NVIDIA GeForce RTX 5060", (12, 0))

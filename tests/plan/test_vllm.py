@@ -13,13 +13,14 @@ from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan import calibration
 from vlfit.plan.ledger import VLLM, Settings, ledger
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
 from vlfit.plan.subjects import everything, subjects
-from vlfit.plan.vllm import constants, costs
+from vlfit.plan.vllm import cost as constants
+from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm.command import budget
-from vlfit.plan.vllm.in_ram import plan_in_ram
-from vlfit.plan.vllm.settings import OfVllm
-from vlfit.plan.vllm.versions import PINNED, chosen_version, parse_version
+from vlfit.plan.vllm.cpu import plan_in_ram
+from vlfit.plan.vllm.flags import PINNED, OfVllm, chosen_version, parse_version
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
 EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)

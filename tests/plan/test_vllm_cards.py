@@ -8,17 +8,18 @@ import pytest
 from tests.plan.vllm_product import machine_of
 from tests.vllm_parser import PYTHON, shapes_refused_by_vllm
 from vlfit.errors import UsageError
-from vlfit.machine.card_table import CARDS
-from vlfit.machine.cards import card
+from vlfit.machine.cards import CARDS, card
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.ledger import VLLM, Settings, ledger
 from vlfit.plan.report import facts
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
 from vlfit.plan.subjects import everything, subjects
 from vlfit.plan.svg import draw
-from vlfit.plan.vllm import constants, parallel
-from vlfit.plan.vllm.groups import groups
-from vlfit.plan.vllm.settings import OfVllm
+from vlfit.plan.vllm import cost as constants
+from vlfit.plan.vllm import cost as parallel
+from vlfit.plan.vllm.flags import OfVllm
+from vlfit.plan.vllm.placement import groups
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
 BY_NAME = {each.name: each for each in CARDS}

@@ -7,11 +7,11 @@ import pytest
 
 from vlfit.errors import UsageError
 from vlfit.machine.cards import card
-from vlfit.plan.search import Wishes, plan
+from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
+from vlfit.plan.vllm.flags import OfVllm, parse_version
 from vlfit.plan.vllm.legacy import Legacy, share_words, understood
-from vlfit.plan.vllm.settings import OfVllm
-from vlfit.plan.vllm.versions import parse_version
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
 EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)

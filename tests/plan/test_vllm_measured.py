@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 from tests.plan.vllm_product import machine_of
-from vlfit.machine.card_table import CARDS
+from vlfit.machine.cards import CARDS
 from vlfit.plan.calibration import MEASURED, MODELLED
+from vlfit.plan.candidates import air
 from vlfit.plan.ledger import VLLM, Line
-from vlfit.plan.preference import air
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
 from vlfit.plan.subjects import subjects
-from vlfit.plan.vllm import constants, starts
+from vlfit.plan.vllm import cost as constants
+from vlfit.plan.vllm import starts
 from vlfit.plan.vllm.command import budget
 from vlfit.plan.vllm.starts import Began
+from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
 CARD = next(each for each in CARDS if each.name == "GeForce RTX 4060")

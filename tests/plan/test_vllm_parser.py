@@ -18,9 +18,8 @@ from tests.vllm_parser import PYTHON, configured_by_vllm, options_of_vllm, refus
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import mini_folder
 from vlfit.plan.search import Plan
-from vlfit.plan.vllm import costs
-from vlfit.plan.vllm.flags import LIVES, has
-from vlfit.plan.vllm.versions import parse_version
+from vlfit.plan.vllm import cost as costs
+from vlfit.plan.vllm.flags import LIVES, has, parse_version
 
 ALL_FLAGS = {
     "--max-model-len",

@@ -19,12 +19,13 @@ import pytest
 from PIL import Image
 
 from tests.vllm_parser import PYTHON, vllm_version
-from vlfit import VLM, Client
+from vlfit.client import VLM, Client
 from vlfit.errors import VlfitError
 from vlfit.machine.cards import card
 from vlfit.plan.ledger import VLLM, pool_tokens
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
 from vlfit.plan.subjects import subjects
+from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
 pytestmark = [

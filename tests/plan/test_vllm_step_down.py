@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from vlfit.doctor.failure import read_failure
+from vlfit.doctor.diagnose import read_failure
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan.ledger import VLLM, ledger, pool_tokens
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
 from vlfit.plan.subjects import subjects
 from vlfit.plan.vllm import step_down
-from vlfit.plan.vllm.cases import Failure
-from vlfit.plan.vllm.in_ram import plan_in_ram
-from vlfit.plan.vllm.settings import OLDER_RUNNER
-from vlfit.plan.vllm.step_down import Step, next_plan
-from vlfit.plan.vllm.versions import PINNED
+from vlfit.plan.vllm.cpu import plan_in_ram
+from vlfit.plan.vllm.flags import OLDER_RUNNER, PINNED
+from vlfit.plan.vllm.step_down import Failure, Step, next_plan
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
 EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)

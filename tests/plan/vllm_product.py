@@ -10,14 +10,14 @@ from itertools import product
 from typing import Any
 
 from vlfit.errors import UsageError
-from vlfit.machine.card_table import CARDS, Card
-from vlfit.machine.cards import card
+from vlfit.machine.cards import CARDS, Card, card
 from vlfit.machine.model import Machine
 from vlfit.plan.ledger import VLLM
-from vlfit.plan.model import Model
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
+from vlfit.plan.shapes import Model
 from vlfit.plan.subjects import subjects
-from vlfit.plan.vllm.in_ram import plan_in_ram
+from vlfit.plan.vllm.cpu import plan_in_ram
+from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
 # What is known of its flags changed between these; a plan for each differs in flags, variables or remarks.

@@ -12,14 +12,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.ray.conftest import AT_HOME
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.opening import Wanted
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import PictureNotFound
-from vlfit.tasks.batch.item import Item, Record
-from vlfit.tasks.batch.job import Job
-from vlfit.tasks.batch.keys import KeySet
-from vlfit.tasks.batch.progress import Progress
-from vlfit.tasks.batch.wish import Wish
+from vlfit.tasks.batch.items import Item, KeySet, Record
+from vlfit.tasks.batch.job import Job, Wish
+from vlfit.tasks.batch.runner import Progress
 
 
 def png(number: int) -> bytes:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from vlfit.errors import ClusterError
-from vlfit.tasks.batch.ray import cluster
+from vlfit.tasks.batch.ray import RayOptions, cluster
 from vlfit.tasks.batch.ray.cluster import Overheard, connected
-from vlfit.tasks.batch.ray.options import RayOptions
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 

@@ -14,14 +14,13 @@ from tests.server.harness import Running, running
 from tests.server.scripted import ScriptedBackend
 from vlfit.backends.opening import Wanted
 from vlfit.errors import ClusterError, NotAPicture
-from vlfit.tasks.batch.crew import Crew, Outcome
-from vlfit.tasks.batch.item import Item
+from vlfit.tasks.batch.executor import Crew, Outcome
+from vlfit.tasks.batch.items import Item
 from vlfit.tasks.batch.job import Work
-from vlfit.tasks.batch.opening import open_for_batch
-from vlfit.tasks.batch.ray.cluster import connected
-from vlfit.tasks.batch.ray.options import RayOptions
-from vlfit.tasks.batch.ray.run import run_on_ray
-from vlfit.tasks.batch.ray.sight import Sample
+from vlfit.tasks.batch.ray import RayOptions
+from vlfit.tasks.batch.ray.cluster import Sample, connected
+from vlfit.tasks.batch.ray.coordinator import run_on_ray
+from vlfit.tasks.batch.runner import open_for_batch
 
 # Ray warns of names of its own that it uses itself.
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]

@@ -11,12 +11,12 @@ import pytest
 from tests.backends.vllm.processes import with_word, words_of_all
 from tests.ray.parts import Book, Heard, gallery, job
 from tests.vllm_parser import PYTHON
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.opening import Wanted
-from vlfit.backends.vllm.options import VllmOptions
-from vlfit.engine.options import EngineOptions
-from vlfit.tasks.batch.crew import Outcome
-from vlfit.tasks.batch.ray.options import RayOptions
-from vlfit.tasks.batch.ray.run import run_on_ray
+from vlfit.backends.vllm.serve_command import VllmOptions
+from vlfit.tasks.batch.executor import Outcome
+from vlfit.tasks.batch.ray import RayOptions
+from vlfit.tasks.batch.ray.coordinator import run_on_ray
 
 pytestmark = [
     pytest.mark.ray,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
     from tests.server.harness import Running
-    from vlfit.server.settings import ServerSettings
+    from vlfit.server.server_settings import ServerSettings
 
 __all__ = ["client", "scripted", "server", "server_settings", "shared_backend", "works_afterwards"]
 

@@ -13,10 +13,9 @@ import uvicorn
 from openai import OpenAI
 
 from vlfit.backends.base import LocalBackend
-from vlfit.server.address import bind
 from vlfit.server.app import create_app
-from vlfit.server.heads import HeadsInTime
-from vlfit.server.settings import ServerSettings
+from vlfit.server.http.listen import HeadsInTime, bind
+from vlfit.server.server_settings import ServerSettings
 
 if TYPE_CHECKING:
     from vlfit.backends.native import NativeBackend

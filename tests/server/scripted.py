@@ -4,10 +4,10 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from vlfit.api.conversation import Conversation, ImagePart, TextPart, Tool, VideoPart
+from vlfit.api.outputs import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Listener, Prepared, Stream, Ticket
-from vlfit.engine.answer import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
-from vlfit.engine.conversation import Conversation, ImagePart, TextPart, Tool, VideoPart
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import DoesNotFit
 
 CONTEXT = 4096

@@ -11,11 +11,10 @@ import sys
 
 from tests.server.scripted import ScriptedBackend
 from vlfit.errors import VlfitError
-from vlfit.server.address import bind
 from vlfit.server.app import create_app
-from vlfit.server.keeper import keep
-from vlfit.server.listen import serve_until_stopped
-from vlfit.server.settings import ServerSettings
+from vlfit.server.http.listen import bind, serve_until_stopped
+from vlfit.server.server_settings import ServerSettings
+from vlfit.server.supervisor import keep
 
 
 def main() -> None:

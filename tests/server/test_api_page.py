@@ -12,12 +12,12 @@ from starlette.routing import Route
 from tests.server.harness import Running, running
 from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
+from vlfit.server.admin.status import expectation_of
 from vlfit.server.app import create_app
-from vlfit.server.openapi import document
-from vlfit.server.settings import ServerSettings
-from vlfit.server.status import expectation_of
+from vlfit.server.openai.openapi import document
+from vlfit.server.server_settings import ServerSettings
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.server.asking import error_of, post
 from tests.server.harness import Running
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 from vlfit.units import MIB
 
 pytestmark = pytest.mark.usefixtures("works_afterwards")

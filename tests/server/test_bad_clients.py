@@ -15,9 +15,9 @@ import pytest
 
 from tests.pictures import encoded, scene
 from tests.server.harness import Running, running, wait_for
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from openai import OpenAI
 from tests.server.asking import HELLO, error_of, post
 from tests.server.harness import Running
 from tests.server.pictures import data_url, png
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 pytestmark = pytest.mark.usefixtures("works_afterwards")
 SAME_LIMITS = {"max_tokens": 9, "max_completion_tokens": 9}

@@ -15,8 +15,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 from tests.server.harness import Running, running
 from tests.server.pictures import data_url, png
 from tests.server.scripted import CONTEXT, ScriptedBackend
-from vlfit.engine.conversation import ImagePart, TextPart, VideoPart
-from vlfit.server.settings import ServerSettings
+from vlfit.api.conversation import ImagePart, TextPart, VideoPart
+from vlfit.server.server_settings import ServerSettings
 
 SAID = "A red circle 🙂."
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is this?"}]

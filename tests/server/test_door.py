@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.harness import running, wait_for
 from tests.server.scripted import ScriptedBackend
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 PAGE = "https://page.example"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.harness import Running, running
 from tests.server.scripted import ScriptedBackend
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 
 @pytest.fixture(scope="module")

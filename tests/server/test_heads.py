@@ -15,9 +15,9 @@ import pytest
 
 from tests.server.harness import Running, running, wait_for
 from tests.server.scripted import ScriptedBackend
-from vlfit.server import heads, relay
-from vlfit.server.connections import Connections
-from vlfit.server.heads import HeadsInTime
+from vlfit.server import relay
+from vlfit.server.http import listen as heads
+from vlfit.server.http.listen import Connections, HeadsInTime
 
 HALF = b"GET /health HTTP/1.1\r\nHost: local"
 REST = b"host\r\n\r\n"
@@ -126,7 +126,7 @@ def test_a_server_may_have_as_many_files_as_the_system_lets_it() -> None:
     """In a process of its own: the limit stays."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     code = (
-        "import resource as r; from vlfit.server.address import *; "
+        "import resource as r; from vlfit.server.http.listen import *; "
         "r.setrlimit(r.RLIMIT_NOFILE, (256, 1000)); allow_many_connections(); "
         "print(r.getrlimit(r.RLIMIT_NOFILE))"
     )

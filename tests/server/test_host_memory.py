@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from vlfit.server import host_memory
+from vlfit.server.http import malloc as host_memory
 from vlfit.units import MIB
 
 PROGRAM = """

@@ -18,8 +18,8 @@ import pytest
 
 from tests.server.harness import PATIENCE, wait_for
 from tests.server.test_listen import HELLO, NEVER, ask, client_of, server_process, started_stream, taken
-from vlfit.server.keeper import why
 from vlfit.server.relay import Answers, refusal
+from vlfit.server.supervisor import why
 
 
 @contextmanager

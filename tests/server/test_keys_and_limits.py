@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from vlfit.errors import TooManyRequests, UsageError
-from vlfit.server.keys import Keys, read_keys
-from vlfit.server.limits import Limits
-from vlfit.server.log import without_secrets
+from vlfit.server.http.admission import Limits
+from vlfit.server.http.auth import Keys, read_keys
+from vlfit.server.http.log import without_secrets
 
 
 @pytest.mark.parametrize("key", ["", "sécret", "two words", "tab\t", "line\n", "naïve", "\x7f"])

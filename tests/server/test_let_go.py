@@ -17,14 +17,14 @@ import pytest
 from tests.pictures import picture
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import data_url
+from vlfit.api.conversation import ImagePart
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.conversation import ImagePart
-from vlfit.engine.images import PreparedImage
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sequence import PricedPrompt, Sequence
+from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
 from vlfit.errors import VlfitError
-from vlfit.server.schemas import ChatRequest
-from vlfit.server.settings import ServerSettings
+from vlfit.models.qwen3_vl.image_processor import PreparedImage
+from vlfit.server.openai.chat_schema import ChatRequest
+from vlfit.server.server_settings import ServerSettings
 
 OF_A_REQUEST = (ImagePart, PreparedImage, PricedPrompt, Sequence, ChatRequest, VlfitError)
 URL = data_url(picture(300, 200, seed=1))

@@ -18,8 +18,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from tests.server.harness import PATIENCE, wait_for
 from vlfit.errors import CannotListen, UsageError
-from vlfit.server.address import address_of, bind, cannot_listen
-from vlfit.server.settings import ServerSettings, is_loopback
+from vlfit.server.http.listen import address_of, bind, cannot_listen
+from vlfit.server.server_settings import ServerSettings, is_loopback
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 

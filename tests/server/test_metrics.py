@@ -11,12 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.harness import running, wait_for
 from tests.server.scripted import ScriptedBackend
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk, Timings
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.answer import Chunk, Timings
-from vlfit.engine.options import EngineOptions
-from vlfit.server.log import JSONLines
-from vlfit.server.meters import Meters, family
-from vlfit.server.settings import ServerSettings
+from vlfit.server.admin.metrics import Meters, family
+from vlfit.server.http.log import JSONLines
+from vlfit.server.server_settings import ServerSettings
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "ignore_eos": True}
 

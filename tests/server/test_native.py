@@ -23,12 +23,12 @@ from tests.pictures import (
 )
 from tests.server.harness import Running, running, slowly, wait_for
 from tests.server.pictures import data_url
+from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
 from vlfit.backends.remote import RemoteBackend
-from vlfit.engine.conversation import ImagePart, ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 CONTEXT = 512
 

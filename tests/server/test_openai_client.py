@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tests.server.harness import Running, running
 from tests.server.pictures import data_url
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 PICTURE = (Path(__file__).parents[2] / "examples" / "pictures" / "number-25.png").read_bytes()
 ASK = cast(

@@ -12,8 +12,8 @@ import torch
 
 from tests.pictures import picture
 from tests.server.harness import Running, running
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
 
 
 @pytest.fixture

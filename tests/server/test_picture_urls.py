@@ -12,8 +12,8 @@ from openai.types.chat import ChatCompletionMessageParam
 from tests.server.harness import running
 from tests.server.pictures import png
 from tests.server.scripted import ScriptedBackend
-from vlfit.engine.conversation import ImagePart
-from vlfit.server.settings import ServerSettings
+from vlfit.api.conversation import ImagePart
+from vlfit.server.server_settings import ServerSettings
 
 OPEN = ServerSettings(allow_private_urls=True)
 

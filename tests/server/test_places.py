@@ -18,18 +18,18 @@ from openai.types.chat import ChatCompletionMessageParam
 from tests.server.harness import Running, running, slowly, wait_for
 from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
+from vlfit.api.conversation import ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import Counters
+from vlfit.backends.base import Phases
 from vlfit.backends.native import NativeBackend
-from vlfit.backends.phases import Phases
 from vlfit.backends.remote import RemoteBackend
 from vlfit.cli.printing import Printer
 from vlfit.cli.serving import _load, _server_settings
-from vlfit.engine.account import Counters
-from vlfit.engine.conversation import ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import InvalidRequest, QueueFull, UsageError
-from vlfit.server.places import LONGEST_WAIT, Places
-from vlfit.server.settings import ServerSettings
+from vlfit.server.http.admission import LONGEST_WAIT, Places
+from vlfit.server.server_settings import ServerSettings
 from vlfit.settings import read_settings
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
@@ -239,7 +239,7 @@ def test_our_own_client_comes_again_when_it_was_told_to(monkeypatch: pytest.Monk
 def test_our_own_client_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Paced(go_on=threading.Event())
     slept: list[float] = []
-    monkeypatch.setattr("vlfit.server.generating.Places", partial(Places, clock=lambda: 0.0))
+    monkeypatch.setattr("vlfit.server.openai.generation.Places", partial(Places, clock=lambda: 0.0))
 
     async def not_at_all(seconds: float) -> None:
         slept.append(seconds)

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from tests.server.harness import Running, running
 from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
-from vlfit.engine.conversation import ImagePart, TextPart, ToolCall
+from vlfit.api.conversation import ImagePart, TextPart, ToolCall
 from vlfit.errors import ModelFailed
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 SAID = "A red circle 🙂."
 CLOCK: Any = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}

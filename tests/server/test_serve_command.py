@@ -14,7 +14,7 @@ import pytest
 
 from vlfit.cli.serving import keys_of
 from vlfit.errors import UsageError
-from vlfit.server.address import bind
+from vlfit.server.http.listen import bind
 from vlfit.settings import read_settings
 
 VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()", "serve"]

@@ -21,12 +21,12 @@ from tests.pictures import picture
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import data_url
 from tests.server.scripted import ScriptedBackend
+from vlfit.api.conversation import ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.conversation import ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
-from vlfit.server.settings import ServerSettings
-from vlfit.server.status import expectation_of
+from vlfit.server.admin.status import expectation_of
+from vlfit.server.server_settings import ServerSettings
 
 SLEEP, WAKE, STATUS = "/v1/vlfit/sleep", "/v1/vlfit/wake", "/v1/vlfit/status"
 OPTIONS = EngineOptions(device="cpu", context=512, sequences=2)

@@ -14,13 +14,13 @@ import pytest
 from tests.machine.nvml import WSL2, FakeCard, Process, install
 from tests.server.harness import Running, running, wait_for
 from tests.server.scripted import ScriptedBackend
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.stats import Counters, EngineAccount, EngineSettings, Holdings, Pool
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import Checkpoint, mini_folder, read_checkpoint
-from vlfit.engine.account import Counters, EngineAccount, EngineSettings, Holdings, Pool
-from vlfit.engine.options import EngineOptions
 from vlfit.machine.gpu import read_gpus
-from vlfit.server.settings import ServerSettings
-from vlfit.server.status import expectation_of
+from vlfit.server.admin.status import expectation_of
+from vlfit.server.server_settings import ServerSettings
 from vlfit.units import MIB
 
 STATUS, LEDGER = "/v1/vlfit/status", "/v1/vlfit/ledger"
@@ -200,7 +200,7 @@ def test_a_driver_that_is_gone_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) 
 def test_however_many_look_the_engine_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = OnGpu()
     install(monkeypatch, CARD)
-    monkeypatch.setattr("vlfit.server.status.FRESH_SECONDS", 60.0)
+    monkeypatch.setattr("vlfit.server.admin.status.FRESH_SECONDS", 60.0)
     with running(backend) as server, ThreadPoolExecutor(8) as many:
         answers = list(many.map(lambda _: get(server), range(40)))
     assert backend.looks == 1

@@ -10,9 +10,9 @@ import pytest
 from tests.pictures import picture
 from tests.server.harness import Running, running
 from tests.server.pictures import data_url
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.options import EngineOptions
-from vlfit.server.settings import ServerSettings
+from vlfit.server.server_settings import ServerSettings
 
 
 @pytest.fixture(scope="module", params=["llama2", "qwen3"])

@@ -12,8 +12,8 @@ from openai.types.chat import ChatCompletionMessageParam
 from tests.server.harness import Running, running
 from tests.server.pictures import png
 from tests.server.scripted import ScriptedBackend
-from vlfit.engine.conversation import TextPart, Tool, ToolCall, VideoPart
-from vlfit.server.settings import ServerSettings
+from vlfit.api.conversation import TextPart, Tool, ToolCall, VideoPart
+from vlfit.server.server_settings import ServerSettings
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the weather?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.server.scripted import ScriptedBackend
-from vlfit.engine.account import Asleep, Counters, EngineAccount, EngineSettings, Holdings, Pool
+from vlfit.api.stats import Asleep, Counters, EngineAccount, EngineSettings, Holdings, Pool
 from vlfit.errors import EngineLost
-from vlfit.server.closing import Closing
-from vlfit.server.watchdog import Watchdog
+from vlfit.server.http.disconnect import Closing
+from vlfit.server.http.watchdog import Watchdog
 
 CUDA = EngineSettings("cuda", "GPU-1", "bfloat16", 2, 4096, 256, 4, 512, 8192)
 BUSY = EngineAccount(

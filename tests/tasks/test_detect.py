@@ -9,16 +9,15 @@ import pytest
 from PIL import Image
 
 from tests.scripted_backend import ScriptedBackend, png
+from vlfit.api.conversation import ImagePart, TextPart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.conversation import ImagePart, TextPart, ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import InvalidRequest, UnreadableAnswer, UsageError
 from vlfit.tasks.boxes import SceneObject
-from vlfit.tasks.detect import Detection, detect
+from vlfit.tasks.describe import SCENE
 from vlfit.tasks.drawing import draw_boxes, save_drawing
-from vlfit.tasks.prompts import SCENE
-from vlfit.tasks.scene import scene
+from vlfit.tasks.objects import Detection, detect, scene
 
 FOX = (320, 350, 442, 468)  # its box in animals.png, by eye
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pictures"

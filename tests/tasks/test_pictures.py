@@ -12,8 +12,8 @@ from PIL import Image
 
 from tests.pictures import encoded, half_transparent, scene
 from tests.tasks.website import PNG
-from vlfit.engine.picture_files import decode
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
+from vlfit.images.decode import decode
 from vlfit.tasks import fetch, pictures
 from vlfit.tasks.pictures import expand_pictures, load_picture
 

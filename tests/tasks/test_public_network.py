@@ -8,9 +8,10 @@ import threading
 import pytest
 
 from tests.tasks.website import PNG, Site
-from vlfit.engine.wanted import Unwanted, until
 from vlfit.errors import NotAPicture, PictureNotFound, PrivateAddress
-from vlfit.tasks import fetch, public_network
+from vlfit.images.cancellation import Unwanted, until
+from vlfit.tasks import fetch
+from vlfit.tasks import fetch as public_network
 from vlfit.tasks.pictures import load_picture
 
 PRIVATE_HOSTS = (

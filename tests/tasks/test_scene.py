@@ -6,11 +6,11 @@ import pytest
 
 from tests.pictures import rotated_by_exif
 from tests.scripted_backend import ScriptedBackend, ScriptedStream, answer, png
-from vlfit.engine.conversation import Conversation, ImagePart
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.conversation import Conversation, ImagePart
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.errors import UnreadableAnswer
-from vlfit.tasks.prompts import SCENE
-from vlfit.tasks.scene import Scene, read_scene, scene
+from vlfit.tasks.describe import SCENE
+from vlfit.tasks.objects import Scene, read_scene, scene
 
 WHOLE = {
     "summary": "A cat on a mat.",

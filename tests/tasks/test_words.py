@@ -5,13 +5,10 @@ from typing import Any
 import pytest
 
 from tests.scripted_backend import ScriptedBackend, png
-from vlfit.engine.conversation import ImagePart, Message, TextPart
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.conversation import ImagePart, Message, TextPart
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.errors import DoesNotFit, InvalidRequest, UsageError
-from vlfit.tasks.ask import ask
-from vlfit.tasks.caption import caption
-from vlfit.tasks.chat import Chat
-from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT
+from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, Chat, ask, caption
 from vlfit.tasks.sampling_options import SamplingOptions, with_options
 
 PICTURE = ImagePart(png())

@@ -7,8 +7,8 @@ import pytest
 
 from training.mini import compare
 from training.mini.compare import OWN, TEN, CannotCompare, kept_words, table
-from vlfit import VLM
-from vlfit.tasks.prompts import CAPTION_SHORT
+from vlfit.client import VLM
+from vlfit.tasks.describe import CAPTION_SHORT
 
 
 @pytest.fixture

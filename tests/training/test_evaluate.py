@@ -27,7 +27,7 @@ from training.mini.gates import (
 from training.mini.held_out import HeldOut, read, write
 from training.mini.teller import Exchange
 from training.mini.vocabulary import CLOTHES
-from vlfit.engine.conversation import ImagePart, VideoPart
+from vlfit.api.conversation import ImagePart, VideoPart
 
 
 def judged(topic: str, score: float, answer: str = "It is so.", said: str = "", picture: str = "p") -> Judged:

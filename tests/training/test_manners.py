@@ -21,7 +21,7 @@ from training.mini.manners import (
 )
 from training.mini.teller import Exchange
 from training.mini.wordings import BadWording, compiled, say
-from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT
+from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT
 
 # Words in capitals that are no lists; anything else in capitals is a list whose name is misspelt.
 CAPITALS = {

@@ -17,8 +17,8 @@ from functools import cache
 from training.mini.gates import Judged
 from training.mini.held_out import Dialogue, HeldOut
 from training.mini.judge import score
-from vlfit import VLM
-from vlfit.engine.conversation import ImagePart, VideoPart
+from vlfit.api.conversation import ImagePart, VideoPart
+from vlfit.client import VLM
 
 # So many dialogues at once fill the engine's batches.
 AT_ONCE = 16

@@ -13,7 +13,7 @@ from training.mini.phrases import background_phrase, background_sentence, capita
 from training.mini.scenes import Scene, Thing
 from training.mini.teller import Exchange, Teller, as_typed
 from training.mini.vocabulary import UNCOUNTED, plural, with_article
-from vlfit.tasks.prompts import CAPTION_SHORT
+from vlfit.tasks.describe import CAPTION_SHORT
 
 # What may happen to the thing, and how it is said of "it".
 EVENTS = {

@@ -14,7 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlfit import VLM, VlfitError
+from vlfit.client import VLM
+from vlfit.errors import VlfitError
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "pictures"

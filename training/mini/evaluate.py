@@ -37,7 +37,7 @@ from training.mini.gates import (
 from training.mini.held_out import SHIPPED, HeldOut, only, read, sample, topics_of
 from training.mini.teller import Exchange
 from training.mini.vocabulary import CLOTHES
-from vlfit import VlfitError
+from vlfit.errors import VlfitError
 
 CLOTHES_QUESTION = "What piece of clothing is this?"
 NOT_ASKED = "clothes: not asked. The photos are no part of the project: --clothes FOLDER asks FOLDER/CLASS/*."

@@ -121,7 +121,7 @@ def _colours(text: str) -> list[str]:
 def unfence(text: str) -> object:
     """The JSON value of an answer, inside a ```json fence or bare; None if there is none.
 
-    Stricter than ``vlfit.tasks.loose_json``, which mends what models break.
+    Stricter than ``vlfit.tasks.boxes``, which mends what models break.
     """
     match = re.fullmatch(r"\s*```json\s*\n(.*)\n\s*```\s*", text, re.DOTALL)
     try:

@@ -21,7 +21,7 @@ from training.mini import (
 from training.mini.phrases import analysis, caption, detail
 from training.mini.scenes import Scene
 from training.mini.teller import Answered, Exchange, Teller, as_typed
-from vlfit.tasks.prompts import CAPTION_LONG, CAPTION_SHORT, SCENE
+from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
 
 # The prompts of vlfit's own tasks are asked word for word.
 TASKS = frozenset({CAPTION_SHORT, CAPTION_LONG, SCENE})

@@ -5,22 +5,26 @@ the Python API and the command line speak to ``Backend`` alone; server and batch
 splits the work so that nothing blocks an event loop. ``opening.py`` opens any of them.
 """
 
+import os
+import queue
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar, runtime_checkable
 
+from vlfit.api.conversation import Conversation, Tool
+from vlfit.api.engine_options import Park
+from vlfit.api.outputs import Answer, Chunk, ImageSeen, TokenLogprob
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import EngineAccount, Rest
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine.account import EngineAccount, Rest
-from vlfit.engine.answer import Answer, Chunk, ImageSeen
-from vlfit.engine.conversation import Conversation, Tool
-from vlfit.engine.options import Park
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
-    from vlfit.plan.actual import Row
-    from vlfit.plan.expect import Expectation
+    from vlfit.plan.actual import Expectation, Row
+
 
 Listener = Callable[[Chunk | Exception], None]
 P = TypeVar("P")
@@ -214,3 +218,127 @@ def own(prepared: Prepared, kind: type[P]) -> P:
     if not isinstance(prepared, kind):
         raise UsageError("the request was prepared by another backend", "prepare and start on the same one")
     return prepared
+
+
+# One running completion as its reader sees it, over any backend that starts requests and calls a listener.
+#
+# Knows: the queue between the thread that computes and the one that reads. Does not know what runs.
+
+
+class QueuedStream:
+    """Started when it is built; read by one thread."""
+
+    def __init__(self, backend: LocalBackend, prepared: Prepared, sampling: SamplingParams) -> None:
+        self._images = prepared.images
+        self._model = backend.model
+        self._arrivals: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
+        self._done = False
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._last: Chunk | None = None
+        self.ticket = backend.start(prepared, sampling, self._arrivals.put)
+
+    @property
+    def images(self) -> tuple[ImageSeen, ...]:
+        """What the model saw of each picture, as far as anybody told."""
+        return self._images
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while not self._done:
+            arrival = self._arrivals.get()
+            if isinstance(arrival, Exception):
+                self._done = True
+                raise arrival
+            self._images = arrival.images or self._images
+            self._text.append(arrival.text)
+            self._logprobs.extend(arrival.logprobs)
+            if arrival.finish_reason is not None:
+                self._done = True
+                self._last = arrival
+            yield arrival
+
+    def answer(self) -> Answer:
+        """Read on to the end and give the whole completion, with what was read before."""
+        for _ in self:
+            pass
+        last = self._last
+        if last is None or last.finish_reason is None or last.usage is None:
+            raise UsageError("the stream was closed before its end", "read it to the end to get an answer")
+        return Answer(
+            "".join(self._text),
+            last.finish_reason,
+            last.usage,
+            self._model,
+            self._images,
+            last.timings,
+            tuple(self._logprobs),
+        )
+
+    def close(self) -> None:
+        """End the request now, if it is not over."""
+        if not self._done:
+            self._done = True
+            self.ticket.cancel()
+
+
+# Where the seconds of a start went: phases, one after the other, from when the process began.
+#
+# Knows clocks. Does not know what a phase does: whoever loads names each as it begins. No torch.
+
+
+PROGRAM = "program"  # Python itself, the command line, and what they import
+
+
+class Phases:
+    """Begins with the process, in ``PROGRAM``."""
+
+    def __init__(self) -> None:
+        self._begun = [(PROGRAM, time.perf_counter() - process_age())]
+        self._ended: float | None = None
+
+    def begin(self, name: str) -> None:
+        """``name`` begins, and what went on before ends. The same name again changes nothing."""
+        if self._ended is None and self._begun[-1][0] != name:
+            self._begun.append((name, time.perf_counter()))
+
+    def end(self) -> None:
+        """All is done, once."""
+        if self._ended is None:
+            self._ended = time.perf_counter()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether anything has begun but the program."""
+        return len(self._begun) > 1
+
+    @property
+    def total(self) -> float:
+        """Seconds from the beginning of the process to ``end``, or until now."""
+        return self._end() - self._begun[0][1]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, in the order in which they began; one that came twice has both."""
+        ends = [*(begun for _, begun in self._begun[1:]), self._end()]
+        found: dict[str, float] = {}
+        for (name, begun), end in zip(self._begun, ends, strict=True):
+            found[name] = found.get(name, 0.0) + end - begun
+        return found
+
+    def in_words(self) -> str:
+        """``4.2 s: program 0.31, importing torch 1.62, ...``."""
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        return f"{self.total:.1f} s: {parts}"
+
+    def _end(self) -> float:
+        return time.perf_counter() if self._ended is None else self._ended
+
+
+def process_age(proc: Path = Path("/proc")) -> float:
+    """Seconds since this process began; 0 where the system does not tell."""
+    try:
+        words = (proc / "self" / "stat").read_text("ascii", errors="replace").rpartition(")")[2].split()
+        began = int(words[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), in seconds since boot
+        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0

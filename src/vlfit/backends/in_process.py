@@ -1,25 +1,27 @@
 """What the backends of this process have in common: an engine on a thread of its own, and the way to it.
 
 Knows: how a request gets to that thread, and that the thread ends with the program. Does not know which
-engine it is, or how a request is prepared (``native.py``, ``transformers.py``).
+engine it is, or how a request is prepared (``native.py``, ``backends/transformers/backend.py``).
 """
 
 import atexit
+import signal
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vlfit.backends.base import Closing, Listener, Prepared, Ticket
-from vlfit.backends.streams import QueuedStream
-from vlfit.engine.account import EngineAccount
-from vlfit.engine.conversation import Conversation, Tool
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.conversation import Conversation, Tool
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import EngineAccount
+from vlfit.backends.base import Closing, Listener, Prepared, QueuedStream, Ticket
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
-    from vlfit.checkpoint.sidecar import GenerationDefaults
+    from vlfit.checkpoint.processor_files import GenerationDefaults
     from vlfit.checkpoint.source import Checkpoint
 
 
@@ -105,3 +107,26 @@ class LoopTicket:
     """A request on an engine's thread."""
 
     cancel: Callable[[], None]
+
+
+# Holds Ctrl-C back while something runs that does not survive being interrupted. Knows nothing else.
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Within the block SIGINT is only noted; after it, it does what it would have done.
+
+    Importing torch runs C++ start-up code that aborts the process (SIGABRT) when a KeyboardInterrupt comes
+    out of it half-way. Only the main thread gets signals, so elsewhere nothing needs to be done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if noted:
+        signal.raise_signal(signal.SIGINT)

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlfit.api.conversation import Conversation, Tool
+from vlfit.api.engine_options import EngineOptions, Park
+from vlfit.api.outputs import ImageSeen
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import Rest
 from vlfit.backends.base import Listener, Prepared, own
-from vlfit.backends.in_process import InProcess
-from vlfit.backends.interrupts import interrupts_held_back
+from vlfit.backends.in_process import InProcess, interrupts_held_back
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine import head_start
-from vlfit.engine.account import Rest
-from vlfit.engine.answer import ImageSeen
-from vlfit.engine.conversation import Conversation, Tool
-from vlfit.engine.options import EngineOptions, Park
-from vlfit.engine.sampling import SamplingParams
+from vlfit.loading import preload as head_start
 
 if TYPE_CHECKING:
     from vlfit.engine.engine import Engine
     from vlfit.engine.loop import EngineLoop
-    from vlfit.engine.prompt import Prompt
-    from vlfit.engine.sequence import PricedPrompt, Sequence
+    from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
+    from vlfit.prompt.builder import Prompt
+
 
 Progress = Callable[[str, float], None]
 
@@ -78,18 +78,19 @@ class NativeBackend(InProcess):
         options = options or EngineOptions()
         head_start.import_triton(options.device)
         import_engine()
-        from vlfit.engine import every_kind, rehearsal
         from vlfit.engine.engine import Engine
-        from vlfit.engine.kernels import compiled
+        from vlfit.engine.execution import warmup as every_kind
+        from vlfit.engine.execution import warmup as rehearsal
         from vlfit.engine.loop import EngineLoop
+        from vlfit.kernels import launch as compiled
 
         def build(report: Progress) -> Engine:
             kernels = compiled.listen(options.device)
             engine = Engine(checkpoint, options, report)
             if engine.options.keep_to_plan and engine.device.type == "cuda":
                 report("rehearsing the worst case", 1.0)
-                rehearsal.at_start(engine)
-                every_kind.at_start(engine)
+                rehearsal.profile_peak_memory(engine)
+                every_kind.warm_up_kernels(engine)
             kernels.tell()
             return engine
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from vlfit.engine.answer import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
+from vlfit.api.outputs import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
 from vlfit.errors import (
     CannotWake,
     DoesNotFit,

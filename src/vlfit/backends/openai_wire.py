@@ -12,8 +12,8 @@ from io import BytesIO
 from itertools import count
 from typing import Any, Literal
 
-from vlfit.engine.conversation import Conversation, ImagePart, Message, Part, TextPart, Tool, VideoPart
-from vlfit.engine.sampling import SPACING, Form, SamplingParams
+from vlfit.api.conversation import Conversation, ImagePart, Message, Part, TextPart, Tool, VideoPart
+from vlfit.api.sampling_params import SPACING, Form, SamplingParams
 from vlfit.errors import InvalidRequest, PictureError
 
 Server = Literal["vlfit", "vllm", "other"]
@@ -211,7 +211,7 @@ def _checked(data: bytes, label: str, place: str | None, server: Server) -> byte
     its side; and what is behind glass, or brighter than 8 bits say, each server shows in its own way.
     """
     # Pillow is wanted only once the first picture comes.
-    from vlfit.engine.picture_files import check, decode
+    from vlfit.images.decode import check, decode
 
     try:
         if check(data, label) or server == "vlfit":

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.base import OpenBackend
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine.options import EngineOptions
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vlfit.backends.vllm.options import VllmOptions
+    from vlfit.backends.vllm.serve_command import VllmOptions
+
 
 Kind = Literal["native", "vllm", "transformers", "remote"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -89,7 +90,7 @@ def _open_vllm(wanted: Wanted, progress: Progress | None) -> OpenBackend:
 
 
 def _open_transformers(wanted: Wanted, progress: Progress | None) -> OpenBackend:
-    from vlfit.backends.transformers import TransformersBackend
+    from vlfit.backends.transformers.backend import TransformersBackend
 
     return TransformersBackend.load(
         _model(wanted), wanted.options, progress, trust_remote_code=wanted.trust_remote_code

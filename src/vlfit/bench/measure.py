@@ -3,33 +3,129 @@
 All in one process, in the order of a person's wait: import, load, a request that warms up, repetitions. The
 speed of memory is measured last, when the model is gone and the device is warm. The parts of a first
 token are those of runs of their own, in which the device is waited for around the vision tower. Knows what is
-measured and its statistics; no words (``page.py``).
+measured and its statistics; no words (``bench/results.py``).
 """
 
 import gc
+import queue
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vlfit.api.conversation import Conversation
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import EngineAccount
+from vlfit.backends.base import LocalBackend, Phases, Ticket
 from vlfit.backends.native import NativeBackend, Progress
-from vlfit.backends.phases import Phases
-from vlfit.bench.asking import Heard, ask_at_once
-from vlfit.bench.wanted import Requests, Wanted, requests_for
+from vlfit.bench.workload import Requests, Wanted, requests_for
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine import head_start
-from vlfit.engine.account import EngineAccount
-from vlfit.engine.conversation import Conversation
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import DoesNotFit, VlfitError
+from vlfit.loading import preload as head_start
 from vlfit.machine.gpu import gpu_behind, read_gpus
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
 
 if TYPE_CHECKING:
-    from vlfit.engine.timing import StepBytes
+    from vlfit.tuning.timing import StepBytes
+
+
+# Requests, one or several at once, and when each of their tokens came. Knows clocks; no statistics.
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds of one request: picture and text to tensors; to the first token; the tokens after the first."""
+
+    preprocess_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """One request on the clock of ``time.perf_counter``: ``asked``, ``prepared``, then when each token came.
+
+    ``token_ids`` are there if log probabilities were asked for.
+    """
+
+    asked: float
+    prepared: float
+    arrived: tuple[float, ...]
+    prompt_tokens: int
+    image_tokens: int
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def round(self) -> Round:
+        return Round(
+            self.prepared - self.asked, self.arrived[0] - self.prepared, self.arrived[-1] - self.arrived[0]
+        )
+
+    @property
+    def first_token_s(self) -> float:
+        """From the bytes of the picture to the first token."""
+        return self.arrived[0] - self.asked
+
+    def spoken(self, moment: float) -> int:
+        """How many tokens had come at ``moment``."""
+        return sum(arrived <= moment for arrived in self.arrived)
+
+
+def ask_at_once(
+    backend: LocalBackend, conversations: Sequence[Conversation], sampling: SamplingParams
+) -> list[Heard]:
+    """Ask ``conversations``, each as soon as it is prepared, and listen until all have their answers.
+
+    All are asked at the same moment. Raises what the first of them fails with; the others are cancelled then,
+    as by Ctrl-C.
+    """
+    arrivals: queue.SimpleQueue[tuple[int, float, Chunk | Exception]] = queue.SimpleQueue()
+    tickets: list[Ticket] = []
+    prepared_at: list[float] = []
+    sizes: list[tuple[int, int]] = []
+    asked = time.perf_counter()
+    try:
+        for number, conversation in enumerate(conversations):
+            prepared = backend.prepare(conversation, sampling)
+            prepared_at.append(time.perf_counter())
+            sizes.append((prepared.prompt_tokens, prepared.image_tokens or 0))  # in process all is counted
+
+            def listen(arrival: Chunk | Exception, number: int = number) -> None:
+                arrivals.put((number, time.perf_counter(), arrival))
+
+            tickets.append(backend.start(prepared, sampling, listen))
+        times, ids = _listen(arrivals, len(conversations))
+    except BaseException:
+        for ticket in tickets:
+            ticket.cancel()
+        raise
+    return [
+        Heard(asked, prepared_at[number], tuple(times[number]), *sizes[number], tuple(ids[number]))
+        for number in range(len(conversations))
+    ]
+
+
+def _listen(
+    arrivals: "queue.SimpleQueue[tuple[int, float, Chunk | Exception]]", requests: int
+) -> tuple[list[list[float]], list[list[int]]]:
+    """When each token came, and which they were, until all ``requests`` have ended."""
+    times: list[list[float]] = [[] for _ in range(requests)]
+    ids: list[list[int]] = [[] for _ in range(requests)]
+    speaking = requests
+    while speaking:
+        number, moment, chunk = arrivals.get()
+        if isinstance(chunk, Exception):
+            raise chunk
+        times[number].append(moment)
+        ids[number].extend(token.token_id for token in chunk.logprobs)
+        speaking -= chunk.finish_reason is not None
+    return times, ids
+
 
 Say = Callable[[str], None]
 Loading = Callable[[], AbstractContextManager[Progress | None]]
@@ -153,7 +249,7 @@ def measure(
     say("speed of memory")
     roof, why_not = None, ""
     try:
-        from vlfit.engine.bandwidth import memory_speed
+        from vlfit.tuning.bandwidth import memory_speed
 
         roof = memory_speed(device)
     except VlfitError as error:
@@ -204,7 +300,7 @@ def step_of(heard: Sequence[Heard]) -> tuple[float, float]:
 
 def _parts(backend: NativeBackend, conversation: Conversation, repeat: int) -> dict[str, Many]:
     """Seconds of each part of one request's first token, ``repeat`` times."""
-    from vlfit.engine.timing import parts_of_requests
+    from vlfit.tuning.timing import parts_of_requests
 
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     found: dict[str, list[float]] = {name: [] for name in PARTS}
@@ -221,7 +317,7 @@ def _parts(backend: NativeBackend, conversation: Conversation, repeat: int) -> d
 
 
 def _read(backend: NativeBackend) -> "StepBytes | None":
-    from vlfit.engine.timing import step_bytes
+    from vlfit.tuning.timing import step_bytes
 
     return step_bytes(backend.engine)
 

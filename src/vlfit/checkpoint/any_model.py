@@ -13,8 +13,8 @@ from typing import Any
 from vlfit.checkpoint import hub
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.checkpoint.progress import Progress
 from vlfit.checkpoint.source import locate
+from vlfit.checkpoint.transfer import Progress
 from vlfit.errors import NotACheckpoint
 
 TEXT, VISION, EMBEDDING = "weights.text", "weights.vision", "weights.embedding"

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlfit.checkpoint import hub
-from vlfit.checkpoint.by_inputs import ByInputs
 from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.gptq_awq import ByInputs
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.quantization import FP8, INT4, INT8, CompressedFormat, Quantization
-from vlfit.checkpoint.renamed import renamed
-from vlfit.checkpoint.tensors import PACKED_SUFFIX, Alike, alike, codes_per_word, is_no_weight
+from vlfit.checkpoint.tensors import PACKED_SUFFIX, Alike, alike, codes_per_word, is_no_weight, renamed
 from vlfit.errors import NotDownloaded, VlfitError
 
 

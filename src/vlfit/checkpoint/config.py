@@ -1,4 +1,4 @@
-"""``config.json`` of a checkpoint as frozen records: Qwen3-VL here, text-only models by ``decoder.py``.
+"""``config.json`` of a checkpoint as frozen records: Qwen3-VL here, text-only models by ``text_config.py``.
 
 Knows: both forms of the file (``rope_scaling`` + ``rope_theta``, the official one; ``rope_parameters``, which
 transformers 5 writes), the defaults that transformers fills in, and what vlfit does not run.
@@ -9,10 +9,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlfit.checkpoint.decoder import TEXT_ONLY, activation, read_text_only
-from vlfit.checkpoint.decoder import TextConfig as TextConfig
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.quantization import CompressedFormat, Fp8Format, Quantization, read_quantization
+from vlfit.checkpoint.text_config import TEXT_ONLY, TextConfig, activation, read_text_only
 from vlfit.errors import InvalidRequest, NotACheckpoint, UnknownArchitecture
 
 MODEL_TYPE = "qwen3_vl"

@@ -40,7 +40,7 @@ class Layout(Enum):
     ``TRANSPOSED``: [columns, rows]. ``ONE_LESS``: so, too, each of the eight codes of a word less one.
     ``AWQ_CODES``: eight
     rows share a word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on: [columns, rows / 8].
-    ``AWQ_ZEROS``: transposed, the codes of a word in that order. ``by_inputs.py`` says which tensors lie so.
+    ``AWQ_ZEROS``: transposed, the codes of a word in that order. ``gptq_awq.py`` says which tensors lie so.
     """
 
     AS_NAMED = auto()

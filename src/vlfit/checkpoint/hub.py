@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import INDEX_FILE, shard_names
-from vlfit.checkpoint.progress import Progress, StderrProgress
-from vlfit.checkpoint.transfer import no_other_bars, transfer
+from vlfit.checkpoint.transfer import Progress, StderrProgress, no_other_bars, transfer
 from vlfit.errors import (
     HubAccessDenied,
     HubError,

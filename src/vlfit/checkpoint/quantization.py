@@ -11,11 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlfit.checkpoint.auto_round import AUTO_ROUND_METHODS, read_auto_round
-from vlfit.checkpoint.awq import AWQ_METHOD, read_awq
-from vlfit.checkpoint.by_inputs import ByInputs
 from vlfit.checkpoint.fields import Fields
-from vlfit.checkpoint.gptq import GPTQ_METHOD, read_gptq
+from vlfit.checkpoint.gptq_awq import (
+    AUTO_ROUND_METHODS,
+    AWQ_METHOD,
+    GPTQ_METHOD,
+    ByInputs,
+    read_auto_round,
+    read_awq,
+    read_gptq,
+)
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
 
 FP8, INT8, INT4 = "fp8", "int8", "int4"  # what the formats are called on the command line and in lists
@@ -159,7 +164,7 @@ def _rank(target: str, module: str) -> int:
     return 2 if target == ("Embedding" if module.endswith("embed_tokens") else "Linear") else _NO_TARGET
 
 
-# ``ByInputs`` becomes a ``CompressedFormat`` once the headers are read (``renamed.py``).
+# ``ByInputs`` becomes a ``CompressedFormat`` once the headers are read (``checkpoint/tensors.py``).
 Quantization = Fp8Format | CompressedFormat | ByInputs
 
 

@@ -12,9 +12,8 @@ from vlfit.checkpoint import cache, hub
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.checkpoint.progress import Progress
-from vlfit.checkpoint.renamed import renamed
-from vlfit.checkpoint.tensors import check_tensors
+from vlfit.checkpoint.tensors import check_tensors, renamed
+from vlfit.checkpoint.transfer import Progress
 from vlfit.errors import NotACheckpoint, UsageError
 
 MINI = "mini"

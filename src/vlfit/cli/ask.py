@@ -1,4 +1,4 @@
-"""``vlfit ask``: an answer to a question about pictures."""
+"""``vlfit caption``: a sentence for each picture."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +7,48 @@ import typer
 
 from vlfit.cli.options import CommonOptions, takes_common_options
 from vlfit.errors import UsageError
+
+
+@takes_common_options
+def caption(
+    pictures: Annotated[
+        list[str],
+        typer.Argument(metavar="PICTURE", help="Files, globs, URLs, or - for standard input."),
+    ],
+    long: Annotated[bool, typer.Option("--long", help="A paragraph instead of a sentence.")] = False,
+    *,
+    options: CommonOptions,
+) -> None:
+    """Say what each picture shows.
+
+    One answer for each, with the picture's name before it when there are several. A picture that cannot be
+    read is reported and the others go on; the exit code is 1 then.
+
+    \b
+    Examples:
+      vlfit caption photo.jpg
+      vlfit caption --long https://example.org/photo.jpg
+      vlfit caption --json 'holiday/*.jpg' > captions.jsonl
+      cat photo.jpg | vlfit caption -
+      vlfit caption --backend remote http://gpu-box:8000 photo.jpg
+    """
+    from vlfit.cli.session import Session, for_each_picture, named_pictures
+
+    with Session(options, looks=True) as session:
+        names = named_pictures(pictures)
+
+        def work(name: str) -> None:
+            from vlfit.tasks.pictures import load_picture, name_of
+
+            picture = load_picture(name)
+            words = session.model.stream_caption(picture, "long" if long else "short", **session.sampling)
+            prefix = f"{name_of(name)}: " if len(names) > 1 else ""
+            session.printer.say(words, prefix=prefix, facts={"picture": name})
+
+        for_each_picture(names, work)
+
+
+# ``vlfit ask``: an answer to a question about pictures.
 
 
 @takes_common_options
@@ -38,8 +80,7 @@ def ask(
       vlfit ask photo.jpg "How many people?" --json --max-tokens 50
       cat photo.jpg | vlfit ask - "What is this?"
     """
-    from vlfit.cli.pictures import named_pictures
-    from vlfit.cli.session import Session
+    from vlfit.cli.session import Session, named_pictures
 
     *patterns, question = arguments
     _refuse_missing_question(question)

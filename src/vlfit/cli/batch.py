@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli import batch_options as its
-from vlfit.cli.batch_sources import is_read_once, source_of
 from vlfit.cli.options import CommonOptions, takes_common_options
 from vlfit.cli.signals import end_at_once, terminated_as_interrupted
-from vlfit.errors import UsageError, VlfitError
+from vlfit.errors import PictureNotFound, UsageError, VlfitError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -27,12 +26,237 @@ if TYPE_CHECKING:
     from vlfit.backends.opening import Wanted
     from vlfit.cli.loading import Progress
     from vlfit.cli.session import Session
-    from vlfit.tasks.batch.crew import Pace
-    from vlfit.tasks.batch.item import Sidecar, Source
-    from vlfit.tasks.batch.job import Job
-    from vlfit.tasks.batch.ray.options import RayOptions
+    from vlfit.tasks.batch.executor import Pace
+    from vlfit.tasks.batch.items import Sidecar, Source
+    from vlfit.tasks.batch.job import Job, Wish
+    from vlfit.tasks.batch.ray import RayOptions
     from vlfit.tasks.batch.runner import Runner
     from vlfit.tasks.batch.sidecars.late import Passing
+    from vlfit.tasks.batch.sources import SourceOptions
+
+
+# Options of ``vlfit batch``, as they are written and explained, and what is asked by them.
+
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE",
+        help="Folders, globs, pictures, .txt lists (one name or URL a line), .tar shards, .parquet tables.",
+    ),
+]
+Output = Annotated[
+    Path,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Where records go: .jsonl, or .parquet for a folder of them."
+    ),
+]
+Long = Annotated[bool, typer.Option("--long", help="Captions of a paragraph instead of a sentence.")]
+Ask = Annotated[str | None, typer.Option("--ask", metavar="QUESTION", help="Answer this about each picture.")]
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="With --ask: what to tell the model first.")
+]
+Scene = Annotated[
+    bool, typer.Option("--scene", help="A summary, objects with boxes, and the words on each picture.")
+]
+Detect = Annotated[
+    str | None, typer.Option("--detect", metavar="THINGS", help='Where these are: "cups", "cups, plates".')
+]
+Schema = Annotated[
+    Path | None,
+    typer.Option(
+        "--schema",
+        metavar="FILE",
+        help="A JSON schema that each answer must keep to; alone, or for --ask.",
+    ),
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(
+        "--concurrency",
+        metavar="N",
+        help="Pictures that are worked on at once.  [default: as many as fit, at most 8 here]",
+    ),
+]
+Readers = Annotated[
+    int | None,
+    typer.Option(
+        "--readers", metavar="N", help="Threads that read and decode ahead.  [default: one a processor, 2-8]"
+    ),
+]
+Tries = Annotated[
+    int | None,
+    typer.Option(
+        "--tries", metavar="N", help="How often a failure that may pass is tried in all.  [default: 6]"
+    ),
+]
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Do not stop when many pictures in a row fail: list them.")
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", metavar="N", help="Stop after so many pictures of each run.")
+]
+Ordered = Annotated[bool, typer.Option("--ordered", help="Write records in the order of the pictures.")]
+RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", help="Try again what is on the list of failures.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Go on in an output that another job began.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Count, do the first few without writing, and say how long all take."),
+]
+Sidecars = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sidecar",
+        metavar="KIND",
+        help="Also write each text beside its picture: txt, xmp, xmp-stem (photo.xmp), or into it: exif,"
+        " which needs the program exiftool.",
+    ),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="With --sidecar: replace texts that are there already.")
+]
+Backup = Annotated[
+    bool, typer.Option("--backup", help="With --sidecar exif: leave the picture as it was in FILE_original.")
+]
+KeepTimes = Annotated[
+    bool, typer.Option("--keep-times", help="With --sidecar exif: the file keeps its time.")
+]
+Column = Annotated[
+    str | None,
+    typer.Option("--column", metavar="NAME", help="Of a .parquet table: the column with the pictures."),
+]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option("--keep", metavar="NAME", help="Of a .parquet table: carry this column into the records."),
+]
+Hidden = Annotated[bool, typer.Option("--hidden", help="Folders: look at names that begin with a dot, too.")]
+PrivateUrls = Annotated[
+    bool, typer.Option("--allow-private-urls", help="Fetch URLs in the private network, too.")
+]
+Shard = Annotated[
+    str | None,
+    typer.Option("--shard", metavar="I/N", help="Only part I of N, for N machines that share the pictures."),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help="Run on a Ray cluster: host:port, auto, or local."),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", help="With --ray: models that run at once.  [default: one a GPU]"),
+]
+
+
+def read_part(shard: str | None) -> str | None:
+    """``shard`` as I/N, however it was typed; None for the whole. Raises ``UsageError`` for anything else."""
+    from vlfit.tasks.batch.sources import read_shard
+
+    if shard is None:
+        return None
+    index, of = read_shard(shard)
+    return f"{index}/{of}" if (index, of) != (1, 1) else None
+
+
+def read_cluster(
+    ray: str | None, workers: int | None, *, ordered: bool, dry_run: bool
+) -> "RayOptions | None":
+    """The cluster that was named; None: this machine alone. Raises ``UsageError`` for what does not go with
+    the one or the other.
+    """
+    from vlfit.tasks.batch.ray import RayOptions
+
+    if ray is None:
+        if workers is not None:
+            raise UsageError("--workers goes with --ray", "--concurrency is how many run at once here")
+        return None
+    if ordered:
+        raise UsageError("a cluster keeps no order", "leave out --ordered, or --ray")
+    if dry_run:
+        raise UsageError("--dry-run tries the first pictures on this machine alone", "leave out --ray")
+    return RayOptions(ray, workers)
+
+
+def read_wish(
+    *,
+    long: bool,
+    ask: str | None,
+    system: str | None,
+    scene: bool,
+    detect: str | None,
+    schema: Path | None,
+) -> "Wish":
+    """What is asked of each picture. Raises ``UsageError`` for two at once, or a schema that is none."""
+    from vlfit.tasks.batch.job import Wish
+
+    typed = {"--long": long, "--ask": ask is not None, "--scene": scene, "--detect": detect is not None}
+    typed["--schema"] = schema is not None and ask is None
+    both = [name for name, given in typed.items() if given]
+    if len(both) > 1:
+        raise UsageError(f"{' and '.join(both)} are different tasks", "run one, with an output for each")
+    if system is not None and ask is None:
+        raise UsageError("--system goes with --ask", "leave it out, or ask something")
+    form = _read_schema(schema) if schema is not None else None
+    if ask is not None:
+        return Wish.ask(ask, system=system or "", schema=form)
+    if form is not None:
+        return Wish.form(form)
+    if scene:
+        return Wish.scene()
+    if detect is not None:
+        return Wish.detect(detect)
+    return Wish.caption("long" if long else "short")
+
+
+def _read_schema(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the schema {path} cannot be read: {error}", "name a file of JSON") from error
+
+
+# The pictures of ``vlfit batch``, as they were named: opened, and known to be any before a model is loaded.
+#
+# Knows what is refused. Does not know how sources are read (``tasks/batch``).
+
+
+def is_read_once(job: "Job") -> bool:
+    """Whether pictures are named on standard input, which can be gone through a single time."""
+    return "-" in job.sources
+
+
+def source_of(job: "Job", options: "SourceOptions", *, listed_here: bool) -> "Source":
+    """The pictures of ``job``. ``listed_here``: by this process, so that a list from a pipe can be begun.
+
+    Raises ``PictureNotFound`` for none: a wrong folder or an empty list is known before a model is loaded.
+    ``UsageError`` for words that make no sense, and for pictures that no sidecar can stand by.
+    """
+    from vlfit.tasks.batch.sources import BegunSource, ShardSource, open_sources, read_shard
+
+    source = open_sources(job.sources, options)
+    if job.shard is not None:
+        source = ShardSource(source, *read_shard(job.shard))
+    if not is_read_once(job):
+        first = next(iter(source), None)
+    elif listed_here:
+        source = begun = BegunSource(source)
+        first = begun.first
+    else:
+        return source  # refused, in words of its own
+    if first is None:
+        part = f"part {job.shard} of " if job.shard is not None else ""
+        named = ("standard input" if name == "-" else name for name in job.sources[:5])
+        raise PictureNotFound(
+            f"there are no pictures in {part}{', '.join(named)}",
+            " ".join(source.notes()) or "is it the right one?",
+        )
+    if job.sidecars and first.path is None:
+        raise UsageError(
+            f"--sidecar writes beside files, and {first.key} is none of its own", "leave --sidecar out"
+        )
+    return source
+
 
 INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
 
@@ -43,34 +267,34 @@ INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
     json="Print a summary at the end, as one line of JSON on stdout.",
 )
 def batch(
-    sources: its.Sources,
-    output: its.Output,
-    long: its.Long = False,
-    ask: its.Ask = None,
-    system: its.System = None,
-    scene: its.Scene = False,
-    detect: its.Detect = None,
-    schema: its.Schema = None,
-    concurrency: its.Concurrency = None,
-    readers: its.Readers = None,
-    tries: its.Tries = None,
-    keep_going: its.KeepGoing = False,
-    limit: its.Limit = None,
-    ordered: its.Ordered = False,
-    retry_failed: its.RetryFailed = False,
-    force: its.Force = False,
-    dry_run: its.DryRun = False,
-    sidecar: its.Sidecars = None,
-    overwrite: its.Overwrite = False,
-    backup: its.Backup = False,
-    keep_times: its.KeepTimes = False,
-    column: its.Column = None,
-    keep: its.Keep = None,
-    hidden: its.Hidden = False,
-    allow_private_urls: its.PrivateUrls = False,
-    shard: its.Shard = None,
-    ray: its.Ray = None,
-    workers: its.Workers = None,
+    sources: Sources,
+    output: Output,
+    long: Long = False,
+    ask: Ask = None,
+    system: System = None,
+    scene: Scene = False,
+    detect: Detect = None,
+    schema: Schema = None,
+    concurrency: Concurrency = None,
+    readers: Readers = None,
+    tries: Tries = None,
+    keep_going: KeepGoing = False,
+    limit: Limit = None,
+    ordered: Ordered = False,
+    retry_failed: RetryFailed = False,
+    force: Force = False,
+    dry_run: DryRun = False,
+    sidecar: Sidecars = None,
+    overwrite: Overwrite = False,
+    backup: Backup = False,
+    keep_times: KeepTimes = False,
+    column: Column = None,
+    keep: Keep = None,
+    hidden: Hidden = False,
+    allow_private_urls: PrivateUrls = False,
+    shard: Shard = None,
+    ray: Ray = None,
+    workers: Workers = None,
     *,
     options: CommonOptions,
 ) -> None:
@@ -94,11 +318,11 @@ def batch(
       vlfit batch holiday/ -o captions.jsonl --server http://gpu-box:8000 --concurrency 16
       vlfit batch holiday/ -o captions.jsonl --ray local
     """
+    from vlfit.api.sampling_params import SamplingParams
     from vlfit.cli.session import Session
-    from vlfit.engine.sampling import SamplingParams
     from vlfit.tasks.batch.job import Job
-    from vlfit.tasks.batch.opening import check_numbers
     from vlfit.tasks.batch.output import is_table
+    from vlfit.tasks.batch.runner import check_numbers
     from vlfit.tasks.batch.sources import SourceOptions
     from vlfit.tasks.sampling_options import with_options
 
@@ -106,8 +330,8 @@ def batch(
         raise UsageError(f"--limit is {limit}", "it must be at least 1")
     check_numbers(concurrency, readers, tries)
     is_table(output)
-    cluster = its.read_cluster(ray, workers, ordered=ordered, dry_run=dry_run)
-    wish = its.read_wish(long=long, ask=ask, system=system, scene=scene, detect=detect, schema=schema)
+    cluster = read_cluster(ray, workers, ordered=ordered, dry_run=dry_run)
+    wish = read_wish(long=long, ask=ask, system=system, scene=scene, detect=detect, schema=schema)
     with terminated_as_interrupted():
         # On a cluster others look: a model need not be here.
         session = Session(options, looks=cluster is None)
@@ -118,7 +342,7 @@ def batch(
             tuple(sources),
             output,
             sidecars=tuple(sidecar or ()),
-            shard=its.read_part(shard),
+            shard=read_part(shard),
             engine=session.seen(),
         )
         cards = _sidecars(job, overwrite=overwrite, backup=backup, keep_times=keep_times)
@@ -151,7 +375,7 @@ class _Wishes:
 
     def open(self, wanted: "Wanted", progress: "Progress") -> "tuple[OpenBackend, Pace]":
         from vlfit.tasks.batch.failures import TRIES
-        from vlfit.tasks.batch.opening import open_for_batch
+        from vlfit.tasks.batch.runner import open_for_batch
 
         backend, pace = open_for_batch(
             wanted,
@@ -245,10 +469,10 @@ class _Batch:
 
     def here(self, pace: _Wishes, limit: int | None, *, ordered: bool) -> None:
         """With a backend of this process. Nothing is loaded if there is nothing left to do."""
-        from vlfit.server.host_memory import give_memory_back, keep_what_is_loaded
-        from vlfit.tasks.batch.crew import Crew
+        from vlfit.server.http.malloc import give_memory_back, keep_what_is_loaded
+        from vlfit.tasks.batch.executor import Crew
+        from vlfit.tasks.batch.items import KeySet
         from vlfit.tasks.batch.job import Work
-        from vlfit.tasks.batch.keys import KeySet
         from vlfit.tasks.batch.runner import Runner
 
         if not is_read_once(self._job):
@@ -271,7 +495,7 @@ class _Batch:
     def on_ray(self, cluster: "RayOptions", pace: _Wishes, limit: int | None) -> None:
         """Over a cluster."""
         from vlfit.tasks.batch.failures import TRIES
-        from vlfit.tasks.batch.ray.run import run_on_ray
+        from vlfit.tasks.batch.ray.coordinator import run_on_ray
 
         self._count_beside(limit)
         with self._page as page:
@@ -334,10 +558,10 @@ def _try_out(
 ) -> None:
     """Count, and do the first few without writing anything."""
     from vlfit.cli.batch_page import tell_trial
-    from vlfit.tasks.batch.crew import Crew
+    from vlfit.tasks.batch.executor import Crew
     from vlfit.tasks.batch.job import Work
     from vlfit.tasks.batch.output import Output
-    from vlfit.tasks.batch.trial import try_out
+    from vlfit.tasks.batch.runner import try_out
 
     # Opening an output makes one, so an output that is not there stays unopened.
     output = Output(job, force=force, again=again) if job.output.exists() else None

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from vlfit.cli.printing import Printer, plain
 from vlfit.errors import VlfitError
-from vlfit.tasks.batch.progress import Progress
+from vlfit.tasks.batch.runner import Progress
 from vlfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-    from vlfit.tasks.batch.crew import Outcome
+    from vlfit.tasks.batch.executor import Outcome
     from vlfit.tasks.batch.output import Output
-    from vlfit.tasks.batch.progress import Tally
+    from vlfit.tasks.batch.runner import Tally
+
 
 _FIRST_LINE, _LINES = 10.0, 30.0  # seconds, of a log
 _MOST_SHOWN = 20  # failures; all are on the list

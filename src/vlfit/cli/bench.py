@@ -14,10 +14,11 @@ from vlfit.cli.printing import Printer
 from vlfit.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
-    from vlfit.backends.phases import Phases
+    from vlfit.backends.base import Phases
     from vlfit.bench.measure import Measured
-    from vlfit.bench.wanted import Wanted
+    from vlfit.bench.workload import Wanted
     from vlfit.cli.loading import Progress
+
 
 EXAMPLES = """\b
 Examples:
@@ -121,10 +122,9 @@ def bench(
     the parts of the time to the first token; start and memory. The model is loaded with room for these
     requests and nothing else; nothing is remembered between them. Close other programs first.
     """
-    from vlfit.backends.phases import Phases
-    from vlfit.bench.facts import facts_of
-    from vlfit.bench.page import page
-    from vlfit.bench.wanted import Wanted
+    from vlfit.backends.base import Phases
+    from vlfit.bench.results import facts_of, page
+    from vlfit.bench.workload import Wanted
     from vlfit.settings import read_settings
     from vlfit.tasks.pictures import load_picture
 

@@ -14,8 +14,9 @@ from vlfit.cli.options import CommonOptions, takes_common_options
 from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
+    from vlfit.api.conversation import ImagePart
     from vlfit.cli.session import Session
-    from vlfit.engine.conversation import ImagePart
+
 
 _HELP = """  /image PICTURE   show a picture with your next message (a file, glob or URL)
   /reset           forget everything said so far
@@ -89,7 +90,7 @@ class _Talk:
 
     def show(self, patterns: list[str]) -> None:
         """Keep pictures for the next message."""
-        from vlfit.cli.pictures import named_pictures
+        from vlfit.cli.session import named_pictures
         from vlfit.tasks.pictures import load_picture, name_of
 
         if "-" in patterns and not self._interactive:

@@ -10,7 +10,7 @@ import typer
 from vlfit.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
-    from vlfit.engine.convert.card import Conversion
+    from vlfit.quantize.model_card import Conversion
 
 
 class Weights(StrEnum):
@@ -132,9 +132,9 @@ def convert(
     checkpoint = open_checkpoint(model)
     target = _default_target(model, checkpoint.name, weights) if out is None else out.expanduser()
 
-    from vlfit.checkpoint.progress import StderrProgress
-    from vlfit.engine.convert.convert import DEFAULT_GROUP_SIZE
-    from vlfit.engine.convert.convert import convert as run
+    from vlfit.checkpoint.transfer import StderrProgress
+    from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
+    from vlfit.quantize.conversion import convert as run
     from vlfit.units import MIB
 
     progress = None if quiet else StderrProgress(f"{checkpoint.name} to {weights}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.machine_options import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
+from vlfit.cli.machine import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError, VlfitError
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import BinaryIO
 
-    from vlfit.doctor.check import Check
+    from vlfit.doctor.checks import Check
     from vlfit.doctor.diagnose import Examined
+
 
 EXAMPLES = """\b
 Examples:
@@ -75,7 +76,7 @@ def doctor(
 
 def _check(printer: Printer, *, as_json: bool) -> None:
     from vlfit.doctor.checks import check_all, worst
-    from vlfit.doctor.report import checks_as_json
+    from vlfit.doctor.diagnose import checks_as_json
     from vlfit.settings import read_settings
 
     checks = check_all(read_settings().port)
@@ -97,7 +98,7 @@ def _show(check: "Check", printer: Printer) -> None:
 
 
 def _tell(examined: "Examined", printer: Printer, *, as_json: bool) -> None:
-    from vlfit.doctor.report import UNKNOWN, diagnoses_as_json, diagnosis_lines
+    from vlfit.doctor.diagnose import UNKNOWN, diagnoses_as_json, diagnosis_lines
 
     if examined.characters == 0:
         raise VlfitError(

@@ -6,13 +6,14 @@ from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from vlfit.backends.phases import Phases
+from vlfit.backends.base import Phases
 from vlfit.checkpoint.source import locate
 from vlfit.cli.printing import Printer
-from vlfit.engine.head_start import read_ahead
+from vlfit.loading.preload import read_ahead
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.hub import Files
+
 
 Progress = Callable[[str, float], None]
 
@@ -41,7 +42,7 @@ def files_for(backend: str | None, *, code: bool) -> "Files | None":
     """What ``backend`` reads of a model on the hub, ``code`` included; None: what the native engine does."""
     if backend != "transformers":
         return None
-    from vlfit.backends.transformers import wanted_files
+    from vlfit.backends.transformers.backend import wanted_files
 
     return wanted_files(code=code)
 

@@ -14,32 +14,28 @@ import typer
 from typer.core import TyperGroup
 
 from vlfit._version import __version__
-from vlfit.cli.ask import ask
+from vlfit.cli.ask import ask, caption
 from vlfit.cli.batch import batch
 from vlfit.cli.bench import EXAMPLES as _BENCH_EXAMPLES
 from vlfit.cli.bench import bench
-from vlfit.cli.caption import caption
 from vlfit.cli.chat import chat
 from vlfit.cli.convert import convert
-from vlfit.cli.detect import detect
 from vlfit.cli.doctor import EXAMPLES as _DOCTOR_EXAMPLES
 from vlfit.cli.doctor import doctor
 from vlfit.cli.machine import EXAMPLES as _MACHINE_EXAMPLES
 from vlfit.cli.machine import machine
-from vlfit.cli.models import models_app
+from vlfit.cli.models import models_app, pull
 from vlfit.cli.options import server_behind_backend
 from vlfit.cli.plan import EXAMPLES as _PLAN_EXAMPLES
 from vlfit.cli.plan import plan
 from vlfit.cli.printing import cannot_write, print_error
-from vlfit.cli.pull import pull
-from vlfit.cli.scene import scene
+from vlfit.cli.scene import detect, scene
 from vlfit.cli.serve import ServeCommand, serve
-from vlfit.cli.sleep import SLEEP_EXAMPLES as _SLEEP_EXAMPLES
-from vlfit.cli.sleep import WAKE_EXAMPLES as _WAKE_EXAMPLES
-from vlfit.cli.sleep import sleep, wake
-from vlfit.cli.status import STATUS_EXAMPLES as _STATUS_EXAMPLES
-from vlfit.cli.status import STOP_EXAMPLES as _STOP_EXAMPLES
-from vlfit.cli.status import status, stop
+from vlfit.cli.servers import SLEEP_EXAMPLES as _SLEEP_EXAMPLES
+from vlfit.cli.servers import STATUS_EXAMPLES as _STATUS_EXAMPLES
+from vlfit.cli.servers import STOP_EXAMPLES as _STOP_EXAMPLES
+from vlfit.cli.servers import WAKE_EXAMPLES as _WAKE_EXAMPLES
+from vlfit.cli.servers import sleep, status, stop, wake
 from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
 from vlfit.cli.top import top
 from vlfit.errors import VlfitError

@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from vlfit.checkpoint.cache import LocalModel
 
+
 models_app = typer.Typer(help="List the checkpoints on this computer, or remove one.")
 
 
@@ -31,7 +32,8 @@ def models(
 
 
 def _print_table(found: "list[LocalModel]") -> None:
-    from vlfit.plan.choose import MINI, SUGGESTION
+    from vlfit.plan.subjects import _MINI as MINI
+    from vlfit.plan.subjects import SUGGESTION
     from vlfit.units import format_bytes
 
     rows = [("NAME", "SIZE", "FORMAT", "WHERE")]
@@ -64,3 +66,36 @@ def remove(
         typer.confirm(f"Remove {name} ({folder})?", abort=True, err=True)
     freed = remove_model(name)
     typer.echo(f"removed {name}: {format_bytes(freed)} freed", err=True)
+
+
+# ``vlfit pull``: fetch a checkpoint from the model hub, or go on with a download that was cut off.
+
+
+def pull(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Name on the hub, such as Qwen/Qwen3-VL-2B-Instruct-FP8, or NAME@REVISION."
+        ),
+    ],
+) -> None:
+    """Download a checkpoint. Prints its folder; a download that was cut off goes on where it stopped.
+
+    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to all tools of the hub.
+    """
+    from vlfit.checkpoint import hub
+    from vlfit.checkpoint.source import MINI, mini_folder, read_checkpoint
+    from vlfit.units import format_bytes
+
+    if model == MINI:
+        typer.echo("mini is part of vlfit: there is nothing to download", err=True)
+        typer.echo(str(mini_folder()))
+        return
+    # Also checks every header: a checkpoint that is reported as here can be opened.
+    checkpoint = read_checkpoint(model, hub.download(model))
+    typer.echo(
+        f"{model} is here: {checkpoint.parameter_count / 1e6:,.0f} million parameters, "
+        f"{format_bytes(checkpoint.weight_bytes)} of {checkpoint.weights_format} weights",
+        err=True,
+    )
+    typer.echo(str(checkpoint.folder))

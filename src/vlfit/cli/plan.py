@@ -9,16 +9,93 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.calibrate import measure, warn_of_broken
-from vlfit.cli.machine_options import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
+from vlfit.cli.machine import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
 from vlfit.cli.printing import Printer, cannot_write
 from vlfit.errors import DeviceError, DoesNotFit, UnknownArchitecture, UsageError, VlfitError
+from vlfit.units import MIB, format_bandwidth
+
+if TYPE_CHECKING:
+    from vlfit.machine.model import Machine
+    from vlfit.plan.calibration import Measured
+
+
+# ``vlfit plan --calibrate``: measures this machine's GPU, keeps the numbers, and says what they are.
+#
+# Knows words. Does not know how anything is measured (``tuning/calibration_run.py``, ``tuning/tune.py``) or
+# kept (``plan/calibration.py``, ``plan/native/tiles.py``).
+
+
+def measure(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None:
+    """Measure the GPU that is planned for. ``elsewhere``: the options name a machine that is not this one.
+
+    Raises ``UsageError`` for another machine, ``DeviceError`` where there is no GPU or no torch that sees it.
+    """
+    if elsewhere:
+        raise UsageError(
+            "--calibrate measures this machine; --machine and --gpu name another",
+            "run vlfit plan --calibrate on the machine itself",
+        )
+    if not machine.gpus:
+        raise DeviceError(
+            f"there is no GPU to measure: {machine.no_gpu_reason}",
+            "without one, the plan counts with the table of constants that ships with vlfit",
+        )
+    from vlfit.plan.calibration import save
+    from vlfit.plan.search import emptiest
+
+    try:
+        from vlfit.tuning.calibration_run import calibrate
+        from vlfit.tuning.tune import tune_gpu
+    except ImportError as error:
+        raise DeviceError(
+            f"measuring needs torch, which cannot be imported: {error}", "vlfit doctor looks for the cause"
+        ) from None
+    gpu = emptiest(machine)
+    printer.note(f"Measuring {gpu.name}. This takes less than a minute.")
+    measured = calibrate(gpu, lambda what: printer.note(f"  {what}"))
+    path = save(measured)
+    for line in summary(measured):
+        printer.note(f"  {line}")
+    printer.note(f"Kept in {path}; plans for this GPU, driver and torch count with it from now on.")
+    printer.note("Measuring its kernels, for one to sixteen rows at once.")
+    tiles = tune_gpu(gpu, lambda what: printer.note(f"  {what}"))
+    printer.note(f"Kept in {tiles}; the engine and its plans on such a GPU use it from now on.")
+
+
+def summary(measured: "Measured") -> list[str]:
+    """The numbers in words."""
+    link = measured.link_bandwidth
+    return [
+        f"CUDA and its libraries: {measured.context / MIB:,.0f} MiB; matrix products "
+        f"{measured.workspace / MIB:,.0f} MiB",
+        f"torch's pool above its tensors: {measured.vision_slack - 1:.0%} in the vision tower, "
+        f"{measured.text_slack - 1:.0%} in the text model",
+        f"copies at {format_bandwidth(round(measured.copy_bandwidth))}, "
+        f"{'' if link is None else f'from RAM at {format_bandwidth(round(link))}, '}"
+        f"{measured.multiplications / 1e12:,.0f} TFLOP/s in bf16, "
+        f"{measured.launch * 1e3:.2f} ms to launch a layer",
+    ]
+
+
+def warn_of_broken(machine: "Machine", printer: Printer) -> None:
+    """Say it where numbers that were measured cannot be used."""
+    from vlfit.plan.calibration import constants_for
+
+    for gpu in machine.gpus:
+        broken = constants_for(gpu).broken
+        if broken:
+            printer.note(
+                f"warning: {broken}. The table of constants that ships with vlfit is used instead; "
+                "measure again with vlfit plan --calibrate."
+            )
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vlfit.machine.model import Gpu, Machine
-    from vlfit.plan.search import Plan, Wishes
+    from vlfit.plan.search import Plan
+    from vlfit.plan.wishes import Wishes
 
     Planner = Callable[[Machine], Plan]
 
@@ -135,8 +212,8 @@ def plan(
     either grows. Without a MODEL: everything in the catalog, best first.
     Reads headers only. Exit code 0: it fits; 3: it does not, and the cheapest changes are listed.
     """
-    from vlfit.plan.offload import parse_wish
-    from vlfit.plan.search import Wishes
+    from vlfit.plan.native.ram import parse_wish
+    from vlfit.plan.wishes import Wishes
 
     wishes = Wishes(
         context,
@@ -185,8 +262,8 @@ def _as_it_would_start(wishes: "Wishes", machine: "Machine") -> "tuple[Wishes, M
     """The plan that ``vlfit serve`` would start here: for the vLLM that it finds, which may be a build for
     processors; without one for the newest that is known.
     """
+    from vlfit.backends.vllm.installed import find
     from vlfit.backends.vllm.planning import machine_for
-    from vlfit.backends.vllm.where import find
 
     try:
         installed = find()
@@ -201,7 +278,7 @@ def _for_the_version_here(wishes: "Wishes", printer: Printer) -> "Wishes":
     """A plan for a card that was named is for the version of the vLLM that is found here, which is said: one
     for processors stands for the same version for GPUs.
     """
-    from vlfit.backends.vllm.where import find
+    from vlfit.backends.vllm.installed import find
 
     try:
         installed = find()
@@ -244,7 +321,7 @@ def _one(
     except UnknownArchitecture:
         if wishes.backend != "transformers":
             raise
-        from vlfit.cli.plan_any import plan_any
+        from vlfit.cli.plan_page import plan_any
 
         return plan_any(name, machine, wishes, printer, json=json)
     made = plan(found.exact, machine, wishes, lambda: instead_of(found.exact, name), found.makers)
@@ -287,7 +364,7 @@ def _everything(machine: "Machine", wishes: "Wishes", printer: Printer, what_if:
 def _card(machine: "Machine", wishes: "Wishes") -> "Gpu":
     """What a plan is for. Raises ``DeviceError`` where there is no GPU, and the backend needs one."""
     from vlfit.plan.search import emptiest
-    from vlfit.plan.vllm.in_ram import ram_as_gpu
+    from vlfit.plan.vllm.cpu import ram_as_gpu
 
     in_ram = wishes.backend == Backend.vllm and not machine.gpus
     return ram_as_gpu(machine) if in_ram else emptiest(machine)
@@ -308,7 +385,7 @@ def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
 
 
 def _what_if(machine: "Machine", planned: "Planner") -> "list[tuple[str, Plan]]":
-    from vlfit.plan.what_if import variants
+    from vlfit.plan.search import variants
 
     return [(what, planned(other)) for what, other in variants(machine)]
 

@@ -7,23 +7,29 @@ import io
 import shlex
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vlfit.checkpoint.catalog import BF16
-from vlfit.cli.printing import plain
-from vlfit.machine.remarks import BFLOAT16_FROM
+from vlfit.cli.printing import Printer, plain
+from vlfit.machine.survey import BFLOAT16_FROM
+from vlfit.plan.actual import Row, off_plan, planned_for
 from vlfit.plan.svg import COLOURS
 from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from vlfit.machine.model import Gpu
-    from vlfit.plan.ledger import Settings
+    from vlfit.checkpoint.any_model import AnyCheckpoint
+    from vlfit.machine.model import Gpu, Machine
+    from vlfit.plan.ledger import Line, Settings
     from vlfit.plan.search import Plan
     from vlfit.plan.speed import Speed
+    from vlfit.plan.wishes import Wishes
+
 
 _LEGEND = (
     "Negative: too much, even at the smallest settings that are tried. Instruct and Thinking have one size. "
@@ -198,7 +204,7 @@ def _ledger(plan: "Plan") -> Table:
 
 
 def _verdict(plan: "Plan") -> Text:
-    from vlfit.plan.vllm.one_request import too_small
+    from vlfit.plan.vllm.lines import too_small
 
     if plan.fits and (words := too_small(plan)):
         return Text(f"Memory is left, {_mib(plan.headroom)}, but {words}", style="bold red")
@@ -315,3 +321,137 @@ def _mib(count: int) -> str:
 
 def _count(count: int) -> str:
     return f"{round(count / MIB):,}"
+
+
+# The ledger of a server that has started, in the form of the plan: line, planned, held.
+#
+# Knows words and columns. Does not know how either number came about (``plan/actual.py``).
+
+
+def ledger_page(found: Sequence[Row], total: Mapping[str, int | None], place: str) -> str:
+    """``found`` line by line. ``total``: bytes planned and actual. ``place``: what the memory is of."""
+    page = new_console(lively=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("line", no_wrap=True)
+    for name in ("planned MiB", "held MiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("known", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for row in found:
+        words = plain("; ".join(part for part in (row.note, row.remark) if part), terminal=True)
+        sign = LETTERS.get(row.line, "")
+        table.add_row(sign, row.line, _mib_or_blank(row.planned), _mib_or_blank(row.actual), row.how, words)
+    table.add_row("", "total", _mib_or_blank(total["planned"]), _mib_or_blank(total["actual"]), "", place)
+    page.print(table)
+    return text_of(page)
+
+
+def differences(found: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Lines that hold over 3 % more than planned, and lines that hold as much less, in words."""
+    more: list[str] = []
+    less: list[str] = []
+    planned = {row.line: planned_for(row, found) for row in found}
+    for line, count in off_plan(found):
+        who = f"{line} holds" if line != "text_workspace" else "vision_workspace and text_workspace hold"
+        words = f"{who} {_mib_or_blank(abs(count))} MiB {'more' if count > 0 else 'less'} than the "
+        words += f"{_mib_or_blank(planned[line])} MiB planned" if planned[line] else "plan"
+        (more if count > 0 else less).append(words)
+    return more, less
+
+
+def _mib_or_blank(count: int | None) -> str:
+    return "-" if count is None else f"{count / MIB:,.0f}"
+
+
+# ``vlfit plan --backend transformers`` for a model that the native engine does not know: its ledger.
+#
+# Knows: where such a checkpoint is found, and how its ledger is shown. Does not know: what the lines are
+# made of (``plan/transformers/cost.py``).
+
+
+_WORDS = 128  # tokens of a question and a template, as the backend leaves them free
+_BF16_BYTES = 2
+_GUESSED = "What passes take is a guess until the model has run: vlfit serve measures it at its start."
+
+
+def plan_any(name: str, machine: "Machine", wishes: "Wishes", printer: Printer, *, json: bool) -> bool:
+    """Show the ledger of ``name`` on the emptiest card of ``machine``, computed in bfloat16. Whether it fits.
+
+    Raises what reading config and headers raises; weights are not fetched.
+    """
+    from vlfit.plan.search import emptiest
+    from vlfit.plan.transformers.cost import Wish, context_of, lines_on_gpu, text_shape
+
+    gpu = emptiest(machine)
+    checkpoint = _headers_of(name)
+    shape = text_shape(checkpoint.config)
+    context = context_of(shape, wishes.context)
+    wish = Wish(context, min(wishes.image_tokens or context, context - _WORDS), _BF16_BYTES)
+    lines = lines_on_gpu(checkpoint, shape, gpu, wish)
+    total = sum(line.bytes for line in lines)
+    fits = total <= gpu.total
+    if json:
+        printer.data(_facts(checkpoint, gpu, wish.image_tokens, context, lines))
+    else:
+        printer.line(_page(checkpoint, name, gpu, context, lines))
+    return fits
+
+
+def _headers_of(name: str) -> "AnyCheckpoint":
+    from vlfit.checkpoint import hub
+    from vlfit.checkpoint.any_model import read_any
+    from vlfit.checkpoint.remote_headers import read_remote_any
+
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return read_any(folder.resolve().name, folder)
+    cached = hub.cached_folder(name, hub.any_model(lambda _: None))
+    return read_any(name, cached) if cached is not None else read_remote_any(name)
+
+
+def _facts(
+    checkpoint: "AnyCheckpoint", gpu: "Gpu", image_tokens: int, context: int, lines: "tuple[Line, ...]"
+) -> dict[str, Any]:
+    total = sum(line.bytes for line in lines)
+    return {
+        "version": 1,
+        "model": checkpoint.name,
+        "backend": "transformers",
+        "fits": total <= gpu.total,
+        "machine": {"gpu": gpu.name, "total": gpu.total, "free": gpu.free},
+        "settings": {"context": context, "image_tokens": image_tokens, "sequences": 1, "dtype": "bfloat16"},
+        "ledger": [
+            {"line": line.line, "bytes": line.bytes, "how": line.how, "note": line.note} for line in lines
+        ],
+        "total": total,
+        "headroom": gpu.total - total,
+        "remarks": [_GUESSED],
+    }
+
+
+def _page(checkpoint: "AnyCheckpoint", name: str, gpu: "Gpu", context: int, lines: "tuple[Line, ...]") -> str:
+    page = new_console()
+    kind, card = plain(checkpoint.model_type or "?", terminal=True), plain(gpu.name, terminal=True)
+    page.print(f"{plain(checkpoint.name, terminal=True)} ({kind}) with transformers in bfloat16 on {card}")
+    page.print(f"context {context} tokens, one request at a time\n")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("line", no_wrap=True)
+    table.add_column("MiB", justify="right", no_wrap=True)
+    table.add_column("known", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for line in lines:
+        sign = LETTERS.get(line.line, "")
+        table.add_row(sign, line.line, f"{line.bytes / MIB:,.0f}", line.how, plain(line.note, terminal=True))
+    total = sum(line.bytes for line in lines)
+    table.add_row("", "total", f"{total / MIB:,.0f}", "", f"of {gpu.total / MIB:,.0f} MiB")
+    page.print(table)
+    left = (gpu.total - total) / MIB
+    page.print(
+        f"\nFits, with {left:,.0f} MiB left." if left >= 0 else f"\nDoes not fit: {-left:,.0f} MiB too few."
+    )
+    page.print(_GUESSED)
+    command = f"vlfit serve {shlex.quote(name)} --backend transformers --context {context}"
+    page.print(f"Start it with: {plain(command, terminal=True)}{'' if left >= 0 else ' --offload auto'}")
+    return text_of(page)

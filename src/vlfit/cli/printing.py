@@ -15,8 +15,8 @@ from vlfit.errors import UsageError, VlfitError
 from vlfit.units import format_seconds
 
 if TYPE_CHECKING:
+    from vlfit.api.outputs import Answer, ImageSeen
     from vlfit.client import WordStream
-    from vlfit.engine.answer import Answer, ImageSeen
 
 
 class Printer:

@@ -4,17 +4,23 @@ Knows: what may be asked for, and the ways to run it: here, in the background, b
 order of starting and stopping (``serving.py``), routes (``server``).
 """
 
+import json
 import os
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
 from vlfit.cli import serve_options as options
 from vlfit.cli.options import refuse_engine_options
-from vlfit.cli.serve_options import OfServe
-from vlfit.errors import UsageError
+from vlfit.cli.printing import Printer
+from vlfit.cli.serve_options import OfServe, with_more
+from vlfit.errors import CannotListen, UsageError
 
 if TYPE_CHECKING:
     from vlfit.settings import Settings
@@ -149,12 +155,8 @@ def serve(
             },
         )
     if systemd:
-        from vlfit.cli.unit import print_unit
-
         print_unit(settings, sys.argv[1:])
     elif daemon:
-        from vlfit.cli.daemon import start_in_background
-
         start_in_background(settings, sys.argv[1:], as_json=json_line)
     elif settings.backend == "vllm":
         from vlfit.cli.serving_vllm import serve_vllm
@@ -230,3 +232,161 @@ def _check_vllm(settings: "Settings", asked: OfServe, *, apart: bool) -> None:
         raise UsageError(
             f"{', '.join(typed)} is for a server in this terminal", "leave --daemon and --systemd out"
         )
+
+
+# ``vlfit serve --daemon``: a server that goes on when the terminal is closed.
+#
+# Knows: how to start the same command apart from this one, and to wait until it is ready. Does not know
+# what it serves.
+
+
+LAST_LINES = 12  # of the log of a server that did not start
+
+
+def log_file() -> Path:
+    base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    return base / "vlfit" / f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+
+
+def start_in_background(settings: "Settings", arguments: list[str], *, as_json: bool) -> None:
+    """Start ``vlfit`` with ``arguments``, less ``--daemon``, and wait for it to be ready.
+
+    Raises ``CannotListen``, with the end of its log, if it ends instead. ``settings`` were read from the same
+    arguments, so that mistakes in them are told here.
+    """
+    from vlfit.cli.serving import keys_of
+
+    keys_of(settings)
+    log = log_file()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    kept = [each for each in arguments if each not in ("--daemon", "--restart")]
+    command = [sys.executable, "-m", "vlfit", *with_more(kept, "--restart", "--json")]
+    with log.open("ab") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # what ends this terminal does not end it
+        )
+    assert process.stdout is not None
+    try:
+        ready = process.stdout.readline()
+    except BaseException:  # Ctrl-C while it loads: nobody would know that it goes on
+        process.terminate()
+        raise
+    facts: dict[str, Any] = {}
+    with suppress(ValueError):
+        facts = json.loads(ready)
+    if "url" not in facts:
+        process.wait()
+        end = "\n".join(log.read_text("utf-8", "replace").splitlines()[-LAST_LINES:])
+        raise CannotListen(f"the server did not start:\n{end}", f"all that it said is in {log}")
+    printer = Printer(json=as_json)
+    if as_json:
+        printer.data({**facts, "pid": process.pid, "log": str(log)})
+        return
+    printer.line(f"ready: {facts['model']} on {facts['device']} at {facts['url']}/v1, process {process.pid}")
+    port = str(facts["url"]).rpartition(":")[2]
+    printer.note(f"log:   {log}\nstop:  vlfit stop --port {port}")
+
+
+# ``vlfit serve --systemd``: a unit by which systemd starts the server, and starts it again if it falls.
+#
+# Knows: what a unit says, and how systemd quotes. Does not know what is served.
+
+
+_OURS = ("--systemd", "--restart")
+_PATHS = ("--api-keys", "--allow-files", "--vllm-python")
+ENVIRONMENT = "~/.config/vlfit/environment"
+NOTES = """\
+# vlfit: a server for Qwen3-VL. As a user's own service:
+#   mkdir -p ~/.config/systemd/user
+#   {command} > ~/.config/systemd/user/vlfit.service
+#   systemctl --user daemon-reload
+#   systemctl --user enable --now vlfit
+#   journalctl --user -u vlfit -f
+# To run without being logged in: loginctl enable-linger
+"""
+
+
+def print_unit(settings: "Settings", arguments: list[str]) -> None:
+    """With the options of this command, and the paths in them whole: systemd starts programs elsewhere.
+
+    Raises ``UsageError`` for a key among them: units can be read by everybody.
+    """
+    from vlfit.cli.serving import keys_of
+
+    for option, way in (("--api-key", ", or use --api-keys FILE"), ("--server-key", "")):
+        if any(each.partition("=")[0] == option for each in arguments):
+            variable = f"VLFIT_{option[2:].replace('-', '_').upper()}"
+            raise UsageError(
+                f"a unit can be read by everybody, and {option} would stand in it",
+                f"write {variable}=... into {ENVIRONMENT}{way}",
+            )
+    keys_of(settings)
+    printer = Printer()
+    printer.line(unit(with_whole_paths(arguments, settings.model), settings.drain).rstrip("\n"))
+    if settings.api_key:
+        printer.note(f"note: VLFIT_API_KEY is not in the unit: write it into {ENVIRONMENT}")
+
+
+def with_whole_paths(arguments: list[str], model: str) -> list[str]:
+    """``arguments``, of which files, folders, and a ``model`` that is one, mean the same everywhere."""
+    from vlfit.checkpoint.source import MINI
+
+    folder = model if model != MINI and Path(model).expanduser().is_dir() else None
+    whole: list[str] = []
+    for each in arguments:
+        name, sign, value = each.partition("=")
+        if each == folder or (whole and whole[-1] in _PATHS):
+            whole.append(_whole(each))
+        elif sign and (name in _PATHS or (name == "--model" and value == folder)):
+            whole.append(f"{name}={_whole(value)}")
+        else:
+            whole.append(each)
+    return whole
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def unit(arguments: list[str], drain: float) -> str:
+    """The unit for ``vlfit`` with ``arguments``, less ``--systemd``; ``drain`` in seconds."""
+    kept = [each for each in arguments if each not in _OURS]
+    start = " ".join(map(quoted, [sys.executable, "-m", "vlfit", *with_more(kept, "--restart")]))
+    return f"""{NOTES.format(command="vlfit serve ... --systemd")}
+[Unit]
+Description=vlfit: pictures and words over an OpenAI-compatible API
+After=network.target
+
+[Service]
+Type=exec
+ExecStart={start}
+# Keys and other settings, one VLFIT_NAME=value a line; chmod 600 it.
+EnvironmentFile=-%h/.config/vlfit/environment
+# SIGTERM lets running answers finish for {drain:g} s; the rest is for giving the GPU back.
+KillSignal=SIGTERM
+KillMode=mixed
+TimeoutStopSec={int(drain) + 15}
+Restart=on-failure
+RestartSec=2
+# 2: wrong usage, 3: does not fit. Starting again would change neither.
+RestartPreventExitStatus=2 3
+NoNewPrivileges=yes
+ProtectSystem=full
+PrivateTmp=yes
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def quoted(argument: str) -> str:
+    """As systemd reads a word of a command line: quotes, and no meaning for % and $."""
+    plain = argument.replace("%", "%%").replace("$", "$$")
+    if plain and all(letter.isalnum() or letter in "-_=/.,:+@%$" for letter in plain):
+        return plain
+    escaped = plain.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlfit.cli.printing import Printer
-from vlfit.cli.records import forget, recorded
+from vlfit.cli.servers import forget, recorded
 from vlfit.errors import UsageError, WrongApiKey
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
-    from vlfit.backends.base import OpenBackend
-    from vlfit.backends.phases import Phases
+    from vlfit.backends.base import OpenBackend, Phases
     from vlfit.machine.model import Gpu
-    from vlfit.server.closing import Closing
-    from vlfit.server.keeper import Kept
-    from vlfit.server.settings import ServerSettings
+    from vlfit.server.http.disconnect import Closing
+    from vlfit.server.server_settings import ServerSettings
+    from vlfit.server.supervisor import Kept
     from vlfit.settings import Settings
 
     OpenModel = Callable[[Settings, Printer, Phases, Path | None], OpenBackend]
@@ -46,11 +45,11 @@ def serve_here(
     """Until a signal ends it, and the process with it. ``open_model`` opens the model in another way than
     here; it is given the file in which a server that died may have left word, None where none is kept.
     """
-    from vlfit.backends.phases import Phases
-    from vlfit.engine import head_start
-    from vlfit.server.address import address_of, allow_many_connections, bind
-    from vlfit.server.host_memory import give_memory_back, keep_what_is_loaded
-    from vlfit.server.log import log_to_stderr
+    from vlfit.backends.base import Phases
+    from vlfit.loading import preload as head_start
+    from vlfit.server.http.listen import address_of, allow_many_connections, bind
+    from vlfit.server.http.log import log_to_stderr
+    from vlfit.server.http.malloc import give_memory_back, keep_what_is_loaded
 
     phases = Phases()
     told = LoggedPrinter if settings.log_format == "json" else Printer
@@ -72,7 +71,7 @@ def serve_here(
             backend = open_model(settings, printer, phases, kept.word if kept else None)
         try:
             from vlfit.server.app import create_app
-            from vlfit.server.listen import serve_until_stopped
+            from vlfit.server.http.listen import serve_until_stopped
 
             server_settings = replace(
                 _server_settings(settings, backend, gpus),
@@ -127,7 +126,7 @@ def _kept(listener: socket.socket) -> "Kept":
     """Returns in the processes that serve; this one stays behind and keeps them."""
     if not hasattr(os, "fork"):
         raise UsageError("this system cannot run a server apart", "leave --restart out")
-    from vlfit.server.keeper import keep
+    from vlfit.server.supervisor import keep
 
     try:
         return keep(listener)
@@ -140,10 +139,10 @@ def _load(
     settings: "Settings", printer: Printer, phases: "Phases", *, trust_remote_code: bool
 ) -> "OpenBackend":
     """The model, and meanwhile what serves it: while the GPU computes Python has time to import."""
+    from vlfit.api.engine_options import EngineOptions
     from vlfit.backends.opening import Wanted, open_backend
     from vlfit.cli.loading import files_for, import_beside, loading
     from vlfit.client import choose_model
-    from vlfit.engine.options import EngineOptions
 
     if settings.backend == "remote":
         return _ask_for(settings, printer, phases)
@@ -178,7 +177,7 @@ def _load(
             progress(what, share)
             if what == "rehearsing the worst case" and not server:
                 server.append(
-                    import_beside("vlfit.server.app", "vlfit.server.listen", "vlfit.cli.ledger_page")
+                    import_beside("vlfit.server.app", "vlfit.server.http.listen", "vlfit.cli.plan_page")
                 )
 
         wanted = Wanted(
@@ -233,8 +232,8 @@ def _gpus(device: str) -> "tuple[Gpu, ...]":
 def _server_settings(
     settings: "Settings", backend: "OpenBackend", gpus: "tuple[Gpu, ...]"
 ) -> "ServerSettings":
-    from vlfit.server.settings import ServerSettings, is_loopback
-    from vlfit.server.status import expectation_of
+    from vlfit.server.admin.status import expectation_of
+    from vlfit.server.server_settings import ServerSettings, is_loopback
 
     return ServerSettings(
         aliases=(settings.model,),
@@ -282,8 +281,8 @@ def _tell_ledger(
 ) -> None:
     """What was planned and what is held, as ``/v1/vlfit/ledger`` has it, and which lines differ."""
     from vlfit.backends.base import Accountable
-    from vlfit.cli.ledger_page import differences, ledger_page
-    from vlfit.server.status import gpu_of, ledger_facts, ledger_rows
+    from vlfit.cli.plan_page import differences, ledger_page
+    from vlfit.server.admin.status import gpu_of, ledger_facts, ledger_rows
 
     if not isinstance(backend, Accountable):
         printer.note(server_settings.expectation.why_not)
@@ -320,8 +319,8 @@ def keys_of(settings: "Settings") -> tuple[str, ...]:
     """The keys that clients are asked for. Raises ``UsageError`` for one that cannot be sent, and if there is
     none although others than this computer can reach the server.
     """
-    from vlfit.server.keys import Keys, read_keys
-    from vlfit.server.settings import is_loopback
+    from vlfit.server.http.auth import Keys, read_keys
+    from vlfit.server.server_settings import is_loopback
 
     keys: tuple[str, ...] = (settings.api_key.get_secret_value(),) if settings.api_key else ()
     if settings.api_keys is not None:

@@ -18,13 +18,13 @@ from vlfit.errors import UsageError, VllmFailed
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
-    from vlfit.backends.phases import Phases
+    from vlfit.api.engine_options import EngineOptions
+    from vlfit.backends.base import Phases
     from vlfit.backends.vllm.attempts import Serving
     from vlfit.backends.vllm.backend import VllmBackend
-    from vlfit.backends.vllm.options import VllmOptions
+    from vlfit.backends.vllm.installed import Installed
     from vlfit.backends.vllm.planning import Planned
-    from vlfit.backends.vllm.where import Installed
-    from vlfit.engine.options import EngineOptions
+    from vlfit.backends.vllm.serve_command import VllmOptions
     from vlfit.plan.actual import Row
     from vlfit.settings import Settings
 
@@ -54,8 +54,8 @@ def open_vllm(
     """The model under vLLM, with all that a person is told on the way. ``word``: a file in which one that
     died left what of, for this one, which takes its place.
     """
+    from vlfit.backends.vllm.attempts import after_deaths, remember
     from vlfit.backends.vllm.backend import VllmBackend
-    from vlfit.backends.vllm.deaths import after_deaths, remember
     from vlfit.checkpoint.source import locate
 
     planned = planned_for(settings, asked, printer.note)
@@ -82,8 +82,8 @@ def planned_for(
     settings: "Settings", asked: OfServe, tell: Callable[[str], None], *, may_lack: bool = False
 ) -> "Planned":
     """The plan for what was asked. ``may_lack``: where there is no vLLM, for the newest that is known."""
+    from vlfit.backends.vllm.installed import find
     from vlfit.backends.vllm.planning import plan_start
-    from vlfit.backends.vllm.where import find
     from vlfit.client import choose_model
     from vlfit.machine.survey import survey
 
@@ -108,8 +108,8 @@ def vllm_options(
     settings: "Settings", asked: OfServe = ALONE, tell: Callable[[str], None] | None = None
 ) -> "VllmOptions":
     """What vLLM alone is told, by a command's settings; the doctor reads its log when it fails."""
-    from vlfit.backends.vllm.options import VllmOptions
-    from vlfit.doctor.failure import read_failure
+    from vlfit.backends.vllm.serve_command import VllmOptions
+    from vlfit.doctor.diagnose import read_failure
 
     return VllmOptions(
         python=settings.vllm_python,
@@ -124,7 +124,7 @@ def vllm_options(
 
 def engine_options(settings: "Settings") -> "EngineOptions":
     """What both engines are told."""
-    from vlfit.engine.options import EngineOptions
+    from vlfit.api.engine_options import EngineOptions
 
     return EngineOptions(
         device=settings.device,
@@ -142,7 +142,7 @@ def engine_options(settings: "Settings") -> "EngineOptions":
 def show_plan(planned: "Planned", printer: Printer) -> None:
     """The banner: settings, ledger, and what each flag is for."""
     from vlfit.cli.plan_page import page
-    from vlfit.plan.vllm.one_request import too_small
+    from vlfit.plan.vllm.lines import too_small
 
     printer.note(page(planned.plan, lively=False))
     for words in planned.said:
@@ -152,7 +152,7 @@ def show_plan(planned: "Planned", printer: Printer) -> None:
 
 def show_held(serving: "Serving", rows: "tuple[Row, ...]", lost: int | None, printer: Printer) -> None:
     """Planned and held, line by line, as vLLM told it."""
-    from vlfit.cli.ledger_page import ledger_page
+    from vlfit.cli.plan_page import ledger_page
 
     plan, resident = serving.plan, None
     if plan.settings.vllm.in_ram:
@@ -211,8 +211,8 @@ def starting(printer: Printer, phases: "Phases") -> "Iterator[tuple[Callable[[st
 
 def _print_command(settings: "Settings", asked: OfServe, printer: Printer, *, as_json: bool) -> None:
     """The command that would be run, as it can be run by hand, and what it is for on stderr."""
-    from vlfit.backends.vllm.command import KEY_VARIABLE, Front, assemble
     from vlfit.backends.vllm.planning import check
+    from vlfit.backends.vllm.serve_command import KEY_VARIABLE, Front, assemble
     from vlfit.plan.report import facts
 
     planned = planned_for(settings, asked, printer.note, may_lack=True)
@@ -232,8 +232,8 @@ def _print_command(settings: "Settings", asked: OfServe, printer: Printer, *, as
 
 
 def _assumed(*, on_cpu: bool) -> "Installed":
-    from vlfit.backends.vllm.where import Installed
-    from vlfit.plan.vllm.versions import NEWEST
+    from vlfit.backends.vllm.installed import Installed
+    from vlfit.plan.vllm.flags import NEWEST
 
     return Installed(("vllm",), ".".join(map(str, NEWEST)), on_cpu)
 

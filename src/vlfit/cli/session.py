@@ -8,16 +8,19 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self, TypeVar
 
+import typer
+
 from vlfit.cli.loading import Progress, files_for, loading
 from vlfit.cli.options import CommonOptions, refuse_engine_options
-from vlfit.cli.printing import Printer
-from vlfit.errors import UsageError
+from vlfit.cli.printing import Printer, print_error
+from vlfit.errors import DoesNotFit, PictureError, RemoteError, UnreadableAnswer, UsageError, VlfitError
 
 if TYPE_CHECKING:
     from vlfit.backends.opening import Kind, Wanted
     from vlfit.client import VisionModel
     from vlfit.settings import Settings
     from vlfit.tasks.sampling_options import SamplingOptions
+
 
 T = TypeVar("T")
 
@@ -64,9 +67,9 @@ class Session:
         """Who is to run which model, and how, for commands that open it in their own way. What ``auto`` means
         is decided and said. Raises ``UsageError`` for a model that cannot look, if the command is to.
         """
+        from vlfit.api.engine_options import EngineOptions
         from vlfit.backends.opening import Wanted
         from vlfit.client import choose_model
-        from vlfit.engine.options import EngineOptions
 
         settings, name = self._settings, self._settings.model
         if self.kind == "remote":
@@ -107,8 +110,8 @@ class Session:
 
     def open(self, opener: "Callable[[Wanted, Progress], T]") -> T:
         """What ``opener`` makes of what is wanted; loading is shown meanwhile."""
-        from vlfit.backends.phases import Phases
-        from vlfit.engine import head_start
+        from vlfit.backends.base import Phases
+        from vlfit.loading import preload as head_start
 
         wanted = self.wanted()
         if wanted.kind == "remote":
@@ -139,7 +142,7 @@ class Session:
 
     def _read_sampling(self) -> "SamplingOptions":
         """What was typed about sampling, checked before anything is loaded."""
-        from vlfit.engine.sampling import SamplingParams
+        from vlfit.api.sampling_params import SamplingParams
         from vlfit.tasks.sampling_options import with_options
 
         sampling: SamplingOptions = {}
@@ -159,7 +162,7 @@ class Session:
 
     def _check_engine_options(self) -> None:
         """What makes no sense is refused before a model is said to be loading."""
-        from vlfit.engine.options import EngineOptions
+        from vlfit.api.engine_options import EngineOptions
 
         settings = self._settings
         EngineOptions(
@@ -237,3 +240,45 @@ def _check_eyes(name: str) -> None:
     called, folder = locate(name)
     if ModelConfig.read(folder).vision is None:
         raise no_eyes(called)
+
+
+# Pictures as they are named on a command line: globs, URLs, ``-``; one failing among many.
+#
+# Knows which failures concern one picture and which concern them all.
+
+
+# The next picture may well work after one of these; after any other error it would fail alike.
+_OF_ONE_PICTURE = (PictureError, DoesNotFit, UnreadableAnswer, RemoteError)
+
+
+def named_pictures(patterns: list[str]) -> list[str]:
+    """The pictures that ``patterns`` mean, in order. Raises ``UsageError`` when ``-`` stands there twice."""
+    from vlfit.tasks.pictures import expand_pictures
+
+    names = expand_pictures(patterns)
+    if names.count("-") > 1:
+        raise UsageError(
+            f"- is given {names.count('-')} times", "standard input holds one picture: give - once"
+        )
+    return names
+
+
+def for_each_picture(names: list[str], work: Callable[[str], None]) -> None:
+    """Do ``work`` for every picture. With several, one that fails is reported and the others go on.
+
+    Raises the error itself for a lone picture, and ends with exit code 1 if any of several failed.
+    """
+    from vlfit.tasks.pictures import name_of
+
+    failed = 0
+    for name in names:
+        try:
+            work(name)
+        except _OF_ONE_PICTURE as error:
+            if len(names) == 1:
+                raise
+            print_error(error, about=name_of(name))
+            failed += 1
+    if failed:
+        print_error(VlfitError(f"{failed} of {len(names)} pictures failed"))
+        raise typer.Exit(1)

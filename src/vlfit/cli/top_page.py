@@ -1,6 +1,6 @@
 """What ``vlfit top`` shows: a page for a screen or a single look, a line for a log, facts for a script.
 
-Knows words and columns. Does not know how anything is seen (``top_source.py``) or when it is wrong
+Knows words and columns. Does not know how anything is seen (``cli/top.py``) or when it is wrong
 (``plan/alarms.py``).
 """
 
@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vlfit.cli.printing import plain
-from vlfit.cli.top_source import Look, Server, Sleep
+from vlfit.cli.top import Look, Server, Sleep
 from vlfit.machine.desktop import untold
-from vlfit.machine.records import encode
+from vlfit.machine.model import encode
 from vlfit.plan.actual import Row, over_plan, planned_for
 from vlfit.plan.alarms import Alarm, Rates, one_run, rates
 from vlfit.plan.svg import COLOURS

@@ -5,31 +5,166 @@ that something is broken or that nothing will run; yellow that it will run worse
 """
 
 import ctypes
+import importlib.util
 import os
 import re
 import shutil
 import socket
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from vlfit.doctor.builds import (
-    driver_is_too_old,
-    driver_wanted,
-    install_command,
-    lacks_code_for,
-    parse_cuda,
-    wanted_build,
-)
-from vlfit.doctor.check import Check
-from vlfit.doctor.compiler import check_compiler
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu, Host
 from vlfit.machine.problems import Problem, Surroundings
 from vlfit.units import GIB, format_bytes
+
+# What a check of this computer says. Does not know any check (``checks.py``, ``doctor/checks.py``).
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. ``level`` is green, yellow or red; ``fix`` is "" where none is needed."""
+
+    id: str
+    level: str
+    says: str
+    fix: str = ""
+
+
+# Whether Triton can build what launches its kernels: a C compiler, and Python's own headers.
+#
+# The native engine computes with Triton on every GPU, as vLLM does, and Triton compiles some lines of C
+# when it launches its first kernel. A fresh Ubuntu, under WSL2 most of all, has neither. Knows where Triton
+# looks (triton/runtime/build.py); a test holds it to what the engine asks for before it loads.
+
+
+INSTALL = "sudo apt install build-essential python3-dev"
+
+
+def check_compiler(environment: Mapping[str, str]) -> Check:
+    """Whether Triton, a C compiler and ``Python.h`` are here. To be asked only where there is a GPU."""
+    if importlib.util.find_spec("triton") is None:
+        says = "Triton is not installed, and the native engine computes with it on a GPU"
+        return Check("compiler", "red", says, "A CUDA build of PyTorch for Linux brings it along.")
+    asked = environment.get("CC")
+    names = ("clang", "gcc") if asked is None else (asked,)
+    path = environment.get("PATH")
+    found = next((place for name in names if (place := shutil.which(name, path=path))), None)
+    headers = python_headers() / "Python.h"
+    missing = [] if found else ["C compiler" if asked is None else f"C compiler {asked!r}, which CC names"]
+    missing += [] if headers.exists() else [f"{headers}"]
+    if missing:
+        says = f"there is no {' and no '.join(missing)}: Triton needs both to launch a kernel on the GPU"
+        return Check("compiler", "red", says, _fix(asked if found is None else None))
+    return Check("compiler", "green", f"{found} and Python's headers are here, for Triton")
+
+
+def python_headers() -> Path:
+    """Where Triton expects ``Python.h``."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+
+
+def _fix(asked: str | None) -> str:
+    if asked is not None:
+        return "Unset CC, or let it name a compiler."
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return (
+        f"Run `{INSTALL}` (not on Debian or Ubuntu: gcc and Python's headers). A Python {version} that is "
+        f"not "
+        f"the system's own needs python{version}-dev."
+    )
+
+
+# Builds of PyTorch: which cards each has code for, which driver it needs, how to install it.
+#
+# Knows: the wheels of PyTorch 2.9 to 2.13. Does not know what is installed (``checks.py``).
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The wheels for one CUDA: the compute capabilities they reach from and to."""
+
+    name: str
+    cuda: tuple[int, int]
+    oldest: tuple[int, int]
+    newest: tuple[int, int]
+
+
+# TORCH_CUDA_ARCH_LIST of PyTorch 2.9's own wheels: cu126 5.0 to 9.0, cu128 7.0 to 12.0, cu130 7.5 to
+# 12.0+PTX.
+BUILDS = (
+    Build("cu126", (12, 6), (5, 0), (9, 0)),
+    Build("cu128", (12, 8), (7, 0), (12, 0)),
+    Build("cu130", (13, 0), (7, 5), (12, 1)),
+)
+_NEWEST_WITH_PTX = (99, 0)  # code in PTX is compiled for newer cards when it is loaded
+_OLDEST_CUDA_FOR = {(10, 0): (12, 8), (12, 0): (12, 8), (9, 0): (11, 8), (8, 9): (11, 8)}
+
+
+def wanted_build(capability: tuple[int, int] | None, driver_cuda: tuple[int, int] | None = None) -> str:
+    """The build with code for a card of ``capability`` that a driver for ``driver_cuda`` runs; "" if none is.
+
+    Of several the newest that needs nothing of the driver, then the newest within its major version. For an
+    unknown driver the build that most of them run; for an unknown card the one that reaches most of them.
+    """
+    fitting = [build for build in BUILDS if capability is None or _reaches(build, capability)]
+    if driver_cuda is None:
+        oldest = min((build.cuda[0] for build in fitting), default=0)
+        return next((build.name for build in reversed(fitting) if build.cuda[0] == oldest), "")
+    runnable = [build for build in fitting if not driver_is_too_old(build.cuda, driver_cuda)]
+    best = max(runnable, key=lambda build: (build.cuda <= driver_cuda, build.cuda), default=None)
+    return "" if best is None else best.name
+
+
+def _reaches(build: Build, capability: tuple[int, int]) -> bool:
+    newest = _NEWEST_WITH_PTX if build is BUILDS[-1] else build.newest
+    return build.oldest <= capability <= newest
+
+
+def driver_wanted(capability: tuple[int, int] | None) -> str:
+    """The CUDA that a driver has to run before any build has code for this card: ``"12.8"``."""
+    fitting = [build.cuda for build in BUILDS if capability is None or _reaches(build, capability)]
+    return ".".join(map(str, min(fitting, default=BUILDS[-1].cuda)))
+
+
+def parse_cuda(text: str) -> tuple[int, int] | None:
+    """``"12.9"`` as two numbers; None for a driver that does not tell."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found.group(1)), int(found.group(2))) if found else None
+
+
+def install_command(build: str) -> str:
+    """How to replace the installed PyTorch by ``build``."""
+    return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{build}"
+
+
+def lacks_code_for(cuda: tuple[int, int], capability: tuple[int, int]) -> str:
+    """Why a PyTorch built for ``cuda`` cannot run on a card of ``capability``; "" if it can."""
+    card = f"{capability[0]}.{capability[1]}"
+    build = max((build for build in BUILDS if build.cuda <= cuda), key=lambda build: build.cuda, default=None)
+    if build is not None and capability < build.oldest:
+        return (
+            f"its wheels have code for cards from {build.oldest[0]}.{build.oldest[1]} on; this one is {card}"
+        )
+    needed = max((need for since, need in _OLDEST_CUDA_FOR.items() if capability >= since), default=(0, 0))
+    if cuda < needed:
+        return f"a card of compute capability {card} needs CUDA {needed[0]}.{needed[1]} or newer"
+    return ""
+
+
+def driver_is_too_old(cuda: tuple[int, int], driver_cuda: tuple[int, int]) -> bool:
+    """Whether a driver that runs up to ``driver_cuda`` is too old for a program built for ``cuda``.
+
+    Within one major version any driver of that version will do (NVIDIA's minor version compatibility).
+    """
+    return driver_cuda[0] < cuda[0]
+
 
 OLDEST_PYTHON = (3, 11)
 # The smallest Qwen3-VL on the hub, 2B in FP8: 2.65 GiB of weights; a CUDA context and workspace beside them

@@ -4,14 +4,15 @@ Knows: how findings relate. Does not know any rule (``rules/``) nor how a diagno
 """
 
 import re
-from dataclasses import dataclass, field
-from typing import BinaryIO
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO
 
-from vlfit.doctor.facts import Facts
-from vlfit.doctor.logs import BEFORE, Piece, pieces
+from vlfit.doctor.checks import Check, worst
+from vlfit.doctor.logs import BEFORE, Facts, Piece, pieces
 from vlfit.doctor.rule import Case, Diagnosis, Found, Rule, judge
 from vlfit.doctor.rules import RULES
 from vlfit.machine.model import Machine
+from vlfit.plan.vllm.step_down import Failure
 
 _LONGEST_LINE = 400
 _MOST_LINES = 3
@@ -107,3 +108,63 @@ def _ranked(seen: list[_Seen], facts: Facts) -> list[_Seen]:
     causes = [one for one in causes if one.rule.id not in hidden]
     # Somebody who tries flag after flag pastes several runs: the last one is what fails now.
     return sorted(causes, key=lambda one: (one.last.start < facts.last_start, one.first.start))
+
+
+# The bridge from the log of a start that failed to what is tried next: the likeliest cause with its
+# numbers.
+#
+# Knows: which diagnosis counts. Does not know the rules (``rules/``) or what follows of one
+# (``plan/vllm/step_down.py``).
+
+
+def read_failure(stream: BinaryIO, machine: Machine | None = None) -> tuple[Failure, Diagnosis | None]:
+    """The likeliest cause in the log ``stream``: for a program, and for a person, None if none is known.
+
+    Lines that report a failure without its cause are no cause for a program.
+    """
+    found = examine(stream, machine)
+    first = next(iter(found.diagnoses), None)
+    if first is None or found.only_wrappers:
+        return Failure(""), first
+    return Failure(first.id, first.values, first.values.get("stage", "")), first
+
+
+# Checks and diagnoses as a person reads them, and as JSON.
+#
+# Knows: words and their order. Does not know how they were found.
+
+
+UNKNOWN = (
+    "nothing in this log is known to the doctor",
+    "It knows vLLM, transformers, PyTorch, llama.cpp, Ollama and the kernel. If it is one of them, send "
+    "the log from its first line, `vlfit doctor --json` and `vlfit machine --json` to the project, so that "
+    "it learns it.",
+)
+
+
+def checks_as_json(checks: list[Check]) -> dict[str, Any]:
+    """All checks, and the worst level among them."""
+    return {"checks": [asdict(check) for check in checks], "worst": worst(checks)}
+
+
+def diagnoses_as_json(examined: Examined) -> dict[str, Any]:
+    """``{"diagnoses": [{"id", "cause", "evidence", "remedy", "command"}]}``; an empty command is null."""
+    names = ("id", "cause", "evidence", "remedy")
+    return {
+        "diagnoses": [
+            {**{name: getattr(one, name) for name in names}, "command": one.command or None}
+            for one in examined.diagnoses
+        ]
+    }
+
+
+def diagnosis_lines(examined: Examined) -> list[tuple[str, str]]:
+    """Pairs of a heading and its text, in the order in which they are read."""
+    lines: list[tuple[str, str]] = []
+    for place, one in enumerate(examined.diagnoses):
+        lines.append(("cause" if place == 0 else "also", f"{one.cause}  [{one.id}]"))
+        lines.append(("seen", one.evidence))
+        lines.append(("remedy", one.remedy))
+        if one.command:
+            lines.append(("run", one.command))
+    return lines

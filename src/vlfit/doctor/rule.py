@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from vlfit.doctor.facts import Facts
+from vlfit.doctor.logs import Facts
 from vlfit.machine.model import Gpu, Machine
 
 

@@ -13,44 +13,98 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk, Timings, Usage
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import Counters, EngineAccount, EngineSettings, Holdings, Pool
+from vlfit.checkpoint.processor_files import GenerationDefaults, ImageProcessing
 from vlfit.checkpoint.quantization import FP8
-from vlfit.checkpoint.sidecar import GenerationDefaults, ImageProcessing
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine.account import Counters, EngineAccount
-from vlfit.engine.accounting import account_of
-from vlfit.engine.answer import Chunk, Timings, Usage
-from vlfit.engine.budget import Budget
-from vlfit.engine.completion import Completion
-from vlfit.engine.constraint import Constraints
-from vlfit.engine.decoder.text import TextModel
-from vlfit.engine.detokenizer import Detokenizer
 from vlfit.engine.device import choose_device, choose_dtype, choose_kv_dtype
-from vlfit.engine.guessing import WORTH_ON_CPU, WORTH_ON_GPU, Guesser, with_guesses
-from vlfit.engine.holdings import gpu_uuid, resident_bytes, weight_holdings
-from vlfit.engine.image_cache import ImageCache
-from vlfit.engine.kernels.linear import provide
-from vlfit.engine.kv_cache import BlockPool, KVCache
-from vlfit.engine.loader import Loader
-from vlfit.engine.offload import StreamedLayers
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.pace import Pace
-from vlfit.engine.passes import Done, Passes
-from vlfit.engine.prefix_cache import PrefixCache, prompt_keys
-from vlfit.engine.pressure import Pressure, no_memory_for_the_pool
-from vlfit.engine.prompt import Prompt, PromptBuilder
-from vlfit.engine.qwen3_vl.rope import mrope_positions
-from vlfit.engine.qwen3_vl.vision import VisionTower
-from vlfit.engine.refusal import too_long
-from vlfit.engine.room import Room, Wanted, find_room
-from vlfit.engine.runner import Runner
-from vlfit.engine.sampler import Sampled, is_plain_greedy
-from vlfit.engine.sampling import SamplingParams
-from vlfit.engine.scheduler import Scheduler, Work
-from vlfit.engine.sequence import Listener, PricedPrompt, Sequence
-from vlfit.engine.sleep import Sleep
+from vlfit.engine.execution.encoder_cache import ImageCache
+from vlfit.engine.execution.model_runner import Runner
+from vlfit.engine.execution.step_executor import Done, Passes
+from vlfit.engine.memory.budget import Budget
+from vlfit.engine.memory.fit import Room, Wanted, find_room
+from vlfit.engine.memory.kv_resize import Pressure, no_memory_for_the_pool
+from vlfit.engine.memory.sleep import Sleep
+from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics, weight_holdings
+from vlfit.engine.sampling.detokenizer import Detokenizer
+from vlfit.engine.sampling.grammar import Constraints
+from vlfit.engine.sampling.output_processor import Completion
+from vlfit.engine.sampling.sampler import Sampled, is_plain_greedy
+from vlfit.engine.scheduling.block_manager import BlockPool
+from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
+from vlfit.engine.scheduling.scheduler import Pace, Scheduler, Work
+from vlfit.engine.scheduling.sequence import Listener, PricedPrompt, Sequence
+from vlfit.engine.scheduling.speculative import WORTH_ON_CPU, WORTH_ON_GPU, Guesser, with_guesses
 from vlfit.errors import DoesNotFit, ModelFailed, UsageError
+from vlfit.kernels.gemm.quantized import provide
+from vlfit.layers.cpu_linear import halves_on
+from vlfit.layers.kv_cache import KVCache
+from vlfit.loading.loader import Loader
+from vlfit.loading.offload import StreamedLayers
+from vlfit.models.decoder import TextModel
+from vlfit.models.qwen3_vl.mrope import mrope_positions
+from vlfit.models.qwen3_vl.vision import VisionTower
 from vlfit.plan.calibration import RESERVE
-from vlfit.plan.graphs import GUESS_ROWS
+from vlfit.plan.native.cost import GUESS_ROWS
+from vlfit.prompt.builder import Prompt, PromptBuilder, too_long
+
+# The account of an engine, drawn up from what it has at this moment. Any thread may ask: nothing is waited
+# for, locked or woken. Knows where each figure lies. Does not know who looks (``account.py`` has the
+# records).
+
+
+def account_of(engine: "Engine") -> EngineAccount:
+    """What ``engine`` has done and what it holds."""
+    runner, scheduler, pool = engine.runner, engine.scheduler, engine.pool
+    asleep = engine.sleep.asleep
+    return EngineAccount(
+        time.perf_counter() - engine.built,
+        _settings(engine),
+        len(scheduler.running),
+        len(scheduler.waiting),
+        Pool(
+            pool.blocks,
+            pool.blocks - pool.free,
+            pool.block_size,
+            len(scheduler.prefixes or ()),
+            engine.pressure.planned,
+        ),
+        Holdings(
+            dict.fromkeys(engine.weights, 0) if asleep else engine.weights,
+            runner.cache.nbytes,
+            runner.image_cache.used_bytes,
+            runner.image_cache.limit_bytes,
+            resident=resident_bytes(),
+            resident_before=engine.resident_before,
+            graphs=sum(each.nbytes for each in (runner.graphs, runner.recorded) if each is not None),
+            **torch_statistics(engine.device),
+        ),
+        engine.counters,
+        scheduler.pauses,
+        asleep,
+    )
+
+
+def _settings(engine: "Engine") -> EngineSettings:
+    return EngineSettings(
+        device=str(engine.device),
+        gpu_uuid=engine.gpu_uuid,
+        dtype=str(engine.dtype).removeprefix("torch."),
+        value_bytes=engine.dtype.itemsize,
+        context=engine.context,
+        image_tokens=engine.image_tokens,
+        sequences=engine.options.sequences,
+        chunk=engine.options.chunk,
+        kv_tokens=engine.pool.blocks * engine.pool.block_size,
+        offload=len(engine.waiting_layers),
+        halves=halves_on(engine.device, engine.dtype),
+        kv_dtype=engine.kv_dtype,
+        speculate=engine.options.speculate,
+    )
+
 
 DEFAULT_CONTEXT = 8192
 TYPICAL_REQUEST = 2048  # tokens of a picture, a question and a long answer

@@ -12,14 +12,58 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
-from vlfit.engine.account import EngineAccount, Rest
-from vlfit.engine.building import build_here, stopped
+from vlfit.api.engine_options import Park
+from vlfit.api.stats import EngineAccount, Rest
+from vlfit.engine.device import keep_to_own_cores
 from vlfit.engine.engine import Engine, Progress
-from vlfit.engine.options import Park
-from vlfit.engine.sequence import Sequence
-from vlfit.errors import EngineLost, VlfitError
+from vlfit.engine.scheduling.sequence import Sequence
+from vlfit.errors import EngineLost, EngineStopped, VlfitError
 from vlfit.units import format_bytes, format_seconds
+
+# How the thread of an engine begins: it builds the engine that it will run, if anybody still wants it.
+#
+# Knows: who waits for it. Does not know which engine it is, or what the thread does then (``loop.py``,
+# ``backends/transformers/engine_loop.py``).
+
+
+BuildProgress = Callable[[str, float], None]
+E = TypeVar("E")
+
+
+def build_here(
+    build: Callable[[BuildProgress], E],
+    progress: BuildProgress | None,
+    unwanted: Callable[[], bool],
+    built: Future[E],
+) -> E | None:
+    """What ``build`` builds, which ``built`` has then, too; None where it fails, and ``built`` has why.
+
+    ``progress``, if there is one, is told what ``build`` reports. The next report after the engine has become
+    ``unwanted`` ends it with ``EngineStopped``.
+    """
+
+    def report(what: str, share: float) -> None:
+        if unwanted():
+            raise stopped()
+        if progress is not None:
+            progress(what, share)
+
+    keep_to_own_cores()
+    try:
+        engine = build(report)
+    except BaseException as error:
+        built.set_exception(error)
+        return None
+    built.set_result(engine)
+    return engine
+
+
+def stopped() -> EngineStopped:
+    """What requests are told that end because the engine does, or come after it."""
+    return EngineStopped("the engine has stopped", "start it again")
+
 
 logger = logging.getLogger(__name__)
 

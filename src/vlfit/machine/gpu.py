@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlfit.machine import problems
-from vlfit.machine.cards import card_of_driver
-from vlfit.machine.links import memory_bandwidth, pcie_bandwidth
+from vlfit.machine.cards import card_of_driver, memory_bandwidth, pcie_bandwidth
 from vlfit.machine.model import Gpu, GpuProcess
 from vlfit.machine.problems import Problem, Surroundings
-
-__all__ = ["Gpu", "gpu_behind", "read_gpus"]
 
 Value = TypeVar("Value")
 _LIBRARY_NOT_FOUND = 12  # nvmlReturn_t

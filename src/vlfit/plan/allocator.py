@@ -20,7 +20,7 @@ _LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB  # below the first, pieces of the se
 _OWN_SEGMENT = 2 * MIB  # from there on a tensor has a piece of its own, a multiple of this
 _LEFT_OVER = MIB  # of a shared piece; less than this stays with the tensor
 # Tensors of text layers from this size on share one allocation, and so do those of the tower
-# (``engine/shelf.py``): a choice, as what is smaller torch itself puts close together.
+# (``loading/arena.py``): a choice, as what is smaller torch itself puts close together.
 SHELVED = 64 * 1024
 BEGUN = SMALL_SEGMENT + _LARGE_SEGMENT  # one shared piece of each kind that is not full
 

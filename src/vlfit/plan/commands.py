@@ -7,11 +7,11 @@ no command (a library, or one whose settings no option carries) has none here.
 from vlfit.checkpoint.catalog import BF16
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings, pool_tokens
-from vlfit.plan.model import Model
-from vlfit.plan.offload import offload_of
+from vlfit.plan.native.ram import offload_of
+from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import command as vllm
 from vlfit.plan.vllm.command import Start
-from vlfit.plan.vllm.versions import Version
+from vlfit.plan.vllm.flags import Version
 from vlfit.units import MIB
 
 SERVE_CHUNK = 1024  # tokens of a pass when `vlfit serve` is not told otherwise

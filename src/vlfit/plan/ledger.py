@@ -10,14 +10,15 @@ from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.checkpoint.quantization import FP8
 from vlfit.machine.model import Gpu
-from vlfit.plan import allocator, calibration, costs, graphs, offload
+from vlfit.plan import allocator, calibration
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constants
-from vlfit.plan.many_rows import Means, means_of
-from vlfit.plan.model import HALF, SINGLE, Model, kv_bytes_per_token
-from vlfit.plan.tiles import Table
-from vlfit.plan.tuned import Card, table_of
-from vlfit.plan.vllm import costs as vllm_costs
-from vlfit.plan.vllm.settings import ALONE, OfVllm
+from vlfit.plan.native import cost as costs
+from vlfit.plan.native import cost as graphs
+from vlfit.plan.native import ram as offload
+from vlfit.plan.native.tiles import Card, Means, Table, means_of, table_of
+from vlfit.plan.shapes import HALF, SINGLE, Model, kv_bytes_per_token
+from vlfit.plan.vllm import cost as vllm_costs
+from vlfit.plan.vllm.flags import ALONE, OfVllm
 from vlfit.units import MIB
 
 NATIVE, VLLM, TRANSFORMERS = "native", "vllm", "transformers"

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlfit.machine.model import Gpu
 from vlfit.plan.ledger import VLLM, held_by_others, pool_tokens
-from vlfit.plan.offload import offload_of
+from vlfit.plan.native.ram import offload_of
 from vlfit.plan.search import Plan
 from vlfit.plan.speed import Range, Speed
 

@@ -1,46 +1,47 @@
 """From a machine, a model and wishes to a plan: what is fixed stays so, the rest is chosen in a stated order.
 
 Knows: which models may be tried, and what is said of the choice. Does not know how it
-is made (``pick.py``), what a line costs (``ledger.py``) or how to get memory back (``changes.py``).
+is made (``candidates.py``), what a line costs (``ledger.py``) or how to get memory back (``changes.py``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlfit.checkpoint.catalog import FORMATS
 from vlfit.checkpoint.quantization import INT4
 from vlfit.errors import DeviceError, UsageError
+from vlfit.machine.cards import card
+from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Machine
-from vlfit.machine.remarks import OLDEST
+from vlfit.machine.survey import OLDEST
+from vlfit.plan import calibration
 from vlfit.plan.calibration import with_bandwidth
-from vlfit.plan.changes import Change, Refused, cheapest
-from vlfit.plan.commands import start_of
-from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings
-from vlfit.plan.model import Model
-from vlfit.plan.offload import AUTO, check_ram, offload_of
-from vlfit.plan.pick import best, coarser, fewest_waiting
-from vlfit.plan.preference import (
+from vlfit.plan.candidates import (
     CONTEXTS,
     IMAGE_TOKENS,
     SEQUENCES,
     air,
+    best,
+    coarser,
+    fewest_waiting,
     is_ample,
     modelled,
     within_limits,
 )
-from vlfit.plan.rounding import cost_of, in_words
+from vlfit.plan.changes import Change, Refused, can_be_freed, cheapest, cost_of, in_words
+from vlfit.plan.commands import start_of
+from vlfit.plan.ledger import NATIVE, TRANSFORMERS, VLLM, Line, Settings, held_by_others
+from vlfit.plan.native.ram import AUTO, check_ram, offload_of
+from vlfit.plan.shapes import Model
 from vlfit.plan.speed import Speed, predict
-from vlfit.plan.vllm import groups
+from vlfit.plan.vllm import placement as groups
 from vlfit.plan.vllm.command import Flag, remarks
-from vlfit.plan.vllm.costs import LEAST_PIXELS, pixels_of_token
-from vlfit.plan.vllm.over_cards import Taken, best_of_groups
-from vlfit.plan.vllm.settings import FLOAT32
-from vlfit.plan.vllm.versions import Version, check_card, chosen_version
+from vlfit.plan.vllm.cost import LEAST_PIXELS, pixels_of_token
+from vlfit.plan.vllm.flags import FLOAT32, Version, check_card, chosen_version
+from vlfit.plan.vllm.placement import Taken, best_of_groups
 from vlfit.plan.wishes import Wishes
-from vlfit.units import MIB
-
-__all__ = ["Plan", "Wishes", "emptiest", "finished", "plan", "unfit"]
+from vlfit.units import GIB, MIB, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def plan(
     ``DeviceError``. Raises ``UsageError`` for wishes that this model cannot have.
     """
     if wishes.backend == VLLM and not machine.gpus:
-        from vlfit.plan.vllm.in_ram import plan_in_ram  # it is made of what stands here
+        from vlfit.plan.vllm.cpu import plan_in_ram  # it is made of what stands here
 
         return plan_in_ram(models, machine, wishes)
     gpu = emptiest(machine)
@@ -338,3 +339,42 @@ def _cards(machine: Machine, settings: Settings, taken: Taken | None) -> tuple[s
 
 def _remarks(version: Version | None, settings: Settings, gpu: Gpu) -> tuple[str, ...]:
     return () if version is None else tuple(remarks(version, settings, capability=gpu.compute_capability))
+
+
+# What would fit if the machine were another: a browser closed, no desktop, no WSL2, a larger card.
+#
+# Knows: which differences are worth a row, and how many bytes each is. Does not know plans.
+
+
+# Common cards of other sizes.
+_CARDS = (("12 GB card", "RTX 3060 12GB"), ("16 GB card", "RTX 5060 Ti 16GB"), ("24 GB card", "RTX 3090"))
+
+
+def variants(machine: Machine) -> Iterator[tuple[str, Machine]]:
+    """Descriptions and machines. What frees an amount that the driver does not tell has no row."""
+    gpu = emptiest(machine)
+    for tip in advice(gpu, machine.host):
+        if tip.kind == "browser" and tip.frees is not None:
+            yield f"browser closed (frees {format_bytes(tip.frees)})", _with(machine, gpu, tip.frees)
+    held = held_by_others(gpu)
+    if machine.host.wsl2:
+        freed = min(held, calibration.WSL2_HIDES.bytes)
+        linux = _with(machine, gpu, freed)
+        host = replace(machine.host, wsl2=False, display="x11")
+        what = f"native Linux instead of WSL2 (frees about {format_bytes(freed)})"
+        yield what, replace(linux, host=host)
+    freed = can_be_freed(gpu, machine.host)
+    if freed:
+        how = "Windows on another GPU" if machine.host.wsl2 else "no desktop on this card"
+        yield f"headless: {how} (frees {format_bytes(freed)})", _with(machine, gpu, freed)
+    for size, name in _CARDS:
+        larger = card(name, held, machine.host.wsl2)
+        if larger.gpus[0].total > gpu.total + GIB:
+            yield f"{size} ({name}), as much held", replace(larger, host=machine.host)
+
+
+def _with(machine: Machine, gpu: Gpu, freed: int) -> Machine:
+    """``machine`` with ``freed`` bytes more on ``gpu``, and no other GPU."""
+    held = held_by_others(gpu) - freed
+    emptier = replace(gpu, free=gpu.total - held, desktop=held, processes=())
+    return replace(machine, gpus=(emptier,))

@@ -12,17 +12,17 @@ from vlfit.machine.model import Gpu
 from vlfit.plan import calibration
 from vlfit.plan.calibration import Constants
 from vlfit.plan.ledger import NATIVE, VLLM, Settings, kv_bytes
-from vlfit.plan.model import HALF, Matrix, Model
-from vlfit.plan.offload import copy_seconds, offload_of
-from vlfit.plan.vllm.constants import (
+from vlfit.plan.native.ram import copy_seconds, offload_of
+from vlfit.plan.shapes import HALF, Matrix, Model
+from vlfit.plan.vllm.cost import (
     ALL_REDUCE_HIGH,
     ALL_REDUCE_LOW,
     ALL_REDUCE_SECONDS,
     LAUNCH_OF_GRAPHS,
     LAUNCH_OF_GRAPHS_LOW,
+    all_reduces,
 )
-from vlfit.plan.vllm.parallel import all_reduces
-from vlfit.plan.vllm.settings import FLOAT32
+from vlfit.plan.vllm.flags import FLOAT32
 
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
 _NONE = (0.0, 0.0, 0.0)  # no layer waits in RAM, so none is copied

@@ -11,6 +11,7 @@ from vlfit.units import MIB
 if TYPE_CHECKING:
     from vlfit.plan.search import Plan
 
+
 # One colour for each line, for people who see red and green alike too (after Okabe and Ito).
 COLOURS = {
     "desktop": "#999999",

@@ -9,9 +9,8 @@ from vlfit.checkpoint.catalog import BF16, FORMATS
 from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 from vlfit.plan.ledger import BACKENDS, NATIVE, TRANSFORMERS, VLLM
-from vlfit.plan.offload import Wish
-from vlfit.plan.vllm.settings import ALONE, OfVllm
-from vlfit.plan.vllm.versions import parse_version
+from vlfit.plan.native.ram import Wish
+from vlfit.plan.vllm.flags import ALONE, OfVllm, parse_version
 
 _LEAST_CONTEXT = 16  # of ``EngineOptions``
 _LEAST_IMAGE_TOKENS = 4

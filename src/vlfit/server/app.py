@@ -16,18 +16,48 @@ from starlette.routing import Route
 
 from vlfit._version import __version__
 from vlfit.backends.base import LocalBackend, Sleeper
-from vlfit.server.closing import Closing
-from vlfit.server.door import Door
-from vlfit.server.failures import JSONReply, routing_reply
-from vlfit.server.front import page_routes
-from vlfit.server.generating import Workshop
-from vlfit.server.meters import Meters
-from vlfit.server.metrics import Metrics
-from vlfit.server.routes import word_routes
-from vlfit.server.settings import ServerSettings
-from vlfit.server.sleep import SleepEndpoints
-from vlfit.server.status import Status
-from vlfit.server.watchdog import Watchdog
+from vlfit.errors import UnknownModel
+from vlfit.server.admin.estimate import PriceEndpoints
+from vlfit.server.admin.metrics import Meters, Metrics
+from vlfit.server.admin.status import SleepEndpoints, Status
+from vlfit.server.http.auth import Door
+from vlfit.server.http.disconnect import Closing
+from vlfit.server.http.watchdog import Watchdog
+from vlfit.server.openai.chat_completions import ChatEndpoint
+from vlfit.server.openai.completions import CompletionsEndpoint
+from vlfit.server.openai.error_replies import JSONReply, routing_reply
+from vlfit.server.openai.generation import Workshop
+from vlfit.server.openai.openapi import docs_routes
+from vlfit.server.openai.responses import ResponsesEndpoint
+from vlfit.server.page.routes import page_routes
+from vlfit.server.server_settings import ServerSettings
+
+# Routes that give words, and what they cost. Knows which path leads to which of them, and no more.
+
+
+def word_routes(workshop: Workshop) -> list[Route]:
+    """All of them; they share ``workshop``."""
+    prices = PriceEndpoints(workshop)
+
+    async def embeddings(_: Request) -> Response:
+        """A model that was made to write gives vectors of its hidden states, which mean little: none is
+        better.
+        """
+        raise UnknownModel(
+            f"{workshop.backend.model!r} writes words and gives no embeddings",
+            "ask a model that was made for them",
+            param="model",
+        )
+
+    return [
+        Route("/v1/chat/completions", ChatEndpoint(workshop), methods=["POST"]),
+        Route("/v1/completions", CompletionsEndpoint(workshop), methods=["POST"]),
+        Route("/v1/responses", ResponsesEndpoint(workshop), methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/v1/vlfit/price", prices.price, methods=["POST"]),
+        Route("/v1/vlfit/plan", prices.plan),
+        *docs_routes(),
+    ]
 
 
 def create_app(backend: LocalBackend, settings: ServerSettings | None = None) -> Starlette:

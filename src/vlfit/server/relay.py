@@ -6,7 +6,7 @@ in a process of its own, without the model: whatever happens to that one, the co
 A request that was under way gets 503, a stream its last event, as if the server had told it itself; where
 neither can be said any more the connection breaks. Each direction waits for the other side to take what it
 was given, so that who reads slowly has memory for 64 KiB. One connection to the server is there before its
-client is, who would wait a millisecond for it; what is said first on each is whose it is (``heads.py``).
+client is, who would wait a millisecond for it; what is said first on each is whose it is (``listen.py``).
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from vlfit.server.connections import DISCARDING, Connections, fair_share
+from vlfit.server.http.listen import DISCARDING, Connections, fair_share
 
 BACK_AFTER = 5  # seconds; mini is back after three
 MOST_HEAD = 64 * 1024
 LAST_CALL = signal.SIGUSR1  # nobody serves any more: say what is left to say, and end
 LEFT = signal.SIGUSR2  # the server takes no connection any more, and will be started again
 LAST_SECONDS = 1.0
-HEAD_SECONDS = 15.0  # while nobody serves; a server closes what is silent itself (``heads.py``)
+HEAD_SECONDS = 15.0  # while nobody serves; a server closes what is silent itself (``server/http/listen.py``)
 AFTER = 0.02  # seconds after a client has come: what it asks goes first, here and in the server
 LISTENING = 2.0  # seconds in which a client that was told of a death may still send
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from vlfit.engine.conversation import ImagePart
-from vlfit.engine.picture_files import decode
+from vlfit.api.conversation import ImagePart
 from vlfit.errors import UsageError
+from vlfit.images.decode import decode
 from vlfit.tasks.boxes import SceneObject
 
 # Told apart by most eyes that see few colours (Okabe and Ito, "Color universal design", 2008).

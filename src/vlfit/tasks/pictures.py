@@ -1,28 +1,92 @@
 """From what a person calls a picture (a path, a URL, ``-``, bytes, a Pillow image) to its bytes. No torch.
 
 Knows: where bytes come from, and globs that the shell left alone. Does not know: how pictures are decoded
-(``engine/picture_files.py``) or how URLs are fetched (``tasks/fetch.py``).
+(``images/decode.py``) or how URLs are fetched (``tasks/fetch.py``).
 """
 
 import base64
 import binascii
 import glob
 import os
+import stat
 import sys
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from vlfit.engine.conversation import ImagePart
-from vlfit.engine.file_kinds import hint_for, is_surely_no_picture, kind_of
+from vlfit.api.conversation import ImagePart
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
-from vlfit.tasks.allowed_files import read_allowed
+from vlfit.images.file_kinds import hint_for, is_surely_no_picture, kind_of
 from vlfit.tasks.fetch import fetch, label_of
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
     from PIL import Image
+
+
+# A file of the server that a request may name, because it lies in a folder that was opened to requests.
+#
+# Knows: ``file:`` URLs, and that neither ``..`` nor a link may lead out of the folder, not even one that is
+# changed between the look and the reading. Does not know: what is in the file.
+
+
+_HINT = "Name a file in the folder that the server was started with (--allow-files), as file:///folder/name."
+
+
+def read_allowed(url: str, folder: Path, most: int) -> bytes:
+    """The bytes of the file that ``url`` (``file:///...``) names, at most ``most``, if it is in ``folder``.
+
+    Raises ``PrivateAddress`` for one outside, whether it is there or not; ``PictureNotFound`` for one that
+    cannot be read or is no ordinary file, ``PictureTooLarge``.
+    """
+    label = url[:120]
+    path = _path_of(url, label)
+    try:
+        root = folder.resolve(strict=True)
+        inside = Path(os.path.realpath(path)).relative_to(root)
+    except (ValueError, OSError):
+        raise PrivateAddress(f"{label} is not in the folder that requests may read from", _HINT) from None
+    try:
+        with os.fdopen(_open_below(root, inside), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise PictureNotFound(f"{label} is no ordinary file", _HINT)
+            data = file.read(most + 1)
+    except OSError as error:
+        raise PictureNotFound(f"{label}: {error.strerror}", _HINT) from None
+    if len(data) > most:
+        raise PictureTooLarge(f"{label} is larger than {most // MIB} MiB", "Scale the picture down first.")
+    return data
+
+
+def _path_of(url: str, label: str) -> str:
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        path = unquote(parts.path)
+        sound = parts.netloc in ("", "localhost") and path.startswith("/") and "\0" not in path
+        if sound and not parts.query and not parts.fragment:
+            return path
+    raise PrivateAddress(f"{label} is no file:///path of this server", _HINT)
+
+
+def _open_below(root: Path, inside: Path) -> int:
+    """A descriptor of ``root / inside``, a path that has no links: one that has come since is not followed.
+
+    Not waiting: a pipe would keep whoever opens it.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    here = os.open(root, flags | os.O_DIRECTORY)
+    steps = inside.parts
+    for index, step in enumerate(steps):
+        below = flags if index == len(steps) - 1 else flags | os.O_DIRECTORY
+        try:
+            there = os.open(step, below, dir_fd=here)
+        finally:
+            os.close(here)
+        here = there
+    return here
+
 
 # Room for an uncompressed TIFF of a large camera; more is not a picture that somebody meant.
 MAX_FILE_BYTES = 512 * MIB

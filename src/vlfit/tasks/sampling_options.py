@@ -5,7 +5,7 @@ from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.errors import InvalidRequest, UsageError
 
 

@@ -13,15 +13,15 @@ from PIL import Image
 from tests.pictures import picture
 from tests.server.harness import running
 from tests.vllm_parser import PYTHON
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.base import OpenBackend
 from vlfit.backends.native import NativeBackend
 from vlfit.backends.opening import Kind, Wanted, kind_of, open_backend
-from vlfit.backends.vllm.options import VllmOptions
+from vlfit.backends.vllm.serve_command import VllmOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, ask
-from vlfit.engine.options import EngineOptions
-from vlfit.server.settings import ServerSettings
-from vlfit.tasks.detect import detect_prompt
+from vlfit.server.server_settings import ServerSettings
+from vlfit.tasks.objects import detect_prompt
 
 MODEL = "mini"
 CONTEXT = 1024

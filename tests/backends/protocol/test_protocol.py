@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.backends.protocol.conftest import CONTEXT, CONVERSATIONS, MOST, Expected, Opened, jpeg
+from vlfit.api.conversation import Conversation, ImagePart, Tool, ask
+from vlfit.api.outputs import Answer, Chunk
+from vlfit.api.sampling_params import Form, SamplingParams
 from vlfit.backends.base import OpenBackend, Prepared, Ticket
-from vlfit.engine.answer import Answer, Chunk
-from vlfit.engine.conversation import Conversation, ImagePart, Tool, ask
-from vlfit.engine.picture_files import decode
-from vlfit.engine.sampling import Form, SamplingParams
 from vlfit.errors import DoesNotFit, EngineStopped, InvalidRequest, PictureError
+from vlfit.images.decode import decode
 from vlfit.tasks.boxes import BOXES, fenced_json
 
 GREEDY = SamplingParams(max_tokens=MOST)

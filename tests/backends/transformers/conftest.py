@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.backends.transformers.models import build
-from vlfit.backends.transformers import TransformersBackend
-from vlfit.engine.options import EngineOptions
+from vlfit.api.engine_options import EngineOptions
+from vlfit.backends.transformers.backend import TransformersBackend
 
 CONTEXT = 512
 
@@ -57,7 +57,7 @@ def reference(checkpoints: Callable[[str], Path]) -> Callable[[str], tuple[Any, 
     def both(family: str) -> tuple[Any, Any]:
         from transformers import AutoModelForImageTextToText
 
-        from vlfit.engine.any_model.processor import load_processor
+        from vlfit.backends.transformers.auto_model import load_processor
 
         if family not in found:
             folder = checkpoints(family)

@@ -13,15 +13,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.backends.transformers.models import FAMILIES
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import Form
 from vlfit.backends.opening import Wanted, open_backend
-from vlfit.backends.transformers import TransformersBackend, wanted_files
+from vlfit.backends.transformers import (
+    auto_model as loading,
+)
+from vlfit.backends.transformers import (
+    auto_model as package,
+)
+from vlfit.backends.transformers import (
+    generate_engine as engine,
+)
+from vlfit.backends.transformers import (
+    generate_engine as rehearsal,
+)
+from vlfit.backends.transformers.backend import TransformersBackend, wanted_files
+from vlfit.backends.transformers.generate import DecodedAnew, Words
 from vlfit.checkpoint.any_model import PARTS, open_any, read_any
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.hub import is_complete
-from vlfit.engine.any_model import engine, loading, package, rehearsal
-from vlfit.engine.any_model.words import DecodedAnew, Words
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import Form
 from vlfit.errors import (
     BrokenShard,
     CheckpointError,

@@ -11,26 +11,16 @@ import torch
 
 from tests.pictures import picture, png_claiming
 from tests.server.harness import running
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, Tool, ToolCall, VideoPart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Accountable, OpenBackend
-from vlfit.backends.transformers import TransformersBackend
+from vlfit.backends.transformers.auto_model import load_processor
+from vlfit.backends.transformers.backend import TransformersBackend
+from vlfit.backends.transformers.processor_prompts import Prompts
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import mini_folder
-from vlfit.engine.answer import Chunk
-from vlfit.engine.any_model.processor import load_processor
-from vlfit.engine.any_model.prompts import Prompts
-from vlfit.engine.conversation import (
-    Conversation,
-    ImagePart,
-    Message,
-    TextPart,
-    Tool,
-    ToolCall,
-    VideoPart,
-    ask,
-)
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.prompt import PromptBuilder
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import (
     DoesNotFit,
     EngineStopped,
@@ -40,8 +30,9 @@ from vlfit.errors import (
     OutOfMemory,
     PictureTooLarge,
 )
-from vlfit.server.settings import ServerSettings
-from vlfit.server.status import expectation_of
+from vlfit.prompt.builder import PromptBuilder
+from vlfit.server.admin.status import expectation_of
+from vlfit.server.server_settings import ServerSettings
 
 Backends = Callable[[str], TransformersBackend]
 

@@ -11,11 +11,11 @@ from PIL import Image
 
 from tests.backends.transformers.models import FAMILIES
 from tests.pictures import picture
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import Form, SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.backends.transformers import TransformersBackend
-from vlfit.engine.conversation import Conversation, ImagePart, Message, TextPart, ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import Form, SamplingParams
+from vlfit.backends.transformers.backend import TransformersBackend
 
 Backends = Callable[[str], TransformersBackend]
 Reference = Callable[[str], tuple[Any, Any]]
@@ -137,7 +137,7 @@ def test_an_answer_keeps_to_its_form(qwen: TransformersBackend) -> None:
 
 
 def test_text_goes_on_as_it_is(qwen: TransformersBackend, reference: Reference) -> None:
-    from vlfit.backends.streams import QueuedStream
+    from vlfit.backends.base import QueuedStream
 
     prepared = qwen.prepare_text("the quick brown", SamplingParams())
     model, processor = reference("qwen2_5_vl")

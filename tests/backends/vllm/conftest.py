@@ -8,10 +8,10 @@ import pytest
 
 from tests.backends.vllm.fake_vllm import environment
 from tests.backends.vllm.processes import gone
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.vllm.backend import VllmBackend
-from vlfit.backends.vllm.options import VllmOptions
-from vlfit.doctor.failure import read_failure
-from vlfit.engine.options import EngineOptions
+from vlfit.backends.vllm.serve_command import VllmOptions
+from vlfit.doctor.diagnose import read_failure
 
 LOG = str(Path(__file__).parent / "logs" / "0.32-cpu.log")
 TOKEN_BYTES = 3072  # of mini's KV cache

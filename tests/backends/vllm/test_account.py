@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.backends.vllm.test_lines import told
-from vlfit.backends.vllm import account
-from vlfit.backends.vllm.memory_lines import Told
+from vlfit.backends.vllm import backend as account
+from vlfit.backends.vllm.starting import Told
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
 from vlfit.plan.subjects import subjects
-from vlfit.plan.vllm import costs, starts
+from vlfit.plan.vllm import cost as costs
+from vlfit.plan.vllm import starts
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
 

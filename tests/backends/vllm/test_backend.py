@@ -9,22 +9,22 @@ import pytest
 
 from tests.backends.vllm.conftest import TOKEN_BYTES, Stage
 from tests.backends.vllm.fake_vllm import environment
+from vlfit.api.conversation import ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.vllm import attempts, starting
+from vlfit.backends.vllm.attempts import after_deaths, remember
 from vlfit.backends.vllm.backend import VllmBackend
-from vlfit.backends.vllm.deaths import after_deaths, remember
-from vlfit.backends.vllm.options import VllmOptions
+from vlfit.backends.vllm.installed import find
 from vlfit.backends.vllm.planning import plan_start
-from vlfit.backends.vllm.where import find
-from vlfit.doctor.failure import read_failure
-from vlfit.engine.conversation import ask
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
+from vlfit.backends.vllm.serve_command import VllmOptions
+from vlfit.doctor.diagnose import read_failure
 from vlfit.errors import DeviceError, DoesNotFit, EngineLost, UsageError, VllmFailed
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.machine.survey import survey
 from vlfit.plan.search import Plan
-from vlfit.plan.vllm.cases import Failure
+from vlfit.plan.vllm.step_down import Failure
 
 
 def flag(words: list[str], name: str) -> str:

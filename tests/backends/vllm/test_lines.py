@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vlfit.backends.vllm import phases
-from vlfit.backends.vllm.memory_lines import Told
-from vlfit.backends.vllm.phases import Start
+from vlfit.backends.vllm import starting as phases
+from vlfit.backends.vllm.starting import Start, Told
 from vlfit.units import GIB
 
 LOGS = Path(__file__).parent / "logs"

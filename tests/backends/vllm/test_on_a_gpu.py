@@ -8,12 +8,11 @@ import pytest
 from tests.backends.vllm.conftest import Stage
 from tests.backends.vllm.fake_vllm import environment
 from tests.backends.vllm.test_backend import flag
+from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.vllm import starting
-from vlfit.backends.vllm.command import assemble, loopback
-from vlfit.backends.vllm.options import VllmOptions
+from vlfit.backends.vllm.installed import find
 from vlfit.backends.vllm.planning import native_offer, plan_start, visible
-from vlfit.backends.vllm.where import find
-from vlfit.engine.options import EngineOptions
+from vlfit.backends.vllm.serve_command import VllmOptions, assemble, loopback
 from vlfit.errors import DeviceError, VllmFailed
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine

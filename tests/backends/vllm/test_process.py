@@ -12,9 +12,8 @@ import pytest
 
 from tests.backends.vllm.fake_vllm import environment
 from tests.backends.vllm.processes import gone, with_word
-from vlfit.backends.vllm import log as logs
-from vlfit.backends.vllm.log import Log
-from vlfit.backends.vllm.process import Guarded
+from vlfit.backends.vllm import process as logs
+from vlfit.backends.vllm.process import Guarded, Log
 from vlfit.errors import UsageError
 
 LOG = Path(__file__).parent / "logs" / "0.32-cpu.log"

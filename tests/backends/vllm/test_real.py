@@ -21,7 +21,7 @@ import pytest
 
 from tests.backends.vllm.processes import gone, with_word
 from tests.vllm_parser import PYTHON
-from vlfit import VLM
+from vlfit.client import VLM
 
 pytestmark = [
     pytest.mark.vllm,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends.vllm.fake_vllm import environment
-from vlfit.backends.vllm import where
+from vlfit.backends.vllm import installed as where
 from vlfit.errors import UsageError
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.scripted_backend import ScriptedBackend, png
+from vlfit.api.conversation import Conversation, ImagePart, TextPart, Tool
+from vlfit.api.outputs import Chunk, ImageSeen, Usage
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Listener, Ticket
-from vlfit.engine.answer import Chunk, ImageSeen, Usage
-from vlfit.engine.conversation import Conversation, ImagePart, TextPart, Tool
-from vlfit.engine.picture_files import decode
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import PictureNotFound, VlfitError
-from vlfit.tasks.batch.item import Item
+from vlfit.images.decode import decode
+from vlfit.tasks.batch.items import Item
 
 Say = Callable[[bytes, str], "str | Exception"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import BesideBackend, Ready, item
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Listener, Ticket
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import (
     DoesNotFit,
     EngineStopped,
@@ -22,10 +22,9 @@ from vlfit.errors import (
     VlfitError,
 )
 from vlfit.tasks.batch import failures
-from vlfit.tasks.batch.crew import Crew, Outcome, Pace
-from vlfit.tasks.batch.item import Item
-from vlfit.tasks.batch.job import Work
-from vlfit.tasks.batch.wish import Wish
+from vlfit.tasks.batch.executor import Crew, Outcome, Pace
+from vlfit.tasks.batch.items import Item
+from vlfit.tasks.batch.job import Wish, Work
 
 WORK = Work(Wish.caption(), SamplingParams())
 

@@ -16,7 +16,8 @@ import pytest
 from tests.pictures import picture
 from tests.tasks.batch.test_sidecars import item, said
 from vlfit.errors import CannotWrite, UsageError
-from vlfit.tasks.batch.sidecars import exiftool, sidecar
+from vlfit.tasks.batch.sidecars import exif as exiftool
+from vlfit.tasks.batch.sidecars import sidecar
 from vlfit.tasks.batch.sidecars.exif import ExifSidecar
 
 JPEG = picture(file_format="JPEG")
@@ -195,7 +196,7 @@ def test_without_it_the_command_ends_before_a_model_is_loaded(
 def test_the_real_one_ends_when_vlfit_is_killed(tmp_path: Path) -> None:
     """By itself it would wait for commands for ever."""
     code = (
-        "import time; from vlfit.tasks.batch.sidecars.exiftool import Exiftool; e = Exiftool();"
+        "import time; from vlfit.tasks.batch.sidecars.exif import Exiftool; e = Exiftool();"
         "e.run([b'-ver']); print(e._process.pid, flush=True); time.sleep(60)"
     )
     ours = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -11,7 +11,7 @@ import pytest
 from tests.tasks.website import PNG
 from vlfit.errors import PictureNotFound
 from vlfit.tasks.batch.folders import FolderSource, split_pattern
-from vlfit.tasks.batch.names import key_of, name_of_key
+from vlfit.tasks.batch.items import key_of, name_of_key
 
 
 def fill(folder: Path, *names: str) -> Path:

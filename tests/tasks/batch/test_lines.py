@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from vlfit.errors import CannotWrite, UsageError
-from vlfit.tasks.batch import keys
-from vlfit.tasks.batch.keys import KeySet, hash_of
-from vlfit.tasks.batch.lines import JsonlSink, Lines, keys_in, records_in
+from vlfit.tasks.batch import items as keys
+from vlfit.tasks.batch.items import KeySet, hash_of
+from vlfit.tasks.batch.jsonl import JsonlSink, Lines, keys_in, records_in
 
 
 def test_a_file_cut_at_any_byte_goes_on_with_whole_lines(tmp_path: Path) -> None:

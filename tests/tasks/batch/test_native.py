@@ -6,17 +6,16 @@ import pytest
 
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import item
+from vlfit.api.conversation import ImagePart
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.opening import Wanted
-from vlfit.engine.conversation import ImagePart
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import DoesNotFit, UsageError
-from vlfit.tasks.batch import opening
-from vlfit.tasks.batch.crew import Crew
-from vlfit.tasks.batch.job import Work
-from vlfit.tasks.batch.opening import open_for_batch
-from vlfit.tasks.batch.wish import Wish
-from vlfit.tasks.caption import caption
+from vlfit.tasks.batch import runner as opening
+from vlfit.tasks.batch.executor import Crew
+from vlfit.tasks.batch.job import Wish, Work
+from vlfit.tasks.batch.runner import open_for_batch
+from vlfit.tasks.describe import caption
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow")
 

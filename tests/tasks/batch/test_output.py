@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.tasks.batch.beside import item
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.errors import CannotWrite, DoesNotFit, NotAPicture, UsageError
-from vlfit.tasks.batch.item import Item, Record
-from vlfit.tasks.batch.job import Job
+from vlfit.tasks.batch.items import Item, Record
+from vlfit.tasks.batch.job import Job, Wish
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.wish import Wish
 
 
 def job(tmp_path: Path, wish: Wish | None = None, sampling: SamplingParams | None = None) -> Job:

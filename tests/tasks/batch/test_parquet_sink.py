@@ -11,17 +11,15 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
-from vlfit.engine.answer import Answer, ImageSeen, Usage
-from vlfit.engine.conversation import ImagePart
-from vlfit.engine.sampling import SamplingParams
+from vlfit.api.conversation import ImagePart
+from vlfit.api.outputs import Answer, ImageSeen, Usage
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.errors import CannotWrite, UsageError
 from vlfit.tasks.batch import parquet_sink
-from vlfit.tasks.batch.item import Item
-from vlfit.tasks.batch.job import Work
-from vlfit.tasks.batch.lines import Lines
+from vlfit.tasks.batch.items import Item, Unreadable
+from vlfit.tasks.batch.job import Wish, Work
+from vlfit.tasks.batch.jsonl import Lines
 from vlfit.tasks.batch.parquet_sink import ParquetSink
-from vlfit.tasks.batch.readers import Unreadable
-from vlfit.tasks.batch.wish import Wish
 
 SEEN = ImageSeen(640, 480, 320, 256, 80, notes=("rotated by EXIF",))
 

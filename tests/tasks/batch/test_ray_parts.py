@@ -18,11 +18,11 @@ from tests.ray.parts import Book, Heard
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import BesideBackend, item
 from vlfit._version import __version__
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.opening import Wanted
-from vlfit.backends.vllm.options import VllmOptions
-from vlfit.cli.batch_options import read_cluster
-from vlfit.engine.options import EngineOptions
-from vlfit.engine.sampling import SamplingParams
+from vlfit.backends.vllm.serve_command import VllmOptions
+from vlfit.cli.batch import read_cluster
 from vlfit.errors import (
     CheckpointError,
     ClusterError,
@@ -31,13 +31,13 @@ from vlfit.errors import (
     UnreadableAnswer,
     UsageError,
 )
-from vlfit.tasks.batch import opening
-from vlfit.tasks.batch.crew import Outcome, Pace
-from vlfit.tasks.batch.item import Item
-from vlfit.tasks.batch.job import Job, Work
-from vlfit.tasks.batch.keys import KeySet
-from vlfit.tasks.batch.ray import handful as handful_module
-from vlfit.tasks.batch.ray.handful import (
+from vlfit.tasks.batch import runner as opening
+from vlfit.tasks.batch.executor import Outcome, Pace
+from vlfit.tasks.batch.items import Item, KeySet
+from vlfit.tasks.batch.job import Job, Wish, Work
+from vlfit.tasks.batch.ray import RayOptions
+from vlfit.tasks.batch.ray import chunks as handful_module
+from vlfit.tasks.batch.ray.chunks import (
     Done,
     Duty,
     Handful,
@@ -48,8 +48,8 @@ from vlfit.tasks.batch.ray.handful import (
     packed,
     unpacked,
 )
-from vlfit.tasks.batch.ray.options import RayOptions
-from vlfit.tasks.batch.ray.run import (
+from vlfit.tasks.batch.ray.cluster import for_elsewhere, look, missing_model, samples_of
+from vlfit.tasks.batch.ray.coordinator import (
     HANDFUL,
     Few,
     _handful_size,
@@ -58,10 +58,8 @@ from vlfit.tasks.batch.ray.run import (
     check_ray,
     run_on_ray,
 )
-from vlfit.tasks.batch.ray.sight import for_elsewhere, look, missing_model, samples_of
-from vlfit.tasks.batch.ray.worker import Worker
+from vlfit.tasks.batch.ray.pipeline import Worker
 from vlfit.tasks.batch.sources import open_sources
-from vlfit.tasks.batch.wish import Wish
 
 
 def test_addresses() -> None:

@@ -12,17 +12,14 @@ import pytest
 
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import BesideBackend, Items, item
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.client import VisionModel
-from vlfit.engine.sampling import SamplingParams
 from vlfit.errors import CannotWrite, EngineStopped, ServerUnreachable
-from vlfit.tasks.batch.crew import Crew, Outcome, Pace
-from vlfit.tasks.batch.item import Item, Record
-from vlfit.tasks.batch.job import Job, Work
+from vlfit.tasks.batch.executor import Crew, Outcome, Pace
+from vlfit.tasks.batch.items import Item, Record
+from vlfit.tasks.batch.job import Job, Wish, Work
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.progress import Progress, Tally
-from vlfit.tasks.batch.runner import Runner
-from vlfit.tasks.batch.trial import try_out
-from vlfit.tasks.batch.wish import Wish
+from vlfit.tasks.batch.runner import Progress, Runner, Tally, try_out
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from vlfit.errors import UsageError
-from vlfit.tasks.batch.item import Item
-from vlfit.tasks.batch.shard import ShardSource, read_shard
+from vlfit.tasks.batch.items import Item
+from vlfit.tasks.batch.sources import ShardSource, read_shard
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ import pytest
 
 from tests.tasks.website import PNG
 from vlfit.errors import CannotWrite, UsageError
-from vlfit.tasks.batch.item import Item, Sidecar
-from vlfit.tasks.batch.readers import FileBytes
+from vlfit.tasks.batch.items import FileBytes, Item, Sidecar
 from vlfit.tasks.batch.sidecars import sidecar
-from vlfit.tasks.batch.sidecars.replacing import read_original, replace_file
-from vlfit.tasks.batch.sidecars.writer import words_of
+from vlfit.tasks.batch.sidecars.writer import read_original, replace_file, words_of
 
 RDF = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}"
 DC = "{http://purl.org/dc/elements/1.1/}"

@@ -10,7 +10,7 @@ import pytest
 from tests.tasks.batch.test_folders import fill
 from tests.tasks.website import PNG
 from vlfit.errors import PictureError, PictureNotFound, PrivateAddress, UsageError
-from vlfit.tasks.batch.item import Item
+from vlfit.tasks.batch.items import Item
 from vlfit.tasks.batch.sources import SourceOptions, open_sources
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from tests.tasks.website import PNG
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, UsageError
-from vlfit.tasks.batch import table_rows
-from vlfit.tasks.batch.item import Item
+from vlfit.tasks.batch import parquet as table_rows
+from vlfit.tasks.batch.items import Item
+from vlfit.tasks.batch.parquet import open_table
 from vlfit.tasks.batch.sources import SourceOptions, open_sources
-from vlfit.tasks.batch.table_columns import open_table
 
 RECORD = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 

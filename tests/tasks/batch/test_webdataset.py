@@ -10,8 +10,9 @@ import pytest
 
 from tests.tasks.website import PNG
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge
-from vlfit.tasks.batch import readers, tar_index
-from vlfit.tasks.batch.item import Item
+from vlfit.tasks.batch import items as readers
+from vlfit.tasks.batch import webdataset as tar_index
+from vlfit.tasks.batch.items import Item
 from vlfit.tasks.batch.sources import open_sources
 from vlfit.tasks.batch.webdataset import WebDatasetSource
 

@@ -11,22 +11,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vlfit.backends.vllm.options import VllmOptions
-from vlfit.backends.vllm.where import Installed
+from vlfit.api.engine_options import EngineOptions
+from vlfit.backends.vllm.installed import Installed
+from vlfit.backends.vllm.serve_command import VllmOptions
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.engine.options import EngineOptions
 from vlfit.errors import DeviceError, DoesNotFit, UsageError, VlfitError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
 from vlfit.plan.ledger import VLLM
-from vlfit.plan.model import Model
-from vlfit.plan.search import Plan, Wishes, plan
+from vlfit.plan.search import Plan, plan
+from vlfit.plan.shapes import Model
 from vlfit.plan.subjects import Named, named
-from vlfit.plan.vllm.cases import Failure
+from vlfit.plan.vllm.flags import chosen_version
 from vlfit.plan.vllm.legacy import share_words, understood
-from vlfit.plan.vllm.one_request import too_small
-from vlfit.plan.vllm.step_down import KV_TOO_SMALL, broken_words, next_plan
-from vlfit.plan.vllm.versions import chosen_version
+from vlfit.plan.vllm.lines import too_small
+from vlfit.plan.vllm.step_down import KV_TOO_SMALL, Failure, broken_words, next_plan
+from vlfit.plan.wishes import Wishes
 from vlfit.units import format_bytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -1,16 +1,13 @@
 """Every rule. Their order here does not matter: findings are told by their place in the log."""
 
 from vlfit.doctor.rule import Rule
-from vlfit.doctor.rules.driver import DRIVER
-from vlfit.doctor.rules.files import FILES
-from vlfit.doctor.rules.kernel import KERNEL
-from vlfit.doctor.rules.llama import LLAMA
-from vlfit.doctor.rules.memory import MEMORY
-from vlfit.doctor.rules.peers import PEERS
-from vlfit.doctor.rules.settings import SETTINGS
-from vlfit.doctor.rules.torch import TORCH
-from vlfit.doctor.rules.triton import TRITON
-from vlfit.doctor.rules.wrappers import WRAPPERS
+from vlfit.doctor.rules.driver import DRIVER, TRITON
+from vlfit.doctor.rules.llama_cpp import LLAMA
+from vlfit.doctor.rules.multi_gpu import PEERS
+from vlfit.doctor.rules.system import FILES, KERNEL, WRAPPERS
+from vlfit.doctor.rules.torch_memory import TORCH
+from vlfit.doctor.rules.vllm_memory import MEMORY
+from vlfit.doctor.rules.vllm_settings import SETTINGS
 
 RULES: tuple[Rule, ...] = (
     *(*KERNEL, *DRIVER, *TRITON),

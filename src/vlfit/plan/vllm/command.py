@@ -16,31 +16,31 @@ from typing import TYPE_CHECKING
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import MINI, mini_folder
 from vlfit.machine.model import Gpu
-from vlfit.machine.remarks import BFLOAT16_FROM
-from vlfit.plan.model import Model
-from vlfit.plan.vllm import constants, costs
-from vlfit.plan.vllm.flags import has
-from vlfit.plan.vllm.parallel import all_reduces
-from vlfit.plan.vllm.settings import (
+from vlfit.machine.survey import BFLOAT16_FROM
+from vlfit.plan.shapes import Model
+from vlfit.plan.vllm import cost as constants
+from vlfit.plan.vllm import cost as costs
+from vlfit.plan.vllm.cost import all_reduces
+from vlfit.plan.vllm.flags import (
+    ASSUMED,
     FLOAT32,
+    INSTALLED,
     LOOPBACK,
+    NEWEST,
     NO_PEERS,
     OLDER_RUNNER,
     OLDER_SHARING,
-    SOCKETS,
-)
-from vlfit.plan.vllm.versions import (
-    ASSUMED,
-    INSTALLED,
-    NEWEST,
     PINNED,
     SIZES_ARE_FIXED_FROM,
+    SOCKETS,
     Version,
+    has,
 )
 from vlfit.units import format_bytes
 
 if TYPE_CHECKING:
     from vlfit.plan.ledger import Line, Settings
+
 
 NO_LINE = "-"  # a flag that moves nothing on the GPU
 _OUTSIDE = ("desktop", "reserve")  # lines that are not vLLM's

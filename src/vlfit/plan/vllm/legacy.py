@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vlfit.errors import UsageError
-from vlfit.plan.vllm.flags import GONE, has
-from vlfit.plan.vllm.settings import FLOAT32, OfVllm
-from vlfit.plan.vllm.versions import Version
-from vlfit.plan.vllm.words import as_json, flags_of, whole_number
+from vlfit.plan.vllm.flags import FLOAT32, GONE, OfVllm, Version, as_json, flags_of, has, whole_number
 from vlfit.units import format_bytes
 
 if TYPE_CHECKING:
     from vlfit.plan.search import Plan
+
 
 _PIXELS = 1024  # of a token, in all sizes of Qwen3-VL
 

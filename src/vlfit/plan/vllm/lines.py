@@ -1,19 +1,36 @@
 """The ledger of a vLLM process on one card: its lines, and what earlier starts here say of them.
 
-Knows: which formula (``costs.py``), constant (``constants.py``) or start (``starts.py``) stands behind each
-line, also of one card among several (``parallel.py``) and of vLLM's build for processors, which keeps all of
+Knows: which formula (``costs.py``), constant (``cost.py``) or start (``starts.py``) stands behind each
+line, also of one card among several (``cost.py``) and of vLLM's build for processors, which keeps all of
 it in RAM. Does not know what to choose (``search.py``).
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
-from vlfit.plan.ledger import VLLM, Line, Settings, held_by_others, kv_cache, reserve, weight_lines
-from vlfit.plan.model import HALF, Model
-from vlfit.plan.vllm import constants, costs, parallel, starts
+from vlfit.plan.ledger import (
+    VLLM,
+    Line,
+    Settings,
+    held_by_others,
+    kv_bytes,
+    kv_cache,
+    pool_tokens,
+    reserve,
+    weight_lines,
+)
+from vlfit.plan.shapes import HALF, Model
+from vlfit.plan.vllm import cost as constants
+from vlfit.plan.vllm import cost as costs
+from vlfit.plan.vllm import cost as parallel
+from vlfit.plan.vllm import starts
 from vlfit.plan.vllm.starts import Began
-from vlfit.units import MIB
+from vlfit.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from vlfit.plan.search import Plan
 
 
 def of_vllm(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
@@ -169,4 +186,24 @@ def _in_ram(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
         *_workspaces(model, settings),
         Line("graphs", 0, EXACT, "none on a processor"),
         reserve(),
+    )
+
+
+# Whether a planned KV cache holds one request of the planned context: if not, vLLM refuses to start.
+#
+# Knows: the one check that vLLM makes of a cache whose size it is told (``check_enough_kv_cache_memory`` of
+# its ``v1/core/kv_cache_utils.py``). Does not know what else a start may fail on.
+
+
+def too_small(plan: "Plan") -> str:
+    """Why vLLM will not start with the KV cache of ``plan``, in a sentence; "" if it holds one request."""
+    if plan.backend != VLLM:
+        return ""
+    context, tokens = plan.settings.context, pool_tokens(VLLM, plan.settings)
+    if tokens >= context:
+        return ""
+    each = kv_bytes(plan.model, VLLM, plan.settings)
+    return (
+        f"vLLM will not start so: one request of {context} tokens needs a KV cache of "
+        f"{format_bytes(context * each)}, and it is given {format_bytes(tokens * each)}, which hold {tokens}."
     )

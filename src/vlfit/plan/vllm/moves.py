@@ -8,10 +8,10 @@ finitely many values, so that stepping ends. Does not know which step answers wh
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from vlfit.plan.candidates import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, CONTEXTS, IMAGE_TOKENS
 from vlfit.plan.ledger import Settings
-from vlfit.plan.model import Model
-from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, CONTEXTS, IMAGE_TOKENS
-from vlfit.plan.vllm.costs import LARGEST_BLOCK, LEAST_PIXELS, pixels_of_token, pool_tokens
+from vlfit.plan.shapes import Model
+from vlfit.plan.vllm.cost import LARGEST_BLOCK, LEAST_PIXELS, pixels_of_token, pool_tokens
 
 _ROUND = 16  # tokens of a KV block on most cards: contexts are cut to whole ones
 LEAST_CONTEXT = 256  # with less there is no room for a picture, a question and an answer

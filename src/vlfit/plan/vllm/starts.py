@@ -1,7 +1,7 @@
 """What vLLM itself said of its memory when it was started here: a JSON file for each card, version and model.
 
 Knows the fields, their bounds, and which start stands for which settings. Does not know how a log is read
-(``backends/vllm/memory_lines.py``) or what the plan makes of the numbers (``costs.py``). A file that is
+(``backends/vllm/starting.py``) or what the plan makes of the numbers (``costs.py``). A file that is
 broken is as good as none: the plan counts as if nothing had been started.
 """
 
@@ -12,13 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlfit.plan.kept import kept_file, write_whole
-from vlfit.plan.vllm.settings import FLOAT32
+from vlfit.plan.calibration import kept_file, write_whole
+from vlfit.plan.vllm.flags import FLOAT32
 from vlfit.units import GIB
 
 if TYPE_CHECKING:
     from vlfit.plan.ledger import Settings
-    from vlfit.plan.model import Model
+    from vlfit.plan.shapes import Model
+
 
 VERSION = 1
 _MOST = 2**20  # bytes of a file; a start has some four hundred

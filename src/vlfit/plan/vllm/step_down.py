@@ -6,20 +6,194 @@ else can give; where it gives, that is told apart. Does not know how a log is re
 plan is started.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from vlfit.machine.model import Machine
-from vlfit.plan.ledger import Settings
-from vlfit.plan.search import Plan, Wishes
-from vlfit.plan.vllm import apart, costs, moves
-from vlfit.plan.vllm.cases import Answer, Answers, Case, Failure, answered, total, with_variable
+from vlfit.plan.calibration import with_bandwidth
+from vlfit.plan.candidates import Choice
+from vlfit.plan.ledger import VLLM, Settings, ledger
+from vlfit.plan.search import Plan, finished
+from vlfit.plan.shapes import Model
+from vlfit.plan.vllm import cost as costs
+from vlfit.plan.vllm import moves
 from vlfit.plan.vllm.command import budget, share
+from vlfit.plan.vllm.cost import why_not
+from vlfit.plan.vllm.cpu import ram_as_gpu
+from vlfit.plan.vllm.flags import LOOPBACK, OLDER_RUNNER, OLDER_SHARING, PINNED, SOCKETS, chosen_version
 from vlfit.plan.vllm.moves import Mover
-from vlfit.plan.vllm.rebuild import again_with
-from vlfit.plan.vllm.settings import OLDER_RUNNER
-from vlfit.plan.vllm.versions import PINNED
+from vlfit.plan.vllm.placement import Group, Taken
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, format_bytes
+
+# A start that failed, and what may be tried after it: words that all answers to it are made of.
+#
+# Knows: what is known around a failure, and what an answer is. Does not know any (``step_down.py``,
+# ``plan/vllm/step_down.py``).
+
+
+# Wishes that stay fixed, with what they are called in ``Settings`` or ``OfVllm``.
+_FIXED = ("context", "image_tokens", "sequences", "kv_tokens", "chunk", "data_parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What ended a start. ``id`` is that of the doctor's rule, "" if nothing was recognised.
+
+    ``values`` are the groups of the rule's pattern, as the log prints them: sizes are in GiB. ``stage``: of
+    memory that ran out: pictures, pass, graphs, sampler, weights or requests; "" if not known.
+    """
+
+    id: str
+    values: Mapping[str, str] = field(default_factory=dict)
+    stage: str = ""
+
+    def number(self, name: str) -> float | None:
+        """A value as a number; None if the log does not say it."""
+        try:
+            return float(self.values[name])
+        except (KeyError, ValueError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A failure with all that is known around it."""
+
+    failure: Failure
+    failed: Plan
+    machine: Machine
+    wishes: Wishes
+    own: tuple[str, ...]
+
+    @property
+    def model(self) -> Model:
+        return self.failed.model
+
+    @property
+    def settings(self) -> Settings:
+        return self.failed.settings
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        fixed = {name for name in _FIXED if getattr(self.wishes, name) is not None}
+        return frozenset(fixed | ({"kv_tokens"} if self.wishes.kv_bytes is not None else set()))
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        return chosen_version(self.settings.vllm.version or None).number
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Settings to try, in words."""
+
+    settings: Settings
+    words: str
+    broken: tuple[str, ...] = ()
+
+
+Answers = Iterable[Answer]
+
+
+def answered(case: Case, settings: Settings, why: str = "") -> Answer:
+    """``settings`` to try after those that failed, with what that changes, and ``why``."""
+    words = moves.in_words(case.settings, settings) + (f" ({why})" if why else "")
+    return Answer(settings, words, moves.broken(case.settings, settings, case.fixed))
+
+
+def with_variable(settings: Settings, variable: str) -> Settings:
+    """``variable`` is ``NAME=VALUE``."""
+    told = settings.vllm
+    return replace(settings, vllm=replace(told, variables=told.variables | {variable}))
+
+
+def total(case: Case, settings: Settings) -> int:
+    """Bytes of what vLLM itself takes."""
+    lines = ledger(case.model, case.failed.gpu, VLLM, settings)
+    return sum(line.bytes for line in lines if line.line != "desktop")
+
+
+# Other ways over several cards after a failure: between them, each for itself, or more of them for a layer.
+#
+# Knows: which ways there are, and their prices. Does not know what NCCL says when one fails
+# (``doctor/rules/multi_gpu.py``).
+
+
+def without_peers(case: Case) -> Answers:
+    """Cards that cannot work together, or wait for each other: by way of RAM; then each for itself."""
+    told = case.settings.vllm
+    if told.cards == 1:
+        return
+    if "shm.cc" in case.failure.values.get("place", ""):
+        words = f"{OLDER_SHARING}: NCCL shares RAM between cards as it did before 2.24"
+        yield Answer(with_variable(case.settings, OLDER_SHARING), words)
+    if not told.apart:
+        words = "cards talk through RAM and do not read each other's memory: adding up takes longer"
+        yield Answer(replace(case.settings, vllm=replace(told, apart=True)), words)
+    yield from _each_for_itself(case)
+
+
+def without_shared_ram(case: Case) -> Answers:
+    """There is no room in /dev/shm, which only a person can change."""
+    if case.settings.vllm.cards > 1:
+        words = f"{SOCKETS}: cards talk over the network's sockets, slower, as /dev/shm is full"
+        yield Answer(with_variable(case.settings, SOCKETS), words)
+    yield from _each_for_itself(case)
+
+
+def _each_for_itself(case: Case) -> Answers:
+    """A copy on each card, if the model fits one: copies need not talk."""
+    told = case.settings.vllm
+    if told.tensor == 1 or case.wishes.tensor_parallel is not None:
+        return
+    copies = case.wishes.data_parallel or told.cards
+    alone = replace(case.settings, vllm=replace(told, tensor=1, data=copies, split_tower=False))
+    if total(case, alone) <= case.failed.gpu.free:
+        words = f"a copy of the model on each of {copies} cards: no layers are shared"
+        yield Answer(alone, words)
+
+
+def at_home(case: Case) -> Answers:
+    """Workers that do not meet at the address that vLLM took for this computer."""
+    words = f"{LOOPBACK}: the workers meet on this computer, whatever its network says"
+    yield Answer(with_variable(case.settings, LOOPBACK), words)
+
+
+def over_more_cards(case: Case) -> Answers:
+    """Weights that do not fit one card go over more of those that copies have now."""
+    told = case.settings.vllm
+    if case.wishes.tensor_parallel is not None or case.wishes.data_parallel is not None:
+        return
+    for tensor in range(told.tensor + 1, told.cards + 1):
+        if not why_not(case.model, tensor):
+            more = replace(told, tensor=tensor, data=told.cards // tensor)
+            words = f"each layer over {tensor} cards instead of {told.tensor}: {more.data} copies instead of "
+            yield Answer(replace(case.settings, vllm=more), f"{words}{told.data}")
+
+
+# A plan for vLLM with other settings, on the same cards, as the machine is now.
+#
+# Knows: which cards a plan had. Does not know why its settings change (``step_down.py``).
+
+
+def again_with(plan: Plan, settings: Settings, machine: Machine) -> Plan:
+    """``plan`` with ``settings``; its cards as they are on ``machine`` now, or as they were."""
+    model, version = plan.model, chosen_version(settings.vllm.version or None)
+    if settings.vllm.in_ram:
+        gpu = ram_as_gpu(machine)
+        lines = ledger(model, gpu, VLLM, settings)
+        return finished(model, VLLM, replace(machine, gpus=(gpu,)), gpu, settings, lines, version)
+    had = plan.gpus or (plan.gpu,)
+    wanted = {gpu.index for gpu in had}
+    now = [with_bandwidth(gpu) for gpu in machine.gpus if gpu.index in wanted]
+    group = Group(tuple(sorted(now or had, key=lambda gpu: -gpu.free)))
+    gpus = group.taken(settings.vllm.cards)
+    lines = ledger(model, gpus[0], VLLM, settings)
+    headroom = gpus[0].total - sum(line.bytes for line in lines)
+    taken = Taken(Choice(model, VLLM, settings, lines, headroom), group, gpus)
+    return finished(model, VLLM, machine, gpus[0], settings, lines, version, taken)
+
 
 KV_TOO_SMALL = "vllm.kv_too_small"  # the doctor's name for a KV cache that holds no request
 HANG = "vllm.waits_for_peers"  # and for cards that wait for each other for good
@@ -150,7 +324,7 @@ def _out_of_memory(case: Case) -> Answers:
         "requests": (moves.ample_pictures, moves.fewer_requests),
     }
     if case.failure.stage == "weights":
-        yield from apart.over_more_cards(case)
+        yield from over_more_cards(case)
         return
     if case.failure.stage == "sampler":  # whatever the ledger says: pictures may stand for its peak there
         yield from _apart(case, (moves.fewer_requests,))
@@ -251,13 +425,13 @@ _ANSWERS: Mapping[str, Callable[[Case], Answers]] = {
     "cuda.graph_oom": _graphs_failed,
     "vllm.sampler_oom": _sampler,
     "vllm.profile_race": _again,
-    "nccl.peer_access": apart.without_peers,
-    "nccl.timeout": apart.without_peers,
-    HANG: apart.without_peers,
-    "nccl.unnamed": apart.without_peers,
-    "nccl.shm": apart.without_shared_ram,
+    "nccl.peer_access": without_peers,
+    "nccl.timeout": without_peers,
+    HANG: without_peers,
+    "nccl.unnamed": without_peers,
+    "nccl.shm": without_shared_ram,
     "nccl.out_of_memory": _out_of_memory,
-    "torch.rendezvous": apart.at_home,
+    "torch.rendezvous": at_home,
     "wsl.uva": _pinned,
     "vllm.bf16": _float16,
     "vllm.unknown_flag": _without_flag,

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vlfit.errors import PictureNotFound
-from vlfit.tasks.batch.item import Item
-from vlfit.tasks.batch.names import extension_of, key_of
-from vlfit.tasks.batch.readers import FileBytes, Unreadable
+from vlfit.tasks.batch.items import FileBytes, Item, Unreadable, extension_of, key_of
 
-# What ``engine/picture_files.py`` decodes, by the names that people give it.
+# What ``images/decode.py`` decodes, by the names that people give it.
 PICTURES = frozenset(
     (
         *(

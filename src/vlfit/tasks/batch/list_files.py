@@ -1,7 +1,7 @@
 """Pictures that a list names: a text file with a path or URL in each line, or JSONL with further fields.
 
 Knows: lines, what they may hold, and how names in them become keys. A line that names no picture is an item
-that fails, so that it is listed with the others. Does not know how a path or a URL is read (``readers.py``).
+that fails, so that it is listed with the others. Does not know how a path or a URL is read (``items.py``).
 """
 
 import io
@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any, AnyStr, cast
 
 from vlfit.errors import UsageError
-from vlfit.tasks.batch.item import Item
-from vlfit.tasks.batch.keys import KeySet
-from vlfit.tasks.batch.names import key_of
-from vlfit.tasks.batch.readers import FileBytes, Unreadable, UrlBytes
+from vlfit.tasks.batch.items import FileBytes, Item, KeySet, Unreadable, UrlBytes, key_of
 from vlfit.units import MIB
 
 PICTURE_FIELDS = ("picture", "image", "url", "image_url", "path", "image_path", "file_name")

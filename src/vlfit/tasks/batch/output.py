@@ -17,15 +17,14 @@ import numpy as np
 
 from vlfit.errors import CannotWrite, UsageError, VlfitError
 from vlfit.tasks.batch.failures import facts_of
-from vlfit.tasks.batch.item import Item, Record, Sidecar, Sink
+from vlfit.tasks.batch.items import Item, KeySet, Record, Sidecar, Sink, key_of, shown_name
 from vlfit.tasks.batch.job import Job
-from vlfit.tasks.batch.keys import KeySet
-from vlfit.tasks.batch.lines import JsonlSink, Lines, keys_in, line_of, records_in, sync_folder
-from vlfit.tasks.batch.names import key_of, shown_name
+from vlfit.tasks.batch.jsonl import JsonlSink, Lines, keys_in, line_of, records_in, sync_folder
 from vlfit.tasks.batch.sidecars.late import without_sidecars, write_late
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
 
 _TOO_MANY = 16  # sidecars that could not be written: if most cannot, it is not the pictures
 _SOURCES = 5  # that are noted in the job: a shell may make thousands of one *.jpg

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.errors import CannotWrite, UsageError
-from vlfit.tasks.batch.item import Record
-from vlfit.tasks.batch.lines import Lines, keys_in, line_of, records_in, sync_folder
-from vlfit.tasks.batch.table_columns import arrow_parquet, first_line, open_table
-from vlfit.tasks.batch.wish import Kind
+from vlfit.tasks.batch.items import Record
+from vlfit.tasks.batch.job import Kind
+from vlfit.tasks.batch.jsonl import Lines, keys_in, line_of, records_in, sync_folder
+from vlfit.tasks.batch.parquet import arrow_parquet, first_line, open_table
 from vlfit.units import MIB
 
 # A part is made at once, in some tenths of a second, of rows that are in memory a thousand at a time.

@@ -14,13 +14,10 @@ from pathlib import Path
 
 from vlfit.errors import PictureNotFound, UsageError
 from vlfit.tasks.batch.folders import PICTURES, FolderSource, check_folder, split_pattern
-from vlfit.tasks.batch.item import Item, Source
+from vlfit.tasks.batch.items import Item, Source, Unreadable, extension_of, hash_of, key_of
 from vlfit.tasks.batch.list_files import ListSource, picture_named
-from vlfit.tasks.batch.names import extension_of, key_of
-from vlfit.tasks.batch.readers import Unreadable
-from vlfit.tasks.batch.tables import ParquetSource
-from vlfit.tasks.batch.tar_index import PACKED_HINT, packed_by
-from vlfit.tasks.batch.webdataset import WebDatasetSource
+from vlfit.tasks.batch.parquet import ParquetSource
+from vlfit.tasks.batch.webdataset import PACKED_HINT, WebDatasetSource, packed_by
 
 LISTS = frozenset((".txt", ".lst", ".list", ".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".pq"))
@@ -366,3 +363,57 @@ def _first_brace(name: str) -> Iterator[str]:
 
 def _packed(name: str) -> UsageError:
     return UsageError(f"{key_of(name)} is packed", PACKED_HINT)
+
+
+# One of N parts of a source, the same in every run: N machines share a job so, with no word between them.
+#
+# Knows keys and their hashes. Does not know where items come from, or who has the other parts.
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSource:
+    """The items of ``source`` whose keys fall into part ``index`` (from 1) of ``of``.
+
+    By the hash of its key alone: pictures that are added later move no other one to another machine.
+    """
+
+    source: Source
+    index: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.index <= self.of:
+            raise UsageError(
+                f"there is no part {self.index} of {self.of}",
+                f"parts of {self.of} are 1/{self.of} to {self.of}/{self.of}" if self.of > 0 else _HOW,
+            )
+
+    def __iter__(self) -> Iterator[Item]:
+        return (item for item in self.source if hash_of(item.key) % self.of == self.index - 1)
+
+    def count(self) -> int | None:
+        """About as many as an even share: the hash is as even as chance, so that of a million pictures in
+        eight parts each has its 125,000 within a percent. Counting would be another pass of hashing all keys.
+        """
+        total = self.source.count()
+        return None if total is None else round(total / self.of)
+
+    @property
+    def about(self) -> bool:
+        """Whether ``count`` is a reckoning."""
+        return self.of > 1
+
+    def notes(self) -> list[str]:
+        """What the whole source has to say."""
+        return self.source.notes()
+
+
+_HOW = "write --shard 1/8 on the first of eight machines, 2/8 on the second, ..."
+
+
+def read_shard(text: str) -> tuple[int, int]:
+    """``2/8`` as (2, 8). Raises ``UsageError`` for anything else."""
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip(), re.ASCII)
+    if match is None:
+        raise UsageError(f"--shard is {text!r}", _HOW)
+    return int(match[1]), int(match[2])

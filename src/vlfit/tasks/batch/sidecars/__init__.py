@@ -1,12 +1,12 @@
 """What was said of a picture, beside it or in it, for programs that look there: ``.txt``, XMP, EXIF.
 
 Knows the kinds by name. The order of reading: ``writer.py`` decides whether anything is written,
-``text_file.py``, ``xmp.py`` and ``exif.py`` what, ``replacing.py`` how a file changes at once or not at all.
-EXIF is written by ``exiftool``, which ``exiftool.py`` runs.
+``writer.py``, ``xmp.py`` and ``exif.py`` what, ``writer.py`` how a file changes at once or not at all.
+EXIF is written by ``exiftool``, which ``tasks/batch/sidecars/exif.py`` runs.
 """
 
 from vlfit.errors import UsageError
-from vlfit.tasks.batch.item import Sidecar
+from vlfit.tasks.batch.items import Sidecar
 
 KINDS = ("txt", "xmp", "xmp-stem", "exif")
 
@@ -19,7 +19,7 @@ def sidecar(kind: str, *, overwrite: bool = False, backup: bool = False, keep_ti
     ``UsageError`` for another kind, and for ``exif`` where exiftool is not installed.
     """
     if kind == "txt":
-        from vlfit.tasks.batch.sidecars.text_file import TextSidecar
+        from vlfit.tasks.batch.sidecars.writer import TextSidecar
 
         return TextSidecar(overwrite)
     if kind in ("xmp", "xmp-stem"):

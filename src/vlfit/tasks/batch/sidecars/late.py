@@ -11,9 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vlfit.tasks.batch.item import Item, Record, Source
-from vlfit.tasks.batch.keys import KeySet
-from vlfit.tasks.batch.lines import records_in
+from vlfit.tasks.batch.items import Item, KeySet, Record, Source
+from vlfit.tasks.batch.jsonl import records_in
 
 # Items that are held at a time, some 40 MiB of them: for each so many the output is read once.
 _AT_ONCE = 100_000
@@ -56,7 +55,7 @@ def records_of(output: Path) -> Iterator[Record]:
 
 
 def _rows(part: Path) -> Iterator[Record]:
-    from vlfit.tasks.batch.table_columns import open_table
+    from vlfit.tasks.batch.parquet import open_table
 
     table: Any = open_table(part)
     columns = [name for name in table.schema_arrow.names if name in _NEEDED]

@@ -1,0 +1,325 @@
+"""The ledger of a model that nobody has measured, as transformers runs it: what is exact, what is a guess.
+
+Knows: bytes from headers, and the KV cache where the config is that of a plain transformer. Does not know:
+any architecture by name. What a pass takes beside that is guessed here and measured once the model is loaded
+(``backends/transformers/generate_engine.py``).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vlfit.checkpoint.any_model import PARTS, AnyCheckpoint
+from vlfit.checkpoint.source import read_checkpoint
+from vlfit.errors import DoesNotFit, VlfitError
+from vlfit.machine.model import Gpu, Host
+from vlfit.plan import calibration
+from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
+from vlfit.plan.ledger import TRANSFORMERS, Line, Settings, held_by_others, ledger
+from vlfit.plan.shapes import HALF, Model, model_of
+from vlfit.units import MIB, format_bytes
+
+DEFAULT_CONTEXT = 8192  # as the native engine's, where the model has more
+_SINGLE = 4
+# Names under which configs keep that of their text model.
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+_FULL, _WINDOWED = ("full_attention", "attention"), ("sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """What of a text model's config says what it holds. ``full`` layers keep keys and values of all tokens,
+    ``windowed`` ones of the last ``window``; ``others`` something that does not grow, or that nobody knows.
+    """
+
+    full: int
+    windowed: int
+    others: int
+    window: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    positions: int | None
+
+    def kv_bytes(self, tokens: int, value_bytes: int) -> int:
+        """Keys and values of ``tokens`` in all layers that keep any."""
+        each = 2 * self.kv_heads * self.head_dim * value_bytes
+        return each * (self.full * tokens + self.windowed * min(tokens, self.window))
+
+
+def text_shape(config: Mapping[str, Any]) -> TextShape | None:
+    """From ``config.json``, or from a config of transformers as a dict; None where it does not say enough."""
+    text = text_config(config)
+    layers, hidden, heads = (
+        _count(text, *names)
+        for names in (
+            ("num_hidden_layers", "n_layer", "num_layers"),
+            ("hidden_size", "n_embd", "d_model"),
+            ("num_attention_heads", "n_head"),
+        )
+    )
+    if layers is None or hidden is None or heads is None:
+        return None
+    compressed = _count(text, "kv_lora_rank") is not None  # keys and values are kept in another form
+    kinds = text.get("layer_types")
+    kinds = kinds if isinstance(kinds, list) and len(kinds) == layers else ["full_attention"] * layers
+    full, windowed = (sum(kind in names for kind in kinds) for names in (_FULL, _WINDOWED))
+    window = _count(text, "sliding_window", "attention_chunk_size")
+    if window is None:
+        full, windowed = full + windowed, 0
+    return TextShape(
+        full=0 if compressed else full,
+        windowed=0 if compressed else windowed,
+        others=layers if compressed else layers - full - windowed,
+        window=window or 0,
+        kv_heads=_count(text, "num_key_value_heads", "num_kv_heads") or heads,
+        head_dim=_count(text, "head_dim") or hidden // heads,
+        hidden=hidden,
+        intermediate=_count(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
+        vocabulary=_count(text, "vocab_size") or _count(config, "vocab_size") or 0,
+        positions=_count(text, "max_position_embeddings", "n_positions"),
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that is about text; the whole, if no part is."""
+    for name in _TEXT_CONFIGS:
+        part = config.get(name)
+        if isinstance(part, Mapping):
+            return text_config(part)
+    return config
+
+
+def _count(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first of ``names`` that is a whole number above 0."""
+    found = (config.get(name) for name in names)
+    return next((each for each in found if type(each) is int and each > 0), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the model is to run with: tokens of a request and of a picture, bytes of a value, and how many
+    bytes of weights leave the GPU (``auto``: as few as make it fit; None: none). ``known``: the model, where
+    it is of a kind that other plans are made for.
+    """
+
+    context: int
+    image_tokens: int
+    value_bytes: int
+    offload: int | str | None = None
+    known: Model | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """``lines`` are those of the device; ``weights_here`` of ``weights`` are there, the rest in RAM."""
+
+    lines: tuple[Line, ...]
+    weights: int
+    weights_here: int
+
+    @property
+    def total(self) -> int:
+        return sum(line.bytes for line in self.lines)
+
+
+def known_model(folder: Path) -> Model | None:
+    """What is in ``folder``, if plans are made for it; None for every other architecture."""
+    try:
+        found = read_checkpoint(folder.name, folder)
+        return model_of(found.name, found.config, found.tensors, "read from its headers")
+    except VlfitError:
+        return None
+
+
+def context_of(shape: TextShape | None, wished: int | None) -> int:
+    """Most tokens of a request: as wished, else the model's, at most ``DEFAULT_CONTEXT``.
+
+    Raises ``DoesNotFit`` for more than the model knows.
+    """
+    most = shape.positions if shape is not None else None
+    if wished is None:
+        return min(most or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if most is not None and wished > most:
+        raise DoesNotFit(
+            f"a context of {wished:,} tokens was asked for; the model knows {most:,} positions",
+            f"use --context {most} or less",
+        )
+    return wished
+
+
+def lines_on_gpu(
+    checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, wish: Wish
+) -> tuple[Line, ...]:
+    """The ledger on ``gpu`` with all weights there, whether it fits or not."""
+    parts = checkpoint.bytes_loaded(wish.value_bytes)
+    weights = sum(parts.values())
+    return _in_order(_around(shape, gpu, wish), _weights(parts, weights, weights, wish.value_bytes))
+
+
+def room_on_gpu(checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, host: Host, wish: Wish) -> Room:
+    """The ledger on ``gpu`` as it is before anything is loaded.
+
+    Raises ``DoesNotFit`` where what is certain does not fit: weights, KV cache, the driver's own, and air.
+    What passes take is only guessed before they have run, so it decides nothing but how much is offloaded.
+    """
+    parts = checkpoint.bytes_loaded(wish.value_bytes)
+    weights = sum(parts.values())
+    around = _around(shape, gpu, wish)
+    certain = sum(line.bytes for line in around if line.how != MODELLED or line.line == "reserve")
+    if wish.offload is None:
+        short = certain + weights - gpu.total
+        if short > 0:
+            raise _too_large(checkpoint, gpu, weights, certain, short)
+        here = weights
+    elif wish.offload == "auto":
+        here = min(weights, gpu.total - sum(line.bytes for line in around))
+    else:
+        here = weights - int(wish.offload)
+    if here <= 0:
+        raise DoesNotFit(
+            f"beside the weights {format_bytes(sum(line.bytes for line in around))} are needed, of "
+            f"{format_bytes(gpu.total)} on {gpu.name}: nothing is left for any layer",
+            "lower --context or --image-tokens, or use --device cpu",
+        )
+    _check_ram(weights - here, host)
+    return Room(_in_order(around, _weights(parts, weights, here, wish.value_bytes)), weights, here)
+
+
+def room_in_ram(checkpoint: AnyCheckpoint, shape: TextShape | None, host: Host, wish: Wish) -> Room:
+    """The ledger on a CPU: weights and KV cache. Raises ``DoesNotFit``."""
+    parts = checkpoint.bytes_loaded(wish.value_bytes)
+    weights = sum(parts.values())
+    lines = (*_weights(parts, weights, weights, wish.value_bytes), _kv_cache(shape, wish))
+    total = sum(line.bytes for line in lines)
+    if total > host.ram_available:
+        raise DoesNotFit(
+            f"{checkpoint.name} takes {format_bytes(weights)} of weights and "
+            f"{format_bytes(total - weights)} of KV cache; {format_bytes(host.ram_available)} of RAM are "
+            f"free, {format_bytes(total - host.ram_available)} too few",
+            "use --dtype bfloat16, a smaller --context, or close programs",
+        )
+    return Room(lines, weights, weights)
+
+
+def measured(lines: tuple[Line, ...], held: Mapping[str, int], peak: int, note: str) -> tuple[Line, ...]:
+    """``lines`` once the model is loaded and its worst request has run: ``held`` bytes of weights by line,
+    and ``peak`` bytes beside weights and KV cache.
+    """
+    found = []
+    for line in lines:
+        if line.line in held:
+            found.append(
+                replace(line, bytes=held[line.line], how=MEASURED, note=f"{line.note}, as it is held")
+            )
+        elif line.line == "vision_workspace":
+            found.append(replace(line, bytes=0, how=MEASURED, note="in text_workspace: one pool has both"))
+        elif line.line == "text_workspace":
+            found.append(replace(line, bytes=peak, how=MEASURED, note=note))
+        else:
+            found.append(line)
+    return tuple(found)
+
+
+def _in_order(around: tuple[Line, ...], weights: tuple[Line, ...]) -> tuple[Line, ...]:
+    """As the memory is taken: the driver's own, weights, the KV cache, what passes take, air."""
+    first = tuple(line for line in around if line.line in ("desktop", "context"))
+    return (*first, *weights, *(line for line in around if line not in first))
+
+
+def _around(shape: TextShape | None, gpu: Gpu, wish: Wish) -> tuple[Line, ...]:
+    """All that is not weights."""
+    context = calibration.constants_for(gpu).transformers_context
+    vision = round(
+        calibration.TRANSFORMERS_VISION_SLACK.value
+        * wish.image_tokens
+        * calibration.TRANSFORMERS_VISION_PER_TOKEN.value
+    )
+    text = _text_workspace(shape, wish)
+    around = (
+        Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
+        Line("context", context.bytes, context.how, f"CUDA and its libraries: {context.source}"),
+        _kv_cache(shape, wish),
+        # Tower and text model never run at once, so only the larger counts.
+        Line(
+            "vision_workspace",
+            vision if vision > text else 0,
+            MODELLED,
+            f"a guess: {wish.image_tokens} image tokens as Qwen3-VL 2B's tower takes them",
+        ),
+        Line("text_workspace", 0 if vision > text else text, MODELLED, "a guess, until a request has run"),
+        Line(
+            "reserve",
+            calibration.RESERVE.bytes,
+            MODELLED,
+            f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice)",
+        ),
+    )
+    passes = {line.line: line for line in _known_passes(gpu, wish)}
+    return tuple(passes.get(line.line, line) for line in around)
+
+
+def _known_passes(gpu: Gpu, wish: Wish) -> tuple[Line, ...]:
+    """What passes of a known model take, as a plan has it; none of one that is not, or in float32."""
+    if wish.known is None or wish.value_bytes != HALF:
+        return ()
+    settings = Settings(wish.known.weights, wish.context, wish.image_tokens, 1, wish.context)
+    lines = ledger(wish.known, gpu, TRANSFORMERS, settings)
+    return tuple(line for line in lines if line.line in ("vision_workspace", "text_workspace"))
+
+
+def _text_workspace(shape: TextShape | None, wish: Wish) -> int:
+    """A prompt as long as the context in one pass: of each token its row through norms in float32, or the
+    three products of a layer's inner width; and one row of logits, in float32 as well.
+    """
+    if shape is None:
+        return 0
+    norms = (2 * _SINGLE + wish.value_bytes) * shape.hidden
+    inner = wish.value_bytes * (2 * shape.hidden + 3 * shape.intermediate)
+    logits = shape.vocabulary * (wish.value_bytes + 2 * _SINGLE)
+    slack = calibration.TRANSFORMERS_TEXT_SLACK.value
+    return round(slack * (wish.context * max(norms, inner) + logits))
+
+
+def _kv_cache(shape: TextShape | None, wish: Wish) -> Line:
+    if shape is None or not shape.full + shape.windowed:
+        return Line("kv_cache", 0, MODELLED, "unknown: its config does not say what a token keeps")
+    size = shape.kv_bytes(wish.context, wish.value_bytes)
+    layers = f"{wish.context} tokens in {shape.full} layers"
+    if shape.windowed:
+        layers += f", {min(wish.context, shape.window)} in {shape.windowed} more"
+    if shape.others:
+        return Line("kv_cache", size, MODELLED, f"{layers}; what {shape.others} others keep is not counted")
+    return Line("kv_cache", size, EXACT, layers)
+
+
+def _weights(parts: Mapping[str, int], weights: int, here: int, value_bytes: int) -> tuple[Line, ...]:
+    """Where not all are ``here``, each part has its share: which layers they are is decided at loading."""
+    note = f"read from headers, values of {value_bytes} bytes"
+    if here == weights:
+        return tuple(Line(part, parts[part], EXACT, note) for part in PARTS)
+    note += f"; {format_bytes(weights - here)} of all wait in RAM"
+    return tuple(Line(part, parts[part] * here // weights, MODELLED, note) for part in PARTS)
+
+
+def _too_large(checkpoint: AnyCheckpoint, gpu: Gpu, weights: int, certain: int, short: int) -> DoesNotFit:
+    free = gpu.total - held_by_others(gpu)
+    needed = weights + certain - held_by_others(gpu)
+    return DoesNotFit(
+        f"{checkpoint.name} needs {needed / MIB:,.0f} MiB of {gpu.name}, {weights / MIB:,.0f} of them "
+        f"weights; {free / MIB:,.0f} MiB are free, {short / MIB:,.0f} too few",
+        "let layers wait in RAM, which is slow: --offload auto; or use a smaller --context, a smaller model, "
+        "or close programs that hold the GPU (vlfit machine names them)",
+    )
+
+
+def _check_ram(waiting: int, host: Host) -> None:
+    if waiting > host.ram_available:
+        raise DoesNotFit(
+            f"{format_bytes(waiting)} of weights would wait in RAM, of which "
+            f"{format_bytes(host.ram_available)} are free",
+            "use a smaller model, or close programs",
+        )

@@ -1,0 +1,535 @@
+"""``POST /v1/responses``: OpenAI's newer way to ask, without its memory: every request brings all of it.
+
+Knows: its fields, and the chat that they mean (``chat``). Does not know: how it is answered
+(``response_reply``).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import Discriminator, Field, Tag
+
+from vlfit.api.conversation import ToolCall
+from vlfit.api.outputs import Chunk, TokenLogprob, Usage
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.backends.base import Prepared
+from vlfit.errors import InvalidRequest
+from vlfit.prompt.tool_calls import ToolCallReader
+from vlfit.server.http.admission import Held
+from vlfit.server.openai.chat_completions import prepare_chat
+from vlfit.server.openai.chat_schema import (
+    MOST_PARTS,
+    MOST_TOOLS,
+    AllowedChoice,
+    AllowedTools,
+    AnyDetail,
+    CalledFunction,
+    CalledTool,
+    ChatMessage,
+    ChatRequest,
+    FirstWrong,
+    Function,
+    FunctionName,
+    FunctionTool,
+    ImageContent,
+    ImageURL,
+    NamedSchema,
+    ResponseFormat,
+    SamplingWishes,
+    Strict,
+    TextContent,
+    ToolChoice,
+)
+from vlfit.server.openai.error_replies import encode, error_body
+from vlfit.server.openai.generation import Endpoint
+from vlfit.server.openai.replies import Choice, merged_timings, token_facts
+from vlfit.server.openai.request_params import forced_tool, sampling_of, tools_of
+from vlfit.server.openai.validation import read_body_as, renamed
+
+# Answers in the shape of OpenAI's responses, whole or as events that have names and numbers.
+#
+# Knows: items of output and the events around each. Does not know: where chunks come from, how bytes are
+# sent.
+
+
+Item = dict[str, Any]
+
+
+class ResponseReply:
+    """One response under way. Output is one message, if anything is said, and a call of each function."""
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        sent: dict[str, Any],
+        prepared: Prepared,
+        *,
+        ignored: tuple[str, ...],
+        with_logprobs: bool,
+        tools: frozenset[str],
+        forced: str | None = None,
+    ) -> None:
+        """``sent``: fields of the request that the response repeats; ``tools``: names of functions, of which
+        ``forced`` must be called.
+        """
+        self._id = request_id
+        self._model = model
+        self._sent = sent
+        self._prompt_tokens = prepared.prompt_tokens
+        self._image_tokens = prepared.image_tokens
+        self._images = prepared.images
+        self._ignored = ignored
+        self._with_logprobs = with_logprobs
+        self._choice = Choice(ToolCallReader(tools, forced) if tools else None)
+        self._created = int(time.time())
+        self._number = 0
+        self._items: list[Item] = []
+        self._message: Item | None = None  # that is being said
+
+    def opening(self) -> bytes:
+        response = self._response("in_progress", [])
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def step(self, index: int, chunk: Chunk) -> bytes:
+        said = self._choice.add(chunk)
+        events = b""
+        if said.text or (chunk.logprobs and not said.calls):
+            events += self._say(said.text, chunk.logprobs)
+        for call_id, call in said.calls:
+            events += self._end_message() + self._call(call_id, call)
+        if chunk.finish_reason is None:
+            return events
+        if not self._items and self._message is None:
+            events += self._say("", ())  # an answer of no words is a message all the same
+        events += self._end_message()
+        status = self._status()
+        return events + self._event(f"response.{status}", response=self._response(status, self._items))
+
+    def take(self, index: int, chunk: Chunk) -> None:
+        self.step(index, chunk)
+
+    def whole(self) -> dict[str, Any]:
+        return self._response(self._status(), self._items)
+
+    def failed(self, error: Exception) -> bytes:
+        body = error_body(error)["error"]
+        return self._event("error", **{name: body[name] for name in ("code", "message", "param")}, error=body)
+
+    def note(self) -> str:
+        usage = self._total()
+        images = f" ({usage.image_tokens} of them image)" if usage.image_tokens else ""
+        return f"{usage.prompt_tokens}{images} + {usage.completion_tokens} tokens"
+
+    def _status(self) -> str:
+        return "incomplete" if self._choice.finish_reason == "length" else "completed"
+
+    def _say(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:
+        events = b""
+        if self._message is None:
+            name = f"msg_{self._id[:24]}{len(self._items)}"
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._message = {
+                "type": "message",
+                "id": name,
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [part],
+            }
+            events += self._event(
+                "response.output_item.added",
+                output_index=len(self._items),
+                item={**self._message, "content": []},
+            )
+            events += self._event("response.content_part.added", **self._where(), part=dict(part))
+        part = self._message["content"][0]
+        part["text"] += text
+        told = [token_facts(each) for each in logprobs] if self._with_logprobs else []
+        part["logprobs"] += told
+        if text or told:
+            events += self._event("response.output_text.delta", **self._where(), delta=text, logprobs=told)
+        return events
+
+    def _end_message(self) -> bytes:
+        message = self._message
+        if message is None:
+            return b""
+        part = message["content"][0]
+        events = self._event(
+            "response.output_text.done", **self._where(), text=part["text"], logprobs=part["logprobs"]
+        ) + self._event("response.content_part.done", **self._where(), part=part)
+        message["status"] = self._status()
+        self._message = None
+        return events + self._end_item(message)
+
+    def _call(self, call_id: str, call: ToolCall) -> bytes:
+        item = {
+            "type": "function_call",
+            "id": f"fc_{call_id.removeprefix('call_')}",
+            "call_id": call_id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": self._status(),
+        }
+        where = {"item_id": item["id"], "output_index": len(self._items)}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        events = self._event("response.output_item.added", output_index=len(self._items), item=begun)
+        events += self._event("response.function_call_arguments.delta", **where, delta=call.arguments)
+        events += self._event(
+            "response.function_call_arguments.done", **where, name=call.name, arguments=call.arguments
+        )
+        return events + self._end_item(item)
+
+    def _end_item(self, item: Item) -> bytes:
+        self._items.append(item)
+        return self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _where(self) -> dict[str, Any]:
+        name = self._message["id"] if self._message else ""
+        return {"item_id": name, "output_index": len(self._items), "content_index": 0}
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: ".encode() + encode(body) + b"\n\n"
+
+    def _response(self, status: str, items: list[Item]) -> dict[str, Any]:
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "model": self._model,
+            "output": items,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            **self._sent,
+            "usage": None if status == "in_progress" else self._usage(),
+            "vlfit": {
+                "images": [asdict(image) for image in self._images or self._choice.images],
+                "timings": merged_timings([self._choice.timings] if self._choice.timings else []),
+                "finish_reasons": [self._choice.finish_reason],
+                "ignored": list(self._ignored),
+            },
+        }
+
+    def _total(self) -> Usage:
+        """What the backend counted before, or told afterwards."""
+        told = self._choice.usage
+        return Usage(
+            self._prompt_tokens or told.prompt_tokens,
+            self._image_tokens or told.image_tokens,
+            self._choice.completion_tokens,
+            self._choice.cached_tokens,
+        )
+
+    def _usage(self) -> dict[str, Any]:
+        total = self._total()
+        return {
+            "input_tokens": total.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": total.cached_tokens,
+                "image_tokens": total.image_tokens,
+            },
+            "output_tokens": total.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": total.total_tokens,
+        }
+
+
+# Fields of the chat that a response stands for, and what they are called here.
+_AS_SENT = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+
+
+class InputText(Strict):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputImage(Strict):
+    """``image_url``: data:image/...;base64,..., https:// or http://."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: AnyDetail = "auto"
+
+
+InputPart = Annotated[InputText | InputImage, Field(discriminator="type")]
+
+
+def _text_or_list(value: Any) -> str:
+    return "items" if isinstance(value, list) else "text"
+
+
+Content = Annotated[
+    Union[  # noqa: UP007
+        Annotated[str, Tag("text")],
+        Annotated[list[InputPart], Tag("items"), Field(max_length=MOST_PARTS), FirstWrong()],
+    ],
+    Discriminator(_text_or_list),
+]
+
+
+class InputMessage(Strict):
+    type: Literal["message"] = "message"
+    role: str
+    content: Content
+
+
+class FunctionCall(Strict):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Strict):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+def _kind_of_item(item: Any) -> str:
+    if isinstance(item, dict):
+        return str(item.get("type", "message"))
+    return str(getattr(item, "type", "message"))
+
+
+InputItem = Annotated[
+    Union[  # noqa: UP007
+        Annotated[InputMessage, Tag("message")],
+        Annotated[FunctionCall, Tag("function_call")],
+        Annotated[FunctionCallOutput, Tag("function_call_output")],
+    ],
+    Discriminator(_kind_of_item),
+]
+
+
+class TextFormat(Strict):
+    """As ``response_format`` of a chat, with the schema beside its name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = Field(default="answer", min_length=1, max_length=200)
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextWishes(Strict):
+    format: TextFormat | None = None
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=200)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class ResponseAllowedChoice(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], Field(min_length=1, max_length=MOST_TOOLS), FirstWrong()]
+
+
+def _kind_of_choice(choice: Any) -> str:
+    if isinstance(choice, dict):
+        return "some" if choice.get("type") == "allowed_tools" else "one"
+    if isinstance(choice, ResponseAllowedChoice):
+        return "some"
+    return "one" if isinstance(choice, ResponseToolChoice) else "word"
+
+
+class ResponseRequest(SamplingWishes):
+    """``POST /v1/responses``."""
+
+    input: Annotated[
+        Union[  # noqa: UP007
+            Annotated[str, Tag("text")],
+            # Less one: instructions are a message as well.
+            Annotated[list[InputItem], Tag("items"), Field(max_length=MOST_PARTS - 1), FirstWrong()],
+        ],
+        Discriminator(_text_or_list),
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextWishes | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS), FirstWrong()] | None = None
+    tool_choice: (
+        Annotated[
+            Union[  # noqa: UP007
+                Annotated[Literal["none", "auto", "required"], Tag("word")],
+                Annotated[ResponseToolChoice, Tag("one")],
+                Annotated[ResponseAllowedChoice, Tag("some")],
+            ],
+            Discriminator(_kind_of_choice),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+
+    def refuse_unsupported(self) -> None:
+        """Raises ``InvalidRequest`` for what would need a memory, or more than one answer."""
+        refused = {
+            "previous_response_id": self.previous_response_id,
+            "conversation": self.conversation,
+            "background": self.background,
+            "prompt": self.prompt,
+            "n": (self.n or 1) > 1,
+        }
+        for name, wanted in refused.items():
+            if wanted:
+                hint = "this server remembers no conversations: send all of it in input"
+                raise InvalidRequest(
+                    f"vlfit does not support {name}", "leave n out" if name == "n" else hint, param=name
+                )
+
+    def as_chat(self) -> ChatRequest:
+        """The chat that it means."""
+        wishes = {name: getattr(self, name) for name in SamplingWishes.model_fields}
+        return ChatRequest(
+            **wishes,
+            messages=self._messages(),
+            max_tokens=self.max_output_tokens,
+            logprobs=True if self.top_logprobs is not None else None,
+            top_logprobs=self.top_logprobs,
+            response_format=self._format(),
+            tools=[_tool(tool) for tool in self.tools] if self.tools else None,
+            tool_choice=self._choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+
+    def _messages(self) -> list[ChatMessage]:
+        messages = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*messages, ChatMessage(role="user", content=self.input)]
+        for item in self.input:
+            if isinstance(item, InputMessage):
+                messages.append(ChatMessage(role=item.role, content=_content(item.content)))
+            elif isinstance(item, FunctionCall):
+                messages.append(_with_call(messages, item))
+            else:
+                messages.append(
+                    ChatMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id)
+                )
+        return messages
+
+    def _choice(self) -> Literal["none", "auto", "required"] | ToolChoice | AllowedChoice | None:
+        choice = self.tool_choice
+        if isinstance(choice, ResponseToolChoice):
+            return _named(choice)
+        if isinstance(choice, ResponseAllowedChoice):
+            allowed = AllowedTools(mode=choice.mode, tools=[_named(each) for each in choice.tools])
+            return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+        return choice
+
+    def _format(self) -> ResponseFormat | None:
+        wish = self.text.format if self.text else None
+        if wish is None:
+            return None
+        named = NamedSchema(name=wish.name, schema=wish.json_schema, strict=wish.strict)
+        return ResponseFormat(type=wish.type, json_schema=named if wish.type == "json_schema" else None)
+
+
+def _with_call(messages: list[ChatMessage], item: FunctionCall) -> ChatMessage:
+    """A call belongs to what the assistant said just before it, which leaves ``messages``."""
+    call = CalledTool(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+    if messages and messages[-1].role == "assistant":
+        said = messages.pop()
+        return said.model_copy(update={"tool_calls": [*(said.tool_calls or ()), call]})
+    return ChatMessage(role="assistant", content=None, tool_calls=[call])
+
+
+def _content(content: str | list[InputPart]) -> str | list[Any]:
+    if isinstance(content, str):
+        return content
+    return [
+        TextContent(type="text", text=part.text)
+        if isinstance(part, InputText)
+        else ImageContent(type="image_url", image_url=ImageURL(url=part.image_url, detail=part.detail))
+        for part in content
+    ]
+
+
+def _named(choice: ResponseToolChoice) -> ToolChoice:
+    return ToolChoice(type="function", function=FunctionName(name=choice.name))
+
+
+def _tool(tool: ResponseTool) -> FunctionTool:
+    function = Function(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return FunctionTool(type="function", function=function)
+
+
+class ResponsesEndpoint(Endpoint[ResponseRequest]):
+    """OpenAI's responses."""
+
+    def parse(self, body: bytes) -> ResponseRequest:
+        wishes = read_body_as(ResponseRequest, body)
+        wishes.refuse_unsupported()
+        return wishes
+
+    def sampling(self, wishes: ResponseRequest) -> SamplingParams:
+        with renamed(_AS_SENT):
+            return sampling_of(wishes.as_chat(), self.workshop.backend.default_sampling())
+
+    def count(self, wishes: ResponseRequest) -> int:
+        return 1
+
+    async def prepare(
+        self, wishes: ResponseRequest, sampling: SamplingParams, held: Held
+    ) -> Sequence[Prepared]:
+        with renamed(_AS_SENT):
+            return [await prepare_chat(self.workshop, wishes.as_chat(), sampling, held)]
+
+    def reply(self, wishes: ResponseRequest, prepared: Sequence[Prepared], request_id: str) -> ResponseReply:
+        chat = wishes.as_chat()
+        sent = {
+            "instructions": wishes.instructions,
+            "max_output_tokens": wishes.max_output_tokens,
+            "parallel_tool_calls": wishes.parallel_tool_calls is not False,
+            "temperature": wishes.temperature,
+            "text": {"format": _told_format(wishes)},
+            "tool_choice": (
+                wishes.tool_choice.model_dump()
+                if isinstance(wishes.tool_choice, ResponseToolChoice | ResponseAllowedChoice)
+                else wishes.tool_choice or "auto"
+            ),
+            "tools": [tool.model_dump() for tool in wishes.tools or ()],
+            "top_p": wishes.top_p,
+        }
+        return ResponseReply(
+            request_id,
+            self.workshop.backend.model,
+            sent,
+            prepared[0],
+            ignored=wishes.ignored(),
+            with_logprobs=bool(chat.logprobs),
+            tools=frozenset(tool.name for tool in tools_of(chat)),
+            forced=forced_tool(chat),
+        )
+
+
+def _told_format(wishes: ResponseRequest) -> dict[str, Any]:
+    wish = wishes.text.format if wishes.text else None
+    return {"type": "text"} if wish is None else wish.model_dump(by_alias=True, exclude_none=True)

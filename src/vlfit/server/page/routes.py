@@ -1,0 +1,73 @@
+"""The page at ``/``: files of the package as they are, with headers that let it load nothing from elsewhere.
+
+Knows: which files belong to the page, and what a browser may do with them. Does not know: what the page does
+(its own scripts, ``page/``), which asks this server as any client would.
+"""
+
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vlfit.backends.base import LocalBackend
+from vlfit.server.openai.error_replies import JSONReply
+from vlfit.tasks import describe as prompts
+
+_KINDS = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_FILES = (
+    "page.css",
+    "page.js",
+    "answers.js",
+    "boxes.js",
+    "copies.js",
+    "keys.js",
+    "memory.js",
+    "pictures.js",
+    "server.js",
+    "icon.svg",
+)
+# Pictures are data: and blob: addresses of files that somebody chose; all else comes from this server.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data: blob:; media-src 'self' blob:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Permissions-Policy": "camera=(self), microphone=(), geolocation=()",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+def page_routes(backend: LocalBackend, *, asks_key: bool) -> list[Route]:
+    """``/``, the files beside it under ``/page/``, and the few facts that they need.
+
+    ``asks_key``: whether the server does.
+    """
+
+    async def facts(_: Request) -> Response:
+        words = {"caption": prompts.CAPTION_LONG, "scene": prompts.SCENE, "detect": prompts.DETECT}
+        return JSONReply({"model": backend.model, "prompts": words, "asks_key": asks_key})
+
+    return [
+        Route("/", _file("index.html")),
+        Route("/page/facts.json", facts),
+        *(Route(f"/page/{name}", _file(name)) for name in _FILES),
+    ]
+
+
+def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    content = (files("vlfit.server") / "page" / name).read_bytes()
+    kind = _KINDS[name.rpartition(".")[2]]
+
+    async def send(_: Request) -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)
+
+    return send

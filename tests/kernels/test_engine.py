@@ -1,0 +1,78 @@
+"""The engine as a GPU runs it, kernels, block tables and narrow weights, but interpreted on the CPU.
+
+``tests/engine/test_gpu.py`` says the same of a real GPU.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.awq_gptq import as_awq, as_gptq
+from tests.compressed import EMBEDDING, Group, compress
+from tests.engine.test_parity import CONVERSATIONS, run
+from tests.kernels.conftest import ON_GPU
+from vlfit import kernels
+from vlfit.api.engine_options import EngineOptions
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import Engine
+from vlfit.kernels.attention import paged as attention
+from vlfit.layers.embedding import Int8Embedding
+from vlfit.layers.linear import Fp8Linear, Int4Linear, Int8Linear, Reordered
+from vlfit.plan.native.tiles import Tiles
+from vlfit.quantize.conversion import convert
+
+pytestmark = [
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu.py runs it on the GPU"),
+    pytest.mark.usefixtures("device"),
+]
+SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"]]
+TOKENS = 3
+# Few programs and steps, which is what interpreting takes time for.
+LARGE = Tiles(32, 128, 128, 4, 1)
+LARGE_ATTENTION = attention.Tiles(64, 64, 4, 1)
+
+
+def engine(folder: Path) -> Engine:
+    """Chunks of 24, so that the picture's prompt has a past, and the shorter one decodes beside it."""
+    return Engine(open_checkpoint(folder), EngineOptions(device="cpu", context=256, chunk=24, sequences=2))
+
+
+def in_8_bits(module: str) -> str | None:
+    """Every linear layer, the tower's too, and the embedding, which is the head."""
+    return None if module.endswith("pos_embed") else "group_0"
+
+
+@pytest.mark.parametrize(
+    "weights",
+    ["int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "int8", "awq", "gptq"))],
+)
+def test_the_same_words_by_kernels(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    folder = tmp_path / "new"
+    if weights == "int8":
+        groups = {"group_0": Group(targets=("Linear", EMBEDDING))}
+        folder, _ = compress(tiny("tied"), tmp_path, groups, in_8_bits)
+    elif weights == "awq":
+        folder, _ = as_awq(tiny("odd_vocab_one_kv_head"), tmp_path, 16)
+    elif weights == "gptq":
+        folder, _ = as_gptq(tiny("tied"), tmp_path, ordered=True, symmetric=False)
+    else:
+        convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), weights, folder)
+    expected = run(engine(folder), *SPOKEN, tokens=TOKENS)
+    monkeypatch.setattr(kernels, "used_on", lambda device: True)
+    monkeypatch.setattr(kernels.gemm.quantized, "tiles_for", lambda *_: LARGE)
+    monkeypatch.setattr(kernels.gemm.quantized, "WIDEN_ROWS", 16)  # chunks go that way, decoding does not
+    monkeypatch.setattr(kernels.gemm.quantized, "WIDEN_OUTPUTS", 128)
+    monkeypatch.setattr(kernels.attention.paged, "prefill_tiles", lambda _: LARGE_ATTENTION)
+    monkeypatch.setattr(kernels.attention.paged, "decode_splits", lambda _: 2)
+    by_kernels = engine(folder)
+    text = by_kernels.runner.text
+    narrow = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear, "awq": Int4Linear}
+    classes = {**narrow, "gptq": Reordered}
+    assert isinstance(text.layers[0].down, classes[weights])
+    assert isinstance(text.embedding, Int8Embedding) == (weights == "int8")
+    assert isinstance(text.head, Int8Linear) == (weights == "int8")
+    assert run(by_kernels, *SPOKEN, tokens=TOKENS) == expected

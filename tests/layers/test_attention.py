@@ -1,0 +1,82 @@
+"""Paged attention against plain attention over each sequence's own tokens."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.engine.shapes import TEXT
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.engine.execution.attention_metadata import Layout
+from vlfit.engine.sampling.output_processor import Completion
+from vlfit.engine.scheduling.scheduler import Work
+from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
+from vlfit.layers.attention import DecodeGroup, PrefillChunk, SlotPlan, slot_attention
+from vlfit.layers.kv_cache import KVCache, slots_of
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM = TEXT.num_attention_heads, TEXT.num_key_value_heads, TEXT.head_dim
+
+
+def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The newest ``len(query)`` tokens over all tokens of one sequence, causal: [new, heads * head_dim]."""
+    repeats = HEADS // KV_HEADS
+    keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    mask = torch.ones(len(query), len(keys), dtype=torch.bool).tril(len(keys) - len(query))
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), attn_mask=mask
+    )
+    return mixed.transpose(0, 1).flatten(1)
+
+
+def test_a_mixed_batch_is_each_sequence_alone() -> None:
+    torch.manual_seed(0)
+    cache = KVCache(TEXT, blocks=12, block_size=4, dtype=torch.float32, device=CPU)
+    cache.keys.fill_(torch.nan)  # whatever is read without having been written shows
+    cache.values.fill_(torch.nan)
+    tables = {"short": [7], "long": [3, 9, 1], "fresh": [0, 5], "later": [8, 2, 10]}
+    lengths = {"short": 3, "long": 11, "fresh": 6, "later": 9}
+    new = {"short": 1, "long": 1, "fresh": 6, "later": 4}
+    slots = {name: slots_of(table, 4)[: lengths[name]] for name, table in tables.items()}
+    keys = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
+    values = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
+    queries = {name: torch.randn(new[name], HEADS, HEAD_DIM) for name in tables}
+    for name in tables:
+        cache.write(1, slots[name], keys[name], values[name])
+    short_padded = torch.cat([slots["short"], slots["short"][-1:].expand(8)])
+    decode_mask = torch.arange(11) < torch.tensor([[3], [11]])
+    later_mask = torch.arange(9) <= torch.arange(5, 9)[:, None]
+    plan = SlotPlan(
+        torch.empty(0, dtype=torch.long),
+        DecodeGroup(torch.stack([short_padded, slots["long"]]), decode_mask),
+        (PrefillChunk(2, 6, slots["fresh"], None), PrefillChunk(8, 4, slots["later"], later_mask)),
+    )
+    mixed = slot_attention(torch.cat(list(queries.values())), 1, cache, plan)
+    expected = torch.cat([dense(queries[name], keys[name], values[name]) for name in tables])
+    torch.testing.assert_close(mixed, expected)
+
+
+@pytest.mark.parametrize("table", [[4, 5, 6], [4, 6, 5]], ids=["one run", "scattered"])
+def test_one_request_is_read_where_it_lies_if_its_blocks_follow_each_other(table: list[int]) -> None:
+    torch.manual_seed(0)
+    cache = KVCache(TEXT, blocks=8, block_size=4, dtype=torch.float32, device=CPU)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    slots = slots_of(table, 4)[:10]
+    keys, values = (torch.randn(10, KV_HEADS, HEAD_DIM) for _ in range(2))
+    cache.write(1, slots, keys, values)
+    prompt = PricedPrompt(np.zeros(9, np.int64), np.zeros(0, np.int64), np.zeros((3, 9), np.int64), 9, ())
+    completion = Completion(None, SamplingParams(), frozenset(), 8)  # type: ignore[arg-type]
+    sequence = Sequence(prompt, SamplingParams(), 8, completion, lambda _: None, 0.0)
+    sequence.blocks, sequence.slots = table, slots_of(table, 4)
+    for cached, new in ((9, 1), (5, 4), (0, 9)):
+        sequence.cached, sequence.generated = cached, [0] if cached == 9 else []
+        plan = Layout(4, CPU).plan([Work(sequence, new)])
+        assert isinstance(plan, SlotPlan)
+        parts = [plan.decode] if plan.decode else list(plan.chunks)
+        assert [part.first for part in parts] == [16 if table == [4, 5, 6] else None]
+        query = torch.randn(new, HEADS, HEAD_DIM)
+        seen = cached + new
+        expected = dense(query, keys[:seen], values[:seen])
+        torch.testing.assert_close(slot_attention(query, 1, cache, plan), expected)

@@ -1,0 +1,110 @@
+"""The engine with a KV cache in FP8: the words are those of a cache of numbers that were rounded so."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.test_parity import CONVERSATIONS, run
+from tests.engine.test_shared_prefixes import answer
+from vlfit import kernels
+from vlfit.api.conversation import ask
+from vlfit.api.engine_options import EngineOptions
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import Engine
+from vlfit.errors import UsageError
+from vlfit.kernels.attention import paged as attention
+from vlfit.kernels.attention.paged import Tiles
+from vlfit.layers.kv_cache import Rows, narrowed, widened
+from vlfit.plan.actual import expect_in_ram
+
+ON_GPU = torch.cuda.is_available()
+OPTIONS = EngineOptions(device="cpu", context=512, chunk=64, sequences=3, kv_dtype="fp8")
+
+
+def engine(folder: Path, options: EngineOptions = OPTIONS) -> Engine:
+    return Engine(open_checkpoint(folder), options)
+
+
+def round_in_a_cache_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Rows.write
+
+    def rounded(self: Rows, layer: int, slots: Tensor, rows: Tensor) -> None:
+        write(self, layer, slots, widened(*narrowed(rows), rows.dtype))
+
+    monkeypatch.setattr(Rows, "write", rounded)
+
+
+@pytest.mark.parametrize("name", ["tied", "odd_vocab_one_kv_head"])
+def test_words_are_those_of_rounded_keys_and_values(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spoken = [CONVERSATIONS[each] for each in ("picture", "text", "system and turns")]
+    narrow = run(engine(tiny(name)), *spoken, tokens=24)
+    exact = run(engine(tiny(name), replace(OPTIONS, kv_dtype="auto")), *spoken, tokens=24)
+    assert exact != narrow  # or nothing was rounded
+    round_in_a_cache_of_numbers(monkeypatch)
+    assert run(engine(tiny(name), replace(OPTIONS, kv_dtype="auto")), *spoken, tokens=24) == narrow
+
+
+def test_a_prompt_that_is_known_says_the_same_again(tiny: Callable[[str], Path]) -> None:
+    """Blocks taken over, whole and in part, bring their scales."""
+    again, fresh = engine(tiny("tied")), engine(tiny("tied"), replace(OPTIONS, prefix_cache=False))
+    begun = "the quick brown fox jumps over the lazy dog and goes on to the river"
+    for text in (begun, begun, f"{begun} to drink"):
+        words, shared = answer(again, ask(text))
+        assert (words, 0) == answer(fresh, ask(text))
+    assert shared > 0
+
+
+def test_bytes_are_planned(tiny: Callable[[str], Path]) -> None:
+    built = engine(tiny("tied"))
+    account = built.account()
+    assert account.settings.kv_dtype == "fp8"
+    lines = expect_in_ram(built.checkpoint, account.settings.kv_tokens, 4, kv_dtype="fp8").lines
+    assert account.holdings.kv_cache == next(line.bytes for line in lines if line.line == "kv_cache")
+    plain = expect_in_ram(built.checkpoint, account.settings.kv_tokens, 2).lines
+    heads_of_16 = 18 / 32
+    assert account.holdings.kv_cache == heads_of_16 * plain[-1].bytes
+
+
+@pytest.mark.parametrize(("kv_dtype", "words"), [("bf16", "which is float32"), ("fp9", "'fp9'")])
+def test_what_cannot_be_had_is_refused(tiny: Callable[[str], Path], kv_dtype: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        engine(tiny("tied"), replace(OPTIONS, kv_dtype=kv_dtype))
+
+
+def test_bf16_is_what_is_computed_in(tiny: Callable[[str], Path]) -> None:
+    built = engine(tiny("tied"), replace(OPTIONS, kv_dtype="bf16", dtype="bfloat16"))
+    assert built.runner.cache.keys.dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="the next one runs it on the GPU")
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+def test_the_same_words_by_kernels(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, a chunk with a past and one that decodes beside it among them."""
+    options = replace(OPTIONS, context=256, chunk=24, sequences=2)
+    spoken = [CONVERSATIONS["picture"], CONVERSATIONS["text"]]
+    expected = run(engine(tiny("odd_vocab_one_kv_head"), options), *spoken, tokens=3)
+    monkeypatch.setattr(kernels, "used_on", lambda device: True)
+    monkeypatch.setattr(attention, "prefill_tiles", lambda _: Tiles(64, 64, 4, 1))
+    monkeypatch.setattr(attention, "decode_splits", lambda _: 2)
+    assert run(engine(tiny("odd_vocab_one_kv_head"), options), *spoken, tokens=3) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["tied", "odd_vocab_one_kv_head"])
+def test_the_same_words_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
+    """In float32, through recorded steps; the last bits of a product may round a key to the next code, so
+    the first words are compared.
+    """
+    spoken = [CONVERSATIONS[each] for each in ("picture", "text")]
+    expected = run(engine(tiny(name)), *spoken, tokens=8)
+    on_gpu = engine(tiny(name), replace(OPTIONS, device="cuda", dtype="float32"))
+    assert run(on_gpu, *spoken, tokens=8) == expected
+    assert on_gpu.runner.cache.keys.dtype == torch.uint8

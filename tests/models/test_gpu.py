@@ -1,0 +1,92 @@
+"""Text-only decoders on a CUDA device: the same words as on the CPU in float32, close to it in 16 bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.on_gpu import requested, settle
+from tests.engine.test_parity import relative, run
+from tests.models.test_parity import CONVERSATIONS
+from tests.tiny_decoders import DECODERS
+from vlfit.api.engine_options import EngineOptions
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import Engine
+from vlfit.engine.execution.warmup import profile_peak_memory as at_start
+from vlfit.layers.linear import Fp8Linear
+from vlfit.models.decoder import TextModel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def engine(folder: Path, device: str, dtype: str = "float32") -> Engine:
+    options = EngineOptions(device=device, dtype=dtype, context=1024, chunk=64, sequences=4)
+    return Engine(open_checkpoint(folder), options)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens_are_those_of_the_cpu(tiny_decoder: Callable[[str], Path], name: str) -> None:
+    conversations = list(CONVERSATIONS.values())
+    expected = run(engine(tiny_decoder(name), "cpu"), *conversations)
+    assert run(engine(tiny_decoder(name), "cuda"), *conversations) == expected
+
+
+def test_fp8_weights_stay_fp8(tiny_decoder: Callable[[str], Path]) -> None:
+    layer = engine(tiny_decoder("qwen3_fp8"), "cuda", "auto").runner.text.layers[0]
+    assert isinstance(layer.down, Fp8Linear)
+    assert layer.down.weights.codes.dtype == torch.float8_e4m3fn
+
+
+def last_logits(folder: Path, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """What the prompt's last token says of the next, in float32."""
+    built = engine(folder, device, dtype)
+    seen: list[torch.Tensor] = []
+    forward = TextModel.__call__
+
+    def watching(*arguments: Any) -> torch.Tensor:
+        seen.append(forward(*arguments))
+        return seen[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TextModel, "__call__", watching)
+        run(built, CONVERSATIONS["question"], tokens=1)
+    return seen[-1][-1].float().cpu()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama3", "phi3_long"])
+def test_half_precision_stays_close(
+    tiny_decoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As close as a CPU comes to what it says in float32, up to the order of additions."""
+    folder = tiny_decoder(name)
+    exact = last_logits(folder, "cpu", "float32", monkeypatch)
+    off = {
+        device: relative(last_logits(folder, device, "bfloat16", monkeypatch), exact)
+        for device in ("cpu", "cuda")
+    }
+    assert off["cuda"] < 2 * off["cpu"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama2", "phi3"])
+def test_weights_are_what_the_files_hold(tiny_decoder: Callable[[str], Path], name: str) -> None:
+    settle()
+    before = requested()
+    loaded = engine(tiny_decoder(name), "cuda", "bfloat16")
+    held = loaded.account().holdings.weights
+    values = sum(info.count for info in loaded.checkpoint.tensors.values()) * 2
+    heads = (loaded.checkpoint.config.text.num_attention_heads, loaded.checkpoint.config.text.head_dim)
+    norms = 2 * 3 * 2 * heads[0] * heads[1]  # of queries and keys, a row for each head in three layers
+    assert values <= sum(held.values()) <= values + norms
+    assert held["weights.vision"] == 0
+    assert requested() - before >= sum(held.values())
+
+
+def test_the_worst_case_is_rehearsed(tiny_decoder: Callable[[str], Path]) -> None:
+    built = engine(tiny_decoder("phi3"), "cuda", "bfloat16")
+    assert at_start(built).most_decoding == 4
+    assert not built.busy

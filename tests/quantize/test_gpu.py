@@ -1,0 +1,38 @@
+"""Parts in int8 beside narrow text layers, on a GPU: they stay narrow there, and say what a CPU says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_gpu import engine
+from tests.engine.test_parity import CONVERSATIONS, run
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.layers.linear import Int8Linear
+from vlfit.quantize.conversion import convert
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+REST = {"embedding": "int8", "vision": "int8"}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "int4": ("untied_sharded", "int4", {"head": "int8", **REST}),
+    "int4, a tied head": ("tied", "int4", REST),
+    "int4 of fp8": ("fp8", "int4", REST),
+    "fp8": ("fp8_untied_sharded", "fp8", {"head": "int8", **REST}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_words_as_on_a_cpu(tiny: Callable[[str], Path], tmp_path: Path, case: str) -> None:
+    name, weights, options = CASES[case]
+    convert(open_checkpoint(tiny(name)), weights, tmp_path / "new", **options)
+    conversations = list(CONVERSATIONS.values())
+    on_gpu = engine(tmp_path / "new", "cuda")
+    assert on_gpu.runner.vision is not None
+    assert isinstance(on_gpu.runner.vision.blocks[0].qkv, Int8Linear)
+    assert run(on_gpu, *conversations) == run(engine(tmp_path / "new", "cpu"), *conversations)

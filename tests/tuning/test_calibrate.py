@@ -1,0 +1,176 @@
+"""Measuring a GPU: the parts that run anywhere run for real on a CPU; the whole runs on a GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.machine.nvml import FakeCard, Process, install
+from vlfit.checkpoint import catalog
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.errors import DeviceError
+from vlfit.machine.cards import card
+from vlfit.machine.gpu import read_gpus
+from vlfit.plan.allocator import BEGUN
+from vlfit.plan.calibration import load, save
+from vlfit.tuning import calibration_run as calibrate
+from vlfit.units import GIB, MIB
+
+CPU = torch.device("cpu")
+GPU = replace(card("RTX 5060").gpus[0], uuid="GPU-aaaa", driver="596.49")
+
+
+@pytest.fixture
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured with, at sizes that a CPU has time for."""
+    entry = catalog.family("2B")[0]
+    assert isinstance(entry.config, ModelConfig)
+    text = replace(
+        entry.config.text, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2
+    )
+    text = replace(text, head_dim=16, vocab_size=4096, mrope_section=(4, 2, 2))
+    vision = replace(entry.config.eyes, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=64)
+    small = replace(entry, config=replace(entry.config, text=text, vision=vision))
+    monkeypatch.setattr(catalog, "family", lambda _: [small])
+    monkeypatch.setattr(calibrate, "_CONTEXT", 256)
+    monkeypatch.setattr(calibrate, "_CHUNK", 64)
+    monkeypatch.setattr(calibrate, "_IMAGE_TOKENS", 64)
+
+
+@pytest.mark.usefixtures("small_model")
+def test_what_is_measured_with_runs_pictures_and_full_contexts() -> None:
+    engine = calibrate._few_layers(CPU)
+    assert engine.runner.vision is not None
+    assert len(engine.runner.text.layers) == len(engine.runner.vision.blocks) == 4
+    calibrate._look(engine)
+    assert engine.counters.steps == 0
+    calibrate._read_and_write(engine)
+    assert engine.counters.failed == 0
+    assert engine.counters.finished == 4
+    assert engine.counters.prompt_tokens > 2 * 256
+
+
+def test_launching_a_layer_takes_time_and_leaves_the_engine_alone() -> None:
+    assert 0 < calibrate.launch_seconds(CPU) < 10
+
+
+def test_slack_is_what_the_pool_grows_above_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"memory_allocated": 100, "memory_reserved": 120, "max_memory_allocated": 300}
+    numbers["max_memory_reserved"] = 420 + BEGUN
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    ran: list[bool] = []
+    assert calibrate.slack(lambda: ran.append(True), CPU) == 1.5
+    assert ran == [True]
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 130 + BEGUN)
+    assert calibrate.slack(lambda: None, CPU) == 1
+
+
+@pytest.mark.parametrize(("told", "others", "held"), [(True, 9, 409), (True, 500, 432), (False, 50, 450)])
+def test_memory_beside_torch_is_the_process_less_its_pool(
+    monkeypatch: pytest.MonkeyPatch, told: bool, others: int, held: int
+) -> None:
+    """What the driver takes unlisted counts, what another program takes meanwhile does not, if it is told."""
+    import os
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000 * MIB)
+    install(monkeypatch, FakeCard(free=7000))
+    [before] = read_gpus()[0]
+    ours = (Process(os.getpid(), "python", 1400 if told else None),)
+    install(monkeypatch, FakeCard(free=7000 - 1400 - others, compute=ours))
+    assert calibrate.held_beside_torch(before, CPU) == held * MIB
+    install(monkeypatch)
+    with pytest.raises(DeviceError, match="does not answer"):
+        calibrate.held_beside_torch(before, CPU)
+
+
+def some_devices(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+    """As in torch, asking for a device's properties starts CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        return SimpleNamespace(uuid=uuids[device.index])
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+def test_the_gpu_is_found_among_torchs_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    some_devices(monkeypatch, "bbbb", "aaaa")
+    assert calibrate.device_of(GPU).index == 1
+    some_devices(monkeypatch, "unknown")
+    assert calibrate.device_of(GPU).index == 0
+    for uuids in ((), ("bbbb", "cccc")):
+        some_devices(monkeypatch, *uuids)
+        with pytest.raises(DeviceError, match=f"sees {len(uuids)} CUDA"):
+            calibrate.device_of(GPU)
+
+
+def test_a_gpu_that_is_full_or_in_use_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    some_devices(monkeypatch, "aaaa")
+    with pytest.raises(DeviceError, match=r"takes 3.00 GiB of GPU memory; 1.00 GiB are free"):
+        calibrate.calibrate(replace(GPU, free=GIB), print)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(DeviceError, match="uses the GPU already"):
+        calibrate.calibrate(GPU, print)
+
+
+def test_a_process_that_has_not_used_the_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    some_devices(monkeypatch, "bbbb", "aaaa")
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(calibrate, "_measured", lambda *_: "measured")
+    assert calibrate.calibrate(GPU, print) == "measured"  # type: ignore[comparison-overlap]
+    assert [device.index for device in chosen] == [1]
+
+
+def test_running_out_of_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    some_devices(monkeypatch, "aaaa")
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(calibrate, "_measured", full)
+    with pytest.raises(DeviceError, match=r"ran out of memory .* 2 GiB"):
+        calibrate.calibrate(GPU, print)
+
+
+# In a process of its own: other tests have used the GPU in this one.
+ON_A_GPU = """
+import json, sys
+from dataclasses import asdict
+from vlfit.engine.calibrate import calibrate
+from vlfit.machine.survey import survey
+from vlfit.plan.search import emptiest
+print(json.dumps(asdict(calibrate(emptiest(survey()), lambda what: print(what, file=sys.stderr)))))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import json
+    import subprocess
+    import sys
+
+    from vlfit.plan.calibration import Measured
+
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = Measured(**json.loads(done.stdout))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save(found)
+    assert load(found.gpu, found.driver, found.torch) == found  # within the bounds of what is plausible
+    assert 200 * MIB < found.context < 2 * GIB
+    assert 1 <= found.vision_slack < 2
+    assert 1 <= found.text_slack < 2
+    assert found.driver
