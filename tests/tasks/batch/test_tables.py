@@ -148,8 +148,8 @@ def test_a_row_group_that_is_broken_is_looked_at_once(
     start = chunk.data_page_offset
     data[start : start + 400] = b"\xff" * 400
     path.write_bytes(data)
-    opened = count_openings(monkeypatch)
     items = found(path)
+    opened = count_openings(monkeypatch)
     assert items["t.parquet#29"].read() == picture(29, 4000)
     for row in range(30, 60):
         with pytest.raises(NotAPicture, match=f"t.parquet#{row} cannot be read"):
@@ -177,8 +177,8 @@ def test_rows_near_one_another_are_read_from_one_place(
     path = table(
         tmp_path / "t.parquet", {"image": [picture(number, 400) for number in range(count)]}, rows=200
     )
-    opened = count_openings(monkeypatch)
     items = list(found(path).values())
+    opened = count_openings(monkeypatch)
     order = [row ^ 5 for row in range(count)]  # neighbours out of order
     assert [items[row].read() for row in order] == [picture(row, 400) for row in order]
     assert len(opened) == 3  # once for each row group
