@@ -9,11 +9,11 @@ import sys
 def main() -> None:
     import torch
 
-    from vlfit.tuning.bandwidth import memory_speed
+    from vlfit.tuning.bandwidth import memory_bandwidth
 
     device, threads = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(threads)
-    print(memory_speed(torch.device(device)) / 1e9)
+    print(memory_bandwidth(torch.device(device)) / 1e9)
 
 
 if __name__ == "__main__":

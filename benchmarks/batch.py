@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batch_overhead import Overhead, make_pictures, measure_overhead, tell_overhead
-from benchmarks.facts import commit, processor
+from benchmarks.facts import commit, cpu_name
 from benchmarks.measure import ROOT, environment
 
 MIB = 1 << 20
@@ -193,7 +193,7 @@ def main() -> None:
     settings = {
         name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
     }
-    facts = Facts(commit(), processor(), torch.get_num_threads(), settings)
+    facts = Facts(commit(), cpu_name(), torch.get_num_threads(), settings)
     print(f"commit {facts.commit}; {facts.processor}, {facts.threads} threads")
     with tempfile.TemporaryDirectory(prefix="vlfit-batch-") as folder:
         if options.only != "kills":

@@ -24,12 +24,12 @@ from vlfit.api.conversation import ImagePart
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import LocalBackend
-from vlfit.backends.opening import Wanted
-from vlfit.tasks.batch.executor import Crew, Pace
-from vlfit.tasks.batch.job import Job, Wish, Work
+from vlfit.backends.base import Backend
+from vlfit.backends.opening import BackendSpec
+from vlfit.tasks.batch.executor import BatchExecutor, ExecutorOptions
+from vlfit.tasks.batch.job import Job, PictureTask, Wish
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.runner import Runner, open_for_batch
+from vlfit.tasks.batch.runner import BatchRunner, open_for_batch
 from vlfit.tasks.batch.sources import open_sources
 
 RESAMPLED = 20_000
@@ -74,7 +74,7 @@ def measure_overhead(options: argparse.Namespace, folder: Path) -> Overhead:
     found = Overhead()
     sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     engine = EngineOptions(device="cpu", image_tokens=options.image_tokens)
-    backend, pace = open_for_batch(Wanted(model="mini", options=engine), options.sequences, readers=2)
+    backend, pace = open_for_batch(BackendSpec(model="mini", options=engine), options.sequences, readers=2)
     try:
         for block in range(2 * options.blocks + 2):
             place = folder / f"block{block}"
@@ -83,7 +83,7 @@ def measure_overhead(options: argparse.Namespace, folder: Path) -> Overhead:
             if block % 4 in (0, 3):
                 kept = found.alone
                 pictures = [ImagePart(name.read_bytes(), name.name) for name in sorted(place.iterdir())]
-                work = Work(Wish.caption(), sampling)
+                work = PictureTask(Wish.caption(), sampling)
                 cost = cost_of(len(pictures), partial(straight, backend, work, pictures, pace))
             else:
                 kept = found.batch
@@ -120,7 +120,7 @@ def thread_seconds() -> dict[str, float]:
     }
 
 
-def straight(backend: LocalBackend, work: Work, pictures: list[ImagePart], pace: Pace) -> None:
+def straight(backend: Backend, work: PictureTask, pictures: list[ImagePart], pace: ExecutorOptions) -> None:
     """The same requests with nothing around them."""
     places = threading.Semaphore(pace.at_once)
     left: Iterator[ImagePart] = iter(pictures)
@@ -154,7 +154,7 @@ def straight(backend: LocalBackend, work: Work, pictures: list[ImagePart], pace:
         thread.join()
 
 
-def through_batch(backend: LocalBackend, job: Job, pace: Pace, pictures: int) -> tuple[Cost, float]:
+def through_batch(backend: Backend, job: Job, pace: ExecutorOptions, pictures: int) -> tuple[Cost, float]:
     """As ``vlfit batch`` does it; and the seconds that opening and closing the output took, whose share in
     thousands of pictures is nothing.
     """
@@ -162,7 +162,9 @@ def through_batch(backend: LocalBackend, job: Job, pace: Pace, pictures: int) ->
     output = Output(job)
     try:
         output.begin(backend.model)
-        runner = Runner(Crew(Work.of(job), backend, pace), open_sources(job.sources), output)
+        runner = BatchRunner(
+            BatchExecutor(PictureTask.from_job(job), backend, pace), open_sources(job.sources), output
+        )
         cost = cost_of(pictures, runner.run)
     finally:
         output.close()

@@ -20,7 +20,7 @@ from typing import Any
 
 from PIL import Image, ImageFilter
 
-from benchmarks.facts import card, commit, processor
+from benchmarks.facts import card, commit, cpu_name
 from benchmarks.measure import ROOT, environment
 from benchmarks.random_weights import room_in_memory, write_random
 from benchmarks.report import print_rows
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    facts = {"commit": commit(), "card": card() if options.device != "cpu" else "", "cpu": processor()}
+    facts = {"commit": commit(), "card": card() if options.device != "cpu" else "", "cpu": cpu_name()}
     print("; ".join(filter(None, facts.values())), flush=True)
     rows = [["model", "at once", "pictures/s", "tokens of prompts/s", "of answers/s", "tokens each"]]
     results: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.sampling.grammar import SLICES, SPACING, vocabulary_of
+from vlfit.engine.sampling.grammar import SLICES, SPACING, llguidance_tokenizer
 from vlfit.prompt.tokenizer import read_tokenizer
 
 SCHEMA = {
@@ -85,7 +85,7 @@ def main() -> None:
         vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=words.eos_token_id, slices=SLICES)
     else:
         tokenizer = read_tokenizer(open_checkpoint(wishes.model).folder)
-        vocabulary = vocabulary_of(tokenizer, tokenizer.get_vocab_size() - 1)
+        vocabulary = llguidance_tokenizer(tokenizer, tokenizer.get_vocab_size() - 1)
     print(f"{vocabulary.vocab_size:,} tokens, read in {time.perf_counter() - began:.2f} s (once)")
     text = json.dumps(ANSWER, ensure_ascii=False)
     for name, schema in (("a schema", SCHEMA), ("any object", {"type": "object"})):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import find_checkpoint, write_picture
-from benchmarks.facts import commit, processor
+from benchmarks.facts import commit, cpu_name
 from benchmarks.measure import MIB, ROOT, environment
 from benchmarks.report import print_rows
 
@@ -44,7 +44,7 @@ def main() -> None:
     if options.worker:
         print(json.dumps(run(**json.loads(options.worker))))
         return
-    print(f"commit {commit()}; {processor()}, {options.threads} threads")
+    print(f"commit {commit()}; {cpu_name()}, {options.threads} threads")
     if options.products:
         print_products(worker(options, kind="products"))
     same = [compare(name, options) for name in options.checkpoints]
@@ -127,36 +127,42 @@ def of_engine(
     from vlfit.api.engine_options import EngineOptions
     from vlfit.api.sampling_params import SamplingParams
     from vlfit.checkpoint.source import open_checkpoint
-    from vlfit.engine.engine import Engine
+    from vlfit.engine.engine import NativeEngine
     from vlfit.engine.memory.usage import resident_bytes
 
     before, began = resident_bytes() or 0, time.perf_counter()
-    options = EngineOptions(device="cpu", dtype=dtype, context=2048, image_cache_bytes=0, prefix_cache=False)
-    engine = Engine(open_checkpoint(folder), options)
+    options = EngineOptions(
+        device="cpu", dtype=dtype, max_model_len=2048, image_cache_bytes=0, prefix_cache=False
+    )
+    engine = NativeEngine(open_checkpoint(folder), options)
     load, held = time.perf_counter() - began, (resident_bytes() or 0) - before
     conversation = ask("Describe this picture in detail.", ImagePart(Path(picture).read_bytes()))
-    prompt = engine.price(engine.prompts.build(conversation))
+    prompt = engine.prepare_prompt(engine.prompts.build(conversation))
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
 
     def answer(count: int) -> tuple[float, float, list[int]]:
         """Seconds of the first pass, of a token of each, and the token ids of the first."""
         asked = [engine.sequence(prompt, sampling, lambda arrival: None) for _ in range(count)]
         for sequence in asked:
-            engine.add(sequence)
+            engine.submit(sequence)
         seconds = []
         while engine.busy:
             start = clock()
             engine.step()
             seconds.append(clock() - start)
         decoding = statistics.median(seconds[-(tokens // 2) :]) / count
-        return seconds[0], decoding, asked[0].token_ids(prompt.tokens, asked[0].cached).tolist()
+        return (
+            seconds[0],
+            decoding,
+            asked[0].token_ids(prompt.num_tokens, asked[0].num_cached_tokens).tolist(),
+        )
 
     answer(1)
     alone = [answer(1) for _ in range(rounds)]
     together = [answer(at_once)[1] for _ in range(rounds)]
     return {
         "load, s": load,
-        "weights, MiB": sum(engine.account().holdings.weights.values()),
+        "weights, MiB": sum(engine.account().memory.weights.values()),
         "RAM that loading took, MiB": held,
         "prompt, ms": statistics.median(first for first, _, _ in alone),
         "a token, ms": statistics.median(each for _, each, _ in alone),
@@ -170,9 +176,9 @@ def products(clock: Callable[[], float]) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
 
-    from vlfit.layers.cpu_linear import Packing
+    from vlfit.layers.cpu_linear import HalfPacker
 
-    packing = Packing()
+    packing = HalfPacker()
     plain = [torch.randn(SHAPE).bfloat16() for _ in range(COPIES)]
     wide = [weight.float() for weight in plain]
     halves = [packing.half(weight.float()) for weight in plain]

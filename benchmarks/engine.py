@@ -103,12 +103,12 @@ def measure(job: Job, options: argparse.Namespace) -> list[Column]:
 
 def write_picture(size: str) -> Path:
     """A picture of ``size`` (WxH), the same at every call."""
-    from vlfit.bench.workload import made_up_picture
+    from vlfit.bench.workload import synthetic_picture
 
     width, height = (int(side) for side in size.split("x"))
     path = CACHE / f"picture-{width}x{height}.jpg"
     CACHE.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(made_up_picture(width, height))
+    path.write_bytes(synthetic_picture(width, height))
     return path
 
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from benchmarks.measure import ROOT
-from vlfit.bench.results import processor as processor
+from vlfit.bench.results import cpu_name as cpu_name
 
 
 def machine_facts(threads: int, *, gpu: bool) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def machine_facts(threads: int, *, gpu: bool) -> dict[str, Any]:
     help_program = "import sys; sys.argv = ['vlfit', '--help']; from vlfit.cli.main import main; main()"
     facts: dict[str, Any] = {
         "commit": commit(),
-        "processor": processor(),
+        "processor": cpu_name(),
         "threads": threads,
         "cpu_memory_gb_per_s": memory_speed("cpu", threads),
         "python_s": seconds_of("pass"),

@@ -24,9 +24,9 @@ from benchmarks.report import print_rows
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
-from vlfit.engine.execution.warmup import text
-from vlfit.engine.sampling.grammar import BITS, Bits
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.execution.warmup import text_prompt
+from vlfit.engine.sampling.grammar import TOKENS_PER_WORD, Bitmask
 
 MOST = 1.10
 TOKENS, FIRST, ROUNDS, PROMPT = 150, 5, 5, 500
@@ -39,23 +39,23 @@ class Stand:
     """A form that forbids the newest token to come again, every ``often`` times; 0: never."""
 
     def __init__(self, vocabulary: int, often: int) -> None:
-        self._all: Bits = np.full(-(-vocabulary // BITS), 0xFFFFFFFF, dtype=np.uint32)
+        self._all: Bitmask = np.full(-(-vocabulary // TOKENS_PER_WORD), 0xFFFFFFFF, dtype=np.uint32)
         self._often, self._asked = often, 0
         self._newest = 0
-        self._bits: Bits | None = None
+        self._bits: Bitmask | None = None
 
-    def bits(self) -> Bits:
+    def bits(self) -> Bitmask:
         if self._bits is None:
             _busy(MASK_SECONDS)
             self._asked += 1
             self._bits = self._all.copy()
             if self._often and self._asked % self._often == 0:
                 # A hollow model says the same again and again: its own token is the newest one.
-                self._bits[self._newest // BITS] &= ~np.uint32(1 << self._newest % BITS)
+                self._bits[self._newest // TOKENS_PER_WORD] &= ~np.uint32(1 << self._newest % TOKENS_PER_WORD)
         return self._bits
 
     def allows(self, token_id: int) -> bool:
-        return bool(self.bits()[token_id // BITS] >> np.uint32(token_id % BITS) & 1)
+        return bool(self.bits()[token_id // TOKENS_PER_WORD] >> np.uint32(token_id % TOKENS_PER_WORD) & 1)
 
     def allowed(self, vocabulary: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         return np.unpackbits(self.bits().view(np.uint8), bitorder="little")[:vocabulary].astype(np.bool_)
@@ -74,7 +74,9 @@ def main() -> None:
         size, _, weights = name.partition("-")
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = open_checkpoint(write_hollow(Path(folder) / name, size, weights))
-            engine = Engine(checkpoint, EngineOptions(device="cuda", context=2048, sequences=1))
+            engine = NativeEngine(
+                checkpoint, EngineOptions(device="cuda", max_model_len=2048, max_num_seqs=1)
+            )
             for how, sampling in HOW.items():
                 found = measure(engine, sampling)
                 plain = found.pop("no form")
@@ -87,7 +89,7 @@ def main() -> None:
     sys.exit(worst > MOST)
 
 
-def measure(engine: Engine, sampling: SamplingParams) -> dict[str, float]:
+def measure(engine: NativeEngine, sampling: SamplingParams) -> dict[str, float]:
     """Milliseconds a token: the median of rounds in which each kind has its turn."""
     vocabulary = engine.runner.text.vocabulary
     answer(engine, sampling, None)
@@ -99,7 +101,7 @@ def measure(engine: Engine, sampling: SamplingParams) -> dict[str, float]:
     return {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
 
 
-def answer(engine: Engine, sampling: SamplingParams, form: Stand | None) -> float:
+def answer(engine: NativeEngine, sampling: SamplingParams, form: Stand | None) -> float:
     """Seconds a token of one answer, behind its first ones."""
     wish = SamplingParams(
         max_tokens=TOKENS,
@@ -109,10 +111,10 @@ def answer(engine: Engine, sampling: SamplingParams, form: Stand | None) -> floa
         top_k=sampling.top_k,
         seed=sampling.seed,
     )
-    sequence = engine.sequence(engine.price(text(PROMPT)), wish, lambda _: None)
-    sequence.guesser = None
-    sequence.constraint = form  # type: ignore[assignment]
-    engine.add(sequence)
+    sequence = engine.sequence(engine.prepare_prompt(text_prompt(PROMPT)), wish, lambda _: None)
+    sequence.proposer = None
+    sequence.grammar_matcher = form  # type: ignore[assignment]
+    engine.submit(sequence)
     while len(sequence.generated) < FIRST:
         engine.step()
     began = time.perf_counter()

@@ -24,12 +24,11 @@ from benchmarks.report import print_rows
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
-from vlfit.engine.execution.cuda_graphs import DecodeGraphs, Graph
-from vlfit.engine.execution.warmup import text
-from vlfit.engine.scheduling.scheduler import Work
-from vlfit.engine.scheduling.sequence import Sequence
-from vlfit.kernels.attention.paged import BlockPlan
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.execution.cuda_graphs import CapturedStep, DecodeGraphs
+from vlfit.engine.execution.warmup import text_prompt
+from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
+from vlfit.kernels.attention.paged import BlockAttentionMetadata
 
 ROUNDS, WARM_UP = 60, 5
 
@@ -48,8 +47,8 @@ def main() -> None:
         size, _, weights = model.partition("-")
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = open_checkpoint(write_hollow(Path(folder) / model, size, weights))
-            wishes = EngineOptions(device="cuda", context=2048, sequences=1, speculate=False)
-            engine = Engine(checkpoint, wishes)
+            wishes = EngineOptions(device="cuda", max_model_len=2048, max_num_seqs=1, speculate=False)
+            engine = NativeEngine(checkpoint, wishes)
         sequence = begun(engine, options.prompt)
         for count in map(int, options.rows.split(",")):
             with torch.inference_mode():
@@ -57,45 +56,45 @@ def main() -> None:
     print_rows(rows)
 
 
-def begun(engine: Engine, prompt: int) -> Sequence:
+def begun(engine: NativeEngine, prompt: int) -> Sequence:
     """A request that has begun to decode, and says nothing more by itself."""
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
-    sequence = engine.sequence(engine.price(text(prompt)), sampling, lambda _: None)
-    engine.add(sequence)
+    sequence = engine.sequence(engine.prepare_prompt(text_prompt(prompt)), sampling, lambda _: None)
+    engine.submit(sequence)
     while len(sequence.generated) < 3:
         engine.step()
     return sequence
 
 
-def measure(engine: Engine, sequence: Sequence, count: int) -> list[str]:
+def measure(engine: NativeEngine, sequence: Sequence, count: int) -> list[str]:
     runner = engine.runner
 
-    def step(token_ids: Tensor, positions: Tensor, plan: BlockPlan) -> Tensor:
+    def step(token_ids: Tensor, positions: Tensor, plan: BlockAttentionMetadata) -> Tensor:
         return runner.text(token_ids, positions, None, runner.cache, plan, None)
 
     graphs = DecodeGraphs(step, runner.cache, runner.text.vocabulary, engine.context, 1, count)
-    graphs.record()
-    work = [Work(sequence, count, tuple(range(100, 99 + count)))]
+    graphs.capture()
+    work = [ScheduledChunk(sequence, count, tuple(range(100, 99 + count)))]
     seconds = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
-        graphs.run_guesses(work).read()
+        graphs.run_verify(work).read()
         seconds.append(time.perf_counter() - began)
     waited = statistics.median(seconds[WARM_UP:]) * 1e3
     graphs.run([sequence]).read()
     plain, several = (
-        on_the_card(graph) for _, graph in sorted(graphs._recorded.items(), key=lambda each: each[0].size)
+        on_the_card(graph) for _, graph in sorted(graphs._captured.items(), key=lambda each: each[0].size)
     )
     ratios = (f"{several / plain:.2f}", f"{waited / plain:.2f}")
     return [f"{plain:.3f}", f"{several:.3f}", ratios[0], f"{waited:.3f}", ratios[1]]
 
 
-def on_the_card(graph: Graph) -> float:
+def on_the_card(graph: CapturedStep) -> float:
     """Milliseconds of one replay among many."""
 
     def replay() -> None:
-        graph.compute()
-        graph.choose()
+        graph.forward()
+        graph.sample()
 
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(WARM_UP):

@@ -18,8 +18,8 @@ from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo
 from vlfit.checkpoint.quantization import INT8
 from vlfit.checkpoint.source import Checkpoint, mini_folder
 from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
-from vlfit.quantize.output_files import Job, Piece, jobs, shards
-from vlfit.quantize.recipe import KEPT, Wanted, new_recipe, quantization_config
+from vlfit.quantize.output_files import OutputTensor, TensorConversion, plan_shards, plan_tensors
+from vlfit.quantize.recipe import UNCHANGED, ConversionOptions, new_recipe, quantization_config
 
 _ALL_IN_ONE_FILE = 2**60
 _PIXELS = {"shortest_edge": 65536, "longest_edge": 16777216}  # areas, as in the official files
@@ -41,24 +41,24 @@ def write_hollow(
     plain = Checkpoint(entry.name, folder, entry.config, entry.tensors)
     config = _config(entry.config)
     if weights == catalog.BF16:
-        work = [Job(info, (_as_it_is(info),)) for info in plain.tensors.values()]
+        work = [TensorConversion(info, (_as_it_is(info),)) for info in plain.tensors.values()]
     else:
-        parts = {part: INT8 if part in int8 else KEPT for part in ("head", "embedding", "vision")}
-        recipe = new_recipe(plain, Wanted(weights, group_size, **parts))
-        work = jobs(plain, recipe)
+        parts = {part: INT8 if part in int8 else UNCHANGED for part in ("head", "embedding", "vision")}
+        recipe = new_recipe(plain, ConversionOptions(weights, group_size, **parts))
+        work = plan_tensors(plain, recipe)
         config["quantization_config"] = quantization_config(plain, recipe)
-    [shard] = shards(work, _ALL_IN_ONE_FILE)
+    [shard] = plan_shards(work, _ALL_IN_ONE_FILE)
     folder.mkdir(parents=True)
     with (folder / SINGLE_FILE).open("wb") as file:
-        file.write(shard.head)
-        file.truncate(max(end for _, end in shard.places.values()))
+        file.write(shard.header)
+        file.truncate(max(end for _, end in shard.offsets.values()))
     (folder / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
     _borrow(folder)
     return folder
 
 
-def _as_it_is(info: TensorInfo) -> Piece:
-    return Piece(info.name, info.dtype, info.shape, info.bytes)
+def _as_it_is(info: TensorInfo) -> OutputTensor:
+    return OutputTensor(info.name, info.dtype, info.shape, info.bytes)
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def seconds_of(calls: Sequence[Callable[[], Tensor]]) -> float:
     return float(statistics.median(seconds)) / len(calls)
 
 
-def copies_of(size: int) -> int:
+def copies_beyond_caches(size: int) -> int:
     """How many tensors of ``size`` bytes in turn are beyond the caches."""
     return max(1, min(64, -(-BEYOND_CACHES // size)))
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_timing import copies_of
-from vlfit.kernels.gemm.quantized import NarrowWeights
+from benchmarks.kernel_timing import copies_beyond_caches
+from vlfit.kernels.gemm.quantized import QuantizedWeight
 
 FORMS = ("fp8", "int8", "int4 of 32", "int4 of 128")
 # Outputs and inputs of the matrices of a layer; those that share an input are one. Then the output heads.
@@ -17,29 +17,29 @@ LAYERS = {
 }
 
 
-def narrow_weights(form: str, outputs: int, inputs: int) -> list[NarrowWeights]:
+def random_quantized_weights(form: str, outputs: int, inputs: int) -> list[QuantizedWeight]:
     if form == "fp8":
-        count = copies_of(outputs * inputs)
+        count = copies_beyond_caches(outputs * inputs)
         codes = torch.randint(0, 256, (count, outputs, inputs), dtype=torch.uint8, device="cuda")
         codes &= 0xF7  # no NaN
         scale = torch.rand(count, -(-outputs // 128), -(-inputs // 128), device="cuda")
         return [
-            NarrowWeights(codes[i].view(torch.float8_e4m3fn), scale[i], None, (128, 128))
+            QuantizedWeight(codes[i].view(torch.float8_e4m3fn), scale[i], None, (128, 128))
             for i in range(count)
         ]
     if form == "int8":
-        count = copies_of(outputs * inputs)
+        count = copies_beyond_caches(outputs * inputs)
         signed = torch.randint(-128, 128, (count, outputs, inputs), dtype=torch.int8, device="cuda")
         scale = torch.rand(count, outputs, 1, dtype=torch.bfloat16, device="cuda")
-        return [NarrowWeights(signed[i], scale[i], None, (1, inputs)) for i in range(count)]
+        return [QuantizedWeight(signed[i], scale[i], None, (1, inputs)) for i in range(count)]
     group = int(form.split()[-1])
-    count = copies_of(outputs * inputs // 2)
+    count = copies_beyond_caches(outputs * inputs // 2)
     words = torch.randint(-(2**31), 2**31, (count, outputs, inputs // 8), device="cuda", dtype=torch.int32)
     scale = torch.rand(count, outputs, inputs // group, dtype=torch.bfloat16, device="cuda")
-    return [NarrowWeights(words[i], scale[i], None, (1, group)) for i in range(count)]
+    return [QuantizedWeight(words[i], scale[i], None, (1, group)) for i in range(count)]
 
 
-def dense_weights(outputs: int, inputs: int) -> list[Tensor]:
-    count = copies_of(2 * outputs * inputs)
+def random_dense_weights(outputs: int, inputs: int) -> list[Tensor]:
+    count = copies_beyond_caches(2 * outputs * inputs)
     weights = torch.randn(count, outputs, inputs, dtype=torch.bfloat16, device="cuda")
     return list(weights.unbind(0))

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from benchmarks.facts import card, commit
 from benchmarks.kernel_sweep import sweep
-from benchmarks.kernel_timing import copies_of, copy_bandwidth, seconds_of
-from benchmarks.kernel_weights import FORMS, LAYERS, dense_weights, narrow_weights
+from benchmarks.kernel_timing import copies_beyond_caches, copy_bandwidth, seconds_of
+from benchmarks.kernel_weights import FORMS, LAYERS, random_dense_weights, random_quantized_weights
 from benchmarks.report import print_rows
-from vlfit.kernels.attention.paged import BlockPlan, attend
-from vlfit.kernels.gemm.quantized import linear
-from vlfit.kernels.rows.row_ops import Fresh
+from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
+from vlfit.kernels.gemm.quantized import quantized_linear
+from vlfit.kernels.rows.row_ops import PackedQKV
 
 ROWS = (1, 8, 256, 512, 1024)
 HEADS = {"2B": 16, "4B": 32, "8B": 32}
@@ -65,10 +65,10 @@ def main() -> None:
             report: dict[str, Any] = {"sweep": sweep(copy)}
         else:
             sizes = [arguments.only] if arguments.only else list(LAYERS)
-            results = [*linears(sizes)]
+            results = [*linear_results(sizes)]
             print_linears(results, copy)
             if not arguments.only:
-                others = [*decoding(), *prefills()]
+                others = [*decoding(), *prefill_results()]
                 print_attention(others, copy)
                 results += others
             report = {"results": [asdict(result) for result in results]}
@@ -77,20 +77,20 @@ def main() -> None:
         arguments.json.write_text(json.dumps({**facts, **report}, indent=1), encoding="utf-8")
 
 
-def linears(sizes: list[str]) -> Iterator[Result]:
+def linear_results(sizes: list[str]) -> Iterator[Result]:
     """Every matrix of a text layer and output heads, in every form, for each number of rows."""
     for size in sizes:
         for name, (outputs, inputs) in LAYERS[size].items():
-            dense = dense_weights(outputs, inputs)
+            dense = random_dense_weights(outputs, inputs)
             asked = {rows: torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda") for rows in ROWS}
             by_torch = {
                 rows: seconds_of([_call(F.linear, x, each) for each in dense]) for rows, x in asked.items()
             }
             for form in FORMS:
-                weights = narrow_weights(form, outputs, inputs)
+                weights = random_quantized_weights(form, outputs, inputs)
                 read = weights[0].codes.nbytes + weights[0].scale.nbytes
                 for rows, x in asked.items():
-                    seconds = seconds_of([_call(linear, x, each, None) for each in weights])
+                    seconds = seconds_of([_call(quantized_linear, x, each, None) for each in weights])
                     flops = 2.0 * rows * outputs * inputs
                     both = (seconds, dense[0].nbytes, by_torch[rows])
                     yield Result("linear", size, form, rows, name, read, flops, *both)
@@ -102,12 +102,14 @@ def decoding() -> Iterator[Result]:
         for sequences in (1, 8):
             for context in (1024, 8192):
                 read = 2 * sequences * context * KEY_HEADS * HEAD_DIM * 2
-                layers = copies_of(read)
+                layers = copies_beyond_caches(read)
                 keys, values = _cache(layers, sequences * context)
-                fresh = _fresh(sequences, HEADS[size])
-                query = fresh.joined[:, : HEADS[size]]
-                plan = _plan(sequences, context, [(index, 1, context - 1) for index in range(sequences)])
-                ours = seconds_of([_call(attend, fresh, keys[i], values[i], plan) for i in range(layers)])
+                fresh = _packed_qkv(sequences, HEADS[size])
+                query = fresh.qkv[:, : HEADS[size]]
+                plan = _metadata(sequences, context, [(index, 1, context - 1) for index in range(sequences)])
+                ours = seconds_of(
+                    [_call(block_attention, fresh, keys[i], values[i], plan) for i in range(layers)]
+                )
                 calls = []
                 for i in range(layers):
                     split = (part[i].view(sequences, context, KEY_HEADS, HEAD_DIM) for part in (keys, values))
@@ -120,16 +122,16 @@ def decoding() -> Iterator[Result]:
                 )
 
 
-def prefills() -> Iterator[Result]:
+def prefill_results() -> Iterator[Result]:
     """A chunk of 1024 tokens over its past; torch's causal flash attention where there is none."""
     for size in ("2B", "4B"):
         for past in (0, 3072, 7168):
             tokens, context = 1024, 1024 + past
             keys, values = _cache(4, context)
-            fresh = _fresh(tokens, HEADS[size])
-            query = fresh.joined[:, : HEADS[size]]
-            plan = _plan(1, context, [(0, tokens, past)])
-            ours = seconds_of([_call(attend, fresh, keys[i], values[i], plan) for i in range(4)])
+            fresh = _packed_qkv(tokens, HEADS[size])
+            query = fresh.qkv[:, : HEADS[size]]
+            plan = _metadata(1, context, [(0, tokens, past)])
+            ours = seconds_of([_call(block_attention, fresh, keys[i], values[i], plan) for i in range(4)])
             by_torch = 0.0
             if not past:
                 key, value = (part[0].transpose(0, 1)[None] for part in (keys, values))
@@ -146,7 +148,7 @@ def _cache(layers: int, tokens: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _plan(sequences: int, context: int, spans: list[tuple[int, int, int]]) -> BlockPlan:
+def _metadata(sequences: int, context: int, spans: list[tuple[int, int, int]]) -> BlockAttentionMetadata:
     """Blocks in the order of the tokens, so that torch can be given the same keys and values."""
     table = torch.arange(sequences * context // BLOCK, dtype=torch.int32, device="cuda").view(sequences, -1)
     decoding = sum(tokens == 1 for _, tokens, _ in spans)
@@ -154,15 +156,15 @@ def _plan(sequences: int, context: int, spans: list[tuple[int, int, int]]) -> Bl
     numbers = torch.tensor(spans, dtype=torch.int32, device="cuda")
     begins = [index * context + past for index, (_, _, past) in enumerate(spans)]
     ranges = [torch.arange(begin, begin + span[1]) for begin, span in zip(begins, spans, strict=True)]
-    return BlockPlan(torch.cat(ranges).cuda(), table, numbers, BLOCK, decoding, longest)
+    return BlockAttentionMetadata(torch.cat(ranges).cuda(), table, numbers, BLOCK, decoding, longest)
 
 
-def _fresh(rows: int, heads: int) -> Fresh:
+def _packed_qkv(rows: int, heads: int) -> PackedQKV:
     """Queries, keys and values of ``rows`` tokens, and what they are normalized and turned by."""
     joined = torch.randn(rows, heads + 2 * KEY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     weight = torch.randn(heads + KEY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     cosines, sines = torch.randn(2, rows, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    return Fresh(joined, weight, cosines, sines, 1e-6)
+    return PackedQKV(joined, weight, cosines, sines, 1e-6)
 
 
 def _call(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], Tensor]:

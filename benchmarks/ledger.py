@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import card, commit, processor
+from benchmarks.facts import card, commit, cpu_name
 from benchmarks.hollow import write_hollow
 from benchmarks.ledger_job import NATIVE, ROUNDED, TRANSFORMERS, Held, LedgerJob
 from benchmarks.measure import MIB, ROOT, environment, versions_of
@@ -34,8 +34,9 @@ from vlfit.errors import DeviceError
 from vlfit.machine.model import Gpu, decode, encode
 from vlfit.machine.survey import survey
 from vlfit.plan import calibration
-from vlfit.plan.ledger import Line, Settings, ledger
-from vlfit.plan.search import emptiest
+from vlfit.plan.backends import cost_model
+from vlfit.plan.gpus import emptiest
+from vlfit.plan.ledger import Line, Settings
 from vlfit.plan.shapes import model_of
 
 WORKERS = {NATIVE: "benchmarks.ledger_native", TRANSFORMERS: "benchmarks.ledger_transformers"}
@@ -122,7 +123,7 @@ def new_facts() -> dict[str, Any]:
     return {
         "card": card(),
         "commit": commit(),
-        "processor": processor(),
+        "processor": cpu_name(),
         **versions_of("torch", "transformers"),
     }
 
@@ -255,7 +256,7 @@ def predicted_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     sizes = (job.context, job.image_tokens, job.sequences, job.chunk)
     settings = Settings(job.weights, *sizes, tight=job.tight)
-    return [line for line in ledger(model, gpu, job.backend, settings) if line.line != "desktop"]
+    return [line for line in cost_model(job.backend).lines(model, gpu, settings) if line.line != "desktop"]
 
 
 def by_line(lines: list[Line], held: Held) -> dict[str, dict[str, int]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from benchmarks.ledger_job import Held, LedgerJob, Meter, begin, end
 
 if TYPE_CHECKING:
-    from vlfit.engine.engine import Engine
+    from vlfit.engine.engine import NativeEngine
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
 
     from vlfit.engine.device import choose_device
     from vlfit.engine.execution import warmup as every_kind
-    from vlfit.engine.execution.warmup import rehearse
+    from vlfit.engine.execution.warmup import run_worst_case
 
     job = begin()
     started = time.perf_counter()
@@ -31,7 +31,7 @@ def main() -> None:
     loaded, reserved_loaded = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     at_load = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
-    reached = rehearse(engine, job.image_tokens)
+    reached = run_worst_case(engine, job.image_tokens)
     every_kind.warm_up_kernels(engine)  # as a server does: each kernel is loaded by now
     torch.cuda.synchronize()
     ended = time.perf_counter()
@@ -53,30 +53,30 @@ def main() -> None:
     )
 
 
-def load(job: LedgerJob) -> "Engine":
+def load(job: LedgerJob) -> "NativeEngine":
     from vlfit.api.engine_options import EngineOptions
     from vlfit.checkpoint.source import open_checkpoint
-    from vlfit.engine.engine import Engine
+    from vlfit.engine.engine import NativeEngine
     from vlfit.loading.loader import Loader
     from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens
-    from vlfit.tuning.calibration_run import MadeUpLoader
+    from vlfit.tuning.calibration_run import RandomWeightsLoader
 
     options = EngineOptions(
         device=job.device,
-        context=job.context,
-        sequences=job.sequences,
-        chunk=job.chunk,
+        max_model_len=job.context,
+        max_num_seqs=job.sequences,
+        max_num_batched_tokens=job.chunk,
         image_tokens=job.image_tokens,
         kv_tokens=kv_tokens(job.context, job.sequences, TIGHT_REQUEST) if job.tight else None,
     )
-    loader = Loader if job.read_files else MadeUpLoader
-    return Engine(open_checkpoint(Path(job.folder)), options, None, loader)
+    loader = Loader if job.read_files else RandomWeightsLoader
+    return NativeEngine(open_checkpoint(Path(job.folder)), options, None, loader)
 
 
-def held_lines(engine: "Engine") -> dict[str, int]:
+def held_lines(engine: "NativeEngine") -> dict[str, int]:
     """Bytes that the engine's parts hold, by the ledger's lines."""
-    holdings = engine.account().holdings
-    return {**holdings.weights, "kv_cache": holdings.kv_cache, "graphs": holdings.graphs}
+    holdings = engine.account().memory
+    return {**holdings.weights, "kv_cache": holdings.kv_cache, "graphs": holdings.cuda_graphs}
 
 
 def products_workspace() -> int:

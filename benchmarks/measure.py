@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlfit.bench.measure import Round as Round
+from vlfit.bench.measure import RequestPhases as RequestPhases
 from vlfit.bench.results import versions_of as versions_of
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +45,7 @@ class Run:
     engine: str
     import_s: float
     load_s: float
-    rounds: list[Round]
+    rounds: list[RequestPhases]
     token_ids: list[int]
     prompt_tokens: int
     image_tokens: int
@@ -84,7 +84,7 @@ def run_worker(module: str, job: Job) -> Run:
     if done.returncode != 0:
         raise RuntimeError(f"{module} failed with exit code {done.returncode}:\n{done.stderr}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    answer["rounds"] = [Round(**each) for each in answer["rounds"]]
+    answer["rounds"] = [RequestPhases(**each) for each in answer["rounds"]]
     return Run(**answer)
 
 

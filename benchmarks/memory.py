@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import card, commit, processor
+from benchmarks.facts import card, commit, cpu_name
 from benchmarks.hold import Hold
 from benchmarks.ledger_job import Meter
 from benchmarks.measure import MIB, ROOT, environment, versions_of
@@ -77,7 +77,7 @@ def main() -> None:
         rows = [Row(options.model, "", context, image_tokens, sequences)]
     if not rows:
         sys.exit(f"no such rows: {options.only}; there are {', '.join(row.name for row in ROWS)}")
-    facts: dict[str, Any] = {"commit": commit(), "processor": processor(), **versions_of("torch", "triton")}
+    facts: dict[str, Any] = {"commit": commit(), "processor": cpu_name(), **versions_of("torch", "triton")}
     if options.device != "cpu":
         facts["card"] = card()
     print("; ".join(f"{name} {value}" for name, value in facts.items()), flush=True)

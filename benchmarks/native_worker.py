@@ -16,7 +16,7 @@ from benchmarks.measure import (
 )
 from vlfit.api.conversation import ImagePart, ask
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.bench.measure import Heard, ask_at_once
+from vlfit.bench.measure import TimedRequest, run_requests
 
 if TYPE_CHECKING:
     from vlfit.backends.native import NativeBackend
@@ -47,7 +47,7 @@ def main() -> None:
     with backend:
         # The first round warms up, and is the one that is asked for its token ids.
         first = answer(backend, job, with_ids=True)
-        rounds = [answer(backend, job, with_ids=False).round for _ in range(job.rounds)]
+        rounds = [answer(backend, job, with_ids=False).timings for _ in range(job.rounds)]
         read = step_bytes(backend.engine)
     print_run(
         Run(
@@ -67,11 +67,11 @@ def main() -> None:
     )
 
 
-def answer(backend: "NativeBackend", job: Job, *, with_ids: bool) -> Heard:
+def answer(backend: "NativeBackend", job: Job, *, with_ids: bool) -> TimedRequest:
     """One request, with its token ids if they are asked for."""
     sampling = SamplingParams(max_tokens=job.tokens, ignore_eos=True, top_logprobs=0 if with_ids else None)
     conversation = ask(job.question, ImagePart(Path(job.picture).read_bytes()))
-    [heard] = ask_at_once(backend, [conversation], sampling)
+    [heard] = run_requests(backend, [conversation], sampling)
     return heard
 
 

@@ -26,11 +26,11 @@ from benchmarks.offload_worker import Measured, OffloadJob
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu
+from vlfit.plan.backends import NATIVE
 from vlfit.plan.calibration import constants_for, with_bandwidth
-from vlfit.plan.ledger import NATIVE, Settings
-from vlfit.plan.native.ram import copy_seconds, count_for, offload_of
+from vlfit.plan.ledger import Settings
+from vlfit.plan.native.ram import copy_seconds, layers_to_free, offload_of
 from vlfit.plan.shapes import model_of
-from vlfit.plan.speed import predict
 from vlfit.units import GIB
 
 TOLERANCE = 0.2
@@ -136,9 +136,9 @@ def compared(job: OffloadJob, found: Measured | str, gpu: Gpu | None) -> dict[st
         return result
     checkpoint = open_checkpoint(job.folder)
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
-    count = count_for(model, job.offload) if job.offload else 0
+    count = layers_to_free(model, job.offload) if job.offload else 0
     settings = Settings(model.weights, job.context, job.image_tokens, 1, job.chunk, offload=count)
-    speed = predict(model, gpu, NATIVE, settings)
+    speed = NATIVE.speed(model, gpu, settings)
     copies = copy_seconds(offload_of(model, count), gpu, constants_for(gpu))
     if speed is not None:
         result["planned"] = asdict(speed) | {"copy_s": None if copies is None else copies[1]}

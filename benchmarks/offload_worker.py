@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vlfit.engine.engine import Engine
+    from vlfit.engine.engine import NativeEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +56,25 @@ def main() -> None:
 
     from vlfit.api.engine_options import EngineOptions
     from vlfit.checkpoint.source import open_checkpoint
-    from vlfit.engine.engine import Engine
+    from vlfit.engine.engine import NativeEngine
     from vlfit.loading.offload import StreamedLayers
 
     job = OffloadJob(**json.loads(sys.argv[1]))
     change(job.variant)
     options = EngineOptions(
         device=job.device,
-        context=job.context,
-        sequences=1,
-        chunk=job.chunk,
+        max_model_len=job.context,
+        max_num_seqs=1,
+        max_num_batched_tokens=job.chunk,
         image_tokens=job.image_tokens,
         image_cache_bytes=0,
         prefix_cache=False,
         speculate=False,
         offload=job.offload or None,
-        graphs=job.variant != "without graphs",
+        cuda_graphs=job.variant != "without graphs",
     )
     began = time.perf_counter()
-    engine = Engine(open_checkpoint(job.folder), options)
+    engine = NativeEngine(open_checkpoint(job.folder), options)
     on_gpu = engine.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
@@ -83,10 +83,10 @@ def main() -> None:
     rounds = [ask(engine, job, number) for number in range(job.rounds)][1:]
     first, step = (statistics.median(times[which] for times in rounds) for which in (0, 1))
     layers = engine.runner.text.layers
-    ram = layers.waiting_bytes if isinstance(layers, StreamedLayers) else 0
+    ram = layers.offloaded_bytes if isinstance(layers, StreamedLayers) else 0
     account = engine.account()
     found = Measured(
-        account.settings.offload, ram, account.holdings.weights, load_s, peak, 1 / step, step, first
+        account.settings.offload, ram, account.memory.weights, load_s, peak, 1 / step, step, first
     )
     print(json.dumps(asdict(found)))
 
@@ -97,20 +97,20 @@ def change(variant: str) -> None:
     from vlfit.plan.native import ram as planning
 
     if variant == "last layers":
-        planning.spread = lambda layers, count: tuple(range(layers - count, layers))
+        planning.spread_layers = lambda layers, count: tuple(range(layers - count, layers))
     elif variant == "one piece":
         streaming.PIECE = 2**40
     elif variant == "pieces of 1 MiB":
         streaming.PIECE = 2**20
 
 
-def ask(engine: "Engine", job: OffloadJob, number: int) -> tuple[float, float]:
+def ask(engine: "NativeEngine", job: OffloadJob, number: int) -> tuple[float, float]:
     """Seconds to the first token, and of each step after it: a question of 40 tokens about a picture."""
     from vlfit.api.sampling_params import SamplingParams
-    from vlfit.engine.execution.warmup import about_a_picture
+    from vlfit.engine.execution.warmup import image_prompt
     from vlfit.plan.speed import TEXT_TOKENS
 
-    prompt = about_a_picture(engine, job.image_tokens, number, job.image_tokens + TEXT_TOKENS)
+    prompt = image_prompt(engine, job.image_tokens, number, job.image_tokens + TEXT_TOKENS)
     times: list[float] = []
     failures: list[Exception] = []
 
@@ -121,7 +121,7 @@ def ask(engine: "Engine", job: OffloadJob, number: int) -> tuple[float, float]:
 
     sampling = SamplingParams(max_tokens=job.tokens, ignore_eos=True)
     began = time.perf_counter()
-    engine.add(engine.sequence(replace(engine.price(prompt), keys=None), sampling, listen))
+    engine.submit(engine.sequence(replace(engine.prepare_prompt(prompt), keys=None), sampling, listen))
     while engine.busy:
         engine.step()
     if failures:

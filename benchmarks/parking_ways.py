@@ -83,9 +83,9 @@ def _timed(name: str, sizes: Sequence[int], park: "Callable[[list[UntypedStorage
 def _staged(storages: "list[UntypedStorage]") -> Any:
     import torch
 
-    from vlfit.engine.memory.sleep import Parked
+    from vlfit.engine.memory.sleep import OffloadedStorages
 
-    return Parked(storages, torch.device("cuda"))
+    return OffloadedStorages(storages, torch.device("cuda"))
 
 
 class _Whole:

@@ -24,17 +24,17 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from benchmarks.facts import commit, processor
+from benchmarks.facts import commit, cpu_name
 from benchmarks.report import markdown
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.opening import Wanted
+from vlfit.backends.opening import BackendSpec
 from vlfit.tasks.batch.executor import Outcome
 from vlfit.tasks.batch.job import Job, Wish
 from vlfit.tasks.batch.output import Output
 from vlfit.tasks.batch.ray import LOCAL, RayOptions
 from vlfit.tasks.batch.ray.coordinator import run_on_ray
-from vlfit.tasks.batch.runner import Progress
+from vlfit.tasks.batch.runner import BatchProgress
 from vlfit.tasks.batch.sources import open_sources
 
 CORES = 2
@@ -52,7 +52,7 @@ class Row:
     other_cpu_s: float
 
 
-class Clock(Progress):
+class Clock(BatchProgress):
     """When pictures came back, and what processes had used by then."""
 
     def __init__(self, workers: int) -> None:
@@ -132,7 +132,7 @@ def measure(pictures: Path, output: Path, workers: int, tokens: int, at_once: in
     try:
         run_on_ray(
             job,
-            Wanted(model="mini", options=EngineOptions(device="cpu")),
+            BackendSpec(model="mini", options=EngineOptions(device="cpu")),
             RayOptions(LOCAL, workers),
             source=source,
             output=kept,
@@ -183,7 +183,7 @@ def main() -> None:
             ray.shutdown()
     ratio = tell(rows, wanted.pictures)
     if wanted.json:
-        facts = {"commit": commit(), "processor": processor(), "ratio": ratio, "rows": [*map(asdict, rows)]}
+        facts = {"commit": commit(), "processor": cpu_name(), "ratio": ratio, "rows": [*map(asdict, rows)]}
         wanted.json.write_text(json.dumps(facts, indent=1) + "\n")
     sys.exit(ratio < wanted.at_least)
 
@@ -198,7 +198,7 @@ def tell(rows: list[Row], pictures: int) -> float:
         cells += [f"{row.other_cpu_s:.1f}", f"{1e3 * row.other_cpu_s / pictures:.1f}"]
         table.append([str(row.workers), *cells])
     load = os.getloadavg()[0]
-    print(f"commit {commit()}, {processor()}, {os.cpu_count()} cores, load {load:.1f} at the end\n")
+    print(f"commit {commit()}, {cpu_name()}, {os.cpu_count()} cores, load {load:.1f} at the end\n")
     print(*markdown(table), sep="\n")
     speeds = {count: [row.pictures_per_s for row in rows if row.workers == count] for count in (1, 2)}
     ratios = [two / one for one, two in zip(speeds[1], speeds[2], strict=True)]

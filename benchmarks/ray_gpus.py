@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.batch_speed import make_pictures
-from benchmarks.facts import card, commit, processor
+from benchmarks.facts import card, commit, cpu_name
 from benchmarks.measure import ROOT, environment
 from benchmarks.random_weights import room_in_memory, write_random
 from benchmarks.report import print_rows
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--place", type=Path, help="where model and pictures are made, and stay")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written again after each way")
     options = parser.parse_args()
-    facts = {"commit": commit(), "card": card(), "cpu": f"{processor()}, {os.cpu_count()} cores"}
+    facts = {"commit": commit(), "card": card(), "cpu": f"{cpu_name()}, {os.cpu_count()} cores"}
     print("; ".join(facts.values()), flush=True)
     rows: list[Row] = []
     with _place(options.place) as folder:

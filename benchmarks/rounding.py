@@ -21,7 +21,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,12 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.headers import shard_files
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.checkpoint.tensors import is_embedding
-from vlfit.engine.engine import Engine
-from vlfit.engine.sampling.sampler import Scores, scores_of
-from vlfit.engine.scheduling.scheduler import Work
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.sampling.sampler import StepOutput, select_tokens
+from vlfit.engine.scheduling.sequence import ScheduledChunk
 from vlfit.layers.linear import dequantize_int4
 from vlfit.prompt.builder import Prompt
-from vlfit.quantize.rounding import quantize_integers
+from vlfit.quantize.rounding import quantize_int
 
 COPIES = (
     "--weights fp8",
@@ -95,12 +95,12 @@ class Watched:
         options = EngineOptions(
             device="cpu", dtype="float32", prefix_cache=False, speculate=False, kv_dtype=kv_dtype
         )
-        self.engine = Engine(checkpoint, options)
+        self.engine = NativeEngine(checkpoint, options)
 
     def features(self, part: ImagePart) -> Tensor:
         """All that the tower makes of a picture: [rows of all levels, hidden]."""
         prompt = self._prompt(ask("", part))
-        found = self.engine.runner.encode(prompt.images[0])
+        found = self.engine.runner.encode_image(prompt.images[0])
         return torch.cat([found.rows, *found.deepstack])
 
     def scores(self, conversation: Conversation, words: Tensor | None) -> Tensor:
@@ -108,21 +108,23 @@ class Watched:
         engine, seen = self.engine, []
         forward = engine.runner.run
 
-        def watching(batch: Sequence[Work]) -> Scores:
+        def watching(batch: list[ScheduledChunk]) -> StepOutput:
             scores = forward(batch)
             if len(scores.logits):
                 seen.append(F.log_softmax(scores.logits[0].float(), dim=0))
                 if words is not None:
                     decided = torch.full_like(scores.logits, -1e4)
                     decided[0, words[len(seen) - 1]] = 0
-                    scores = scores_of(decided)
+                    scores = select_tokens(decided)
             return scores
 
         most = MOST_WORDS if words is None else len(words)
         sampling = SamplingParams(max_tokens=most, ignore_eos=words is not None)
         engine.runner.run = watching  # type: ignore[method-assign]
         try:
-            engine.add(engine.sequence(engine.price(self._prompt(conversation)), sampling, _raise))
+            engine.submit(
+                engine.sequence(engine.prepare_prompt(self._prompt(conversation)), sampling, _raise)
+            )
             while engine.busy:
                 engine.step()
         finally:
@@ -213,7 +215,7 @@ def round_table(folder: Path, group: int = 32) -> None:
     for file in shard_files(folder):
         tensors = load_file(file)
         for name in filter(is_embedding, tensors):
-            packed, scale = quantize_integers(tensors[name].float(), 4, group)
+            packed, scale = quantize_int(tensors[name].float(), 4, group)
             tensors[name] = dequantize_int4(packed, scale, None, tensors[name].dtype)
         save_file(tensors, file, metadata={"format": "pt"})
 

@@ -18,21 +18,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.facts import commit, processor
+from benchmarks.facts import commit, cpu_name
 from benchmarks.report import markdown
 from vlfit.api.conversation import ImagePart
 from vlfit.api.outputs import Answer, ImageSeen, Usage
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.machine.cards import card
-from vlfit.plan.ledger import NATIVE, kv_bytes
 from vlfit.plan.search import plan
+from vlfit.plan.shapes import kv_bytes_per_token
 from vlfit.plan.speed import TEXT_TOKENS
 from vlfit.plan.subjects import named
 from vlfit.plan.wishes import Wishes
 from vlfit.tasks.batch.items import Item, Record
-from vlfit.tasks.batch.job import Job, Wish, Work
+from vlfit.tasks.batch.job import Job, PictureTask, Wish
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.ray.coordinator import CALLS, HANDFUL
+from vlfit.tasks.batch.ray.coordinator import CHUNK_ITEMS, CHUNKS_PER_WORKER
 from vlfit.tasks.batch.sources import open_sources
 from vlfit.units import MIB
 
@@ -79,13 +79,13 @@ def planned(name: str, typed: str, desktop: int, tokens: int) -> CardSpeed:
     """
     machine, models = card(typed, desktop), named(MODEL).exact
     for sequences in SEQUENCES:
-        wishes = Wishes(context=2048, image_tokens=IMAGE_TOKENS, sequences=sequences, backend=NATIVE)
+        wishes = Wishes(context=2048, image_tokens=IMAGE_TOKENS, sequences=sequences)
         made = plan(models, machine, wishes)
         if made.fits:
             break
     assert made.speed is not None
     speed = made.speed
-    cached = (IMAGE_TOKENS + TEXT_TOKENS) * kv_bytes(made.model, NATIVE, made.settings)
+    cached = (IMAGE_TOKENS + TEXT_TOKENS) * kv_bytes_per_token(made.model.cache_spec, made.settings.kv_dtype)
     longer = (speed.bytes_per_token + (sequences - 1) * cached) / speed.bytes_per_token
     step = longer / speed.decode.expected
     answer_s = tokens * step / sequences
@@ -120,7 +120,7 @@ def sample_record(tokens: int) -> Record:
     seen = ImageSeen(1024, 768, 1024, 768, tokens=IMAGE_TOKENS)
     usage = Usage(IMAGE_TOKENS + TEXT_TOKENS, IMAGE_TOKENS, tokens)
     answer = Answer("word " * tokens, "stop", usage, MODEL, (seen,))
-    return Work(Wish.caption(), SamplingParams()).record(item, ImagePart(b"", item.key), answer)
+    return PictureTask(Wish.caption(), SamplingParams()).record(item, ImagePart(b"", item.key), answer)
 
 
 def short(number: float) -> str:
@@ -178,7 +178,11 @@ def inputs_table(inputs: Inputs) -> list[list[str]]:
         ["bad pictures", f"{100 * inputs.bad:g} %", "assumed"],
         ["an hour of a card", f"{inputs.price:g}", "assumed; put your own in"],
         ["a worker's start", f"{inputs.start_s:g} s", "assumed: process, weights, warming up"],
-        ["pictures that a dead worker had", str(CALLS * HANDFUL), "tasks/batch/ray/run.py"],
+        [
+            "pictures that a dead worker had",
+            str(CHUNKS_PER_WORKER * CHUNK_ITEMS),
+            "tasks/batch/ray/coordinator.py",
+        ],
     ]
 
 
@@ -262,7 +266,7 @@ def failure_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
     head = ["card", "done again, s of one card", "with its start", "lost if it dies every hour", "every day"]
     rows = [head]
     for one in speeds:
-        again = CALLS * HANDFUL / 2 / one.pictures_per_s
+        again = CHUNKS_PER_WORKER * CHUNK_ITEMS / 2 / one.pictures_per_s
         lost = again + inputs.start_s
         shares = [f"{100 * lost / (lost + each):.2g} %" for each in (3600.0, DAY)]
         rows.append([one.name, f"{again:.2g}", f"{lost:.3g}", *shares])
@@ -329,7 +333,7 @@ def main() -> None:
     typed = parser.parse_args()
     if typed.measure:
         load = os.getloadavg()[0]
-        print(f"commit {commit()}, {processor()}, {os.cpu_count()} cores, load {load:.1f}\n")
+        print(f"commit {commit()}, {cpu_name()}, {os.cpu_count()} cores, load {load:.1f}\n")
         print(*markdown(measured(typed.names, typed.names // 2)), sep="\n")
         return
     inputs = Inputs(

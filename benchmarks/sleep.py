@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.engine import write_picture
-from benchmarks.facts import card, commit, processor
+from benchmarks.facts import card, commit, cpu_name
 from benchmarks.hollow import write_hollow
 from benchmarks.ledger_job import Meter
 from benchmarks.measure import MIB
@@ -27,7 +27,7 @@ from benchmarks.parking_ways import Way, all_ways, print_ways
 from benchmarks.report import print_rows
 
 if TYPE_CHECKING:
-    from vlfit.api.engine_options import Park
+    from vlfit.api.engine_options import SleepLevel
     from vlfit.backends.native import NativeBackend
 
 TOKENS = 16
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     options = parser.parse_args()
     meter = Meter()
-    print(f"commit {commit()}; {card()}; {processor()}; {sys.version.split()[0]}")
+    print(f"commit {commit()}; {card()}; {cpu_name()}; {sys.version.split()[0]}")
     naps: list[Nap] = []
     ways: list[Way] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,7 @@ def main() -> None:
                 ways += tried
                 print_ways(tried)
     if options.json:
-        told = {"commit": commit(), "card": card(), "processor": processor()}
+        told = {"commit": commit(), "card": card(), "processor": cpu_name()}
         report = {**told, "naps": [asdict(nap) for nap in naps], "ways": [asdict(way) for way in ways]}
         options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
@@ -95,21 +95,23 @@ def naps_of(
     from vlfit.backends.native import NativeBackend
 
     wishes = EngineOptions(
-        device="cuda", context=options.context, sequences=options.sequences, keep_to_plan=True
+        device="cuda", max_model_len=options.context, max_num_seqs=options.sequences, enforce_plan=True
     )
     content = write_picture("640x480").read_bytes()
     with NativeBackend.load(checkpoint, wishes) as backend:
         _, words = ask(backend, content)
-        sizes = [storage.nbytes() for storage in backend._loop.engine.sleep._storages()[0]]
-        parks: tuple[Park, ...] = ("ram", "files")
+        sizes = [storage.nbytes() for storage in backend._engine_thread.engine.sleeper._storages()[0]]
+        parks: tuple[SleepLevel, ...] = ("ram", "files")
         naps = [
             nap(name, backend, content, words, park, meter) for park in parks for _ in range(options.rounds)
         ]
     return naps, sizes
 
 
-def nap(name: str, backend: "NativeBackend", picture: bytes, words: str, park: "Park", meter: Meter) -> Nap:
-    held = backend.account().holdings
+def nap(
+    name: str, backend: "NativeBackend", picture: bytes, words: str, park: "SleepLevel", meter: Meter
+) -> Nap:
+    held = backend.account().memory
     before = meter.process()
     began = time.perf_counter()
     backend.sleep(park).result()

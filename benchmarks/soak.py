@@ -38,8 +38,8 @@ from benchmarks.report import print_rows
 from benchmarks.served import DidNotStart, Served
 from benchmarks.soak_memory import Moment, growth, in_mib, look, table
 from benchmarks.soak_requests import BURST, Wanted, requests
-from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import locate
+from vlfit.models.registry import read_config
 
 CONTEXT = 6144
 MOST_RESIDENT_GROWTH = 50 * MIB
@@ -138,7 +138,7 @@ def is_made(options: argparse.Namespace) -> bool:
 
 def usual_context(place: Path) -> int:
     """Tokens of the context where none was asked for: never more than the checkpoint runs with."""
-    return min(CONTEXT, ModelConfig.read(place).text.max_position_embeddings)
+    return min(CONTEXT, read_config(place).text.max_position_embeddings)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.facts import card, commit, processor
+from benchmarks.facts import card, commit, cpu_name
 from benchmarks.report import print_rows
 from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
 from vlfit.api.engine_options import EngineOptions
@@ -29,7 +29,7 @@ from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
 
 import_engine()
 
-from vlfit.engine.engine import Engine  # noqa: E402
+from vlfit.engine.engine import NativeEngine  # noqa: E402
 
 PICTURES = Path(__file__).parents[1] / "examples" / "pictures"
 READ = "What text do you see in this picture?"
@@ -76,13 +76,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="rounds; the median of each answer's counts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    where = f"CPU {processor()}" if options.device == "cpu" else card()
+    where = f"CPU {cpu_name()}" if options.device == "cpu" else card()
     print(f"commit {commit()}; {where}; {options.model}, greedy, medians of {options.repeat}\n")
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     engines = [
-        Engine(
+        NativeEngine(
             open_checkpoint(options.model),
-            EngineOptions(device=options.device, sequences=1, speculate=wish),
+            EngineOptions(device=options.device, max_num_seqs=1, speculate=wish),
         )
         for wish in (False, True)
     ]
@@ -97,7 +97,7 @@ def main() -> None:
         sys.exit("some answers are not the same with guesses")
 
 
-def questions(engine: Engine, options: argparse.Namespace) -> Iterator[tuple[str, list[Conversation]]]:
+def questions(engine: NativeEngine, options: argparse.Namespace) -> Iterator[tuple[str, list[Conversation]]]:
     """Kinds of questions, each with a conversation about each picture."""
     pictures = [ImagePart(path.read_bytes(), path.name) for path in sorted(PICTURES.iterdir())]
     for kind, words in QUESTIONS.items():
@@ -117,7 +117,7 @@ def questions(engine: Engine, options: argparse.Namespace) -> Iterator[tuple[str
 
 def compared(
     kind: str,
-    engines: list[Engine],
+    engines: list[NativeEngine],
     asked: list[Conversation],
     options: argparse.Namespace,
     clock: Callable[[], float],
@@ -150,13 +150,15 @@ def compared(
     )
 
 
-def answer(engine: Engine, conversation: Conversation, tokens: int, clock: Callable[[], float]) -> Answered:
+def answer(
+    engine: NativeEngine, conversation: Conversation, tokens: int, clock: Callable[[], float]
+) -> Answered:
     """One answer, from its first token on."""
     heard: list[object] = []
-    prompt = engine.price(engine.prompts.build(conversation, engine.image_limit, engine.context))
-    most = min(tokens, engine.context - prompt.tokens)
+    prompt = engine.prepare_prompt(engine.prompts.build(conversation, engine.image_limit, engine.context))
+    most = min(tokens, engine.context - prompt.num_tokens)
     sequence = engine.sequence(prompt, SamplingParams(max_tokens=most), heard.append)
-    engine.add(sequence)
+    engine.submit(sequence)
     while engine.busy and not sequence.generated:
         engine.step()
     before, began = engine.counters, clock()
@@ -167,7 +169,7 @@ def answer(engine: Engine, conversation: Conversation, tokens: int, clock: Calla
         raise heard[-1]
     after = engine.counters
     text = "".join(getattr(chunk, "text", "") for chunk in heard)
-    passes, guessed = after.steps - before.steps, after.guessed - before.guessed
+    passes, guessed = after.steps - before.steps, after.draft_tokens - before.draft_tokens
     return Answered(sequence.generated, text, passes, guessed, [seconds])
 
 

@@ -22,15 +22,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event
 
-from benchmarks.facts import card, commit, processor
+from benchmarks.facts import card, commit, cpu_name
 from benchmarks.hollow import write_hollow
 from benchmarks.report import print_rows
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import Checkpoint, mini_folder, open_checkpoint
-from vlfit.engine.engine import Engine
-from vlfit.engine.execution.warmup import about_a_picture, text
-from vlfit.engine.loop import EngineLoop
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.execution.warmup import image_prompt, text_prompt
+from vlfit.engine.loop import EngineThread
 from vlfit.engine.scheduling.sequence import Sequence
 from vlfit.prompt.builder import Prompt
 
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--whole-chunks", action="store_true", help="however long others wait for them")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    where = f"CPU {processor()}" if options.device == "cpu" else card()
+    where = f"CPU {cpu_name()}" if options.device == "cpu" else card()
     print(f"commit {commit()}; {where}; prompts of {options.prompt} tokens, passes of {options.chunk}")
     report = {}
     for model in options.models:
@@ -135,32 +135,34 @@ def measure(checkpoint: Checkpoint, options: argparse.Namespace) -> dict[str, ob
 
 
 @contextmanager
-def running(checkpoint: Checkpoint, options: argparse.Namespace, sequences: int) -> Iterator[EngineLoop]:
+def running(
+    checkpoint: Checkpoint, options: argparse.Namespace, sequences: int
+) -> Iterator[EngineThread[NativeEngine]]:
     context = max(options.prompt, options.image_tokens + 16) + 8192
     each = max(options.prompt + options.tokens, options.image_tokens) + 64
     engine_options = EngineOptions(
         device=options.device,
-        context=min(context, checkpoint.config.text.max_position_embeddings),
-        sequences=sequences,
+        max_model_len=min(context, checkpoint.config.text.max_position_embeddings),
+        max_num_seqs=sequences,
         kv_tokens=sequences * each + options.streams * 8192,
-        chunk=options.chunk,
-        even=not options.whole_chunks,
+        max_num_batched_tokens=options.chunk,
+        even_chunks=not options.whole_chunks,
         image_cache_bytes=0,
         prefix_cache=False,
         speculate=False,
     )
-    loop = EngineLoop(lambda progress: Engine(checkpoint, engine_options, progress))
+    loop = EngineThread(lambda progress: NativeEngine(checkpoint, engine_options, progress))
     try:
         yield loop
     finally:
         loop.close()
 
 
-def decode_together(loop: EngineLoop, count: int, options: argparse.Namespace) -> Together:
+def decode_together(loop: EngineThread[NativeEngine], count: int, options: argparse.Namespace) -> Together:
     """The median of three rounds, after one that warms up; the least fair of them."""
     speeds, shares = [], []
     for _ in range(4):
-        heard = [ask(loop, text(options.prompt + number), options.tokens) for number in range(count)]
+        heard = [ask(loop, text_prompt(options.prompt + number), options.tokens) for number in range(count)]
         wait(heard)
         begin, end = max(each.times[0] for each in heard), min(each.times[-1] for each in heard)
         tokens = [sum(begin < at <= end for at in each.times) for each in heard]
@@ -169,17 +171,17 @@ def decode_together(loop: EngineLoop, count: int, options: argparse.Namespace) -
     return Together(statistics.median(speeds[1:]), min(shares[1:]))
 
 
-def while_pictures_arrive(loop: EngineLoop, options: argparse.Namespace) -> Feel:
-    wait([ask(loop, about_a_picture(loop.engine, options.image_tokens, 255), 4)])  # its kernels are there
+def while_pictures_arrive(loop: EngineThread[NativeEngine], options: argparse.Namespace) -> Feel:
+    wait([ask(loop, image_prompt(loop.engine, options.image_tokens, 255), 4)])  # its kernels are there
     most = min(8000, loop.engine.context - options.prompt - 1)
-    streams = [ask(loop, text(options.prompt + number), most) for number in range(options.streams)]
+    streams = [ask(loop, text_prompt(options.prompt + number), most) for number in range(options.streams)]
     while not all(len(each.times) > 100 for each in streams):
         time.sleep(0.01)
     began = time.perf_counter()
     pictures = []
     for number in range(options.pictures):
         time.sleep(max(began + number * options.every - time.perf_counter(), 0))
-        picture = about_a_picture(loop.engine, options.image_tokens, number)
+        picture = image_prompt(loop.engine, options.image_tokens, number)
         pictures.append(ask(loop, picture, 16))
     wait(pictures)
     ended = time.perf_counter()
@@ -203,10 +205,10 @@ def while_pictures_arrive(loop: EngineLoop, options: argparse.Namespace) -> Feel
     )
 
 
-def ask(loop: EngineLoop, prompt: Prompt, tokens: int) -> Request:
+def ask(loop: EngineThread[NativeEngine], prompt: Prompt, tokens: int) -> Request:
     engine, request = loop.engine, Request()
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    sequence = engine.sequence(engine.price(prompt), sampling, request.listen)
+    sequence = engine.sequence(engine.prepare_prompt(prompt), sampling, request.listen)
     request.sequence = sequence
     loop.submit(sequence)
     return request

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.measure import (
     Job,
-    Round,
+    RequestPhases,
     Run,
     memory_of_this_process,
     print_run,
@@ -59,13 +59,13 @@ def main() -> None:
     loaded = time.perf_counter()
     rss_loaded = memory_of_this_process("VmRSS")
 
-    rounds: list[Round] = []
+    rounds: list[RequestPhases] = []
     for _ in range(job.rounds + 1):
         inputs, image_tokens, preprocess_s = prepare(job, tokenizer, image_processor, torch)
         clock = Clock()
         start = time.perf_counter()
         model.generate(**inputs, max_new_tokens=job.tokens, do_sample=False, streamer=clock)
-        rounds.append(Round(preprocess_s, clock.times[0] - start, clock.times[-1] - clock.times[0]))
+        rounds.append(RequestPhases(preprocess_s, clock.times[0] - start, clock.times[-1] - clock.times[0]))
     print_run(
         Run(
             engine="transformers",

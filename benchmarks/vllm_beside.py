@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.asking import Reply, ask, body, jpeg, new_client, url_of
-from benchmarks.facts import card, commit, output_of, processor
+from benchmarks.facts import card, commit, cpu_name, output_of
 from benchmarks.ledger_job import Meter
 from benchmarks.measure import MIB, ROOT, environment, versions_of
 from benchmarks.memory import FREE, free_memory
@@ -48,7 +48,7 @@ MOST_LEFT = 16 * MIB  # the driver's own, which comes and goes
 
 def main() -> None:
     options = read_options()
-    facts: dict[str, Any] = {"commit": commit(), "processor": processor(), **versions_of("torch", "triton")}
+    facts: dict[str, Any] = {"commit": commit(), "processor": cpu_name(), **versions_of("torch", "triton")}
     if options.device != "cpu":
         facts["card"] = card()
     print("; ".join(f"{name} {value}" for name, value in facts.items()), flush=True)

@@ -20,7 +20,7 @@ def main() -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("make test-browser installs Chromium")
-    options = EngineOptions(device="cpu", context=2048, sequences=2)
+    options = EngineOptions(device="cpu", max_model_len=2048, max_num_seqs=2)
     with (
         NativeBackend.load("mini", options) as backend,
         running(backend) as server,

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from vlfit.api.conversation import Conversation, ImagePart
+from vlfit.api.conversation import Conversation, ImagePart, Tool
 from vlfit.api.outputs import Answer, Chunk, FinishReason, ImageSeen, Timings, Usage
 from vlfit.api.sampling_params import SamplingParams
+from vlfit.backends.base import Backend, Listener, Prepared, Ticket
 from vlfit.errors import VlfitError
 
 
@@ -30,11 +31,14 @@ def answer(text: str, *, width: int = 64, height: int = 48, finish_reason: Finis
 
 
 @dataclass
-class ScriptedBackend:
+class ScriptedBackend(Backend):
     """Gives ``answers`` in turn, word by word; an exception among them is raised instead."""
 
     answers: list[str | VlfitError]
+    kind: str = "scripted"
     model: str = "scripted"
+    context: int | None = None
+    device: str = "cpu"
     finish_reason: FinishReason = "stop"
     asked: list[tuple[Conversation, SamplingParams]] = field(default_factory=list)
     streams: list["ScriptedStream"] = field(default_factory=list)
@@ -48,6 +52,17 @@ class ScriptedBackend:
         pictures = [part for message in conversation for part in message.parts if isinstance(part, ImagePart)]
         self.streams.append(ScriptedStream(text, tuple(map(_seen, pictures)), self.model, self.finish_reason))
         return self.streams[-1]
+
+    def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> Prepared:
+        raise NotImplementedError("tasks stream")
+
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared:
+        raise NotImplementedError("tasks stream")
+
+    def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
+        raise NotImplementedError("tasks stream")
 
     def default_sampling(self) -> SamplingParams:
         return SamplingParams(temperature=0.7, top_p=0.8)

@@ -32,6 +32,8 @@ FLOORS = {
     "vlfit.layers": 2,
     "vlfit.loading": 2,
     "vlfit.models": 2,
+    "vlfit.models.registry": 0,
+    "vlfit.models.cache_spec": 0,
     "vlfit.prompt": 2,
     "vlfit.engine": 2,
     "vlfit.quantize": 2,
@@ -47,6 +49,8 @@ FLOORS = {
     "vlfit": 5,  # the package itself only hands out names of the floors below, lazily
     "examples": 5,
 }
+# The torch-free parts of every family's folder.
+FLOORS_IN_FAMILIES = {"config": 0, "cost": 1}
 TENSOR_LIBRARIES = {"torch", "triton"}
 # An engine of its own: the other place that imports torch.
 TRANSFORMERS_BACKEND = "vlfit.backends.transformers"
@@ -75,6 +79,8 @@ class Import:
 
 def floor_of(name: str) -> int:
     parts = name.split(".")
+    if parts[:2] == ["vlfit", "models"] and len(parts) == 4 and parts[3] in FLOORS_IN_FAMILIES:
+        return FLOORS_IN_FAMILIES[parts[3]]
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
         if prefix == "vlfit" and length < len(parts):
@@ -217,3 +223,51 @@ for name in sys.argv[1:]:
 def test_cheap_things_load_nothing_slow(action: str) -> None:
     program = f"import sys\n{action}\nprint([name for name in {SLOW_TO_IMPORT!r} if name in sys.modules])"
     assert fresh_python(program).strip() == "[]"
+
+
+def test_help_imports_the_command_line_alone() -> None:
+    """Modules of our own take time to import, too: with all of them `vlfit --help` took twice as long."""
+    program = """
+import sys
+import vlfit.cli.main
+light = ("vlfit.cli", "vlfit._version", "vlfit.errors", "vlfit.units")
+print([name for name in sys.modules if name.startswith("vlfit.") and not name.startswith(light)])
+"""
+    assert fresh_python(program).strip() == "[]"
+
+
+def circles() -> list[list[str]]:
+    """Sets of modules that import one another (Tarjan's strongly connected components)."""
+    wants = {
+        name: {found.wanted for found in all_imports() if found.module == name}
+        & MODULES.keys() - {name, "vlfit"}
+        for name in MODULES
+    }
+    found: list[list[str]] = []
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(name: str) -> None:
+        numbers[name] = lowest[name] = len(numbers)
+        stack.append(name)
+        for wanted in wants[name]:
+            if wanted not in numbers:
+                visit(wanted)
+                lowest[name] = min(lowest[name], lowest[wanted])
+            elif wanted in stack:
+                lowest[name] = min(lowest[name], numbers[wanted])
+        if lowest[name] == numbers[name]:
+            circle = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for name in wants:
+        if name not in numbers:
+            visit(name)
+    return found
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    assert circles() == []

@@ -1,4 +1,4 @@
-"""What the README shows is run: its Python with mini, its command lines against the program's own help."""
+"""The README's examples run: its Python with mini, its command lines against the program's options."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from vlfit.cli.main import app
 from vlfit.errors import OutOfMemory
-from vlfit.models.qwen3_vl.image_processor import LOW_DETAIL
+from vlfit.images.clips import LOW_DETAIL_TOKENS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 
 def run_python(program: str, folder: Path) -> str:
-    """What ``program`` prints in a folder that has a ``photo.jpg``."""
+    """Output of ``program``, run in a folder that has a ``photo.jpg``."""
     shutil.copy(PICTURES[0], folder / "photo.jpg")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -82,23 +82,23 @@ def test_the_command_lines_in_the_readme_are_what_the_program_takes(line: str) -
     command.make_context(name, arguments)
 
 
-def mini_says(command: str, *arguments: str) -> str:
+def run_mini(command: str, *arguments: str) -> str:
     program = [sys.executable, "-m", "vlfit", command, "--model", "mini", "--quiet", *arguments]
     done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_the_readme_shows_the_words_that_mini_says() -> None:
-    """A picture in the README is followed by a quote and an answer: mini gives exactly these."""
+def test_the_readme_quotes_mini() -> None:
+    """The README's picture is followed by a caption and an answer: mini gives exactly these."""
     [(picture, words)] = re.findall(r'src="(examples/pictures/[^"]+)".*?\n> ([^\n]+)', README, re.DOTALL)
-    assert mini_says("caption", picture) == words
+    assert run_mini("caption", picture) == words
     [(question, answer)] = re.findall(r'answers "([^"]+)" with "([^"]+)"', " ".join(README.split()))
-    assert mini_says("ask", picture, question) == answer
+    assert run_mini("ask", picture, question) == answer
 
 
-def test_the_readme_says_what_low_detail_and_a_lack_of_memory_are() -> None:
-    words = " ".join(README.split())
-    assert f"`low` at most {LOW_DETAIL} tokens (512x512 pixels)" in words
-    assert LOW_DETAIL * 32 * 32 == 512 * 512  # a token is 32x32 pixels
+def test_low_detail_and_out_of_memory_are_documented() -> None:
+    words = " ".join((ROOT / "docs" / "api.md").read_text("utf-8").split())
+    assert f"`low` at most {LOW_DETAIL_TOKENS} tokens (512x512 pixels)" in words
+    assert LOW_DETAIL_TOKENS * 32 * 32 == 512 * 512  # a token is 32x32 pixels
     assert f"gets {OutOfMemory.http_status} with the code `{OutOfMemory.code}`" in words

@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.tiny_text import SPECIAL_TOKENS, chat_template, tokenizer
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.tensors import expected_tensors
+from vlfit.models.registry import read_config
 
 FP8_MAX = 448.0  # the largest number of float8_e4m3fn
 
@@ -111,7 +112,7 @@ def build_tiny(spec_name: str, folder: Path, dtype: str | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config_json(spec, str(stored).removeprefix("torch.")))
     _write_sidecars(spec, folder)
-    _write_weights(spec, folder, random_tensors(ModelConfig.read(folder), stored, spec.seed))
+    _write_weights(spec, folder, random_tensors(read_config(folder), stored, spec.seed))
     return folder
 
 
@@ -333,7 +334,7 @@ def tiny_reference(folder: Path) -> Any:
     from transformers import Qwen3VLForConditionalGeneration
 
     with tempfile.TemporaryDirectory() as scratch:
-        source = _widened_copy(folder, Path(scratch)) if ModelConfig.read(folder).fp8 else folder
+        source = _widened_copy(folder, Path(scratch)) if read_config(folder).fp8 else folder
         loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True
         )

@@ -18,8 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from tests import tiny_text
 from tests.tiny import dequantize_fp8, random_tensors
-from vlfit.checkpoint.config import ModelConfig
-from vlfit.checkpoint.text_config import TEXT_ONLY
+from vlfit.models.registry import read_config, spec_of
 
 QWEN_TEMPLATE = """\
 {%- for message in messages %}
@@ -181,7 +180,7 @@ def build_decoder(name: str, folder: Path) -> Path:
     _write_json(folder / "tokenizer_config.json", tokenizer_settings(spec))
     ends = [words.token_to_id(name) for name in _ends(spec)]
     _write_json(folder / "generation_config.json", {"eos_token_id": ends, "do_sample": False})
-    tensors = random_tensors(ModelConfig.read(folder), getattr(torch, spec.dtype), spec.seed)
+    tensors = random_tensors(read_config(folder), getattr(torch, spec.dtype), spec.seed)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -202,7 +201,7 @@ def config_json(spec: DecoderSpec) -> dict[str, Any]:
     """``config.json`` with the fields that files on the hub have."""
     words = _tokenizer(spec)
     config: dict[str, Any] = {
-        "architectures": [TEXT_ONLY[spec.model_type]],
+        "architectures": [spec_of(spec.model_type).architecture],
         "model_type": spec.model_type,
         "bos_token_id": 1,
         "eos_token_id": words.token_to_id(_ends(spec)[0]),
@@ -271,7 +270,7 @@ def _widened(folder: Path, scratch: Path) -> Path:
     """transformers refuses FP8 whose sizes are no multiple of the block: a plain copy of it."""
     from safetensors.torch import load_file
 
-    if not ModelConfig.read(folder).fp8:
+    if not read_config(folder).fp8:
         return folder
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del config["quantization_config"]

@@ -1,20 +1,20 @@
-"""The Python API: ``VLM`` runs a model in this process, ``Client`` speaks to a server; both do the same.
+"""The Python API: ``VLM`` runs a model in this process, ``Client`` talks to a server, with the same methods.
 
-Knows how to turn what people have (paths, URLs, bytes, PIL images) into requests, not how a model runs.
-Cheap to import: torch comes when a ``VLM`` is built, and never for a ``Client``.
+Cheap to import: torch is imported when a ``VLM`` is created, and never for a ``Client``.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack
 
 from vlfit.api.conversation import Conversation, ImagePart, VideoPart
-from vlfit.api.engine_options import EngineOptions, Park
+from vlfit.api.engine_options import EngineOptions, SleepLevel
 from vlfit.api.outputs import Answer, ImageSeen
+from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Backend, Sleeper, Stream
+from vlfit.backends.base import Backend, Stream
 from vlfit.errors import UsageError
 from vlfit.tasks.describe import CaptionDetail, Chat, stream_ask, stream_caption
 from vlfit.tasks.objects import Detection, Scene, detect, scene
@@ -23,29 +23,24 @@ from vlfit.tasks.sampling_options import SamplingOptions, with_options
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from vlfit.backends.base import LocalBackend
     from vlfit.backends.vllm.serve_command import VllmOptions
     from vlfit.plan.subjects import Choice
     from vlfit.tasks.batch.job import Wish
-    from vlfit.tasks.batch.runner import Progress as BatchProgress
-    from vlfit.tasks.batch.runner import Tally
-
+    from vlfit.tasks.batch.runner import BatchProgress, Tally
 
 Picture: TypeAlias = "str | Path | bytes | Image | ImagePart"
 """A path, an ``https:`` or ``data:`` URL, ``-`` for standard input, encoded bytes, or a PIL image."""
 
-PictureOrClip: TypeAlias = "Picture | VideoPart"
-"""A picture, or frames that follow each other."""
-
-Progress = Callable[[str, float], None]
+PictureOrVideo: TypeAlias = "Picture | VideoPart"
+"""A picture, or the frames of a video."""
 
 logger = logging.getLogger("vlfit")
 
 
 class WordStream:
-    """An answer while it is being said: iterate for pieces of text, whole characters each.
+    """A streaming answer. Iterate over it for pieces of text, of whole characters.
 
-    Leaving the loop early, or ``close``, ends the request and frees what it holds.
+    Leaving the loop early, or ``close``, cancels the request.
 
         with vlm.stream("What is this?", "photo.jpg") as words:
             for piece in words:
@@ -57,7 +52,7 @@ class WordStream:
 
     @property
     def images(self) -> tuple[ImageSeen, ...]:
-        """What the model saw of each picture; known once the first piece has come."""
+        """What the model saw of each picture; known once the first piece has arrived."""
         return self._stream.images
 
     def __iter__(self) -> Iterator[str]:
@@ -72,11 +67,11 @@ class WordStream:
                 self._stream.close()
 
     def answer(self) -> Answer:
-        """Read on to the end, and give all of it with its cost, what was read before included."""
+        """Read to the end. Returns the whole answer, including what was read before, with its usage."""
         return self._stream.answer()
 
     def close(self) -> None:
-        """End the request now."""
+        """Cancel the request."""
         self._stream.close()
 
     def __enter__(self) -> Self:
@@ -87,7 +82,7 @@ class WordStream:
 
 
 class ChatSession:
-    """A conversation that goes on; ``VisionModel.chat`` starts one.
+    """A conversation with history, started by ``chat()``.
 
     chat = vlm.chat()
     chat.ask("What is this?", "photo.jpg")
@@ -99,37 +94,37 @@ class ChatSession:
 
     @property
     def history(self) -> Conversation:
-        """Every message so far."""
+        """All messages so far."""
         return self._chat.history
 
-    def ask(self, text: str, *pictures: PictureOrClip) -> Answer:
-        """Say ``text`` about ``pictures`` and all that went before."""
+    def ask(self, text: str, *pictures: PictureOrVideo) -> Answer:
+        """Send the next message, with ``pictures``."""
         return self._chat.ask(text, *map(_load, pictures))
 
-    def stream(self, text: str, *pictures: PictureOrClip) -> WordStream:
-        """``ask`` while it is being answered. A stream closed early leaves what was said in the history."""
+    def stream(self, text: str, *pictures: PictureOrVideo) -> WordStream:
+        """``ask`` as a stream. If it is closed early, the text so far stays in the history."""
         return WordStream(self._chat.stream(text, *map(_load, pictures)))
 
     def reset(self) -> None:
-        """Forget everything said so far, except the system message."""
+        """Clear the history, except the system message."""
         self._chat.reset()
 
 
 class VisionModel:
-    """What ``VLM`` and ``Client`` have in common. Raises ``vlfit.VlfitError``s: see ``vlfit.errors``."""
+    """Methods of ``VLM`` and ``Client``. They raise ``vlfit.VlfitError``s: see ``vlfit.errors``."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     @property
     def model(self) -> str:
-        """The name of the model that answers."""
+        """Name of the model."""
         return self._backend.model
 
     def caption(
         self, picture: Picture, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
     ) -> Answer:
-        """Say what ``picture`` shows, in one sentence, or in as many as it takes with ``detail="long"``.
+        """Describe ``picture`` in one sentence, or in detail with ``detail="long"``.
 
         print(vlm.caption("photo.jpg").text)
         """
@@ -138,29 +133,29 @@ class VisionModel:
     def stream_caption(
         self, picture: Picture, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
     ) -> WordStream:
-        """``caption`` while it is being said."""
+        """``caption`` as a stream."""
         sampling = with_options(SamplingParams(), options)
         return WordStream(stream_caption(self._backend, _load_picture(picture), detail, sampling))
 
     def ask(
-        self, question: str, *pictures: PictureOrClip, system: str = "", **options: Unpack[SamplingOptions]
+        self, question: str, *pictures: PictureOrVideo, system: str = "", **options: Unpack[SamplingOptions]
     ) -> Answer:
-        """Answer ``question`` about ``pictures``, or about none.
+        """Answer ``question`` about any number of ``pictures``.
 
         print(vlm.ask("Which of the two is larger?", "one.jpg", "two.jpg").text)
         """
         return self.stream(question, *pictures, system=system, **options).answer()
 
     def stream(
-        self, question: str, *pictures: PictureOrClip, system: str = "", **options: Unpack[SamplingOptions]
+        self, question: str, *pictures: PictureOrVideo, system: str = "", **options: Unpack[SamplingOptions]
     ) -> WordStream:
-        """``ask`` while it is being answered."""
+        """``ask`` as a stream."""
         sampling = with_options(SamplingParams(), options)
         parts = tuple(map(_load, pictures))
         return WordStream(stream_ask(self._backend, question, *parts, system=system, sampling=sampling))
 
     def scene(self, picture: Picture, **options: Unpack[SamplingOptions]) -> Scene:
-        """Take ``picture`` apart: a summary, objects with boxes in its own pixels, the words on it.
+        """A summary of ``picture``, its objects with boxes in pixels, and its visible text.
 
         for thing in vlm.scene("photo.jpg").objects:
             print(thing.label, thing.box)
@@ -173,8 +168,7 @@ class VisionModel:
     def detect(
         self, picture: Picture, things: str | Sequence[str], **options: Unpack[SamplingOptions]
     ) -> Detection:
-        """Find ``things`` (``"cups"``, ``"cups, plates"``, ``["cups", "plates"]``) in ``picture``, with boxes
-        in its own pixels.
+        """Find ``things`` (``"cups"``, ``"cups, plates"``, ``["cups", "plates"]``), with boxes in pixels.
 
         for cup in vlm.detect("photo.jpg", "cups").objects:
             print(cup.box)
@@ -182,11 +176,11 @@ class VisionModel:
         Raises ``UnreadableAnswer`` when the model does not answer in the form that was asked for.
         """
         sampling = with_options(SamplingParams(), options)
-        wanted = things if isinstance(things, str) else ", ".join(things)
-        return detect(self._backend, _load_picture(picture), wanted, sampling)
+        names = things if isinstance(things, str) else ", ".join(things)
+        return detect(self._backend, _load_picture(picture), names, sampling)
 
     def chat(self, *, system: str = "", **options: Unpack[SamplingOptions]) -> ChatSession:
-        """Start a conversation with memory; sampled by the checkpoint's own settings, ``options`` on top."""
+        """Start a conversation. It samples as the checkpoint recommends, changed by ``options``."""
         sampling = with_options(self._backend.default_sampling(), options)
         return ChatSession(Chat(self._backend, system=system, sampling=sampling))
 
@@ -202,8 +196,8 @@ class VisionModel:
         progress: "BatchProgress | None" = None,
         **options: Unpack[SamplingOptions],
     ) -> "Tally":
-        """Caption every picture of ``sources`` (folders, globs, lists, shards) into a file ``output``, or do
-        what ``wish`` says; called again it goes on where it was (docs/batch.md).
+        """Caption every picture of ``sources`` (folders, globs, lists, shards) into a file, or do what
+        ``wish`` says. Called again, it continues where it stopped (docs/batch.md).
 
         tally = vlm.batch("photos/", "captions.jsonl")
         tally = vlm.batch("photos/", "cups.jsonl", Wish.detect("cups"))
@@ -213,7 +207,7 @@ class VisionModel:
         from vlfit.tasks.batch.runner import run_batch
 
         return run_batch(
-            cast("LocalBackend", self._backend),
+            self._backend,
             [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)],
             Path(output),
             wish or Wish.caption(),
@@ -225,7 +219,7 @@ class VisionModel:
         )
 
     def close(self) -> None:
-        """Give back what is held: memory, or the connection. A ``with`` block does it by itself."""
+        """Free the memory, or close the connection. A ``with`` block does it at its end."""
         self._backend.close()
 
     def __enter__(self) -> Self:
@@ -236,19 +230,18 @@ class VisionModel:
 
 
 class VLM(VisionModel):
-    """A model in this process, loaded when it is built.
+    """A model in this process, loaded on creation.
 
         from vlfit import VLM
 
         with VLM("mini") as vlm:
             print(vlm.caption("photo.jpg").text)
 
-    ``model``: ``auto`` (the best checkpoint that is already here for this machine, else mini), ``mini``
-    (small, ships with vlfit), a folder, or a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``. ``backend``:
-    who runs it (docs/backends.md); ``trust_remote_code``: transformers may run the code that comes with it;
-    ``vllm``: where vLLM is, and how it is started (``backends.vllm.serve_command``).
-    The rest is described at ``vlfit.api.engine_options.EngineOptions``. ``progress`` gets what is being done
-    and the share done.
+    ``model``: ``auto`` (the best local checkpoint for this machine, else mini), ``mini`` (small, ships with
+    vlfit), a folder, or a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``. ``backend``: see
+    docs/backends.md; ``trust_remote_code``: let transformers run code that comes with the model; ``vllm``:
+    where vLLM is and how it is started (``backends.vllm.serve_command``). ``progress`` is called with the
+    current step and the fraction done. For the others see ``vlfit.api.engine_options.EngineOptions``.
 
     Raises ``CheckpointError``, ``HubError``, ``DeviceError``, ``DoesNotFit`` or ``UsageError``.
     """
@@ -268,59 +261,60 @@ class VLM(VisionModel):
         sequences: int = 4,
         image_tokens: int | None = None,
         offload: int | Literal["auto"] | None = None,
-        progress: Progress | None = None,
+        progress: LoadProgress | None = None,
     ) -> None:
         options = EngineOptions(
             device=device,
             dtype=dtype,
-            context=context,
+            max_model_len=context,
             kv_dtype=kv_dtype,
             speculate=speculate,
-            sequences=sequences,
+            max_num_seqs=sequences,
             image_tokens=image_tokens,
             offload=offload,
         )
         if model == "auto":
             choice = choose_model(backend)
-            # Falling back to the small model is worth hearing without having set up logging.
+            # A warning, so that the fallback to mini is visible without logging set up.
             logger.log(logging.WARNING if choice.model == "mini" else logging.INFO, choice.reason)
             model = choice.model
-        from vlfit.backends.opening import Wanted, open_backend
+        from vlfit.backends.opening import BackendSpec, open_backend
 
         if backend == "vllm":
             vllm = _with_doctor(vllm)
-        wanted = Wanted(
+        spec = BackendSpec(
             kind=backend, model=model, options=options, trust_remote_code=trust_remote_code, vllm=vllm
         )
-        super().__init__(open_backend(wanted, progress))
+        super().__init__(open_backend(spec, progress))
 
-    def sleep(self, park: Park = "auto") -> None:
-        """Give the GPU back: weights wait in RAM (``ram``), in their files (``files``, to be read again), or
-        in RAM if there is enough (``auto``). What runs goes first; the next request, or ``wake``, takes the
-        memory again. Raises ``DoesNotFit`` and ``UsageError`` where ``park`` cannot be had.
+    def sleep(self, park: SleepLevel = "auto") -> None:
+        """Free the GPU's memory, after running requests end. The next request, or ``wake``, takes it again.
+
+        ``park``: keep the weights in RAM (``ram``), reload them from their files (``files``), or RAM if there
+        is enough (``auto``). Raises ``DoesNotFit`` and ``UsageError`` if that is not possible.
         """
         self._sleeper("sleep").sleep(park).result()
 
     def wake(self) -> None:
-        """Take the memory again before a request does. Raises ``CannotWake`` if others have it."""
+        """Take the GPU's memory again. Raises ``CannotWake`` if other programs hold it."""
         self._sleeper("wake").wake().result()
 
-    def _sleeper(self, what: str) -> Sleeper:
-        if not isinstance(self._backend, Sleeper):
+    def _sleeper(self, what: str) -> Backend:
+        if not self._backend.capabilities.sleep:
             raise UsageError(f"this backend cannot {what}", 'only backend="native" can')
         return self._backend
 
 
 class Client(VisionModel):
-    """A model behind a URL: ``vlfit serve``, or any server that speaks OpenAI's API.
+    """A model on a server: ``vlfit serve``, or any server with OpenAI's API.
 
         from vlfit import Client
 
         with Client("http://127.0.0.1:8000") as client:
             print(client.caption("photo.jpg").text)
 
-    Pictures are read here and sent along, so paths are paths of this computer. ``model`` is needed only for
-    servers with several. Raises ``ServerUnreachable`` or ``RemoteError``.
+    Pictures are read locally and sent with the request. ``model`` is only needed for servers with several
+    models. Raises ``ServerUnreachable`` or ``RemoteError``.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, model: str | None = None) -> None:
@@ -329,21 +323,22 @@ class Client(VisionModel):
         self._remote = RemoteBackend(url, api_key=api_key, model=model)
         super().__init__(self._remote)
 
-    def sleep(self, park: Park = "auto") -> None:
-        """Let a vlfit server give its GPU back, once what runs there is over. The next request wakes it.
-        ``park``: where weights wait, as for ``VLM.sleep``.
+    def sleep(self, park: SleepLevel = "auto") -> None:
+        """Let a vlfit server free its GPU, after running requests end. The next request wakes it.
+
+        ``park``: as for ``VLM.sleep``.
         """
-        self._remote.sleep(park)
+        self._remote.sleep_server(park)
 
     def wake(self) -> None:
-        """Let a vlfit server that sleeps take its memory again. Raises ``CannotWake`` if others have it."""
-        self._remote.wake()
+        """Wake a sleeping vlfit server. Raises ``CannotWake`` if other programs hold its memory."""
+        self._remote.wake_server()
 
 
 def choose_model(backend: str = "native") -> "Choice":
-    """What ``auto`` means on this machine now, with the reason in one sentence. Downloads nothing.
+    """The model that ``auto`` stands for on this machine, with the reason. Downloads nothing.
 
-    Raises ``UsageError`` for ``transformers``, which is for the models that vlfit's own choice does not know.
+    Raises ``UsageError`` for ``transformers``, which needs a model by name.
     """
     if backend == "transformers":
         raise UsageError("--backend transformers needs a model by name", "name a folder or a hub id")
@@ -355,15 +350,15 @@ def choose_model(backend: str = "native") -> "Choice":
 
 
 def _with_doctor(vllm: "VllmOptions | None") -> "VllmOptions":
-    """With the doctor, who knows from its log why a vLLM has failed."""
+    """``vllm`` with the doctor, which explains from vLLM's log why it failed."""
     from vlfit.backends.vllm.serve_command import VllmOptions
     from vlfit.doctor.diagnose import read_failure
 
-    wanted = vllm or VllmOptions()
-    return wanted if wanted.read_failure else replace(wanted, read_failure=read_failure)
+    options = vllm or VllmOptions()
+    return options if options.read_failure else replace(options, read_failure=read_failure)
 
 
-def _load(picture: PictureOrClip) -> ImagePart | VideoPart:
+def _load(picture: PictureOrVideo) -> ImagePart | VideoPart:
     return picture if isinstance(picture, VideoPart) else _load_picture(picture)
 
 

@@ -1,7 +1,6 @@
 """Every error a person can meet, as one tree.
 
-Knows: what each failure is called, its exit code on the command line and its status over HTTP.
-Does not know: how it is printed (cli) or sent (server).
+Each class has its ``code``, its exit code on the command line and its status over HTTP.
 
 VlfitError
 ├── UsageError                     exit 2, HTTP 400: what was asked for makes no sense

@@ -1,10 +1,8 @@
-"""One typed table of everything that can be set from the outside, for the command line and the server.
+"""Settings from the command line, the environment and defaults, checked.
 
-Knows: the names, types and defaults, and that each can come from the environment as ``VLFIT_`` and its name
-in capitals (``VLFIT_SERVER``, ``VLFIT_CONTEXT``). Does not know: what any of them does. The Python API takes
-its own arguments and never looks here, so that a script behaves alike on every machine.
-
-Import it inside functions: pydantic-settings costs a fifth of a second, which ``vlfit --help`` need not pay.
+A setting's variable is ``VLFIT_`` and its name in capitals (``VLFIT_CONTEXT``); what it does stands with its
+option in ``cli/options.py``. The Python API does not read settings, so that a script behaves alike on every
+machine. Import this inside functions: pydantic-settings takes 0.2 s, too long for ``vlfit --help``.
 """
 
 from pathlib import Path
@@ -19,14 +17,14 @@ from vlfit.units import parse_gibibytes, parse_seconds
 
 
 def _tokens_or_auto(value: object) -> object:
-    """A union of types would be refused with a sentence for each of them."""
+    """One message instead of pydantic's one per type of the union."""
     if value is None or value == "auto" or (str(value).isdecimal() and int(str(value)) > 0):
         return value
     raise ValueError("must be auto or a number of tokens above 0")
 
 
 def _gibibytes_or_auto(value: object) -> object:
-    """A size as people write it, a bare number in GiB; what is a number already is in bytes."""
+    """Parse a size such as ``800MiB``; a bare number is GiB. Numbers are bytes already."""
     if not isinstance(value, str) or value == "auto":
         return value
     try:
@@ -36,7 +34,7 @@ def _gibibytes_or_auto(value: object) -> object:
 
 
 def _seconds(value: object) -> object:
-    """A duration as people write it; what is a number already is in seconds."""
+    """Parse a duration such as ``5m``. Numbers are seconds already."""
     if not isinstance(value, str):
         return value
     try:
@@ -46,93 +44,82 @@ def _seconds(value: object) -> object:
 
 
 def _origin(value: object) -> object:
-    """What a browser calls the origin of a page: a scheme, a host and perhaps a port; ``*`` for all."""
+    """Check a web origin: scheme, host and optional port; or ``*``."""
     if value is None or value == "*":
         return value
     try:
         parts = urlsplit(str(value))
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        sound = False
-    if not sound or value != f"{parts.scheme}://{parts.netloc}":
+        is_valid = False
+    if not is_valid or value != f"{parts.scheme}://{parts.netloc}":
         raise ValueError("must be the origin of a web page, like https://example.org, or *")
     return value
 
 
 class Settings(BaseSettings):
-    """What a person set: options of the command line first, then the environment, then these defaults.
+    """Settings: typed options first, then the environment, then these defaults.
 
-    ``context``, ``image_tokens`` and ``max_tokens`` count tokens. None leaves the choice to the engine.
+    ``context``, ``kv``, ``image_tokens``, ``chunk`` and ``max_tokens`` count tokens, ``offload`` bytes. None:
+    the engine chooses.
     """
 
-    # An empty variable means "not set": `VLFIT_SERVER= vlfit ...` is how a shell switches a setting off.
+    # An empty variable counts as not set: `VLFIT_SERVER= vlfit ...` switches a setting off.
     model_config = SettingsConfigDict(env_prefix="VLFIT_", env_ignore_empty=True, extra="forbid", frozen=True)
 
-    model: str = Field("auto", min_length=1, description="auto, mini, a folder or a hub id")
-    backend: Literal["native", "vllm", "transformers", "remote"] | None = Field(
-        None, description="who runs the model; None: remote if a server is named, else native"
-    )
-    server: str | None = Field(None, description="URL of a running server, used instead of loading here")
-    server_key: SecretStr | None = Field(
-        None, description="key that the server behind --backend remote asks for"
-    )
-    api_key: SecretStr | None = Field(None, description="key that the server asks for, or is asked for")
+    model: str = Field("auto", min_length=1)
+    backend: Literal["native", "vllm", "transformers", "remote"] | None = None
+    server: str | None = None
+    server_key: SecretStr | None = None
+    api_key: SecretStr | None = None
 
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:1")
-    dtype: str = Field("auto", description="auto, or a name such as bfloat16")
-    context: int | None = Field(None, ge=1, description="most tokens of one request, prompt and answer")
-    kv: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = Field(
-        None, description="tokens of the KV cache that all requests share, or auto"
-    )
-    kv_dtype: Literal["auto", "bf16", "fp8"] = Field("auto", description="dtype of the KV cache")
-    sequences: int = Field(4, ge=1, description="requests that run at once at full context")
-    queue: int | None = Field(None, ge=0, description="requests that may wait while others run")
-    prefix_cache: bool = Field(True, description="take over what earlier requests computed of a prompt")
-    speculate: bool = Field(True, description="check several tokens a pass where text before tells them")
-    image_tokens: int | None = Field(None, ge=1, description="most tokens of one picture")
-    chunk: int = Field(1024, ge=1, description="most tokens of one pass through the model")
-    max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
+    device: str = "auto"
+    dtype: str = "auto"
+    context: int | None = Field(None, ge=1)
+    kv: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = None
+    kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    sequences: int = Field(4, ge=1)
+    queue: int | None = Field(None, ge=0)
+    prefix_cache: bool = True
+    speculate: bool = True
+    image_tokens: int | None = Field(None, ge=1)
+    chunk: int = Field(1024, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
 
     offload: Annotated[
         Annotated[int, Field(ge=1)] | Literal["auto"] | None, BeforeValidator(_gibibytes_or_auto)
-    ] = Field(None, description="bytes of weights that leave the GPU for RAM, or auto")
-    idle_sleep: Annotated[float | None, BeforeValidator(_seconds)] = Field(
-        None, gt=0, description="time without a request after which a server sleeps, like 5m"
-    )
+    ] = None
+    idle_sleep: Annotated[float | None, BeforeValidator(_seconds)] = Field(None, gt=0)
 
-    host: str = Field("127.0.0.1", description="address that the server listens on")
-    port: int = Field(8000, ge=0, le=65535, description="port that the server listens on; 0 takes a free one")
-    api_keys: Path | None = Field(None, description="file of keys that the server asks for, one a line")
-    allow_anyone: bool = Field(False, description="serve other computers without a key")
-    allow_host: str | None = Field(None, description="name by which a browser may call the server")
-    allow_files: Path | None = Field(None, description="folder whose files requests may name")
-    key_rate: int | None = Field(None, ge=1, description="requests that one key may begin in a minute")
-    key_at_once: int | None = Field(None, ge=1, description="requests that one key may have running")
-    drain: Annotated[float, BeforeValidator(_seconds)] = Field(
-        30.0, ge=0, description="time that SIGTERM leaves to requests that run, like 30s"
-    )
-    restart: bool = Field(False, description="run the engine apart, and start it again if it dies")
-    log_format: Literal["text", "json"] = Field("text", description="lines for people, or JSON")
-    allow_private_urls: bool = Field(False, description="let requests name pictures in the private network")
-    allow_origin: Annotated[str | None, BeforeValidator(_origin)] = Field(
-        None, description="web origin that may call the server from a browser"
-    )
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    api_keys: Path | None = None
+    allow_anyone: bool = False
+    allow_host: str | None = None
+    allow_files: Path | None = None
+    key_rate: int | None = Field(None, ge=1)
+    key_at_once: int | None = Field(None, ge=1)
+    drain: Annotated[float, BeforeValidator(_seconds)] = Field(30.0, ge=0)
+    restart: bool = False
+    log_format: Literal["text", "json"] = "text"
+    allow_private_urls: bool = False
+    allow_origin: Annotated[str | None, BeforeValidator(_origin)] = None
 
-    vllm_python: str | None = Field(None, description="Python, environment or program that has vLLM")
+    vllm_python: str | None = None
 
-    debug: bool = Field(False, description="show tracebacks")
+    debug: bool = False
 
 
 def read_settings(**given: object) -> Settings:
-    """The settings, with what was ``given`` on the command line on top; a given None counts as not given.
+    """Read settings; ``given``: typed options, where None is not typed.
 
-    Raises ``UsageError`` naming the option and the variable of every value that makes no sense.
+    Raises ``UsageError`` with the option and the variable of every wrong value.
     """
     try:
         return Settings.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         faults = [
-            # What our own checks say, pydantic tells with words of its own before it.
+            # pydantic puts a prefix before the messages of our own checks.
             (str(fault["loc"][0]), fault["input"], fault["msg"].removeprefix("Value error, "))
             for fault in error.errors()
         ]

@@ -1,4 +1,4 @@
-"""Bytes and durations as people write and read them. Knows nothing else."""
+"""Bytes and durations as people write and read them."""
 
 import math
 import re

@@ -17,9 +17,9 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.execution.encoder_graph import Recorded
+from vlfit.engine.execution.encoder_graph import EncoderGraph
 from vlfit.errors import DeviceError, DoesNotFit, EngineStopped, InvalidRequest, NotACheckpoint, UsageError
-from vlfit.models.qwen3_vl.vision import VisionFeatures
+from vlfit.models.base import VisionFeatures
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,12 @@ def folder(tiny: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def backend(folder: Path) -> Iterator[NativeBackend]:
-    with NativeBackend.load(folder, EngineOptions(device="cpu", context=512, sequences=2)) as loaded:
+    with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=512, max_num_seqs=2)) as loaded:
         yield loaded
 
 
 def free_blocks(backend: NativeBackend) -> int:
-    return backend._loop.engine.pool.free
+    return backend.engine.block_manager.num_free
 
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -61,17 +61,17 @@ def test_requests_beyond_the_sequences_wait_and_all_are_answered(backend: Native
     streams = [backend.stream(ask("the quick brown fox"), sampling) for _ in range(5)]
     answers = [stream.answer().text for stream in streams]
     assert len(set(answers)) == 1
-    assert free_blocks(backend) == backend._loop.engine.pool.blocks
+    assert free_blocks(backend) == backend.engine.block_manager.num_blocks
 
 
 def test_closing_a_stream_frees_its_blocks(backend: NativeBackend) -> None:
     stream = backend.stream(ask("the quick brown fox"), LONG)
     next(iter(stream))
-    assert free_blocks(backend) < backend._loop.engine.pool.blocks
+    assert free_blocks(backend) < backend.engine.block_manager.num_blocks
     stream.close()
     # What comes after has been admitted by a step that dropped the closed one first.
     backend.stream(ask("hello"), SamplingParams(max_tokens=1)).answer()
-    assert free_blocks(backend) == backend._loop.engine.pool.blocks
+    assert free_blocks(backend) == backend.engine.block_manager.num_blocks
     with pytest.raises(UsageError):
         stream.answer()
 
@@ -104,12 +104,14 @@ def test_a_failure_in_the_model_ends_that_request_and_not_the_engine(
     before = backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text
     with monkeypatch.context() as patch:
         patch.setattr(
-            backend._loop.engine.runner, "encode", lambda image: (_ for _ in ()).throw(ValueError("boom"))
+            backend.engine.runner,
+            "encode_image",
+            lambda image: (_ for _ in ()).throw(ValueError("boom")),
         )
         with pytest.raises(ValueError, match="boom"):
             backend.stream(ask("hello", ImagePart(picture(64, 64, seed=3))), SamplingParams()).answer()
     assert backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text == before
-    assert free_blocks(backend) == backend._loop.engine.pool.blocks
+    assert free_blocks(backend) == backend.engine.block_manager.num_blocks
 
 
 def test_a_listener_that_fails_ends_its_own_request(
@@ -120,18 +122,18 @@ def test_a_listener_that_fails_ends_its_own_request(
 
     backend.start(backend.prepare(ask("hello"), LONG), LONG, listener)
     assert backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text
-    assert free_blocks(backend) == backend._loop.engine.pool.blocks
+    assert free_blocks(backend) == backend.engine.block_manager.num_blocks
     assert "listener failed" in caplog.text
 
 
 def test_the_same_picture_is_encoded_once(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = backend._loop.engine
+    engine = backend.engine
     calls: list[tuple[int, int, int]] = []
     vision = engine.runner.vision
     assert vision is not None
 
     def counting(
-        patches: Tensor, grid: tuple[int, int, int], recorded: Recorded | None = None
+        patches: Tensor, grid: tuple[int, int, int], recorded: EncoderGraph | None = None
     ) -> VisionFeatures:
         calls.append(grid)
         return vision(patches, grid, recorded)
@@ -145,7 +147,7 @@ def test_the_same_picture_is_encoded_once(backend: NativeBackend, monkeypatch: p
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> None:
-    backend = NativeBackend.load(folder, EngineOptions(device="cpu", context=512))
+    backend = NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=512))
     stream = backend.stream(ask("hello"), LONG)
     next(iter(stream))
     backend.close()
@@ -187,7 +189,7 @@ def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
 
 def test_progress_ends_at_the_whole(folder: Path) -> None:
     shares: list[float] = []
-    options = EngineOptions(device="cpu", context=64)
+    options = EngineOptions(device="cpu", max_model_len=64)
     NativeBackend.load(folder, options, lambda what, share: shares.append(share)).close()
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1.0)
@@ -204,7 +206,7 @@ def test_loading_that_is_interrupted_stops_and_leaves_no_thread(folder: Path) ->
             time.sleep(0.2)
 
     with pytest.raises(KeyboardInterrupt):
-        NativeBackend.load(folder, EngineOptions(device="cpu", context=64), interrupt)
+        NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=64), interrupt)
     assert shares[-1] < 1.0
     started = set(threading.enumerate()) - before
     assert "vlfit-engine" not in {thread.name for thread in started}
@@ -223,7 +225,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_none(
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        NativeBackend.load(folder, EngineOptions(device="cpu", context=64))
+        NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=64))
     started = set(threading.enumerate()) - before
     assert "vlfit-engine" not in {thread.name for thread in started}
 

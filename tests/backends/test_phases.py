@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vlfit.backends import base as phases
-from vlfit.backends.base import Phases, process_age
+from vlfit.backends import startup as phases
+from vlfit.backends.startup import Phases, process_age
 
 
 def test_seconds_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_seconds_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     start.begin("too late")
     assert start.loaded
     assert start.seconds == {"program": 0.25, "weights": 4.0, "graphs": 0.5}
-    assert start.in_words() == "4.8 s: program 0.25, weights 4.00, graphs 0.50"
+    assert start.summary() == "4.8 s: program 0.25, weights 4.00, graphs 0.50"
 
 
 def test_a_process_is_older_than_what_it_does(tmp_path: Path) -> None:

@@ -183,14 +183,14 @@ def test_a_failure_in_mid_stream(remote: RemoteBackend, scripted: ScriptedBacken
 def test_another_model_than_the_server_runs(server: Running) -> None:
     with (
         RemoteBackend(server.url, model="gpt-4o") as backend,
-        pytest.raises(UnknownModel, match="this server runs 'scripted'"),
+        pytest.raises(UnknownModel, match="'scripted'"),
     ):
         backend.stream(ask("Hello"), GREEDY)
 
 
 def test_a_key(scripted: ScriptedBackend) -> None:
     with running(scripted, ServerSettings(api_keys=("secret",))) as server:
-        with pytest.raises(WrongApiKey, match="asks for an API key"):
+        with pytest.raises(WrongApiKey, match="API key"):
             RemoteBackend(server.url)
         with pytest.raises(WrongApiKey, match="wrong"):
             RemoteBackend(server.url, api_key="guess")
@@ -214,12 +214,13 @@ def test_no_url(url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("ftp://example.org", "over http or https, not ftp"),
-        ("http://me:secret@host:99999/v1", "http://host:99999/v1: 99999 is no port"),
-        ("host:0", "0 is no port"),
+        ("ftp://example.org", "ftp"),
+        ("http://me:secret@host:99999/v1", "http://host:99999/v1: 99999"),
+        ("host:0", "0"),
     ],
 )
 def test_the_fault_of_a_url_is_named(url: str, says: str) -> None:
     with pytest.raises(UsageError) as raised:
         RemoteBackend(url)
-    assert raised.value.message.endswith(says)
+    assert says in raised.value.message
+    assert "secret" not in raised.value.message

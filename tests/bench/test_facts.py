@@ -1,4 +1,4 @@
-"""What a measurement says that an engine ran with."""
+"""Settings of the engine in the results of a benchmark."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +21,11 @@ def test_the_kv_cache_is_named_as_it_is(kept: str, dtype: str, named: str) -> No
 
 def test_halves_are_told_where_a_matrix_is_kept_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of mini are too small for it."""
-    assert settings_of("float32", halves=True)["halves"] is False
+    assert settings_of("float32", cpu_16_bit=True)["halves"] is False
     monkeypatch.setattr(in_ram, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(in_ram, "LEAST_INPUTS", 1)
-    assert settings_of("float32", halves=True)["halves"] is True
-    assert settings_of("float32", halves=False)["halves"] is False
+    assert settings_of("float32", cpu_16_bit=True)["halves"] is True
+    assert settings_of("float32", cpu_16_bit=False)["halves"] is False
 
 
 def settings_of(dtype: str, **others: Any) -> dict[str, Any]:

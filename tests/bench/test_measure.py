@@ -7,9 +7,9 @@ import pytest
 
 from tests.scripted_backend import png
 from vlfit.api.conversation import ImagePart
-from vlfit.bench.measure import PARTS, Heard, Many, Measured, measure, step_of
-from vlfit.bench.results import facts_of, page
-from vlfit.bench.workload import Wanted, made_up_picture, requests_for
+from vlfit.bench.measure import FIRST_TOKEN_PARTS, BenchResult, Samples, TimedRequest, decode_step, measure
+from vlfit.bench.results import format_page, to_json
+from vlfit.bench.workload import BenchOptions, make_requests, synthetic_picture
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.errors import DoesNotFit, InvalidRequest, UsageError
 
@@ -20,8 +20,8 @@ def mini() -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def measured(mini: Checkpoint) -> Measured:
-    wanted = Wanted(size=(96, 64), tokens=6, batches=(1, 2), repeat=2, device="cpu", context=120)
+def measured(mini: Checkpoint) -> BenchResult:
+    wanted = BenchOptions(size=(96, 64), tokens=6, batches=(1, 2), repeat=2, device="cpu", context=120)
     said: list[str] = []
     found = measure(mini, wanted, said.append)
     assert [words.split(":")[0] for words in said] == [
@@ -31,53 +31,55 @@ def measured(mini: Checkpoint) -> Measured:
     return found
 
 
-def test_a_measurement_holds_together(measured: Measured, mini: Checkpoint) -> None:
+def test_a_measurement_holds_together(measured: BenchResult, mini: Checkpoint) -> None:
     assert [each.at_once for each in measured.decoding] == [1, 2]
     one, two = measured.decoding
     # Six tokens behind a prompt of 114: the step in the middle has read 3.5 of them more.
-    assert one.cached == 114 + 3.5
-    assert 2 * (114 + 1) < two.cached < 2 * (114 + 6)
+    assert one.cached_tokens == 114 + 3.5
+    assert 2 * (114 + 1) < two.cached_tokens < 2 * (114 + 6)
     assert all(each.whole.median > each.first_token.median > 0 for each in measured.decoding)
-    assert set(measured.parts) == set(PARTS)
+    assert set(measured.parts) == set(FIRST_TOKEN_PARTS)
     assert all(min(many.values) > 0 for many in measured.parts.values())
     assert list(measured.start)[:3] == ["program", "requests", "machine"]
     layers = sum(
         info.count for name, info in mini.tensors.items() if name.startswith("model.language_model.")
     )
-    assert measured.read is not None
+    assert measured.step_bytes is not None
     # Of the norms of queries and keys each head has its own row; everything is in float32 on a CPU.
-    assert layers * 4 <= measured.read.weights < layers * 4 * 1.01
-    assert measured.read.per_cached_token == 6 * 2 * 2 * 64 * 4
+    assert layers * 4 <= measured.step_bytes.weights < layers * 4 * 1.01
+    assert measured.step_bytes.per_cached_token == 6 * 2 * 2 * 64 * 4
 
 
-def test_shares_follow_from_what_was_measured(measured: Measured) -> None:
-    one = replace(measured.decoding[0], step=Many((0.5, 0.25, 1.0)), cached=10)
-    assert measured.read is not None
-    read = measured.read.weights + 10 * measured.read.per_cached_token
+def test_shares_follow_from_what_was_measured(measured: BenchResult) -> None:
+    one = replace(measured.decoding[0], step=Samples((0.5, 0.25, 1.0)), cached_tokens=10)
+    assert measured.step_bytes is not None
+    read = measured.step_bytes.weights + 10 * measured.step_bytes.per_cached_token
     assert replace(measured, roof=4.0 * read).speed_and_share(one) == (2 * read, 0.5)
     assert replace(measured, roof=None).speed_and_share(one) == (2 * read, None)
-    assert replace(measured, read=None).speed_and_share(one) == (None, None)
+    assert replace(measured, step_bytes=None).speed_and_share(one) == (None, None)
 
 
-def test_the_page_and_the_facts_say_the_same(measured: Measured) -> None:
-    two = replace(measured.decoding[1], step=Many((0.008, 0.004, 0.005)), first_token=Many((0.5, 0.5, 0.5)))
+def test_the_page_and_the_facts_say_the_same(measured: BenchResult) -> None:
+    two = replace(
+        measured.decoding[1], step=Samples((0.008, 0.004, 0.005)), first_token=Samples((0.5, 0.5, 0.5))
+    )
     measured = replace(measured, decoding=(measured.decoding[0], two))
-    facts = facts_of(measured)
+    facts = to_json(measured)
     assert facts["request"]["prompt_tokens"] == 114
     assert facts["request"]["image_tokens"] == 70
     assert [each["at_once"] for each in facts["decoding"]] == [1, 2]
     assert facts["decoding"][0]["tokens_per_second"]["all"] == [
         1 / seconds for seconds in facts["decoding"][0]["step"]["all"]
     ]
-    lines = page(measured)
+    lines = format_page(measured)
     assert facts["decoding"][1]["tokens_per_second"]["median"] == 2 / 0.005
     [row] = [line for line in lines if line.startswith("| 2 ")]
     assert [cell.strip() for cell in row.split("|")[2:5]] == ["400.0 ± 125.8", "200.0", "5.00"]
     assert "500 ± 0" in row
-    assert any(line.startswith("mini: bf16, 12.3 M parameters, 46.9 MiB loaded") for line in lines)
-    assert any("made up, 96x64; prompt of 114 tokens (70 image tokens" in line for line in lines)
+    assert any("mini: bf16, 12.3 M" in line and "46.9 MiB" in line for line in lines)
+    assert any("96x64" in line and "114 tokens" in line and "70 image tokens" in line for line in lines)
     tables = [line for line in lines if line.startswith("|")]
-    assert len(tables) == 4 + 2 + len(PARTS) + 1
+    assert len(tables) == 4 + 2 + len(FIRST_TOKEN_PARTS) + 1
 
 
 def test_nothing_of_the_model_is_left_when_memory_is_measured(
@@ -100,62 +102,64 @@ def test_nothing_of_the_model_is_left_when_memory_is_measured(
         return 1e9
 
     monkeypatch.setattr(NativeBackend, "load", watched)
-    monkeypatch.setattr(bandwidth, "memory_speed", speed)
-    wanted = Wanted(size=(64, 64), tokens=2, batches=(1,), repeat=1, device="cpu")
+    monkeypatch.setattr(bandwidth, "memory_bandwidth", speed)
+    wanted = BenchOptions(size=(64, 64), tokens=2, batches=(1,), repeat=1, device="cpu")
     assert measure(mini, wanted, lambda _: None).roof == 1e9
 
 
 def test_a_step_is_counted_while_all_speak() -> None:
-    early = Heard(0.0, 0.0, (1.0, 2.0, 3.0, 4.0), 10, 0)
-    late = Heard(0.0, 0.0, (2.0, 3.0, 4.0, 5.0), 20, 0)
+    early = TimedRequest(0.0, 0.0, (1.0, 2.0, 3.0, 4.0), 10, 0)
+    late = TimedRequest(0.0, 0.0, (2.0, 3.0, 4.0, 5.0), 20, 0)
     # From 2 to 4 each says two tokens; they have 2 and 1 of them at 2, 4 and 3 at 4.
-    assert step_of([early, late]) == (1.0, 10 + 3 + 20 + 2)
-    with pytest.raises(DoesNotFit, match="ended before the last began"):
-        step_of([early, Heard(0.0, 0.0, (5.0, 6.0), 20, 0)])
+    assert decode_step([early, late]) == (1.0, 10 + 3 + 20 + 2)
+    with pytest.raises(DoesNotFit, match="2 concurrent"):
+        decode_step([early, TimedRequest(0.0, 0.0, (5.0, 6.0), 20, 0)])
 
 
 def test_requests_have_pictures_of_their_own(mini: Checkpoint) -> None:
-    wanted = Wanted(size=(96, 64), tokens=5, batches=(3,))
-    requests = requests_for(mini, wanted, 3)
+    wanted = BenchOptions(size=(96, 64), tokens=5, batches=(3,))
+    requests = make_requests(mini, wanted, 3)
     assert len({repr(each) for each in requests.conversations}) == 3
-    assert not requests.alike
-    options = requests.options(wanted)
-    assert (options.sequences, options.context) == (3, requests.prompt_tokens + 5)
+    assert not requests.shared_pictures
+    options = requests.engine_options(wanted)
+    assert (options.max_num_seqs, options.max_model_len) == (3, requests.prompt_tokens + 5)
     assert options.kv_tokens == 3 * -(-(requests.prompt_tokens + 5) // 16) * 16
     given = replace(wanted, pictures=(ImagePart(png(), "one"),))
-    assert requests_for(mini, given, 3).alike
-    assert not requests_for(mini, given, 1).alike
+    assert make_requests(mini, given, 3).shared_pictures
+    assert not make_requests(mini, given, 1).shared_pictures
 
 
 def test_a_picture_that_was_scaled_is_not_scaled_again(mini: Checkpoint) -> None:
-    requests = requests_for(mini, Wanted(size=(1024, 768)), 1)
+    requests = make_requests(mini, BenchOptions(size=(1024, 768)), 1)
     assert (requests.image_tokens, requests.image_limit) == (130, None)
-    small = requests_for(mini, Wanted(size=(96, 64)), 1)
+    small = make_requests(mini, BenchOptions(size=(96, 64)), 1)
     assert (small.image_tokens, small.image_limit) == (70, 70)
 
 
 def test_a_prompt_is_filled_up_to_the_context(mini: Checkpoint) -> None:
-    wanted = Wanted(size=(96, 64), tokens=5, context=300)
-    assert requests_for(mini, wanted, 1).prompt_tokens == 295
-    with pytest.raises(DoesNotFit, match="over --context 30"):
-        requests_for(mini, replace(wanted, context=30), 1)
+    wanted = BenchOptions(size=(96, 64), tokens=5, context=300)
+    assert make_requests(mini, wanted, 1).prompt_tokens == 295
+    with pytest.raises(DoesNotFit, match="--context 30"):
+        make_requests(mini, replace(wanted, context=30), 1)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
     for wrong in ({"tokens": 1}, {"repeat": 0}, {"batches": ()}, {"batches": (0,)}, {"batches": (1, 257)}):
         with pytest.raises(UsageError):
-            Wanted(**wrong)
+            BenchOptions(**wrong)
 
 
 def test_a_model_without_eyes_reads_text(mini: Checkpoint) -> None:
     blind = Checkpoint(mini.name, mini.folder, replace(mini.config, vision=None), mini.tensors)
-    requests = requests_for(blind, Wanted(tokens=10), 2)
+    requests = make_requests(blind, BenchOptions(tokens=10), 2)
     assert (requests.prompt_tokens, requests.image_tokens) == (512, 0)
     with pytest.raises(InvalidRequest):
-        requests_for(blind, Wanted(pictures=(ImagePart(made_up_picture(32, 32)),)), 1)
+        make_requests(blind, BenchOptions(pictures=(ImagePart(synthetic_picture(32, 32)),)), 1)
 
 
-@pytest.mark.parametrize("wanted", [Wanted(context=999_999_999), Wanted(tokens=99_999_999)])
-def test_what_no_model_is_made_for_is_refused_before_a_text_is_made(mini: Checkpoint, wanted: Wanted) -> None:
-    with pytest.raises(UsageError, match="mini runs with at most 4,096"):
-        requests_for(mini, wanted, 1)
+@pytest.mark.parametrize("wanted", [BenchOptions(context=999_999_999), BenchOptions(tokens=99_999_999)])
+def test_what_no_model_is_made_for_is_refused_before_a_text_is_made(
+    mini: Checkpoint, wanted: BenchOptions
+) -> None:
+    with pytest.raises(UsageError, match="4,096"):
+        make_requests(mini, wanted, 1)

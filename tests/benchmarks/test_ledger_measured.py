@@ -15,8 +15,8 @@ from benchmarks.ledger import compared, earlier, place
 from benchmarks.ledger_job import NATIVE, TRANSFORMERS, Held, LedgerJob
 from benchmarks.measure import MIB, ROOT
 from vlfit.checkpoint.source import read_checkpoint
-from vlfit.plan.actual import expect_on_gpu
 from vlfit.plan.ledger import Settings
+from vlfit.plan.native.expectation import expect_on_gpu
 
 PAGE = (ROOT / "docs" / "side-by-side.md").read_text("utf-8")
 MEASURED = ROOT / "benchmarks" / "measured"

@@ -30,7 +30,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
-    options = EngineOptions(device="cpu", context=2048, sequences=2)
+    options = EngineOptions(device="cpu", max_model_len=2048, max_num_seqs=2)
     with NativeBackend.load("mini", options) as backend, running(backend) as server:
         yield server
 

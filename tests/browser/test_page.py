@@ -1,4 +1,4 @@
-"""The page as a person uses it, in a real browser over a real server with mini."""
+"""The page in a real browser, over a server with mini."""
 
 import base64
 import re
@@ -65,11 +65,11 @@ def test_drop_a_picture_and_talk_about_it(page: Any) -> None:
     page.get_by_role("button", name="Copy as Python").click()
     program = page.evaluate("navigator.clipboard.readText()")
     compile(program, "copied", "exec")
-    page.get_by_role("button", name="Start anew").click()
+    page.get_by_role("button", name="New conversation").click()
     assert page.locator("article").count() == 0
 
 
-def test_boxes_lie_where_the_things_are(page: Any) -> None:
+def test_boxes_match_the_objects(page: Any) -> None:
     drop_picture(page, "tractor-and-cat.png")
     assert "cat" in ask(page, "Detect", "cat")
     frame = page.locator(".frame").bounding_box()
@@ -86,7 +86,7 @@ def test_boxes_lie_where_the_things_are(page: Any) -> None:
 READING = "async (said) => (await import('/page/boxes.js')).read(said)"
 
 
-def test_what_a_model_writes_is_read_as_far_as_it_is_whole(page: Any) -> None:
+def test_incomplete_json_is_read(page: Any) -> None:
     cut = page.evaluate(
         READING, '[{"label": "a ]", "bbox_2d": [1, 2, 3, 4]}, {"label": "b", "bbox_2d": [5, 6, 7, 8]}, {"la'
     )
@@ -106,7 +106,7 @@ def test_a_copied_command_reads_no_file_but_the_pictures(page: Any) -> None:
     assert "'\\''$(id)'\\''" in copied
 
 
-def test_one_picture_can_be_asked_of_in_every_way(page: Any) -> None:
+def test_every_task_on_one_picture(page: Any) -> None:
     drop_picture(page, "tractor-and-cat.png")
     ask(page, "Caption")
     assert "cat" in ask(page, "Detect", "cat")
@@ -121,7 +121,7 @@ def test_several_pictures_are_looked_at_one_by_one(chromium: Any) -> None:
     with running(backend) as server, opened(chromium, server) as page:
         drop_picture(page, "tractor-and-cat.png")
         drop(page, "broken.png", b"no picture")
-        page.get_by_text("broken.png is no picture").wait_for()
+        page.get_by_text("broken.png is not a picture").wait_for()
         drop(page, "again.png", (PICTURES / "tractor-and-cat.png").read_bytes())
         page.locator("figure").nth(1).wait_for()
         assert page.get_by_role("alert").count() == 0  # what was wrong is over
@@ -135,7 +135,7 @@ def test_several_pictures_are_looked_at_one_by_one(chromium: Any) -> None:
         assert page.get_by_role("radio", name="Scene").is_checked()  # who looks goes on looking
 
 
-def test_what_is_seen_is_counted_and_never_shown_as_json(chromium: Any) -> None:
+def test_objects_are_counted_while_streaming(chromium: Any) -> None:
     backend = ScriptedBackend((SEEN, *[" "] * 50, "]}"), delay=0.1)
     with running(backend) as server, opened(chromium, server) as page:
         drop_picture(page, "tractor-and-cat.png")
@@ -149,11 +149,11 @@ def test_what_is_seen_is_counted_and_never_shown_as_json(chromium: Any) -> None:
         assert "bbox" not in shown
 
 
-def test_what_is_missing_is_said(page: Any) -> None:
+def test_missing_input_is_reported(page: Any) -> None:
     page.get_by_role("button", name="Go").click()
     assert "Choose a picture first" in page.get_by_role("alert").inner_text()
     drop(page, "broken.png", b"no picture")
-    page.get_by_text("broken.png is no picture").wait_for()
+    page.get_by_text("broken.png is not a picture").wait_for()
     page.get_by_role("radio", name="Ask").check()
     page.get_by_role("button", name="Go").click()
     assert "Type a question first" in page.get_by_role("alert").inner_text()
@@ -172,7 +172,7 @@ def test_keyboard_alone_is_enough(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "question"
 
 
-def test_memory_is_shown_and_painted_dark(page: Any) -> None:
+def test_memory_bar_and_dark_mode(page: Any) -> None:
     page.wait_for_selector("#bar span")
     assert "KV cache" in page.get_by_role("img", name="KV cache").get_attribute("aria-label")
     assert page.get_by_role("button", name="Sleep").is_visible()
@@ -180,7 +180,7 @@ def test_memory_is_shown_and_painted_dark(page: Any) -> None:
     assert page.evaluate("document.documentElement.classList.contains('dark')")
 
 
-def test_a_phone_has_room_for_it(chromium: Any, server: Running) -> None:
+def test_the_page_fits_a_phone(chromium: Any, server: Running) -> None:
     with opened(chromium, server, width=360, height=780) as page:
         drop_picture(page, "tractor-and-cat.png")
         ask(page, "Scene")
@@ -197,15 +197,15 @@ def guarded() -> Iterator[Running]:
         yield server
 
 
-def test_a_key_is_asked_for_and_words_are_words(chromium: Any, guarded: Running) -> None:
+def test_key_dialog_and_escaping(chromium: Any, guarded: Running) -> None:
     with opened(chromium, guarded, complains=True) as page:
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
-        page.get_by_text("This server asks for an API key").wait_for()  # before anything is asked
+        page.get_by_text("This server requires an API key").wait_for()  # before anything is asked
         page.keyboard.press("Escape")
         page.wait_for_timeout(2500)  # longer than the page waits between two looks
         assert not asked
-        page.get_by_text("asks for a key", exact=True).wait_for()
+        page.get_by_text("API key required", exact=True).wait_for()
         page.get_by_role("radio", name="Ask").check()
         page.get_by_role("textbox").first.fill("Which colour?")
         page.keyboard.press("Enter")
@@ -220,7 +220,7 @@ def test_a_key_is_asked_for_and_words_are_words(chromium: Any, guarded: Running)
         page.get_by_text("ready", exact=True).wait_for()
 
 
-def test_a_server_that_is_gone_is_told(chromium: Any) -> None:
+def test_an_unreachable_server_is_reported(chromium: Any) -> None:
     with running(ScriptedBackend()) as server:
         context = opened(chromium, server, complains=True)
         page = context.__enter__()

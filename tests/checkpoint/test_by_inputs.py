@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from tests.awq_gptq import as_awq, as_gptq, awq_section, gptq_section
 from tests.checkpoint.edit import change_header, change_json, copy_of
 from vlfit.checkpoint.cache import describe
-from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gptq_awq import ByInputs, Stored
 from vlfit.checkpoint.headers import Layout, read_headers
 from vlfit.checkpoint.quantization import read_quantization
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.checkpoint.tensors import renamed
+from vlfit.checkpoint.tensors import normalize_gptq_awq
 from vlfit.errors import CheckpointError, MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
+from vlfit.models.registry import read_config
 
 UP = "model.language_model.layers.0.mlp.up_proj"
 
@@ -224,10 +224,10 @@ def test_what_is_missing_is_called_as_in_the_files(gptq: Path, tmp_path: Path, p
 def test_an_order_that_nobody_asks_for_is_not_missed(tiny: Tiny, tmp_path: Path) -> None:
     """Where each group is of neighbours, and all zero points are the same, programs may leave them out."""
     folder = as_gptq(tiny("tied"), tmp_path)[0]
-    config, headers = ModelConfig.read(folder), read_headers(folder)
+    config, headers = read_config(folder), read_headers(folder)
     left = {name: info for name, info in headers.items() if not name.endswith((".g_idx", ".qzeros"))}
     assert len(left) == len(headers) - 2 * 7 * 3
-    assert renamed(config, left) == renamed(config, headers)
+    assert normalize_gptq_awq(config, left) == normalize_gptq_awq(config, headers)
 
 
 def test_biases_of_zeros_that_nobody_asks_for(tiny: Tiny, tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ def test_a_config_without_a_word_of_it(gptq: Path, tmp_path: Path) -> None:
 
 
 def test_other_types_are_refused(awq: Path) -> None:
-    config, headers = ModelConfig.read(awq), read_headers(awq)
+    config, headers = read_config(awq), read_headers(awq)
     for part in ("qweight", "scales"):
         wrong = replace(headers[f"{UP}.{part}"], dtype="I16")
         with pytest.raises(UnknownWeightsFormat, match=rf"{part} is stored as I16"):
-            renamed(config, {**headers, wrong.name: wrong})
+            normalize_gptq_awq(config, {**headers, wrong.name: wrong})

@@ -13,6 +13,7 @@ from tests.tiny import TINY, config_json
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.quantization import Fp8Format
 from vlfit.errors import CheckpointError, NotACheckpoint, UnknownArchitecture, UnknownWeightsFormat
+from vlfit.models.registry import read_config
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -25,17 +26,17 @@ def folder(tmp_path: Path) -> Path:
 
 def changed(folder: Path, change: Change) -> ModelConfig:
     change_json(folder / "config.json", change)
-    return ModelConfig.read(folder)
+    return read_config(folder)
 
 
 def test_official_form(folder: Path) -> None:
-    config = ModelConfig.read(folder)
+    config = read_config(folder)
     spec = TINY["tied"]
     assert config.text.rope_theta == 5_000_000
     assert list(config.text.mrope_section) == spec.mrope_section
     assert config.text.head_dim == spec.head_dim
-    assert config.eyes.head_dim == spec.vision_hidden // spec.vision_heads
-    assert config.eyes.deepstack_visual_indexes == (0, 1, 2)
+    assert config.required_vision.head_dim == spec.vision_hidden // spec.vision_heads
+    assert config.required_vision.deepstack_visual_indexes == (0, 1, 2)
     assert config.tie_word_embeddings
     assert config.fp8 is None
 
@@ -47,7 +48,7 @@ def test_both_forms_read_alike(name: str, tmp_path: Path) -> None:
     for form in ("rope_scaling", "rope_parameters"):
         spec = replace(TINY[name], config_form=form)
         (tmp_path / "config.json").write_text(json.dumps(config_json(spec, "float32")))
-        configs.append(ModelConfig.read(tmp_path))
+        configs.append(read_config(tmp_path))
     assert configs[0] == configs[1]
 
 
@@ -57,7 +58,7 @@ def test_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     from transformers import Qwen3VLConfig
 
     (tmp_path / "config.json").write_text(json.dumps(config_json(TINY[name], "float32")))
-    ours, theirs = ModelConfig.read(tmp_path), Qwen3VLConfig.from_pretrained(tmp_path)
+    ours, theirs = read_config(tmp_path), Qwen3VLConfig.from_pretrained(tmp_path)
     text: Any = theirs.text_config
     vision: Any = theirs.vision_config
     for field in ("vocab_size", "head_dim", "num_key_value_heads", "rms_norm_eps", "attention_bias"):
@@ -66,7 +67,7 @@ def test_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     assert list(ours.text.mrope_section) == text.rope_parameters["mrope_section"]
     for field in ("depth", "hidden_size", "num_heads", "out_hidden_size", "num_position_embeddings"):
         assert getattr(ours.vision, field) == getattr(vision, field)
-    assert list(ours.eyes.deepstack_visual_indexes) == list(vision.deepstack_visual_indexes)
+    assert list(ours.required_vision.deepstack_visual_indexes) == list(vision.deepstack_visual_indexes)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.image_token_id == theirs.image_token_id
 
@@ -106,17 +107,17 @@ def test_tied_head_is_the_top_levels_word(
 
 def test_no_folder_and_no_config(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="is not a folder") as error:
-        ModelConfig.read(tmp_path / "nowhere")
+        read_config(tmp_path / "nowhere")
     assert "mini" in error.value.hint
     with pytest.raises(NotACheckpoint, match="holds no config"):
-        ModelConfig.read(tmp_path)
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[1, 2]", "\xff\xfe", '"text"', "[" * 100_000])
 def test_config_that_is_no_json_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config\.json") as error:
-        ModelConfig.read(tmp_path)
+        read_config(tmp_path)
     assert error.value.hint
 
 

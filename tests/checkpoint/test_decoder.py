@@ -9,8 +9,9 @@ import pytest
 
 from tests.tiny_decoders import DECODERS, config_json
 from vlfit.checkpoint.config import NO_TOKEN, ModelConfig
-from vlfit.checkpoint.text_config import LongStretch
+from vlfit.checkpoint.text_config import LongRopeScaling
 from vlfit.errors import CheckpointError, InvalidRequest, UnknownArchitecture
+from vlfit.models.registry import read_config
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -20,7 +21,7 @@ def read(folder: Path, name: str, change: Change | None = None) -> ModelConfig:
     if change is not None:
         change(config)
     (folder / "config.json").write_text(json.dumps(config))
-    return ModelConfig.read(folder)
+    return read_config(folder)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -55,7 +56,7 @@ def test_what_is_left_out_is_what_transformers_takes(tmp_path: Path, model_type:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes, **heads}))
-    ours, theirs = ModelConfig.read(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    ours, theirs = read_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
     assert ours.text.rms_norm_eps == theirs.rms_norm_eps
     assert ours.text.max_position_embeddings == theirs.max_position_embeddings
     assert ours.text.rope_theta == theirs.rope_parameters["rope_theta"]
@@ -68,8 +69,8 @@ def test_a_text_only_model_has_no_eyes(tmp_path: Path) -> None:
     config = read(tmp_path, "llama2")
     assert config.vision is None
     assert config.image_token_id == config.vision_start_token_id == NO_TOKEN
-    with pytest.raises(InvalidRequest, match="no eyes") as error:
-        _ = config.eyes
+    with pytest.raises(InvalidRequest) as error:
+        _ = config.required_vision
     assert error.value.http_status == 400
 
 
@@ -88,8 +89,8 @@ def test_longrope_scales_as_transformers_does(tmp_path: Path) -> None:
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    ours = read(tmp_path, "phi3_long").text.stretch
-    assert isinstance(ours, LongStretch)
+    ours = read(tmp_path, "phi3_long").text.rope_scaling
+    assert isinstance(ours, LongRopeScaling)
     _, scale = ROPE_INIT_FUNCTIONS["longrope"](AutoConfig.from_pretrained(tmp_path))
     assert ours.scale == pytest.approx(scale, rel=1e-12)
     assert ours.scale > 1
@@ -98,7 +99,7 @@ def test_longrope_scales_as_transformers_does(tmp_path: Path) -> None:
 def test_a_window_caps_the_context(tmp_path: Path) -> None:
     """As of Phi-3-mini-4k: its attention slides over 2,047 tokens, and vlfit has no windows."""
     text = read(tmp_path, "phi3", lambda config: config.update(sliding_window=2047)).text
-    assert (text.window, text.max_position_embeddings, text.usual_context) == (2047, 2047, 2047)
+    assert (text.window, text.max_position_embeddings, text.default_context) == (2047, 2047, 2047)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +119,8 @@ def test_qwens_windows_count_where_a_layer_has_one(tmp_path: Path, change: dict[
 
 def test_usual_context_of_longrope_is_the_original(tmp_path: Path) -> None:
     text = read(tmp_path, "phi3_long").text
-    assert (text.usual_context, text.max_position_embeddings) == (64, 4096)
-    assert text.within(1024).max_position_embeddings == 1024
+    assert (text.default_context, text.max_position_embeddings) == (64, 4096)
+    assert text.limited_to(1024).max_position_embeddings == 1024
 
 
 REFUSED: dict[str, tuple[str, Change]] = {

@@ -16,6 +16,7 @@ from vlfit.checkpoint.quantization import CompressedFormat, Fp8Format, WeightSch
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.checkpoint.tensors import check_tensors, expected_tensors
 from vlfit.errors import CheckpointError, MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
+from vlfit.models.registry import read_config
 
 Tiny = Callable[[str], Path]
 UP = "model.language_model.layers.0.mlp.up_proj"
@@ -60,7 +61,7 @@ def section(**weights: object) -> dict[str, Any]:
 def read(tiny: Tiny, folder: Path, quantization: dict[str, Any]) -> ModelConfig:
     config = json.loads((tiny("tied") / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    return ModelConfig.read(folder)
+    return read_config(folder)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_pattern_that_is_none_is_named() -> None:
 
 def test_expected_tensors(converted: Path) -> None:
     headers = read_headers(converted)
-    expected = expected_tensors(ModelConfig.read(converted))
+    expected = expected_tensors(read_config(converted))
     assert expected[f"{UP}.weight_packed"] == (96, 8)
     assert expected[f"{UP}.weight_scale"] == (96, 2)
     there = {name: info.shape for name, info in headers.items() if not name.endswith("weight_shape")}
@@ -158,7 +159,7 @@ def test_expected_tensors(converted: Path) -> None:
 
 
 def test_zero_points_have_their_place(converted: Path) -> None:
-    config = ModelConfig.read(converted)
+    config = read_config(converted)
     assert config.compressed is not None
     lopsided = replace(config.compressed, schemes=(WeightScheme(4, 32, False),))
     config = replace(config, quantization=lopsided)
@@ -169,7 +170,7 @@ def test_zero_points_have_their_place(converted: Path) -> None:
 
 def test_counts_and_names_of_the_format(tiny: Tiny, converted: Path) -> None:
     headers = read_headers(converted)
-    form = ModelConfig.read(converted).quantization
+    form = read_config(converted).quantization
     assert weights_format(headers, form) == "int4"
     assert count_parameters(headers, form) == open_checkpoint(tiny("tied")).parameter_count
     model = describe("org/x", converted)
@@ -191,7 +192,7 @@ def changed(headers: dict[str, TensorInfo], name: str, **fields: Any) -> dict[st
 
 
 def test_headers_that_do_not_agree_with_the_config(converted: Path) -> None:
-    config, headers = ModelConfig.read(converted), read_headers(converted)
+    config, headers = read_config(converted), read_headers(converted)
     check_tensors(config, headers)
     packed, scale = f"{UP}.weight_packed", f"{UP}.weight_scale"
     with pytest.raises(UnknownWeightsFormat, match="is stored as U8"):
@@ -214,7 +215,7 @@ def test_headers_that_do_not_agree_with_the_config(converted: Path) -> None:
 
 
 def test_columns_in_another_order_are_to_be_promised(converted: Path) -> None:
-    config, headers = ModelConfig.read(converted), read_headers(converted)
+    config, headers = read_config(converted), read_headers(converted)
     order = replace(headers[f"{UP}.weight_packed"], name=f"{UP}.weight_g_idx", dtype="I32", shape=(64,))
     with pytest.raises(SurplusTensor, match="weight_g_idx"):
         check_tensors(config, {**headers, order.name: order})
@@ -230,7 +231,7 @@ def test_a_layer_in_16_bits_that_the_config_calls_int4(tiny: Tiny, converted: Pa
     headers = read_headers(converted)
     plain = read_headers(tiny("tied"))[f"{UP}.weight"]
     left = {name: info for name, info in headers.items() if not name.startswith(f"{UP}.")}
-    check_tensors(ModelConfig.read(converted), {**left, plain.name: plain})
+    check_tensors(read_config(converted), {**left, plain.name: plain})
 
 
 def test_opening_a_folder_with_another_group_size_fails(converted: Path, tmp_path: Path) -> None:

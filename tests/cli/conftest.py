@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -43,6 +44,12 @@ def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of whoever runs the tests reaches them, and none leaks from one to the next."""
     for name in Settings.model_fields:
         monkeypatch.setenv(f"VLFIT_{name.upper()}", "")
+
+
+@pytest.fixture(autouse=True)
+def _whole_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in this process, whose other tests need all of torch."""
+    monkeypatch.setattr("vlfit.loading.preload.defer_meta_registrations", lambda: None)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +104,9 @@ def with_tiny_model(
     monkeypatch: pytest.MonkeyPatch, tiny_model: client.VLM, tiny: Callable[[str], Path]
 ) -> None:
     """``vlfit`` gets the loaded model, and cannot close it for the tests after."""
-    monkeypatch.setattr(client, "VLM", lambda *_, **__: client.VisionModel(_Lent(tiny_model._backend)))
+    monkeypatch.setattr(
+        client, "VLM", lambda *_, **__: client.VisionModel(cast("Backend", _Lent(tiny_model._backend)))
+    )
     for user in ("vlfit.cli.loading", "vlfit.checkpoint.source"):  # "tiny" is no real name
         monkeypatch.setattr(f"{user}.locate", lambda name, *_: (name, tiny("tied")))
 

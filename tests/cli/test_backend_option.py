@@ -15,12 +15,12 @@ from tests.scripted_backend import png
 from tests.server.harness import Running, running
 from tests.server.scripted import ScriptedBackend
 from vlfit.cli.options import server_behind_backend
-from vlfit.cli.session import backend_of
+from vlfit.cli.session import resolve_backend
 from vlfit.errors import UsageError
 from vlfit.server.server_settings import ServerSettings
 from vlfit.settings import read_settings
-from vlfit.tasks.boxes import BOXES, fenced_json
-from vlfit.tasks.objects import SCENE_FORM
+from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json
+from vlfit.tasks.objects import SCENE_SCHEMA
 
 CUPS = '```json\n[{"bbox_2d": [0, 0, 500, 1000], "label": "cup"}]\n```'
 URL = "http://127.0.0.1:8000"
@@ -102,9 +102,9 @@ def test_what_is_typed_goes_before_the_environment(
     settings = read_settings(backend=typed[0], server=typed[1])
     if expected is UsageError:
         with pytest.raises(UsageError):
-            backend_of(settings, *typed)
+            resolve_backend(settings, *typed)
     else:
-        assert backend_of(settings, *typed) == expected
+        assert resolve_backend(settings, *typed) == expected
 
 
 def test_every_command_asks_the_server(
@@ -121,8 +121,8 @@ def test_every_command_asks_the_server(
     assert found["box"] == [0, 0, 320, 480]
     told = json.loads(vlfit("scene", picture, *remote, "--json").out)
     assert [thing["label"] for thing in told["objects"]] == ["cup"]
-    forms = [started.form for started in scripted.started[-2:]]
-    assert forms == [fenced_json(BOXES), fenced_json(SCENE_FORM)], "as a model here is held to"
+    forms = [started.grammar for started in scripted.started[-2:]]
+    assert forms == [fenced_json(BOXES_SCHEMA), fenced_json(SCENE_SCHEMA)], "as a model here is held to"
 
 
 def test_a_backend_that_there_is_not(vlfit: Vlfit, picture: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_server_in_front_of_another_with_keys_of_its_own(
             monkeypatch.setenv("VLFIT_API_KEY", "mine")
             watched = vlfit("top", "--url", ready["url"], "--once").out
             assert "not known here" in watched
-            assert "requests  0 under way" in watched
+            assert "requests  0 running" in watched
             assert "KV cache" not in watched, "numbers that nobody told"
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 0

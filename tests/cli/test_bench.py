@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import Vlfit
 from tests.scripted_backend import png
 from vlfit.bench import measure
-from vlfit.bench.workload import Wanted
+from vlfit.bench.workload import BenchOptions
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import DoesNotFit
 
@@ -52,14 +52,14 @@ def test_a_picture_that_is_not_there(vlfit: Vlfit) -> None:
 def test_fewer_at_once_where_nobody_asked_for_more(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[int, ...]] = []
 
-    def refuse(_: Checkpoint, wanted: Wanted, *__: object) -> None:
+    def refuse(_: Checkpoint, wanted: BenchOptions, *__: object) -> None:
         tried.append(wanted.batches)
         raise DoesNotFit("too large by 5 MiB")
 
     monkeypatch.setattr(measure, "measure", refuse)
     ended = vlfit("bench", "mini", "--device", "cpu")
     assert (ended.code, tried) == (3, [(1, 4), (1,)])
-    assert "measuring one at a time alone" in ended.err
+    assert "4 at once: " in ended.err
     tried.clear()
     assert vlfit("bench", "mini", "--device", "cpu", "--batch", "1,4").code == 3
     assert tried == [(1, 4)]

@@ -52,7 +52,7 @@ def test_the_plan_that_follows_counts_with_what_was_measured(vlfit: Vlfit) -> No
     before = vlfit("plan", "2B", "-w", "fp8")
     ended = vlfit("plan", "2B", "-w", "fp8", "--calibrate")
     assert "RTX 5060" in ended.err.splitlines()[0]
-    assert "CUDA and its libraries: 420 MiB; matrix products 8 MiB" in ended.err
+    assert "CUDA context: 420 MiB; GEMM workspace 8 MiB" in ended.err
     assert str(file_of(*FILE)) in ended.err
     assert file_of(*FILE).is_file()
     assert str(tuned.file_of(Card(str(CARD.name), (12, 0)))) in ended.err

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from vlfit.cli import servers as records
-from vlfit.cli.serve import quoted, unit, with_whole_paths
-from vlfit.cli.servers import began, recorded, servers
+from vlfit.cli.serve import quote_for_systemd, systemd_unit, with_absolute_paths
+from vlfit.cli.servers import process_start, record_server, servers
 
 VLFIT = [sys.executable, "-m", "vlfit"]
 
@@ -38,7 +38,7 @@ def vlfit(*arguments: str, code: int = 0) -> str:
 
 
 def test_a_server_in_the_background(tiny: Callable[[str], Path], home: Path) -> None:
-    assert "no server of yours runs" in vlfit("status", code=1)
+    assert "vlfit serve --daemon" in vlfit("status", code=1)
     words = ("--port", "0", "--device", "cpu", "--daemon", "--json", "--log-format", "json")
     ready = json.loads(vlfit("serve", str(tiny("tied")), *words))
     assert httpx.get(f"{ready['url']}/ready").status_code == 200
@@ -51,7 +51,7 @@ def test_a_server_in_the_background(tiny: Callable[[str], Path], home: Path) -> 
     told = json.loads(vlfit("status", "--json", "--port", port))
     assert (told["pid"], told["status"]["model"]) == (ready["pid"], ready["model"])
     for command in ("stop", "status"):
-        assert "no server of yours runs on port 1" in vlfit(command, "--port", "1", code=1)
+        assert "port 1" in vlfit(command, "--port", "1", code=1)
     assert f"at {ready['url']}" in vlfit("stop")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{ready['url']}/health")
@@ -70,20 +70,22 @@ def test_a_server_that_does_not_start_says_why(home: Path) -> None:
 
 
 def test_records_of_processes_that_are_gone(home: Path) -> None:
-    with recorded("http://127.0.0.1:1", "here", 30.0):
+    with record_server("http://127.0.0.1:1", "here", 30.0):
         assert [record.model for record in servers()] == ["here"]
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
-        place = records.folder() / f"{os.getpid()}.json"
+        place = records.records_folder() / f"{os.getpid()}.json"
         facts = json.loads(place.read_text())
         # A number that is no process's, and one that is by now another's.
         for name, pid, start in (("gone", ended.pid, "1"), ("other", os.getpid(), "1")):
-            (records.folder() / f"{name}.json").write_text(json.dumps({**facts, "pid": pid, "began": start}))
-        (records.folder() / "broken.json").write_text("{")
+            (records.records_folder() / f"{name}.json").write_text(
+                json.dumps({**facts, "pid": pid, "began": start})
+            )
+        (records.records_folder() / "broken.json").write_text("{")
         assert [record.model for record in servers()] == ["here"]
-        assert {each.name for each in records.folder().glob("*.json")} == {place.name, "broken.json"}
+        assert {each.name for each in records.records_folder().glob("*.json")} == {place.name, "broken.json"}
     assert servers() == []
-    assert began(ended.pid) is None
+    assert process_start(ended.pid) is None
 
 
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
         pytest.skip("there is no systemd here")
     file = tmp_path / "vlfit.service"
     file.write_text(
-        unit(["serve", "my model", "--host", "0.0.0.0", "--allow-origin", "https://a.b/$x%y"], 30.0)
+        systemd_unit(["serve", "my model", "--host", "0.0.0.0", "--allow-origin", "https://a.b/$x%y"], 30.0)
     )
     done = subprocess.run(
         [analyze, "--user", "verify", str(file)],
@@ -134,9 +136,9 @@ def test_paths_in_the_unit_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = vlfit("serve", "./mini", "--api-keys", "keys", "--allow-files=.", "--systemd")
     expected = f"serve {tmp_path}/mini --api-keys {tmp_path}/keys --allow-files={tmp_path} --restart\n"
     assert expected in text
-    assert with_whole_paths(["--model=./mini"], "./mini") == [f"--model={tmp_path}/mini"]
-    assert with_whole_paths(["serve", "mini"], "mini") == ["serve", "mini"]  # the bundled one
-    assert with_whole_paths(["serve", "not/here"], "not/here") == ["serve", "not/here"]
+    assert with_absolute_paths(["--model=./mini"], "./mini") == [f"--model={tmp_path}/mini"]
+    assert with_absolute_paths(["serve", "mini"], "mini") == ["serve", "mini"]  # the bundled one
+    assert with_absolute_paths(["serve", "not/here"], "not/here") == ["serve", "not/here"]
 
 
 def test_one_way_into_the_background_is_enough() -> None:
@@ -154,4 +156,4 @@ def test_one_way_into_the_background_is_enough() -> None:
     ],
 )
 def test_words_as_systemd_reads_them(word: str, written: str) -> None:
-    assert quoted(word) == written
+    assert quote_for_systemd(word) == written

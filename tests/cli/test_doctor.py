@@ -91,7 +91,7 @@ def test_only_a_wrapper(vlfit: Vlfit) -> None:
         (("--log", "no-such.log"), 2, "cannot read no-such.log"),
         (("--log", "."), 2, "cannot read ."),
         (("--log", "-"), 1, "the log is empty"),
-        (("--gpu", "RTX 5060"), 2, "the checks look at this computer"),
+        (("--gpu", "RTX 5060"), 2, "--gpu"),
         (("--log", "-", "--gpu", "RTX 5061"), 2, "5061"),
     ],
 )

@@ -82,7 +82,7 @@ def test_on_a_cpu_it_is_refused_with_the_reason(vlfit: Vlfit, tmp_path: object) 
 def test_it_cannot_change_a_server(vlfit: Vlfit) -> None:
     ended = vlfit("ask", "hello", "--server", "http://127.0.0.1:9", "--offload", "1")
     assert ended.code == 2
-    assert "--offload cannot change the server" in ended.err
+    assert "--offload cannot change" in ended.err
 
 
 def test_the_variable_is_read_like_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

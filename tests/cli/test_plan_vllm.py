@@ -114,7 +114,7 @@ def test_a_machine_with_several_cards(vlfit: Vlfit, tmp_path: Path) -> None:
     words = ("plan", "8B", "--weights", "fp8", "--backend", "vllm", "--machine", str(file))
     ended = vlfit(*words, "--data-parallel", "1")
     assert ended.code == 0
-    for word in ("2 cards share each layer", "peers", "--tensor-parallel-size 2", "CUDA_VISIBLE_DEVICES=0,1"):
+    for word in ("2 GPUs per model", "peers", "--tensor-parallel-size 2", "CUDA_VISIBLE_DEVICES=0,1"):
         assert word in ended.out
     facts = json.loads(vlfit(*words, "--json").out)
     assert facts["parallel"]["gpus"] == [0, 1, 2, 3]
@@ -132,21 +132,19 @@ def test_without_a_gpu_it_plans_in_ram_for_the_vllm_that_serves(
     assert ended.code == 0, ended.err
     assert "mini on CPU, vllm backend" in ended.out
     assert "This is for vLLM 0.31.0+cpu on the processor" in " ".join(ended.out.split())
-    assert "Speed: unknown, as nothing was measured on a processor." in ended.out
+    assert "Speed: unknown" in ended.out
     table = vlfit("plan", "--backend", "vllm")
     assert table.code == 0
     assert table.out.startswith("CPU: ")
     refused = vlfit("plan", "mini", "--backend", "vllm", "--what-if")
-    assert (refused.code, "--what-if is about cards" in refused.err) == (2, True)
+    assert (refused.code, "--what-if" in refused.err) == (2, True)
     monkeypatch.setenv("VLFIT_VLLM_PYTHON", str(environment(tmp_path / "gpu", "0.31.0", cpu=False)))
     assert (
         "there is no GPU, and vLLM 0.31.0 is built for one" in vlfit("plan", "mini", "--backend", "vllm").err
     )
 
 
-@pytest.mark.parametrize(
-    ("cpu", "says"), [(True, "build for processors"), (False, "the vLLM that was found")]
-)
+@pytest.mark.parametrize(("cpu", "says"), [(True, "CPU build"), (False, "the vLLM")])
 def test_a_card_that_is_named_is_planned_for_the_version_that_is_found(
     vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool, says: str
 ) -> None:
@@ -154,7 +152,7 @@ def test_a_card_that_is_named_is_planned_for_the_version_that_is_found(
     ended = vlfit("plan", "2B", *CARD, "--backend", "vllm")
     assert ended.code == 0
     assert "not installed" not in ended.out
-    assert "planned for vLLM 0.32.0: " in ended.err
+    assert "vLLM 0.32.0" in ended.err
     assert says in ended.err
     named = vlfit("plan", "2B", *CARD, *VLLM)
-    assert "planned for" not in named.err
+    assert "0.32.0" not in named.err

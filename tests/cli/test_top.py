@@ -24,11 +24,11 @@ from tests.server.scripted import ScriptedBackend
 from tests.server.test_status import CARD, OnGpu
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.cli.top import Source, default_url, read_status
 from vlfit.cli.top_page import _curve, facts, line
+from vlfit.cli.watcher import Watcher, default_url, read_status
 from vlfit.errors import RemoteError
 from vlfit.machine.gpu import read_gpus
-from vlfit.server.admin.status import expectation_of
+from vlfit.server.admin.status import expected_memory
 from vlfit.server.http.listen import bind
 from vlfit.server.server_settings import ServerSettings
 from vlfit.units import MIB
@@ -114,7 +114,7 @@ def test_the_page_of_a_server_on_a_processor(
     assert "RAM, MiB" in ended.out  # and no word of a card
     assert "RAM of the whole process" in ended.out
     assert "requests  0 running, 0 waiting" in ended.out
-    assert "speed     0.0 tokens/s written" in ended.out
+    assert "speed     0.0 tokens/s" in ended.out
     assert "\x1b" not in ended.out
     held = next(words for words in ended.out.splitlines() if words.startswith("weights.vision"))
     assert held.split()[1:4] == ["27", "27", "+0"]
@@ -132,8 +132,8 @@ def test_it_is_found_at_the_port_of_the_settings(
 
 
 def test_looking_all_the_time_takes_no_step(mini: dict[str, Any]) -> None:
-    with Source(mini["url"], None, named=True) as source:
-        steps = {source.look().server.facts["steps"]["count"] for _ in range(20)}  # type: ignore[union-attr]
+    with Watcher(mini["url"], None, named=True) as source:
+        steps = {source.snapshot().server.facts["steps"]["count"] for _ in range(20)}  # type: ignore[union-attr]
     assert len(steps) == 1
 
 
@@ -206,16 +206,16 @@ def test_where_nobody_looks_each_look_is_a_line(mini: dict[str, Any], options: t
 
 
 def test_a_server_that_goes_away_is_no_end_of_looking(tiny: Callable[[str], Path]) -> None:
-    options = EngineOptions(device="cpu", context=512, sequences=1)
+    options = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=1)
     with (
         NativeBackend.load(tiny("tied"), options) as backend,
         running(backend) as server,
-        Source(server.url, None, named=True) as source,
+        Watcher(server.url, None, named=True) as source,
     ):
-        looks = [source.look()]
+        looks = [source.snapshot()]
         server.server.should_exit = True
         server.loop_thread.join()
-        looks.append(source.look())
+        looks.append(source.snapshot())
     assert looks[0].server is not None
     assert looks[1].server is None
     assert "no server answers" in looks[1].trouble or "broke off" in looks[1].trouble
@@ -227,10 +227,10 @@ def test_a_server_that_starts_later_is_found(monkeypatch: pytest.MonkeyPatch) ->
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     monkeypatch.setattr("tests.server.harness.bind", lambda *_: bind("127.0.0.1", port))
-    with Source(f"http://127.0.0.1:{port}", None, named=False) as source:
-        assert "none listens" in source.look().trouble
+    with Watcher(f"http://127.0.0.1:{port}", None, named=False) as source:
+        assert str(port) in source.snapshot().trouble
         with running(ScriptedBackend()):
-            found = source.look().server
+            found = source.snapshot().server
     assert found is not None
     assert found.model == "scripted"
 
@@ -247,7 +247,7 @@ def test_a_desktop_alone(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, DESKTOP)
     ended = alone(vlfit, monkeypatch)
     assert (ended.code, ended.err) == (0, "")
-    assert "no server to look at: none listens at http://127.0.0.1:9" in ended.out
+    assert "no server: nothing listens at http://127.0.0.1:9" in ended.out
     assert "NVIDIA GeForce RTX 5060: 7,200 MiB free of 8,151 MiB" in ended.out
     assert "desktop   951 MiB held by others (12 %)" in ended.out
     assert "programs  Xorg 310 MiB, firefox 298 MiB, gnome-shell 122 MiB, Discord 96 MiB" in ended.out
@@ -255,7 +255,7 @@ def test_a_desktop_alone(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_under_wsl2_sizes_of_programs_are_not_told(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, WSL2)
-    assert "programs  Xwayland N/A, 744 MiB not told by the driver" in alone(vlfit, monkeypatch).out
+    assert "programs  Xwayland N/A, 744 MiB " in alone(vlfit, monkeypatch).out
 
 
 def test_several_gpus(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, now: FakeCard, backend: OnGpu | None
     """A server that was started on ``CARD``, which is ``now`` so."""
     backend = backend or OnGpu()
     install(monkeypatch, CARD)
-    settings = ServerSettings(expectation=expectation_of(backend, read_gpus({})[0]))
+    settings = ServerSettings(expectation=expected_memory(backend, read_gpus({})[0]))
     install(monkeypatch, now)
     return running(backend, settings)
 
@@ -299,7 +299,7 @@ def test_the_page_of_a_server_on_a_card(vlfit: Vlfit, monkeypatch: pytest.Monkey
     assert rows["desktop"][:3] in (["951", "951", "+0"], ["951", "MiB", "held"])
     assert rows["vision_workspace"][1] == "-"
     assert rows["total"][1:] == ["1,651", "6,500", "MiB", "free", "of", "8,151", "MiB"]
-    assert "951 MiB held by others (12 %; 951 to 951 seen)" in out
+    assert "951 MiB held by others (12 %; 951 to 951 so far)" in out
     assert "this server" not in out  # its own process is not among the others that the driver names
 
 

@@ -41,7 +41,7 @@ def test_a_server_that_wants_a_key(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("VLFIT_PORT", str(server.port))
         unnamed = vlfit("top", "--once")
         assert unnamed.code == 0  # nobody asked for this server
-        assert "asks for an API key" in unnamed.out
+        assert "API key" in unnamed.out
         monkeypatch.setenv("VLFIT_API_KEY", "sesame")
         told = once(vlfit, "--url", server.url)
     assert told["server"]["model"] == "scripted"
@@ -53,7 +53,7 @@ def test_a_backend_without_an_account_has_a_page(vlfit: Vlfit, monkeypatch: pyte
     with running(ScriptedBackend()) as server:
         ended = vlfit("top", "--once", "--interval", "0.3", "--url", server.url)
     assert ended.code == 0
-    assert "gives no account of its memory" in ended.out
+    assert "does not report its memory" in ended.out
 
 
 @pytest.fixture(params=[(404, b"{}"), (200, b"<html>"), (200, b"[]"), (200, b'{"status": "ok"}')])
@@ -82,6 +82,6 @@ def another(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_another_program_on_that_port(vlfit: Vlfit, another: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = vlfit("top", "--once", "--url", another)
     assert ended.code == 1
-    assert "tells no status as vlfit's does" in ended.err
+    assert "--url" in ended.err
     monkeypatch.setenv("VLFIT_PORT", another.rpartition(":")[2])
     assert vlfit("top", "--once").code == 0

@@ -19,7 +19,7 @@ def server(tiny: Callable[[str], Path]) -> Iterator[Running]:
     import torch
 
     torch.set_num_threads(1)
-    options = EngineOptions(device="cpu", context=1024, sequences=1)
+    options = EngineOptions(device="cpu", max_model_len=1024, max_num_seqs=1)
     with NativeBackend.load(tiny("tied"), options) as backend, running(backend) as server:
         yield server
 
@@ -58,7 +58,7 @@ def test_the_server_of_the_environment(
 def test_a_server_that_wants_a_key(
     vlfit: Vlfit, picture: Path, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = EngineOptions(device="cpu", context=1024, sequences=1)
+    options = EngineOptions(device="cpu", max_model_len=1024, max_num_seqs=1)
     with (
         NativeBackend.load(tiny("tied"), options) as backend,
         running(backend, ServerSettings(api_keys=("sesame",))) as server,

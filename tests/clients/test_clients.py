@@ -25,7 +25,9 @@ pytestmark = pytest.mark.clients
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with (
-        NativeBackend.load("mini", EngineOptions(device="cpu", context=1024, sequences=4)) as backend,
+        NativeBackend.load(
+            "mini", EngineOptions(device="cpu", max_model_len=1024, max_num_seqs=4)
+        ) as backend,
         running(backend, ServerSettings()) as running_server,
     ):
         yield running_server

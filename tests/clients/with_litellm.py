@@ -57,7 +57,7 @@ def main(url: str, picture: Path) -> None:
         litellm.completion(**server, messages=[])
     except litellm.BadRequestError as error:
         refused = str(error)
-    assert "messages is empty" in refused, refused
+    assert "messages" in refused, refused
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What torch's books say of a GPU's memory, in tests that compare it with what was counted.
+"""GPU memory by torch's allocator statistics, for tests that compare it with counted bytes.
 
-Bytes as they were asked for: what is allocated is more by up to a MiB for each large tensor, as torch leaves
-to it the rest of a piece that is not worth keeping apart, and which piece it gets depends on what ran before
+Requested bytes: allocated ones are up to a MiB more per large tensor, depending on earlier allocations
 (``plan/allocator.py``).
 """
 

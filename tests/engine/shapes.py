@@ -1,4 +1,4 @@
-"""A text configuration for tests that need shapes and no checkpoint."""
+"""A text configuration for tests that need shapes but no checkpoint."""
 
 from vlfit.checkpoint.text_config import TextConfig
 

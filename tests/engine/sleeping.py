@@ -1,4 +1,4 @@
-"""Engines that are put to sleep: what they are asked, and what they hold."""
+"""Helpers for engines that are put to sleep."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -10,12 +10,12 @@ from tests.pictures import picture
 from vlfit.api.conversation import ImagePart, ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.api.stats import Rest
+from vlfit.api.stats import SleepResult
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.memory.sleep import Sleep
-from vlfit.engine.memory.usage import bytes_of
+from vlfit.engine.memory.sleep import Sleeper
+from vlfit.engine.memory.usage import tensor_bytes
 
-SLEEPER = EngineOptions(device="cpu", context=512, sequences=2)
+SLEEPER = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=2)
 
 
 @pytest.fixture
@@ -29,15 +29,15 @@ def say(backend: NativeBackend, seed: int = 1, tokens: int = 12) -> str:
     return backend.stream(ask("what is this?", ImagePart(picture(96, 64, seed=seed))), sampling).answer().text
 
 
-def settled(wish: "Future[Rest]") -> Rest:
+def settled(wish: "Future[SleepResult]") -> SleepResult:
     return wish.result(timeout=60)
 
 
 def held(backend: NativeBackend) -> int:
     """Bytes of all tensors that the engine has."""
-    return bytes_of(backend._loop.engine.runner)
+    return tensor_bytes(backend._engine_thread.engine.runner)
 
 
 def pretend_gpu(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights may be parked in RAM: as on a GPU, where that frees something."""
-    monkeypatch.setattr(Sleep, "_place", lambda *_: "ram")
+    monkeypatch.setattr(Sleeper, "_choose_level", lambda *_: "ram")

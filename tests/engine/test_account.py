@@ -1,4 +1,4 @@
-"""What the engine says of itself: bytes that it holds, steps that it took; and looking disturbs nothing."""
+"""The engine's account: bytes held and steps taken; reading it disturbs nothing."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,19 +14,20 @@ from vlfit.api.conversation import ImagePart, ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount
-from vlfit.backends.base import Accountable
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.memory.usage import bytes_of, resident_bytes
+from vlfit.engine.memory.usage import resident_bytes, tensor_bytes
 from vlfit.layers.embedding import DenseEmbedding
 from vlfit.machine.gpu import read_gpus
-from vlfit.plan.actual import expect_on_gpu, held_on_gpu
+from vlfit.models.registry import cache_spec_of
+from vlfit.plan.actual import compare_on_gpu
 from vlfit.plan.ledger import Settings
+from vlfit.plan.native.expectation import expect_on_gpu
 from vlfit.plan.shapes import kv_bytes_per_token
 
 
 @pytest.fixture(scope="module")
 def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
-    options = EngineOptions(device="cpu", context=512, sequences=2)
+    options = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=2)
     with NativeBackend.load(tiny("tied"), options) as loaded:
         yield loaded
 
@@ -37,11 +38,11 @@ def say(backend: NativeBackend, tokens: int = 8) -> None:
 
 
 def test_what_is_held(backend: NativeBackend) -> None:
-    assert isinstance(backend, Accountable)
+    assert backend.capabilities.account
     account = backend.account()
-    held, settings = account.holdings, account.settings
-    engine = backend._loop.engine
-    per_token = kv_bytes_per_token(backend.checkpoint.config.text, "bf16", 4)
+    held, settings = account.memory, account.settings
+    engine = backend._engine_thread.engine
+    per_token = kv_bytes_per_token(cache_spec_of(backend.checkpoint.config), "bf16", 4)
     assert held.kv_cache == settings.kv_tokens * per_token == account.pool.blocks * 16 * per_token
     table = engine.runner.text.embedding
     assert isinstance(table, DenseEmbedding)
@@ -65,7 +66,7 @@ def test_counters_add_up(backend: NativeBackend) -> None:
     # The first token comes out of the step that ends the prompt.
     assert done.decode_steps - before.counters.decode_steps == 7
     assert 0 < done.decode_seconds < done.seconds
-    assert after.holdings.image_cache > 0
+    assert after.memory.image_cache > 0
     assert (after.running, after.waiting, after.pool.used) == (0, 0, 0)
 
 
@@ -100,12 +101,12 @@ def test_looking_takes_no_step_and_wakes_nobody(
 ) -> None:
     say(backend)
     woken: list[bool] = []
-    monkeypatch.setattr(backend._loop._wake, "notify", lambda: woken.append(True))
+    monkeypatch.setattr(backend._engine_thread._condition, "notify", lambda: woken.append(True))
     accounts: list[EngineAccount] = []
     looking = threading.Thread(
         target=lambda: accounts.extend(backend.account() for _ in range(50)), daemon=True
     )
-    with backend._loop._wake:  # whoever needs the engine's lock waits as long as we hold it
+    with backend._engine_thread._condition:  # whoever needs the engine's lock waits as long as we hold it
         looking.start()
         looking.join(10)
         assert len(accounts) == 50
@@ -114,7 +115,7 @@ def test_looking_takes_no_step_and_wakes_nobody(
 
 
 def test_a_failure_is_counted(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = backend._loop.engine
+    engine = backend._engine_thread.engine
     before = engine.counters
 
     def fail(*_: object) -> None:
@@ -138,13 +139,13 @@ def test_a_step_with_a_prompt_is_no_decode_step() -> None:
         tokens=3,
         decode_steps=1,
         decode_seconds=0.1,
-        decode_cached=130,
+        decode_cached_tokens=130,
     )
 
 
 def test_a_storage_counts_once() -> None:
     matrix = torch.zeros(10, 10)
-    assert bytes_of([matrix, {"view": matrix[:5]}, (torch.ones(3, dtype=torch.int64),), "text"]) == 424
+    assert tensor_bytes([matrix, {"view": matrix[:5]}, (torch.ones(3, dtype=torch.int64),), "text"]) == 424
 
 
 @dataclass(slots=True)
@@ -159,10 +160,10 @@ class Derived(Base):
 
 def test_tensors_are_found_in_slots_too(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Derived(torch.zeros(4), torch.zeros(2))
-    assert bytes_of(both) == 0  # not one of ours
+    assert tensor_bytes(both) == 0  # not one of ours
     for kind in (Base, Derived):
         monkeypatch.setattr(kind, "__module__", "vlfit.made_up")
-    assert bytes_of([both, both]) == 24
+    assert tensor_bytes([both, both]) == 24
 
 
 @pytest.mark.gpu
@@ -174,10 +175,12 @@ def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
     settle()
     before = requested()
     # Without graphs, which hold what a step computes.
-    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, graphs=False)
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", max_model_len=512, max_num_seqs=2, cuda_graphs=False
+    )
     with NativeBackend.load(tiny(name), options) as backend:
         account = backend.account()
-        held = account.holdings
+        held = account.memory
         assert held.allocated is not None
         assert held.reserved is not None
         assert held.peak_reserved is not None
@@ -197,8 +200,8 @@ def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
         assert expectation.why_not == ""
         say(backend)
         now = next(gpu for gpu in read_gpus()[0] if gpu.uuid == at.gpu_uuid)
-        held = backend.account().holdings
-        found = held_on_gpu(now, expectation, held.weights, held.kv_cache, held.reserved or 0)
+        held = backend.account().memory
+        found = compare_on_gpu(now, expectation, held.weights, held.kv_cache, held.reserved or 0)
         rows = {row.line: row for row in found}
         for line in ("weights.vision", "weights.embedding", "kv_cache"):
             assert rows[line].actual == rows[line].planned, line

@@ -9,19 +9,20 @@ import torch
 from vlfit.api.conversation import ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
-from vlfit.api.sampling_params import MOST_SEED, SamplingParams
+from vlfit.api.sampling_params import MAX_SEED, SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import DEFAULT_CONTEXT, Engine
-from vlfit.engine.sampling.sampler import Scores, scores_of
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.sampling.sampler import StepOutput, select_tokens
 from vlfit.errors import DoesNotFit, InvalidRequest, ModelFailed, UsageError
+from vlfit.plan.ledger import DEFAULT_CONTEXT
 
 
 def test_a_context_beyond_the_checkpoint_is_refused(tiny: Callable[[str], Path]) -> None:
     checkpoint = open_checkpoint(tiny("tied"))
     most = checkpoint.config.text.max_position_embeddings
-    with pytest.raises(UsageError, match=f"at most {most}"):
-        Engine(checkpoint, EngineOptions(device="cpu", context=most + 1))
-    default = Engine(checkpoint, EngineOptions(device="cpu", sequences=1))
+    with pytest.raises(UsageError, match=f"{most}"):
+        NativeEngine(checkpoint, EngineOptions(device="cpu", max_model_len=most + 1))
+    default = NativeEngine(checkpoint, EngineOptions(device="cpu", max_num_seqs=1))
     assert default.context == min(DEFAULT_CONTEXT, most)
 
 
@@ -29,25 +30,29 @@ def test_a_larger_context_is_advised_only_where_there_is_one(tiny: Callable[[str
     checkpoint = open_checkpoint(tiny("tied"))
     most = checkpoint.config.text.max_position_embeddings
     for context, advised in ((most - 1, True), (most, False)):
-        engine = Engine(checkpoint, EngineOptions(device="cpu", context=context, sequences=1, kv_tokens=1))
+        engine = NativeEngine(
+            checkpoint, EngineOptions(device="cpu", max_model_len=context, max_num_seqs=1, kv_tokens=1)
+        )
         with pytest.raises(DoesNotFit) as caught:
             engine.max_tokens(10, SamplingParams(max_tokens=most))
         assert ("larger --context" in caught.value.hint) is advised
 
 
 def test_numbers_that_are_none_end_the_request_and_no_other(tiny: Callable[[str], Path]) -> None:
-    engine = Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", context=256))
+    engine = NativeEngine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", max_model_len=256))
     heard: dict[str, list[Chunk | Exception]] = {"broken": [], "sound": []}
-    prompt = engine.price(engine.prompts.build(ask("hello")))
+    prompt = engine.prepare_prompt(engine.prompts.build(ask("hello")))
     for name in heard:
-        engine.add(engine.sequence(prompt, SamplingParams(max_tokens=3, ignore_eos=True), heard[name].append))
+        engine.submit(
+            engine.sequence(prompt, SamplingParams(max_tokens=3, ignore_eos=True), heard[name].append)
+        )
     forward = engine.runner.run
 
-    def overflowing(batch: object) -> Scores:
+    def overflowing(batch: object) -> StepOutput:
         logits = forward(batch).logits  # type: ignore[arg-type]
         if len(logits) == 2:
             logits[0, 5] = torch.nan
-        return scores_of(logits)
+        return select_tokens(logits)
 
     engine.runner.run = overflowing  # type: ignore[method-assign]
     while engine.busy:
@@ -55,7 +60,7 @@ def test_numbers_that_are_none_end_the_request_and_no_other(tiny: Callable[[str]
     assert isinstance(heard["broken"][-1], ModelFailed)
     assert "token 1" in heard["broken"][-1].message
     assert [chunk.finish_reason for chunk in heard["sound"] if isinstance(chunk, Chunk)][-1] == "length"
-    assert engine.pool.free == engine.pool.blocks
+    assert engine.block_manager.num_free == engine.block_manager.num_blocks
 
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63), 10**30])
@@ -65,9 +70,9 @@ def test_a_seed_that_no_generator_takes_is_refused(seed: int) -> None:
     assert caught.value.param == "seed"
 
 
-@pytest.mark.parametrize("seed", [MOST_SEED, -MOST_SEED])
+@pytest.mark.parametrize("seed", [MAX_SEED, -MAX_SEED])
 def test_the_largest_seeds_work(tiny: Callable[[str], Path], seed: int) -> None:
-    engine = Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", context=256))
-    prompt = engine.price(engine.prompts.build(ask("hello")))
+    engine = NativeEngine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", max_model_len=256))
+    prompt = engine.prepare_prompt(engine.prompts.build(ask("hello")))
     for choice in (seed, seed + 15):
-        engine.sequence(prompt, SamplingParams(temperature=1.0, seed=min(choice, MOST_SEED)), print)
+        engine.sequence(prompt, SamplingParams(temperature=1.0, seed=min(choice, MAX_SEED)), print)

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: the same words as on the CPU in float32, in every weights format."""
+"""The engine on a CUDA device: the same tokens as on the CPU in float32, in every weights format."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.tiny import TINY
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.cuda_graphs import StepInputs
 from vlfit.engine.scheduling.sequence import Sequence
 from vlfit.layers.linear import Fp8Linear, Int4Linear
@@ -27,17 +27,17 @@ pytestmark = [
 
 def engine(
     folder: Path, device: str, dtype: str = "float32", *, graphs: bool = True, speculate: bool = True
-) -> Engine:
+) -> NativeEngine:
     options = EngineOptions(
         device=device,
         dtype=dtype,
-        context=1024,
-        chunk=64,
-        sequences=5,
-        graphs=graphs,
+        max_model_len=1024,
+        max_num_batched_tokens=64,
+        max_num_seqs=5,
+        cuda_graphs=graphs,
         speculate=speculate,
     )
-    return Engine(open_checkpoint(folder), options)
+    return NativeEngine(open_checkpoint(folder), options)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -71,7 +71,7 @@ def test_half_precision_stays_close(tiny: Callable[[str], Path], dtype: str) -> 
     seen = []
     for each in (exact, rounded):
         prompt = each.prompts.build(CONVERSATIONS["picture"])
-        features = each.runner.encode(prompt.images[0])
+        features = each.runner.encode_image(prompt.images[0])
         seen.append(features.rows.float())
     assert relative(seen[1], seen[0]) < 0.05
 
@@ -111,9 +111,9 @@ def test_who_comes_or_goes_meanwhile_changes_no_word(tiny: Callable[[str], Path]
     by_chance = SamplingParams(max_tokens=15, ignore_eos=True, temperature=1.0, seed=1)
 
     def ask(name: str, sampling: SamplingParams) -> Sequence:
-        prompt = on_gpu.price(on_gpu.prompts.build(CONVERSATIONS[name], context=on_gpu.context))
+        prompt = on_gpu.prepare_prompt(on_gpu.prompts.build(CONVERSATIONS[name], context=on_gpu.context))
         sequence = on_gpu.sequence(prompt, sampling, lambda _: None)
-        on_gpu.add(sequence)
+        on_gpu.submit(sequence)
         return sequence
 
     first, gone = ask("text", greedy), ask("text", greedy)

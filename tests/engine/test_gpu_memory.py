@@ -1,4 +1,4 @@
-"""Memory on a CUDA device: torch's cap, an allocation that truly fails, a pool that gives way."""
+"""Memory on a CUDA device: torch's cap, a real failed allocation, a KV cache that shrinks."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +10,10 @@ from tests.engine.test_faults import ask_for, three_streams, tokens
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.warmup import profile_peak_memory as at_start
-from vlfit.engine.memory import kv_resize as pressure
-from vlfit.engine.memory.kv_resize import Pressure
+from vlfit.engine.memory import kv_resize
+from vlfit.engine.memory.kv_resize import KVResizer
 from vlfit.errors import OutOfMemory
 from vlfit.units import MIB
 
@@ -31,25 +31,29 @@ def no_cap_afterwards() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
 
 
-def engine(tiny: Callable[[str], Path], kv_tokens: int | None = None) -> Engine:
-    options = EngineOptions(device="cuda", dtype="float32", context=512, chunk=64, kv_tokens=kv_tokens)
-    return Engine(open_checkpoint(tiny("tied")), options)
+def engine(tiny: Callable[[str], Path], kv_tokens: int | None = None) -> NativeEngine:
+    options = EngineOptions(
+        device="cuda", dtype="float32", max_model_len=512, max_num_batched_tokens=64, kv_tokens=kv_tokens
+    )
+    return NativeEngine(open_checkpoint(tiny("tied")), options)
 
 
-def run(built: Engine) -> None:
+def run(built: NativeEngine) -> None:
     while built.busy:
         built.step()
 
 
 def test_torch_takes_no_more_than_the_plan_says(tiny: Callable[[str], Path]) -> None:
     """And the worst case that the plan admits needs no more."""
-    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, keep_to_plan=True)
-    built = Engine(open_checkpoint(tiny("tied")), options)
-    limit = built.passes.budget.limit
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", max_model_len=512, max_num_seqs=2, enforce_plan=True
+    )
+    built = NativeEngine(open_checkpoint(tiny("tied")), options)
+    limit = built.executor.budget.limit
     assert limit is not None
     at_start(built)
     assert torch.cuda.max_memory_reserved() <= limit
-    assert built.passes.budget.free() <= limit
+    assert built.executor.budget.free() <= limit
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(limit, dtype=torch.uint8, device="cuda")
     stream = ask_for(built, 1, SamplingParams(max_tokens=4, ignore_eos=True))
@@ -66,22 +70,22 @@ def test_an_allocation_that_fails_costs_its_request(
     streams = three_streams(built)
     while not all(stream.heard for stream in streams):
         built.step()
-    encode = built.runner.encode
+    encode = built.runner.encode_image
 
     def too_much(image: object) -> object:
         return torch.empty(2**45, dtype=torch.uint8, device="cuda")
 
     for seed in range(20):
-        monkeypatch.setattr(built.runner, "encode", too_much)
+        monkeypatch.setattr(built.runner, "encode_image", too_much)
         large = ask_for(built, 100 + seed, SamplingParams(max_tokens=4))
         while not large.over:
             built.step()
         assert isinstance(large.heard[-1], OutOfMemory)
-        assert "32768.00 GiB were asked for" in large.heard[-1].message
-        monkeypatch.setattr(built.runner, "encode", encode)
+        assert "32768.00 GiB" in large.heard[-1].message
+        monkeypatch.setattr(built.runner, "encode_image", encode)
     run(built)
     assert tokens(streams) == tokens(undisturbed)
-    assert built.pool.free == built.pool.blocks
+    assert built.block_manager.num_free == built.block_manager.num_blocks
 
 
 def test_a_smaller_pool_gives_its_memory_back_to_the_driver(
@@ -89,10 +93,12 @@ def test_a_smaller_pool_gives_its_memory_back_to_the_driver(
 ) -> None:
     undisturbed = three_streams(built := engine(tiny, 300_000))
     run(built)
-    monkeypatch.setattr(pressure, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(kv_resize, "CHECK_INTERVAL_SECONDS", 0.0)
     built = engine(tiny, 300_000)
-    least = built.pool.blocks_for(512)
-    built.pressure = Pressure(built.scheduler, built.runner.cache, least, lambda: 0, built._release)
+    least = built.block_manager.blocks_for(512)
+    built.kv_resizer = KVResizer(
+        built.scheduler, built.runner.cache, least, lambda: 0, built._release_workspaces
+    )
     streams = three_streams(built)
     before, large = torch.cuda.memory_reserved(), built.runner.cache.nbytes
     assert large > 200 * MIB

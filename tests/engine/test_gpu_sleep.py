@@ -1,4 +1,4 @@
-"""An engine on a GPU that sleeps: nothing but CUDA's context is left of it, and it comes back as it was."""
+"""An engine asleep on a GPU: only the CUDA context remains, and waking restores everything."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.sleeping import say, settled
-from vlfit.api.engine_options import EngineOptions, Park
+from vlfit.api.engine_options import EngineOptions, SleepLevel
 from vlfit.backends.native import NativeBackend
 from vlfit.errors import CannotWake
 from vlfit.units import MIB
@@ -28,18 +28,22 @@ def gpu() -> Iterator[None]:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("park", ["ram", "files"])
 @pytest.mark.parametrize("name", ["tied", "fp8"])
-def test_on_a_gpu_nothing_but_the_context_is_left(tiny: Callable[[str], Path], name: str, park: Park) -> None:
+def test_on_a_gpu_nothing_but_the_context_is_left(
+    tiny: Callable[[str], Path], name: str, park: SleepLevel
+) -> None:
     """Graphs, workspaces and all; and what is computed afterwards is what it was."""
     elsewhere = torch.cuda.memory_reserved()
-    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, kv_tokens=200_000)
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", max_model_len=512, max_num_seqs=2, kv_tokens=200_000
+    )
     with NativeBackend.load(tiny(name), options) as backend:
         words = [say(backend, seed, tokens=40) for seed in range(3)]
         for _ in range(3):
-            account = backend.account().holdings
+            account = backend.account().memory
             before = torch.cuda.memory_reserved()
             rest = settled(backend.sleep(park))
             assert rest.asleep is not None
-            assert rest.asleep.parked == park
+            assert rest.asleep.park == park
             assert rest.asleep.freed == before - torch.cuda.memory_reserved()
             assert rest.asleep.freed >= sum(account.weights.values()) + account.kv_cache
             assert torch.cuda.memory_reserved() - elsewhere <= 4 * MIB
@@ -51,12 +55,14 @@ def test_on_a_gpu_nothing_but_the_context_is_left(tiny: Callable[[str], Path], n
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("park", ["ram", "files"])
-def test_on_a_gpu_an_allocation_truly_fails_halfway(tiny: Callable[[str], Path], park: Park) -> None:
+def test_on_a_gpu_an_allocation_truly_fails_halfway(tiny: Callable[[str], Path], park: SleepLevel) -> None:
     """As if others took the rest after it was counted: what was there is given back, then all is there."""
-    options = EngineOptions(device="cuda", dtype="bfloat16", context=512, sequences=2, kv_tokens=200_000)
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", max_model_len=512, max_num_seqs=2, kv_tokens=200_000
+    )
     with NativeBackend.load(tiny("tied"), options) as backend:
         words = say(backend)
-        held = backend.account().holdings
+        held = backend.account().memory
         size = sum(held.weights.values()) + held.kv_cache
         settled(backend.sleep(park))
         asleep = torch.cuda.memory_reserved()

@@ -1,5 +1,5 @@
-"""The reference is law: the engine against transformers, in float32 on the CPU, on checkpoints that differ
-where real ones do (see ``tests/tiny.py``).
+"""The reference is law: the engine against transformers, in float32 on the CPU, on checkpoints that differ as
+real ones do (see ``tests/tiny.py``).
 """
 
 from collections.abc import Callable
@@ -18,10 +18,9 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
-from vlfit.engine.sampling.sampler import Scores
-from vlfit.engine.scheduling.scheduler import Work
-from vlfit.engine.scheduling.sequence import Sequence
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.sampling.sampler import StepOutput
+from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
 from vlfit.models.qwen3_vl.image_processor import patchify, prepare_image, prepare_video
 from vlfit.prompt.builder import Prompt
 
@@ -38,13 +37,13 @@ GREEDY = GenerationConfig(
 
 
 @pytest.fixture(scope="module", params=TINY)
-def pair(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> tuple[Engine, Any]:
+def pair(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> tuple[NativeEngine, Any]:
     """The engine and the reference on the same files."""
     folder = tiny(request.param)
-    options = EngineOptions(device="cpu", context=1024, chunk=128)
+    options = EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=128)
     reference = tiny_reference(folder)
     reference.generation_config = GenerationConfig()  # the checkpoint's own would stop at its end token
-    return Engine(open_checkpoint(folder), options), reference
+    return NativeEngine(open_checkpoint(folder), options), reference
 
 
 def picture(width: int, height: int, seed: int) -> ImagePart:
@@ -83,7 +82,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def reference_inputs(engine: Engine, prompt: Prompt) -> dict[str, Tensor]:
+def reference_inputs(engine: NativeEngine, prompt: Prompt) -> dict[str, Tensor]:
     """What transformers wants for the same prompt: ids, token types, patches and grids."""
     config = engine.checkpoint.config
     ids = torch.tensor([prompt.token_ids])
@@ -99,14 +98,14 @@ def reference_inputs(engine: Engine, prompt: Prompt) -> dict[str, Tensor]:
     return inputs
 
 
-def run(engine: Engine, *conversations: Conversation, tokens: int = NEW_TOKENS) -> list[list[int]]:
+def run(engine: NativeEngine, *conversations: Conversation, tokens: int = NEW_TOKENS) -> list[list[int]]:
     """Greedy tokens of each conversation, all in the engine at once."""
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     sequences: list[Sequence] = []
     for conversation in conversations:
         prompt = engine.prompts.build(conversation, max_image_tokens=None, context=engine.context)
-        sequences.append(engine.sequence(engine.price(prompt), sampling, _raise))
-        engine.add(sequences[-1])
+        sequences.append(engine.sequence(engine.prepare_prompt(prompt), sampling, _raise))
+        engine.submit(sequences[-1])
     while engine.busy:
         engine.step()
     return [sequence.generated for sequence in sequences]
@@ -118,7 +117,7 @@ def _raise(arrival: object) -> None:
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_greedy_tokens_equal_the_reference(pair: tuple[Engine, Any], name: str) -> None:
+def test_greedy_tokens_equal_the_reference(pair: tuple[NativeEngine, Any], name: str) -> None:
     engine, reference = pair
     prompt = engine.prompts.build(CONVERSATIONS[name], max_image_tokens=None, context=engine.context)
     with torch.inference_mode():
@@ -136,7 +135,7 @@ def test_greedy_tokens_equal_the_reference(pair: tuple[Engine, Any], name: str) 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_logits_equal_the_reference(
-    pair: tuple[Engine, Any], name: str, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[NativeEngine, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, reference = pair
     prompt = engine.prompts.build(CONVERSATIONS[name], max_image_tokens=None, context=engine.context)
@@ -145,7 +144,7 @@ def test_logits_equal_the_reference(
     seen: list[Tensor] = []
     forward = engine.runner.run
 
-    def watching(batch: list[Work]) -> Scores:
+    def watching(batch: list[ScheduledChunk]) -> StepOutput:
         scores = forward(batch)
         seen.append(scores.logits)
         return scores
@@ -155,7 +154,9 @@ def test_logits_equal_the_reference(
     assert relative(seen[-1][0], expected) < TOLERANCE
 
 
-def test_vision_features_and_every_deepstack_level_equal_the_reference(pair: tuple[Engine, Any]) -> None:
+def test_vision_features_and_every_deepstack_level_equal_the_reference(
+    pair: tuple[NativeEngine, Any],
+) -> None:
     engine, reference = pair
     folder = engine.checkpoint.folder
     processing = ImageProcessing.read(folder)
@@ -169,7 +170,7 @@ def test_vision_features_and_every_deepstack_level_equal_the_reference(pair: tup
         patches = patchify(torch.from_numpy(image.pixels), processing)
         with torch.inference_mode():
             expected = reference.model.visual(patches, grid_thw=torch.tensor([image.grid]))
-            ours = engine.runner.encode(image)
+            ours = engine.runner.encode_image(image)
         assert relative(ours.rows, expected.pooler_output) < TOLERANCE
         assert len(ours.deepstack) == len(expected.deepstack_features)
         for level, theirs in zip(ours.deepstack, expected.deepstack_features, strict=True):
@@ -184,7 +185,11 @@ def test_tokens_depend_neither_on_company_nor_on_chunks_nor_on_blocks(
 ) -> None:
     checkpoint = open_checkpoint(tiny(next(iter(TINY))))
     conversations = list(CONVERSATIONS.values())
-    plain = Engine(checkpoint, EngineOptions(device="cpu", context=1024, chunk=128))
+    plain = NativeEngine(
+        checkpoint, EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=128)
+    )
     alone = [run(plain, conversation)[0] for conversation in conversations]
-    options = EngineOptions(device="cpu", context=1024, chunk=chunk, block_size=block_size, sequences=5)
-    assert run(Engine(checkpoint, options), *conversations) == alone
+    options = EngineOptions(
+        device="cpu", max_model_len=1024, max_num_batched_tokens=chunk, block_size=block_size, max_num_seqs=5
+    )
+    assert run(NativeEngine(checkpoint, options), *conversations) == alone

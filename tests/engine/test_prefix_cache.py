@@ -1,4 +1,4 @@
-"""Blocks of requests that begin alike: which are shared, kept, displaced and freed, without a model."""
+"""Prefix cache without a model: which blocks are shared, kept, evicted and freed."""
 
 from dataclasses import replace
 
@@ -7,11 +7,11 @@ import numpy as np
 from tests.engine.test_scheduler import finish_batch
 from vlfit.api.outputs import ImageSeen
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.engine.scheduling.block_manager import BlockPool
+from vlfit.engine.scheduling.block_manager import BlockManager
 from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.scheduling.scheduler import Scheduler
-from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
-from vlfit.models.qwen3_vl.image_processor import PreparedImage
+from vlfit.engine.scheduling.sequence import PreparedPrompt, Sequence
+from vlfit.models.base import PreparedImage
 
 BLOCK = 8
 BLANK = PreparedImage(
@@ -22,19 +22,19 @@ BLANK = PreparedImage(
 def sequence(token_ids: list[int], max_tokens: int = 8) -> Sequence:
     ids = np.array(token_ids)
     keys = prompt_keys(ids, ids[:0], (), BLOCK)
-    prompt = PricedPrompt(ids, ids[:0], np.stack([np.arange(len(ids))] * 3), len(ids), (), keys)
-    return Sequence(prompt, SamplingParams(), max_tokens, completion=None, listener=print, asked=0.0)  # type: ignore[arg-type]
+    prompt = PreparedPrompt(ids, ids[:0], np.stack([np.arange(len(ids))] * 3), len(ids), (), keys)
+    return Sequence(prompt, SamplingParams(), max_tokens, completion=None, listener=print, submitted_at=0.0)  # type: ignore[arg-type]
 
 
 def house(blocks: int, chunk: int = 64) -> Scheduler:
-    return Scheduler(BlockPool(blocks * BLOCK, BLOCK), 4, chunk, PrefixCache())
+    return Scheduler(BlockManager(blocks * BLOCK, BLOCK), 4, chunk, PrefixCache())
 
 
 def run_alone(scheduler: Scheduler, one: Sequence) -> int:
     """How many tokens were there when it began."""
     scheduler.add(one)
     assert scheduler.admit() == [one]
-    shared = one.cached
+    shared = one.num_cached_tokens
     while len(one.generated) < one.max_tokens:
         finish_batch(scheduler)
         assert scheduler.admit() == []
@@ -46,10 +46,10 @@ def test_a_prompt_that_begins_as_an_earlier_one_starts_behind_what_they_share() 
     scheduler = house(16)
     first, second = sequence([*range(20)]), sequence([*range(17), 99, 99])
     run_alone(scheduler, first)
-    assert scheduler.pool.free == 16
+    assert scheduler.block_manager.num_free == 16
     scheduler.add(second)
     scheduler.admit()
-    assert second.cached == 16  # two full blocks of eight; the third differs
+    assert second.num_cached_tokens == 16  # two full blocks of eight; the third differs
     assert [length for _, length in finish_batch(scheduler)] == [3]
 
 
@@ -67,7 +67,7 @@ def test_the_answer_is_shared_with_the_next_turn() -> None:
     follow_up = sequence([*range(10), *first.generated, 5, 6, 7])
     scheduler.add(follow_up)
     scheduler.admit()
-    assert follow_up.cached == 24
+    assert follow_up.num_cached_tokens == 24
 
 
 def test_one_that_runs_shares_with_one_that_comes() -> None:
@@ -78,13 +78,13 @@ def test_one_that_runs_shares_with_one_that_comes() -> None:
     finish_batch(scheduler)
     scheduler.add(second)
     assert scheduler.admit() == [second]  # two blocks of its own are enough, and three are left
-    assert second.blocks[:2] == first.blocks[:2]
-    assert not set(second.blocks[2:]) & set(first.blocks)
-    assert scheduler.pool.free == 1
+    assert second.block_table[:2] == first.block_table[:2]
+    assert not set(second.block_table[2:]) & set(first.block_table)
+    assert scheduler.block_manager.num_free == 1
     scheduler.remove(first)
-    assert scheduler.pool.free == 3
+    assert scheduler.block_manager.num_free == 3
     scheduler.remove(second)
-    assert scheduler.pool.free == 7
+    assert scheduler.block_manager.num_free == 7
 
 
 def test_kept_blocks_yield_the_ends_of_old_prompts_first() -> None:
@@ -94,12 +94,12 @@ def test_kept_blocks_yield_the_ends_of_old_prompts_first() -> None:
     run_alone(scheduler, sequence(new, 1))  # four, three of them full
     # 4 + 3 are kept and one is blank; three more are wanted: the blank one and the last two of the oldest.
     run_alone(scheduler, sequence([*range(200, 217)], 1))
-    assert scheduler.pool.free == 8
+    assert scheduler.block_manager.num_free == 8
     for tokens, shared in ((new, 24), (old, 16)):
         one = sequence(tokens, 1)
         scheduler.add(one)
         scheduler.admit()
-        assert one.cached == shared
+        assert one.num_cached_tokens == shared
         scheduler.remove(one)
 
 
@@ -109,15 +109,15 @@ def test_a_request_as_large_as_the_pool_is_admitted_whatever_is_kept() -> None:
     large = sequence([*range(60, 120)], 5)
     scheduler.add(large)
     assert scheduler.admit() == [large]
-    assert scheduler.pool.free == 0
-    assert len(scheduler.prefixes or ()) == 0
+    assert scheduler.block_manager.num_free == 0
+    assert len(scheduler.prefix_cache or ()) == 0
     scheduler.remove(large)
     # Nothing of it was computed, so nothing of it may be shared, nor of what it displaced.
     for tokens in ([*range(60)], [*range(60, 120)]):
         one = sequence(tokens, 1)
         scheduler.add(one)
         scheduler.admit()
-        assert one.cached == 0
+        assert one.num_cached_tokens == 0
         scheduler.remove(one)
 
 
@@ -132,7 +132,7 @@ def test_what_was_cut_off_shares_its_full_blocks_and_what_failed_none() -> None:
         again = sequence([*range(40)])
         scheduler.add(again)
         scheduler.admit()
-        assert again.cached == shared
+        assert again.num_cached_tokens == shared
 
 
 def test_blocks_that_are_shared_are_not_counted_as_free_besides() -> None:
@@ -141,13 +141,13 @@ def test_blocks_that_are_shared_are_not_counted_as_free_besides() -> None:
     other = sequence([*range(50, 60)], 2)
     scheduler.add(other)
     scheduler.admit()
-    assert scheduler.pool.free == 2
+    assert scheduler.block_manager.num_free == 2
     again = sequence([*range(17)], 1)  # the two that are free, and one more
     scheduler.add(again)
     assert scheduler.admit() == []
     scheduler.remove(other)
     assert scheduler.admit() == [again]
-    assert again.cached == 16
+    assert again.num_cached_tokens == 16
 
 
 def about_a_picture(question: int = 7) -> Sequence:
@@ -167,11 +167,11 @@ def test_what_was_copied_is_not_copied_again_after_a_pause() -> None:
     other = about_a_picture(question=8)
     scheduler.add(other)
     scheduler.admit()
-    assert (other.cached, other.copy is None) == (38, False)
+    assert (other.num_cached_tokens, other.block_copy is None) == (38, False)
     finish_batch(scheduler)
-    scheduler._pause(other)
+    scheduler._preempt(other)
     assert scheduler.admit() == [other]
-    assert (other.cached, other.copy) == (56, None)
+    assert (other.num_cached_tokens, other.block_copy) == (56, None)
 
 
 def test_a_picture_counts_as_known_when_it_is_computed_to_its_end_and_not_before() -> None:
@@ -183,8 +183,8 @@ def test_a_picture_counts_as_known_when_it_is_computed_to_its_end_and_not_before
         again = about_a_picture()
         scheduler.add(again)
         scheduler.admit()
-        assert again.cached == shared
-        assert (again.copy is not None) == (shared == 38)
+        assert again.num_cached_tokens == shared
+        assert (again.block_copy is not None) == (shared == 38)
 
 
 def test_a_block_that_two_computed_is_known_once_and_freed_twice() -> None:
@@ -194,11 +194,11 @@ def test_a_block_that_two_computed_is_known_once_and_freed_twice() -> None:
         scheduler.add(one)
     scheduler.admit()
     finish_batch(scheduler)
-    assert len(scheduler.prefixes or ()) == 2
+    assert len(scheduler.prefix_cache or ()) == 2
     for one in twins:
         scheduler.remove(one)
-    assert scheduler.pool.free == 16
-    taken = scheduler.pool.take(16)
+    assert scheduler.block_manager.num_free == 16
+    taken = scheduler.block_manager.allocate(16)
     assert sorted(taken) == list(range(16))
 
 
@@ -210,8 +210,8 @@ def test_a_grid_counts_even_where_the_pixels_would_not_tell() -> None:
     def keys(grid: tuple[int, int, int], key: bytes) -> tuple[bytes, ...]:
         image = replace(BLANK, grid=grid, key=key)
         found = prompt_keys(ids, places, (image,), BLOCK)
-        assert [end for end, _ in found.ends] == [38]
-        return (*found.blocks, found.ends[0][1])
+        assert [end for end, _ in found.image_ends] == [38]
+        return (*found.block_keys, found.image_ends[0][1])
 
     assert keys((1, 12, 12), b"a") == keys((1, 12, 12), b"a")
     assert not set(keys((1, 12, 12), b"a")) & set(keys((1, 6, 24), b"a"))

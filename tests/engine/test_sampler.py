@@ -1,4 +1,4 @@
-"""Each sampling wish does what transformers' processor of that name does."""
+"""Each sampling parameter does what transformers' processor of that name does."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from transformers import (
 
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling import sampler
-from vlfit.engine.sampling.sampler import Draw, Sampled, sample
+from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, sample
 
 VOCABULARY = 50
 
 
-def drawn(rows: Tensor, draws: Sequence[Draw], token_text: Callable[[int], str]) -> list[Sampled]:
+def drawn(rows: Tensor, draws: Sequence[SamplingRow], token_text: Callable[[int], str]) -> list[SampledToken]:
     return sample(rows, rows.argmax(-1).tolist(), None, draws, token_text)
 
 
@@ -32,7 +32,7 @@ def logits(seed: int = 0) -> Tensor:
 
 def draw_many(row: Tensor, sampling: SamplingParams, count: int = 3000) -> Tensor:
     """How often each token comes out of ``count`` draws."""
-    draws = [Draw(sampling, [], [], 7, position) for position in range(count)]
+    draws = [SamplingRow(sampling, [], [], 7, position) for position in range(count)]
     tokens = [s.token_id for s in drawn(row.expand(count, -1), draws, str)]
     return torch.bincount(torch.tensor(tokens), minlength=VOCABULARY) / count
 
@@ -70,7 +70,10 @@ def test_repetition_penalty_is_the_reference() -> None:
     prompt, generated = [3, 4, 4], [9]
     expected = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([prompt + generated]), row[None].clone())
     sampling = SamplingParams(repetition_penalty=1.8)
-    assert drawn(row[None], [Draw(sampling, prompt, generated, 0, 0)], str)[0].token_id == expected.argmax()
+    assert (
+        drawn(row[None], [SamplingRow(sampling, prompt, generated, 0, 0)], str)[0].token_id
+        == expected.argmax()
+    )
     assert torch.equal(row, logits(1)), "the model's own logits were changed"
 
 
@@ -78,16 +81,16 @@ def test_presence_and_frequency_count_the_completion_alone() -> None:
     row = torch.zeros(VOCABULARY)
     row[5], row[6] = 3.0, 2.0
     greedy = SamplingParams(presence_penalty=0.5, frequency_penalty=0.4)
-    assert drawn(row[None], [Draw(greedy, [5, 5, 5], [], 0, 0)], str)[0].token_id == 5
-    assert drawn(row[None], [Draw(greedy, [], [5], 0, 0)], str)[0].token_id == 5  # 3 - 0.9 = 2.1
-    assert drawn(row[None], [Draw(greedy, [], [5, 5], 0, 0)], str)[0].token_id == 6  # 3 - 1.3 = 1.7
+    assert drawn(row[None], [SamplingRow(greedy, [5, 5, 5], [], 0, 0)], str)[0].token_id == 5
+    assert drawn(row[None], [SamplingRow(greedy, [], [5], 0, 0)], str)[0].token_id == 5  # 3 - 0.9 = 2.1
+    assert drawn(row[None], [SamplingRow(greedy, [], [5, 5], 0, 0)], str)[0].token_id == 6  # 3 - 1.3 = 1.7
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     sampling = SamplingParams(temperature=1.0, seed=3)
     rows = torch.stack([logits(seed) for seed in range(3)])
 
-    draw = Draw(sampling, [], [], 3, 17)
+    draw = SamplingRow(sampling, [], [], 3, 17)
     alone = drawn(rows[1:2], [draw], str)[0].token_id
     together = drawn(rows, [draw, draw, draw], str)[1].token_id
     assert alone == together
@@ -96,7 +99,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
 def test_logprobs_are_the_models_own() -> None:
     row = logits(2)
     sampling = SamplingParams(temperature=1.5, top_k=1, top_logprobs=3)
-    sampled = drawn(row[None], [Draw(sampling, [], [], 0, 0)], lambda token: f"<{token}>")[0]
+    sampled = drawn(row[None], [SamplingRow(sampling, [], [], 0, 0)], lambda token: f"<{token}>")[0]
     expected = torch.log_softmax(row, -1)
     (entry,) = sampled.logprobs
     assert entry.token == f"<{sampled.token_id}>"
@@ -105,7 +108,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_logprobs_may_be_the_chosen_tokens_alone() -> None:
-    sampled = drawn(logits()[None], [Draw(SamplingParams(top_logprobs=0), [], [], 0, 0)], str)[0]
+    sampled = drawn(logits()[None], [SamplingRow(SamplingParams(top_logprobs=0), [], [], 0, 0)], str)[0]
     assert len(sampled.logprobs) == 1
     assert sampled.logprobs[0].top == ()
 
@@ -125,17 +128,17 @@ def test_a_few_likely_tokens_are_drawn_as_if_all_had_been_sorted(
     sampling = SamplingParams(**({"temperature": 0.7, "top_p": 0.95, "seed": 1} | wishes))
 
     def tokens() -> list[int]:
-        draws = [Draw(sampling, [], [], row, 0) for row in range(len(rows))]
+        draws = [SamplingRow(sampling, [], [], row, 0) for row in range(len(rows))]
         return [each.token_id for each in drawn(rows, draws, str)]
 
-    monkeypatch.setattr(sampler, "_PART", 300)
+    monkeypatch.setattr(sampler, "_TOPK_CHUNK", 300)
     quick = tokens()
-    monkeypatch.setattr(sampler, "_is_cut", lambda _: False)
+    monkeypatch.setattr(sampler, "_needs_few_candidates", lambda _: False)
     assert tokens() == quick
 
 
 def test_rows_whose_likely_tokens_are_too_many_alike_are_sorted_whole() -> None:
     """All scores are the same: the first tokens are drawn from, whatever was looked at."""
     sampling = SamplingParams(temperature=1.0, top_k=3, seed=1)
-    draws = [Draw(sampling, [], [], row, 0) for row in range(30)]
+    draws = [SamplingRow(sampling, [], [], row, 0) for row in range(30)]
     assert {each.token_id for each in drawn(torch.zeros(30, 1000), draws, str)} == {0, 1, 2}

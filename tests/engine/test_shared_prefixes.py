@@ -1,8 +1,7 @@
-"""Requests that begin alike share what was computed, and say what they would say without."""
+"""Requests with a common prefix share its computation and answer as without sharing."""
 
 import random
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from pathlib import Path
 
 import pytest
@@ -14,60 +13,62 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
-from vlfit.engine.sampling.sampler import Scores, scores_of
-from vlfit.engine.scheduling.scheduler import Work
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.sampling.sampler import StepOutput, select_tokens
+from vlfit.engine.scheduling.sequence import ScheduledChunk
 from vlfit.errors import ModelFailed
 from vlfit.prompt.builder import Prompt
 
 SAMPLING = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
-def engine(folder: Path | str, **options: object) -> Engine:
-    settings: dict[str, object] = {"device": "cpu", "context": 512, "image_cache_bytes": 0, **options}
-    return Engine(open_checkpoint(folder), EngineOptions(**settings))  # type: ignore[arg-type]
+def engine(folder: Path | str, **options: object) -> NativeEngine:
+    settings: dict[str, object] = {"device": "cpu", "max_model_len": 512, "image_cache_bytes": 0, **options}
+    return NativeEngine(open_checkpoint(folder), EngineOptions(**settings))  # type: ignore[arg-type]
 
 
 def answer(
-    engine: Engine, conversation: Conversation, sampling: SamplingParams = SAMPLING
+    engine: NativeEngine, conversation: Conversation, sampling: SamplingParams = SAMPLING
 ) -> tuple[str, int]:
     """What is said, and how many tokens of the prompt were not computed for it."""
     return answer_prompt(engine, engine.prompts.build(conversation), sampling)
 
 
-def answer_prompt(engine: Engine, prompt: Prompt, sampling: SamplingParams = SAMPLING) -> tuple[str, int]:
+def answer_prompt(
+    engine: NativeEngine, prompt: Prompt, sampling: SamplingParams = SAMPLING
+) -> tuple[str, int]:
     heard: list[Chunk | Exception] = []
-    engine.add(engine.sequence(engine.price(prompt), sampling, heard.append))
+    engine.submit(engine.sequence(engine.prepare_prompt(prompt), sampling, heard.append))
     while engine.busy:
         engine.step()
     chunks = [chunk for chunk in heard if isinstance(chunk, Chunk)]
     assert len(chunks) == len(heard), heard[-1]
     usage = chunks[-1].usage
     assert usage is not None
-    assert engine.pool.free == engine.pool.blocks
+    assert engine.block_manager.num_free == engine.block_manager.num_blocks
     return "".join(chunk.text for chunk in chunks), usage.cached_tokens
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[bytes]]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[NativeEngine], list[bytes]]:
     """The keys of the pictures that an engine encodes from now on."""
 
-    def count(engine: Engine) -> list[bytes]:
+    def count(engine: NativeEngine) -> list[bytes]:
         seen: list[bytes] = []
-        encode = engine.runner.encode
+        encode = engine.runner.encode_image
 
         def watched(image):  # type: ignore[no-untyped-def]
             seen.append(image.key)
             return encode(image)
 
-        monkeypatch.setattr(engine.runner, "encode", watched)
+        monkeypatch.setattr(engine.runner, "encode_image", watched)
         return seen
 
     return count
 
 
 def test_a_follow_up_about_the_same_picture_costs_only_its_own_tokens(
-    counted: Callable[[Engine], list[bytes]],
+    counted: Callable[[NativeEngine], list[bytes]],
 ) -> None:
     """mini, greedy: the same words with the cache as without it, and the picture encoded once."""
     shared, apart = engine("mini"), engine("mini", prefix_cache=False)
@@ -115,7 +116,7 @@ def test_pictures_of_one_size_and_other_content_are_not_taken_for_each_other(
 
 
 def test_the_second_of_two_pictures_is_looked_at_anew_and_the_first_is_not(
-    tiny: Callable[[str], Path], counted: Callable[[Engine], list[bytes]]
+    tiny: Callable[[str], Path], counted: Callable[[NativeEngine], list[bytes]]
 ) -> None:
     shared, apart = engine(tiny("tied")), engine(tiny("tied"), prefix_cache=False)
     one, two, other = (ImagePart(picture(200, 150, seed=seed)) for seed in (1, 2, 3))
@@ -139,7 +140,7 @@ def test_a_picture_seen_at_another_size_is_another(tiny: Callable[[str], Path]) 
 
 
 def test_a_clip_is_shared_and_another_is_not(
-    tiny: Callable[[str], Path], counted: Callable[[Engine], list[bytes]]
+    tiny: Callable[[str], Path], counted: Callable[[NativeEngine], list[bytes]]
 ) -> None:
     shared, apart = engine(tiny("tied")), engine(tiny("tied"), prefix_cache=False)
 
@@ -161,14 +162,14 @@ def test_many_at_once_in_a_small_pool_say_what_each_says_alone(tiny: Callable[[s
     conversations = [ask(text[: chance.randint(1, 70)], *photos[: chance.randint(0, 3)]) for _ in range(40)]
     apart = engine(tiny("tied"), prefix_cache=False)
     alone = [answer(apart, conversation)[0] for conversation in conversations]
-    shared = engine(tiny("tied"), context=256, kv_tokens=512, sequences=4, chunk=48)
+    shared = engine(tiny("tied"), max_model_len=256, kv_tokens=512, max_num_seqs=4, max_num_batched_tokens=48)
     heard: list[list[Chunk | Exception]] = [[] for _ in conversations]
     sequences = [
-        shared.sequence(shared.price(shared.prompts.build(conversation)), SAMPLING, arrivals.append)
+        shared.sequence(shared.prepare_prompt(shared.prompts.build(conversation)), SAMPLING, arrivals.append)
         for conversation, arrivals in zip(conversations, heard, strict=True)
     ]
     for number, one in enumerate(sequences):
-        shared.add(one)
+        shared.submit(one)
         for _ in range(chance.randint(0, 6)):
             shared.step()
         if number % 5 == 4:
@@ -185,8 +186,8 @@ def test_many_at_once_in_a_small_pool_say_what_each_says_alone(tiny: Callable[[s
         else:
             assert said.startswith(text)
     assert finished > 20
-    assert shared.counters.shared_tokens > 500
-    assert shared.pool.free == shared.pool.blocks
+    assert shared.counters.cached_prompt_tokens > 500
+    assert shared.block_manager.num_free == shared.block_manager.num_blocks
 
 
 def test_numbers_that_are_none_are_not_shared(tiny: Callable[[str], Path]) -> None:
@@ -194,12 +195,14 @@ def test_numbers_that_are_none_are_not_shared(tiny: Callable[[str], Path]) -> No
     conversation = ask("the quick brown fox jumps over the lazy dog and then it does so again")
     run = built.runner.run
 
-    def overflowing(batch: Many[Work]) -> Scores:
-        return scores_of(torch.full_like(run(batch).logits, torch.nan))
+    def overflowing(batch: list[ScheduledChunk]) -> StepOutput:
+        return select_tokens(torch.full_like(run(batch).logits, torch.nan))
 
     built.runner.run = overflowing  # type: ignore[method-assign]
     heard: list[Chunk | Exception] = []
-    built.add(built.sequence(built.price(built.prompts.build(conversation)), SAMPLING, heard.append))
+    built.submit(
+        built.sequence(built.prepare_prompt(built.prompts.build(conversation)), SAMPLING, heard.append)
+    )
     while built.busy:
         built.step()
     assert isinstance(heard[-1], ModelFailed)
@@ -212,9 +215,9 @@ def test_it_can_be_switched_off(tiny: Callable[[str], Path]) -> None:
     off = engine(tiny("tied"), prefix_cache=False)
     conversation = ask("the quick brown fox jumps over the lazy dog and then it does so again")
     assert answer(off, conversation) == answer(off, conversation)
-    assert off.account().pool.known == 0
+    assert off.account().pool.cached == 0
     on = engine(tiny("tied"))
     answer(on, conversation)
-    known = on.account().pool.known
+    known = on.account().pool.cached
     assert known > 0
-    assert answer(on, conversation)[1] == on.counters.shared_tokens > 0
+    assert answer(on, conversation)[1] == on.counters.cached_prompt_tokens > 0

@@ -1,4 +1,4 @@
-"""Many requests of all kinds on a device with a limit: what was rehearsed is enough for whatever comes."""
+"""Many requests of all kinds on a device with a limit: the profiling run was the worst case."""
 
 import base64
 import random
@@ -17,23 +17,28 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.warmup import profile_peak_memory as at_start
 from vlfit.errors import DoesNotFit, PictureError, VlfitError
-from vlfit.plan.native.cost import feature_bytes
+from vlfit.plan.shapes import feature_bytes
 
 REQUESTS = 24
 MINIS_REQUESTS, MINIS_CLIENTS, SETTLED = 32, 5, 12
 
 
-def engine(tiny: Callable[[str], Path]) -> Engine:
+def engine(tiny: Callable[[str], Path]) -> NativeEngine:
     options = EngineOptions(
-        device="cpu", context=384, chunk=64, sequences=3, image_tokens=64, image_cache_bytes=300_000
+        device="cpu",
+        max_model_len=384,
+        max_num_batched_tokens=64,
+        max_num_seqs=3,
+        image_tokens=64,
+        image_cache_bytes=300_000,
     )
-    return Engine(open_checkpoint(tiny("tied")), options)
+    return NativeEngine(open_checkpoint(tiny("tied")), options)
 
 
-def someone_asks(built: Engine, chance: random.Random) -> Asked | None:
+def someone_asks(built: NativeEngine, chance: random.Random) -> Asked | None:
     """Up to four pictures of any shape, up to 16 tokens; None if it is refused by its price."""
     pictures = [
         ImagePart(picture(chance.randint(64, 600), chance.randint(64, 600), seed=chance.randint(0, 9)))
@@ -50,13 +55,13 @@ def someone_asks(built: Engine, chance: random.Random) -> Asked | None:
     )
     asked = Asked()
     try:
-        prompt = built.price(
+        prompt = built.prepare_prompt(
             built.prompts.build(conversation, max_image_tokens=built.image_limit, context=built.context)
         )
         asked.sequence = built.sequence(prompt, sampling, asked.heard.append)
     except DoesNotFit:
         return None
-    built.add(asked.sequence)
+    built.submit(asked.sequence)
     return asked
 
 
@@ -92,24 +97,31 @@ def test_whatever_comes_fits_what_was_rehearsed(tiny: Callable[[str], Path]) -> 
     assert set(endings) == {"length", "cancelled"}
     assert REQUESTS / 6 < endings.count("cancelled") < REQUESTS / 2
     assert refused > 1
-    assert (built.counters.failed, built.counters.again) == (0, 0)
-    assert built.pool.free == built.pool.blocks
+    assert (built.counters.failed, built.counters.retried_steps) == (0, 0)
+    assert built.block_manager.num_free == built.block_manager.num_blocks
     assert device.peak > 0.7 * rehearsed.peak  # the limit was near
-    built.runner.image_cache.clear()
+    built.runner.encoder_cache.clear()
     assert tensor_bytes() == before
 
 
-def of_mini() -> Engine:
+def of_mini() -> NativeEngine:
     checkpoint = open_checkpoint("mini")
     # Whole pictures of the largest size fill the cache to the byte, as smaller ones may.
-    cache = 5 * 2 * feature_bytes(checkpoint.config.eyes, 100)  # in float32, of which the plan knows nothing
+    cache = (
+        5 * 2 * feature_bytes(checkpoint.config.required_vision, 100)
+    )  # in float32, of which the plan knows nothing
     options = EngineOptions(
-        device="cpu", context=768, chunk=256, sequences=3, image_tokens=100, image_cache_bytes=cache
+        device="cpu",
+        max_model_len=768,
+        max_num_batched_tokens=256,
+        max_num_seqs=3,
+        image_tokens=100,
+        image_cache_bytes=cache,
     )
-    return Engine(checkpoint, options)
+    return NativeEngine(checkpoint, options)
 
 
-def enter(built: Engine, wanted: Wanted) -> Asked | VlfitError:
+def enter(built: NativeEngine, wanted: Wanted) -> Asked | VlfitError:
     """Prices ``wanted`` as the server does, and adds it; or what it is refused with."""
     pictures = [
         ImagePart(base64.b64decode(url.partition(",")[2]), detail="low" if wanted.kind == LOW else "auto")
@@ -122,10 +134,10 @@ def enter(built: Engine, wanted: Wanted) -> Asked | VlfitError:
     try:
         words = ask(wanted.text, *pictures)
         built_prompt = built.prompts.build(words, max_image_tokens=built.image_limit, context=built.context)
-        asked.sequence = built.sequence(built.price(built_prompt), sampling, asked.heard.append)
+        asked.sequence = built.sequence(built.prepare_prompt(built_prompt), sampling, asked.heard.append)
     except VlfitError as error:
         return error
-    built.add(asked.sequence)
+    built.submit(asked.sequence)
     return asked
 
 
@@ -169,7 +181,7 @@ def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> 
             done += [each for each in running if each[1].over]
             running = [each for each in running if not each[1].over]
             if pausing and not running:
-                built.runner.image_cache.clear()
+                built.runner.encoder_cache.clear()
                 settled = tensor_bytes()
     assert settled == before
     for wanted, error in refused:
@@ -182,12 +194,12 @@ def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> 
     kinds = {wanted.kind for wanted, _ in [*done, *refused]}
     assert kinds == {WHOLE, LEFT, LOW, LARGE, BROKEN, BURST}
     assert len(done) + len(refused) == MINIS_REQUESTS
-    assert (built.counters.failed, built.counters.again) == (0, 0)
+    assert (built.counters.failed, built.counters.retried_steps) == (0, 0)
     assert (built.counters.finished, built.counters.cancelled) == (
         sum(wanted.kind != LEFT for wanted, _ in done),
         sum(wanted.kind == LEFT for wanted, _ in done),
     )
-    assert built.pool.free == built.pool.blocks
+    assert built.block_manager.num_free == built.block_manager.num_blocks
     assert device.peak > 0.5 * rehearsed.peak  # the limit was near
-    built.runner.image_cache.clear()
+    built.runner.encoder_cache.clear()
     assert tensor_bytes() == before

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlfit.engine import device as threads_of_torch
-from vlfit.engine.device import WORTH_SHARING, keep_to_own_cores, threads_for
+from vlfit.engine.device import MULTITHREADING_MIN_MULTIPLICATIONS, limit_threads_to_cores, scaled_threads
 
 CPU = torch.device("cpu")
 
@@ -21,16 +21,20 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("device", "multiplications", "threads"),
-    [(CPU, WORTH_SHARING, 1), (CPU, WORTH_SHARING + 1, 2), (torch.device("cuda"), 1, 2)],
+    [
+        (CPU, MULTITHREADING_MIN_MULTIPLICATIONS, 1),
+        (CPU, MULTITHREADING_MIN_MULTIPLICATIONS + 1, 2),
+        (torch.device("cuda"), 1, 2),
+    ],
 )
 def test_threads_follow_the_work(device: torch.device, multiplications: int, threads: int) -> None:
-    with threads_for(device, multiplications):
+    with scaled_threads(device, multiplications):
         assert torch.get_num_threads() == threads
     assert torch.get_num_threads() == 2
 
 
 def test_threads_come_back_after_a_failure() -> None:
-    with pytest.raises(ValueError, match="mine"), threads_for(CPU, 1):
+    with pytest.raises(ValueError, match="mine"), scaled_threads(CPU, 1):
         raise ValueError("mine")
     assert torch.get_num_threads() == 2
 
@@ -48,5 +52,5 @@ def test_no_more_threads_than_cores_unless_the_user_said_so(
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", user)
-    keep_to_own_cores()
+    limit_threads_to_cores()
     assert torch.get_num_threads() == expected

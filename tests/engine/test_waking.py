@@ -1,4 +1,4 @@
-"""An engine that sleeps where memory, RAM or files are gone: it waits on, and nothing is lost by it."""
+"""Waking while memory, RAM or files are missing: the engine stays asleep and loses nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch
 from tests.engine.sleeping import SLEEPER, held, pretend_gpu, say, settled
 from tests.engine.sleeping import backend as backend
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.memory.sleep import Sleep, _ram
+from vlfit.engine.memory.sleep import Sleeper, _ram
 from vlfit.errors import CannotWake, CheckpointError, DoesNotFit, MissingFile, UsageError
 from vlfit.loading.loader import Loader
 from vlfit.machine.host import read_host
@@ -26,14 +26,13 @@ def with_free_ram(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 def test_others_have_the_memory(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     words = say(backend)
     settled(backend.sleep())
-    budget = backend._loop.engine.passes.budget
+    budget = backend._engine_thread.engine.executor.budget
     with monkeypatch.context() as patched:
         patched.setattr(budget, "free", lambda: 3 * 1024)
         for _ in range(3):
             with pytest.raises(CannotWake) as caught:
                 say(backend)
-            assert "3.0 KiB were free" in caught.value.message
-            assert "needs" in caught.value.message
+            assert "3.0 KiB" in caught.value.message
             assert caught.value.retry_after > 0
             with pytest.raises(CannotWake):
                 settled(backend.wake())
@@ -47,27 +46,29 @@ def test_a_smaller_pool_where_others_have_some_of_it(
     backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = say(backend)
-    engine = backend._loop.engine
-    blocks, least = engine.pool.blocks, engine.pool.blocks_for(512)
+    engine = backend._engine_thread.engine
+    blocks, least = engine.block_manager.num_blocks, engine.block_manager.blocks_for(512)
     assert least < blocks
     settled(backend.sleep())
     block = engine.runner.cache.block_bytes
     with monkeypatch.context() as patched:
-        patched.setattr(engine.passes.budget, "free", lambda: engine.sleep._beside + (least + 5) * block + 1)
+        patched.setattr(
+            engine.executor.budget, "free", lambda: engine.sleeper._bytes_beside_kv + (least + 5) * block + 1
+        )
         assert say(backend) == words
-    assert engine.pool.blocks == least + 5
+    assert engine.block_manager.num_blocks == least + 5
     # The cap of the plan has no room for what is to stay free, and need not: the card has.
     settled(backend.sleep())
-    whole = engine.sleep._beside + blocks * block
+    whole = engine.sleeper._bytes_beside_kv + blocks * block
     with monkeypatch.context() as patched:
-        patched.setattr(engine.passes.budget, "free", lambda: whole)
-        patched.setattr(engine.sleep, "_reserve", 7 * block)
-        patched.setattr(engine.passes.budget, "device_free", lambda: whole + 5 * block)
+        patched.setattr(engine.executor.budget, "free", lambda: whole)
+        patched.setattr(engine.sleeper, "_reserve", 7 * block)
+        patched.setattr(engine.executor.budget, "device_free", lambda: whole + 5 * block)
         assert say(backend) == words
-    assert engine.pool.blocks == blocks - 2
+    assert engine.block_manager.num_blocks == blocks - 2
     settled(backend.sleep())
     assert say(backend) == words
-    assert engine.pool.blocks == blocks
+    assert engine.block_manager.num_blocks == blocks
 
 
 @pytest.mark.parametrize("park", ["files", "ram"])
@@ -86,14 +87,14 @@ def test_memory_that_is_gone_halfway(
 
     with monkeypatch.context() as patched:
         if where == "pool":
-            real = Sleep._resize_pool
+            real = Sleeper._resize_pool
             patched.setattr(
-                Sleep, "_resize_pool", lambda self, blocks: taken() if blocks else real(self, blocks)
+                Sleeper, "_resize_pool", lambda self, blocks: taken() if blocks else real(self, blocks)
             )
         elif park == "files":
             patched.setattr(Loader, "linear", taken)
         else:
-            patched.setattr("vlfit.engine.memory.sleep.Parked._fetch", taken)
+            patched.setattr("vlfit.engine.memory.sleep.OffloadedStorages._copy_back", taken)
         for _ in range(3):
             with pytest.raises(CannotWake):
                 say(backend)
@@ -114,7 +115,7 @@ def test_files_that_are_gone(
     with NativeBackend.load(folder, SLEEPER) as backend:
         words = say(backend)
         away = weights.rename(tmp_path / "away")
-        with pytest.raises(MissingFile, match="gone"):
+        with pytest.raises(MissingFile, match=weights.name):
             settled(backend.sleep())
         assert not backend.asleep
         assert say(backend) == words
@@ -130,19 +131,21 @@ def test_files_that_are_gone(
 
 def test_where_weights_wait(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU: in RAM, unless there is too little of it."""
-    rest = backend._loop.engine.sleep
-    with pytest.raises(UsageError, match="on a CPU"):
+    rest = backend._engine_thread.engine.sleeper
+    with pytest.raises(UsageError) as refused:
         settled(backend.sleep("ram"))
+    assert refused.value.param == "park"
     assert not backend.asleep
-    assert rest._place("auto", GIB) == "files"
+    assert rest._choose_level("auto", GIB) == "files"
     monkeypatch.setattr(rest._budget, "device", torch.device("cuda"))
     with_free_ram(monkeypatch, 2 * GIB)
-    assert rest._place("auto", GIB) == rest._place("ram", GIB) == "ram"
-    assert rest._place("files", GIB) == "files"
-    assert rest._place("auto", 2 * GIB) == "files"
+    assert rest._choose_level("auto", GIB) == rest._choose_level("ram", GIB) == "ram"
+    assert rest._choose_level("files", GIB) == "files"
+    assert rest._choose_level("auto", 2 * GIB) == "files"
     with pytest.raises(DoesNotFit) as caught:
-        rest._place("ram", 2 * GIB)
-    assert "2.00 GiB of weights do not fit in RAM, of which 2.00 GiB are free" in caught.value.message
+        rest._choose_level("ram", 2 * GIB)
+    assert caught.value.param == "park"
+    assert caught.value.message.count("2.00 GiB") == 2
 
 
 def test_ram_that_is_gone_when_it_is_asked_for(
@@ -164,5 +167,5 @@ def test_ram_that_is_gone_when_it_is_asked_for(
     assert say(backend) == words
     rest = settled(backend.sleep())
     assert rest.asleep is not None
-    assert rest.asleep.parked == "files"
+    assert rest.asleep.park == "files"
     assert say(backend) == words

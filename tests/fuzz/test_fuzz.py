@@ -27,7 +27,7 @@ pytestmark = pytest.mark.fuzz
 def test_nothing_that_can_be_sent_is_a_mistake_of_ours() -> None:
     if not PROGRAM.exists():
         pytest.skip("run make fuzz")
-    options = EngineOptions(device="cpu", context=512, sequences=4, max_tokens=4)
+    options = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=4, max_tokens=4)
     with (
         NativeBackend.load("mini", options) as backend,
         running(backend, ServerSettings(context=512)) as server,

@@ -1,4 +1,4 @@
-"""Every oddity that people send as a picture: right colours, or an error that says what is wrong."""
+"""Unusual and damaged picture files: correct colours, or an error that names the problem."""
 
 import threading
 import tracemalloc
@@ -40,7 +40,7 @@ def pixels(data: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
 
 
 @pytest.mark.parametrize("file_format", LOSSLESS)
-def test_formats_that_lose_nothing(file_format: str) -> None:
+def test_lossless_formats(file_format: str) -> None:
     decoded = decode(picture(97, 61, file_format, **LOSSLESS[file_format]), "p")
     assert decoded.image.mode == "RGB"
     assert np.array_equal(np.asarray(decoded.image), np.asarray(scene(97, 61)))
@@ -48,7 +48,7 @@ def test_formats_that_lose_nothing(file_format: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}], ids=str)
-def test_jpeg_as_pillow_has_it(options: dict[str, Any]) -> None:
+def test_jpeg_equals_pillow(options: dict[str, Any]) -> None:
     data = picture(97, 61, "JPEG", quality=90, **options)
     with Image.open(BytesIO(data)) as image:
         assert np.array_equal(pixels(data), np.asarray(image))
@@ -94,7 +94,7 @@ def test_half_transparency_is_mixed_with_white() -> None:
     assert pixels(encoded(image))[0, 0].tolist() == pytest.approx([228, 127, 127], abs=1)
 
 
-def test_opaque_alpha_is_not_worth_a_note() -> None:
+def test_opaque_alpha_gives_no_note() -> None:
     decoded = decode(encoded(scene(64, 48).convert("RGBA")), "p")
     assert np.array_equal(np.asarray(decoded.image), np.asarray(scene(64, 48)))
     assert decoded.notes == ()
@@ -160,7 +160,7 @@ def test_floating_point_grey(low: float, high: float, note: str) -> None:
     assert decoded.notes == (note,)
 
 
-def test_floating_point_that_is_no_number() -> None:
+def test_nan_pixels() -> None:
     values = np.full((32, 32), np.nan, dtype=np.float32)
     assert (pixels(encoded(Image.fromarray(values), "TIFF")) == 0).all()
 
@@ -191,7 +191,7 @@ def test_a_gif_that_claims_4_gigapixels_is_refused_at_once(monkeypatch: pytest.M
     made: list[object] = []
     for name in ("PIL.ImageFile.ImageFile.load", "PIL.Image.core.new", "PIL.Image.core.fill"):
         monkeypatch.setattr(name, lambda *given: made.append(given))
-    with pytest.raises(PictureTooLarge, match=r"65535x65535 is 4,295 megapixels; at most 179 are decoded"):
+    with pytest.raises(PictureTooLarge, match=r"65535x65535 .* 4,295 megapixels.* 179 "):
         decode(data, "bomb.gif")
     assert made == []
 
@@ -199,7 +199,7 @@ def test_a_gif_that_claims_4_gigapixels_is_refused_at_once(monkeypatch: pytest.M
 def test_20000_x_20000_is_refused_without_memory() -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(PictureTooLarge, match=r"20000x20000 is 400 megapixels"):
+        with pytest.raises(PictureTooLarge, match=r"20000x20000 .* 400 "):
             decode(png_claiming(20000, 20000), "big.png")
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
@@ -208,13 +208,13 @@ def test_20000_x_20000_is_refused_without_memory() -> None:
 
 def test_no_pixels_and_too_thin() -> None:
     for data in (png_claiming(0, 0), b"GIF89a" + bytes(40)):
-        with pytest.raises(NotAPicture, match=r"p: the picture is 0x0 pixels, there is nothing in it"):
+        with pytest.raises(NotAPicture, match=r"^p: .*0x0 "):
             decode(data, "p")
-    with pytest.raises(NotAPicture, match=r"the picture is 0x7 pixels"):
+    with pytest.raises(NotAPicture, match=r"0x7 "):
         decode(png_claiming(0, 7), "p")
-    with pytest.raises(PictureTooLarge, match=r"1x20000 has sides 1:20,000"):
+    with pytest.raises(PictureTooLarge, match=r"1x20000 .*1:20,000"):
         decode(picture(1, 20000), "p")
-    with pytest.raises(PictureTooLarge, match=r"20000x1 has sides 1:20,000"):
+    with pytest.raises(PictureTooLarge, match=r"20000x1 .*1:20,000"):
         decode(png_claiming(20000, 1), "p")
 
 
@@ -228,9 +228,7 @@ def test_no_pixels_and_too_thin() -> None:
     ],
     ids=str,
 )
-def test_files_that_break_off_are_errors_and_never_half_pictures(
-    file_format: str, options: dict[str, Any]
-) -> None:
+def test_truncated_files_are_errors(file_format: str, options: dict[str, Any]) -> None:
     data = picture(200, 150, file_format, **options)
     whole = pixels(data)
     refused = 0
@@ -245,47 +243,45 @@ def test_files_that_break_off_are_errors_and_never_half_pictures(
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000"])
-def test_the_words_of_pillows_drivers_are_kept_from_people(file_format: str) -> None:
+def test_pillow_messages_are_not_shown(file_format: str) -> None:
     data = picture(200, 150, file_format)
     for size in (12, 16, 20, 24, 30, 40):
         with pytest.raises(NotAPicture) as caught:
             decode(data[:size], "p")
         assert "driver" not in caught.value.message
         assert "unpack" not in caught.value.message
-        assert "of no kind that vlfit knows that" not in caught.value.message
+        assert "unknown" not in caught.value.message
         assert ": )" not in caught.value.message
 
 
-def test_a_truncated_jpeg_says_that_it_breaks_off() -> None:
+def test_a_truncated_jpeg() -> None:
     data = picture(200, 150, "JPEG")
-    with pytest.raises(
-        NotAPicture, match=r"photo.jpg is a JPEG that breaks off or is damaged \([\d,]+ bytes:"
-    ):
+    with pytest.raises(NotAPicture, match=r"^photo.jpg is a JPEG .*\([\d,]+ bytes"):
         decode(data[: len(data) // 2], "photo.jpg")
 
 
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (b"", "it is empty"),
-        (b"hello, I am no picture", "it is text"),
-        (b"<!DOCTYPE html><html><body>404</body></html>", "it is a web page \\(HTML\\)"),
-        (b"\n  <html lang='en'>", "it is a web page \\(HTML\\)"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is an SVG drawing"),
-        (b"<?xml version='1.0'?><svg/>", "it is an SVG drawing"),
-        (b"%PDF-1.7 ...", "it is a PDF document"),
-        (b'{"error": "not found"}', "it is JSON"),
-        (b"PK\x03\x04 zip", "it is a ZIP archive or an office document"),
-        (b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00", "it is a HEIC photo"),
-        (b"\x00\x00\x00\x18ftypisom\x00\x00\x00\x00", "it is a video"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n", "it is a PostScript document"),
-        (b"Py is text too", "it is text"),
-        ("ein schöner Text".encode(), "it is text"),
-        (bytes(range(256)) * 4, "it is of no kind that vlfit knows"),
+        (b"", "empty"),
+        (b"hello, I am no picture", "text"),
+        (b"<!DOCTYPE html><html><body>404</body></html>", "a web page \\(HTML\\)"),
+        (b"\n  <html lang='en'>", "a web page \\(HTML\\)"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "an SVG drawing"),
+        (b"<?xml version='1.0'?><svg/>", "an SVG drawing"),
+        (b"%PDF-1.7 ...", "a PDF document"),
+        (b'{"error": "not found"}', "JSON"),
+        (b"PK\x03\x04 zip", "a ZIP archive or an office document"),
+        (b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00", "a HEIC photo"),
+        (b"\x00\x00\x00\x18ftypisom\x00\x00\x00\x00", "a video"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n", "a PostScript document"),
+        (b"Py is text too", "text"),
+        ("ein schöner Text".encode(), "text"),
+        (bytes(range(256)) * 4, "unknown"),
     ],
 )
-def test_what_is_no_picture_is_called_by_its_name(data: bytes, what: str) -> None:
-    with pytest.raises(NotAPicture, match=f"thing is not a picture that vlfit reads: {what}") as caught:
+def test_other_file_types_are_named(data: bytes, what: str) -> None:
+    with pytest.raises(NotAPicture, match=f"^thing .*{what}") as caught:
         decode(data, "thing")
     assert caught.value.hint
 

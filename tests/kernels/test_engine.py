@@ -1,6 +1,6 @@
-"""The engine as a GPU runs it, kernels, block tables and narrow weights, but interpreted on the CPU.
+"""The engine as on a GPU (kernels, block tables, quantized weights), interpreted on the CPU.
 
-``tests/engine/test_gpu.py`` says the same of a real GPU.
+``tests/engine/test_gpu.py`` is the same on a real GPU.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from tests.kernels.conftest import ON_GPU
 from vlfit import kernels
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.kernels.attention import paged as attention
 from vlfit.layers.embedding import Int8Embedding
-from vlfit.layers.linear import Fp8Linear, Int4Linear, Int8Linear, Reordered
-from vlfit.plan.native.tiles import Tiles
+from vlfit.layers.linear import Fp8Linear, Int4Linear, Int8Linear, ReorderedLinear
+from vlfit.plan.native.tiles import GemmTiles
 from vlfit.quantize.conversion import convert
 
 pytestmark = [
@@ -29,18 +29,21 @@ pytestmark = [
 ]
 SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"]]
 TOKENS = 3
-# Few programs and steps, which is what interpreting takes time for.
-LARGE = Tiles(32, 128, 128, 4, 1)
-LARGE_ATTENTION = attention.Tiles(64, 64, 4, 1)
+# The time of the interpreter depends on the number of programs and steps.
+LARGE = GemmTiles(32, 128, 128, 4, 1)
+LARGE_ATTENTION = attention.AttentionTiles(64, 64, 4, 1)
 
 
-def engine(folder: Path) -> Engine:
-    """Chunks of 24, so that the picture's prompt has a past, and the shorter one decodes beside it."""
-    return Engine(open_checkpoint(folder), EngineOptions(device="cpu", context=256, chunk=24, sequences=2))
+def engine(folder: Path) -> NativeEngine:
+    """Chunks of 24 tokens: the image's prompt has a past, and the shorter prompt decodes beside it."""
+    return NativeEngine(
+        open_checkpoint(folder),
+        EngineOptions(device="cpu", max_model_len=256, max_num_batched_tokens=24, max_num_seqs=2),
+    )
 
 
 def in_8_bits(module: str) -> str | None:
-    """Every linear layer, the tower's too, and the embedding, which is the head."""
+    """Every linear layer, including those of the vision tower, and the embedding, which is the head."""
     return None if module.endswith("pos_embed") else "group_0"
 
 
@@ -62,16 +65,16 @@ def test_the_same_words_by_kernels(
     else:
         convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), weights, folder)
     expected = run(engine(folder), *SPOKEN, tokens=TOKENS)
-    monkeypatch.setattr(kernels, "used_on", lambda device: True)
+    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     monkeypatch.setattr(kernels.gemm.quantized, "tiles_for", lambda *_: LARGE)
-    monkeypatch.setattr(kernels.gemm.quantized, "WIDEN_ROWS", 16)  # chunks go that way, decoding does not
-    monkeypatch.setattr(kernels.gemm.quantized, "WIDEN_OUTPUTS", 128)
+    monkeypatch.setattr(kernels.gemm.quantized, "MAX_FUSED_ROWS", 16)  # chunks go that way, decoding does not
+    monkeypatch.setattr(kernels.gemm.quantized, "DEQUANT_BLOCK_N", 128)
     monkeypatch.setattr(kernels.attention.paged, "prefill_tiles", lambda _: LARGE_ATTENTION)
-    monkeypatch.setattr(kernels.attention.paged, "decode_splits", lambda _: 2)
+    monkeypatch.setattr(kernels.attention.paged, "num_decode_splits", lambda _: 2)
     by_kernels = engine(folder)
     text = by_kernels.runner.text
-    narrow = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear, "awq": Int4Linear}
-    classes = {**narrow, "gptq": Reordered}
+    layer_classes = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear, "awq": Int4Linear}
+    classes = {**layer_classes, "gptq": ReorderedLinear}
     assert isinstance(text.layers[0].down, classes[weights])
     assert isinstance(text.embedding, Int8Embedding) == (weights == "int8")
     assert isinstance(text.head, Int8Linear) == (weights == "int8")

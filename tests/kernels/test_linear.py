@@ -1,4 +1,4 @@
-"""Products with FP8, int8 and int4 weights, by kernels, against float64 and the weights' own definition."""
+"""GEMMs with FP8, int8 and int4 weights against float64 with weights dequantized by definition."""
 
 from collections.abc import Callable
 
@@ -8,15 +8,14 @@ from torch import Tensor
 
 from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from vlfit.kernels.gemm import quantized as kernels
-from vlfit.kernels.gemm.quantized import NarrowWeights, linear, tiles_for, widen_rows
+from vlfit.kernels.gemm.quantized import QuantizedWeight, dequantize_rows, quantized_linear, tiles_for
 from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
-from vlfit.plan.native.tiles import SCRATCH_BYTES, WIDEN_ROWS, Means, Tiles, splits_for
+from vlfit.plan.native.tiles import MAX_FUSED_ROWS, SCRATCH_BYTES, DequantConfig, GemmTiles, splits_for
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 ROWS = [1, 3, 17, 128, 200]
-# Outputs and inputs of the linear layers of Qwen3-VL's text model: q, k and v as one; o; gate and up as one;
-# down.
+# Outputs and inputs of the linear layers of Qwen3-VL's text model: qkv, o, gate and up, down.
 TRUE_SHAPES = {
     "2B": [(4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)],
     "4B": [(6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728)],
@@ -24,34 +23,34 @@ TRUE_SHAPES = {
 }
 
 
-def fp8(outputs: int, inputs: int, block: tuple[int, int]) -> NarrowWeights:
-    """Every code that stands for a number occurs, subnormal ones too."""
+def fp8(outputs: int, inputs: int, block: tuple[int, int]) -> QuantizedWeight:
+    """All finite codes occur, including subnormals."""
     codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0  # NaN
     scale = torch.rand(-(-outputs // block[0]), -(-inputs // block[1])) * 0.01 + 0.001
-    return NarrowWeights(codes.view(torch.float8_e4m3fn), scale, None, block)
+    return QuantizedWeight(codes.view(torch.float8_e4m3fn), scale, None, block)
 
 
-def int4(outputs: int, inputs: int, group: int, *, symmetric: bool = True) -> NarrowWeights:
+def int4(outputs: int, inputs: int, group: int, *, symmetric: bool = True) -> QuantizedWeight:
     words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8)).to(torch.int32)
     scale = (torch.rand(outputs, inputs // group) * 0.01 + 0.001).to(torch.bfloat16)
     zeros = torch.randint(-(2**31), 2**31, (-(-outputs // 8), inputs // group)).to(torch.int32)
-    return NarrowWeights(words, scale, None if symmetric else zeros, (1, group))
+    return QuantizedWeight(words, scale, None if symmetric else zeros, (1, group))
 
 
-def int8(outputs: int, inputs: int, groups: int = 1) -> NarrowWeights:
-    """Every code occurs, -128 too; one scale a row, or several."""
+def int8(outputs: int, inputs: int, groups: int = 1) -> QuantizedWeight:
+    """All codes occur, including -128; one scale per row or several."""
     codes = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
     scale = (torch.rand(outputs, groups) * 0.01 + 0.001).to(torch.bfloat16)
-    return NarrowWeights(codes, scale, None, (1, inputs // groups))
+    return QuantizedWeight(codes, scale, None, (1, inputs // groups))
 
 
-# With fewer inputs than these the roundings of weights do not average out: they are made in the expectation,
-# too, and what is left is the rounding of the result.
-FEW = 16
+# With fewer inputs than this, rounding errors of weights do not average out: the expected weights are rounded
+# too, which leaves the rounding of the result.
+MIN_INPUTS = 16
 
-# Sizes that fill no tile, and blocks and groups of any size that a checkpoint may have.
-ODD: dict[str, Callable[[], NarrowWeights]] = {
+# Sizes that fill no tile, with any block and group sizes that a checkpoint may have.
+ODD: dict[str, Callable[[], QuantizedWeight]] = {
     "fp8, within one block": lambda: fp8(70, 96, (128, 128)),
     "fp8, blocks cut off": lambda: fp8(150, 200, (128, 128)),
     "fp8, lower blocks": lambda: fp8(70, 256, (32, 128)),
@@ -69,44 +68,45 @@ ODD: dict[str, Callable[[], NarrowWeights]] = {
 }
 
 
-def widened(weights: NarrowWeights, dtype: torch.dtype = torch.float64) -> Tensor:
-    if weights.form == "int4":
+def dequantized(weights: QuantizedWeight, dtype: torch.dtype = torch.float64) -> Tensor:
+    if weights.format == "int4":
         return dequantize_int4(weights.codes, weights.scale, weights.zero_point, dtype)
-    if weights.form == "int8":
+    if weights.format == "int8":
         return dequantize_int8(weights.codes, weights.scale, dtype)
-    return dequantize_fp8(weights.codes, weights.scale, weights.block, dtype)
+    return dequantize_fp8(weights.codes, weights.scale, weights.block_shape, dtype)
 
 
-def on(weights: NarrowWeights, device: torch.device) -> NarrowWeights:
+def to_device(weights: QuantizedWeight, device: torch.device) -> QuantizedWeight:
     zero_point = None if weights.zero_point is None else weights.zero_point.to(device)
-    return NarrowWeights(weights.codes.to(device), weights.scale.to(device), zero_point, weights.block)
+    return QuantizedWeight(
+        weights.codes.to(device), weights.scale.to(device), zero_point, weights.block_shape
+    )
 
 
 def check(
-    weights: NarrowWeights,
+    weights: QuantizedWeight,
     rows: int,
     dtype: torch.dtype,
     device: torch.device,
-    hardware: bool | None = None,
-    tiles: Tiles | None = None,
+    native_fp8: bool | None = None,
+    tiles: GemmTiles | None = None,
 ) -> None:
-    """Rows that lie apart in memory, as those of gate and up do; odd numbers of them with a bias.
-
-    The interpreter's time goes by programs, so there float32 has the larger tiles of half precision.
+    """Rows are strided, as those of gate and up are; odd numbers of them have a bias. The interpreter's time
+    depends on the number of programs, so float32 uses the larger half-precision tiles there.
     """
     if tiles is None and device.type == "cpu" and rows <= 256:
         tiles = tiles_for(rows, weights, torch.float16)
-    there = on(weights, device)
-    apart = torch.randn(rows, 2 * weights.inputs).to(device, dtype)
-    x = apart[:, : weights.inputs]
-    bias = torch.randn(weights.outputs).to(device, dtype) if rows % 2 else None
-    out = linear(x, there, bias, tiles, hardware=hardware)
-    wide = widened(there)
-    if weights.inputs < FEW:
-        wide = wide.to(dtype).double()
-    exact = x.double() @ wide.T + (0 if bias is None else bias.double())
+    on_device = to_device(weights, device)
+    buffer = torch.randn(rows, 2 * weights.in_features).to(device, dtype)
+    x = buffer[:, : weights.in_features]
+    bias = torch.randn(weights.out_features).to(device, dtype) if rows % 2 else None
+    out = quantized_linear(x, on_device, bias, tiles, native_fp8=native_fp8)
+    weight = dequantized(on_device)
+    if weights.in_features < MIN_INPUTS:
+        weight = weight.to(dtype).double()
+    expected = x.double() @ weight.T + (0 if bias is None else bias.double())
     assert out.dtype == dtype
-    assert relative_error(out, exact) < TOLERANCES[dtype]
+    assert relative_error(out, expected) < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,28 +120,25 @@ def test_odd_sizes(name: str, rows: int, dtype: torch.dtype, device: torch.devic
 
 
 @pytest.mark.parametrize("rows", [1, 17])
-def test_codes_are_read_alike_with_and_without_the_cards_own_conversion(
-    rows: int, device: torch.device
-) -> None:
+def test_fp8_with_and_without_native_conversion(rows: int, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this card does not convert float8")
     torch.manual_seed(0)
-    for hardware in (True, False):
-        check(fp8(70, 200, (128, 128)), rows, torch.float16, device, hardware)
+    for native_fp8 in (True, False):
+        check(fp8(70, 200, (128, 128)), rows, torch.float16, device, native_fp8)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("name", ODD)
-def test_warps_that_share_out_the_inputs_of_a_tile(name: str, rows: int, device: torch.device) -> None:
+def test_sliced_k(name: str, rows: int, device: torch.device) -> None:
     torch.manual_seed(rows)
-    check(ODD[name](), rows, torch.float16, device, tiles=Tiles(8, 32, 256, 4, 2, parts=4))
+    check(ODD[name](), rows, torch.float16, device, tiles=GemmTiles(8, 32, 256, 4, 2, parts=4))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 512])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_one_row_of_int4_in_half_precision(symmetric: bool, group: int, device: torch.device) -> None:
-    """Codes are multiplied before their zero points are taken off: sums far larger than what is left of them.
-
+    """Codes are multiplied before their zero points are subtracted, so sums are far larger than the result.
     One input is far larger than the others, as in real models.
     """
     torch.manual_seed(group)
@@ -149,86 +146,92 @@ def test_one_row_of_int4_in_half_precision(symmetric: bool, group: int, device: 
     x = torch.randn(1, 1024)
     x[0, 300] = 500.0
     dtype = torch.bfloat16 if ON_GPU else torch.float16
-    out = linear(x.to(device, dtype), on(weights, device), None, tiles_for(1, weights, dtype))
-    exact = x.to(dtype).double() @ widened(weights).T
-    assert relative_error(out.cpu(), exact) < TOLERANCES[dtype]
+    out = quantized_linear(
+        x.to(device, dtype), to_device(weights, device), None, tiles_for(1, weights, dtype)
+    )
+    expected = x.to(dtype).double() @ dequantized(weights).T
+    assert relative_error(out.cpu(), expected) < TOLERANCES[dtype]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 9])
-def test_an_instruction_by_hand_means_the_same(
+def test_inline_ptx_is_bit_equal(
     rows: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    there = on(int4(64, 512, 32), device)
+    on_device = to_device(int4(64, 512, 32), device)
     x = torch.randn(rows, 512, device=device, dtype=dtype)
-    by_hand = linear(x, there, None)
-    monkeypatch.setattr(kernels, "by_hand", lambda _: False)
-    assert torch.equal(linear(x, there, None), by_hand)
+    by_hand = quantized_linear(x, on_device, None)
+    monkeypatch.setattr(kernels, "has_inline_ptx", lambda _: False)
+    assert torch.equal(quantized_linear(x, on_device, None), by_hand)
 
 
-def test_inputs_shared_out_among_programs(device: torch.device) -> None:
-    """Few rows over many inputs are split; the sums are added up in one order, so the result never varies."""
+def test_split_k_is_deterministic(device: torch.device) -> None:
+    """Few rows with many inputs are split over K; sums are added in a fixed order."""
     torch.manual_seed(0)
     weights = int4(40, 1024, 32)
     x = torch.randn(9, 1024)
     assert splits_for(9, 40, 1024, tiles_for(9, weights, torch.float16)) > 1
     check(weights, 9, torch.float16, device)
-    there = on(weights, device)
-    first, second = (linear(x.to(device, torch.float16), there, None) for _ in range(2))
+    on_device = to_device(weights, device)
+    first, second = (quantized_linear(x.to(device, torch.float16), on_device, None) for _ in range(2))
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ODD)
-def test_many_rows_multiply_with_the_weights_themselves(
+def test_many_rows_are_dequantized_in_slices(
     name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit what the reference widens, from any row on; and slice by slice the whole product."""
+    """Dequantized rows are bit-equal to the reference from any row on, and slices cover all outputs."""
     torch.manual_seed(0)
     weights = ODD[name]()
-    there = on(weights, device)
+    on_device = to_device(weights, device)
     for first in (0, 5):
-        wide = torch.full((weights.outputs - first, weights.inputs), torch.nan, dtype=dtype, device=device)
-        for hardware in {False, kernels.converts_float8(device)}:
-            widen_rows(there, first, wide, hardware)
-            assert torch.equal(wide.cpu(), widened(weights, dtype)[first:])
+        weight = torch.full(
+            (weights.out_features - first, weights.in_features), torch.nan, dtype=dtype, device=device
+        )
+        for native_fp8 in {False, kernels.has_native_fp8(device)}:
+            dequantize_rows(on_device, first, weight, native_fp8)
+            assert torch.equal(weight.cpu(), dequantized(weights, dtype)[first:])
     slices: list[int] = []
 
-    def widen_and_count(stored: NarrowWeights, first: int, wide: Tensor, hardware: bool) -> None:
-        slices.append(len(wide))
-        widen_rows(stored, first, wide, hardware)
+    def dequantize_and_count(stored: QuantizedWeight, first: int, weight: Tensor, native_fp8: bool) -> None:
+        slices.append(len(weight))
+        dequantize_rows(stored, first, weight, native_fp8)
 
-    monkeypatch.setattr(kernels, "SLICE_STEP", 2)
-    monkeypatch.setattr(kernels, "means", lambda device: Means(17 * weights.inputs * dtype.itemsize))
-    monkeypatch.setattr(kernels, "widen_rows", widen_and_count)
-    check(weights, WIDEN_ROWS + 1, dtype, device)
-    assert sum(slices) == weights.outputs
+    monkeypatch.setattr(kernels, "SLICE_MULTIPLE", 2)
+    monkeypatch.setattr(
+        kernels, "dequant_config", lambda device: DequantConfig(17 * weights.in_features * dtype.itemsize)
+    )
+    monkeypatch.setattr(kernels, "dequantize_rows", dequantize_and_count)
+    check(weights, MAX_FUSED_ROWS + 1, dtype, device)
+    assert sum(slices) == weights.out_features
     assert max(slices) <= 16
 
 
 @pytest.mark.parametrize("size", TRUE_SHAPES)
-def test_slices_begin_where_products_are_fast(size: str) -> None:
-    """At multiples of a tile, in the buffer's room, and as many as there have to be."""
+def test_slices_start_at_multiples(size: str) -> None:
+    """Multiples of a tile, within the buffer, and no more slices than necessary."""
     room = SCRATCH_BYTES // 2
     for outputs, inputs in TRUE_SHAPES[size]:
-        height = kernels.slice_height(outputs, inputs, room)
-        assert height % kernels.SLICE_STEP == 0
+        height = kernels.slice_rows(outputs, inputs, room)
+        assert height % kernels.SLICE_MULTIPLE == 0
         assert height * inputs <= room
-        fewest = -(-outputs // (room // inputs // kernels.SLICE_STEP * kernels.SLICE_STEP))
+        fewest = -(-outputs // (room // inputs // kernels.SLICE_MULTIPLE * kernels.SLICE_MULTIPLE))
         assert -(-outputs // height) == fewest
 
 
-def test_a_slice_is_one_output_where_the_buffer_is_small() -> None:
-    assert kernels.slice_height(40, 1024, 3 * 1024) == 3
-    assert kernels.slice_height(40, 1024, 1000) == 1
+def test_slices_of_a_small_buffer() -> None:
+    assert kernels.slice_rows(40, 1024, 3 * 1024) == 3
+    assert kernels.slice_rows(40, 1024, 1000) == 1
 
 
-def test_no_rows_give_no_rows(device: torch.device) -> None:
-    weights = on(int4(16, 32, 32), device)
-    assert linear(torch.empty(0, 32, device=device), weights, None).shape == (0, 16)
+def test_no_rows(device: torch.device) -> None:
+    weights = to_device(int4(16, 32, 32), device)
+    assert quantized_linear(torch.empty(0, 32, device=device), weights, None).shape == (0, 16)
 
 
 @pytest.mark.gpu
@@ -247,8 +250,8 @@ def test_true_shapes(size: str, form: str, rows: int, device: torch.device) -> N
             check(int4(outputs, inputs, int(form.split()[-1])), rows, torch.bfloat16, device)
 
 
-# Of matrices that are in 8 bits beside text layers: output heads, and the tower of 8B, whose last product has
-# inputs that no power of two above 16 divides.
+# int8 matrices other than text layers: output heads, and the vision tower of 8B, whose last GEMM has inputs
+# that no power of two above 16 divides.
 EIGHT = {"head of 4B": (151936, 2560), "tower's fc1": (4304, 1152), "tower's fc2": (1152, 4304)}
 
 

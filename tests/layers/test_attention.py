@@ -8,12 +8,11 @@ from torch import Tensor
 
 from tests.engine.shapes import TEXT
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.engine.execution.attention_metadata import Layout
+from vlfit.engine.execution.attention_metadata import AttentionMetadataBuilder
 from vlfit.engine.sampling.output_processor import Completion
-from vlfit.engine.scheduling.scheduler import Work
-from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
-from vlfit.layers.attention import DecodeGroup, PrefillChunk, SlotPlan, slot_attention
-from vlfit.layers.kv_cache import KVCache, slots_of
+from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
+from vlfit.layers.attention import DecodeGroup, PrefillChunk, SlotAttentionMetadata, slot_attention
+from vlfit.layers.kv_cache import KVCache, slots_of_blocks
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = TEXT.num_attention_heads, TEXT.num_key_value_heads, TEXT.head_dim
@@ -32,13 +31,13 @@ def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def test_a_mixed_batch_is_each_sequence_alone() -> None:
     torch.manual_seed(0)
-    cache = KVCache(TEXT, blocks=12, block_size=4, dtype=torch.float32, device=CPU)
+    cache = KVCache(TEXT.cache_spec, blocks=12, block_size=4, dtype=torch.float32, device=CPU)
     cache.keys.fill_(torch.nan)  # whatever is read without having been written shows
     cache.values.fill_(torch.nan)
     tables = {"short": [7], "long": [3, 9, 1], "fresh": [0, 5], "later": [8, 2, 10]}
     lengths = {"short": 3, "long": 11, "fresh": 6, "later": 9}
     new = {"short": 1, "long": 1, "fresh": 6, "later": 4}
-    slots = {name: slots_of(table, 4)[: lengths[name]] for name, table in tables.items()}
+    slots = {name: slots_of_blocks(table, 4)[: lengths[name]] for name, table in tables.items()}
     keys = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
     values = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
     queries = {name: torch.randn(new[name], HEADS, HEAD_DIM) for name in tables}
@@ -47,7 +46,7 @@ def test_a_mixed_batch_is_each_sequence_alone() -> None:
     short_padded = torch.cat([slots["short"], slots["short"][-1:].expand(8)])
     decode_mask = torch.arange(11) < torch.tensor([[3], [11]])
     later_mask = torch.arange(9) <= torch.arange(5, 9)[:, None]
-    plan = SlotPlan(
+    plan = SlotAttentionMetadata(
         torch.empty(0, dtype=torch.long),
         DecodeGroup(torch.stack([short_padded, slots["long"]]), decode_mask),
         (PrefillChunk(2, 6, slots["fresh"], None), PrefillChunk(8, 4, slots["later"], later_mask)),
@@ -60,20 +59,20 @@ def test_a_mixed_batch_is_each_sequence_alone() -> None:
 @pytest.mark.parametrize("table", [[4, 5, 6], [4, 6, 5]], ids=["one run", "scattered"])
 def test_one_request_is_read_where_it_lies_if_its_blocks_follow_each_other(table: list[int]) -> None:
     torch.manual_seed(0)
-    cache = KVCache(TEXT, blocks=8, block_size=4, dtype=torch.float32, device=CPU)
+    cache = KVCache(TEXT.cache_spec, blocks=8, block_size=4, dtype=torch.float32, device=CPU)
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
-    slots = slots_of(table, 4)[:10]
+    slots = slots_of_blocks(table, 4)[:10]
     keys, values = (torch.randn(10, KV_HEADS, HEAD_DIM) for _ in range(2))
     cache.write(1, slots, keys, values)
-    prompt = PricedPrompt(np.zeros(9, np.int64), np.zeros(0, np.int64), np.zeros((3, 9), np.int64), 9, ())
+    prompt = PreparedPrompt(np.zeros(9, np.int64), np.zeros(0, np.int64), np.zeros((3, 9), np.int64), 9, ())
     completion = Completion(None, SamplingParams(), frozenset(), 8)  # type: ignore[arg-type]
     sequence = Sequence(prompt, SamplingParams(), 8, completion, lambda _: None, 0.0)
-    sequence.blocks, sequence.slots = table, slots_of(table, 4)
+    sequence.block_table, sequence.slot_mapping = table, slots_of_blocks(table, 4)
     for cached, new in ((9, 1), (5, 4), (0, 9)):
-        sequence.cached, sequence.generated = cached, [0] if cached == 9 else []
-        plan = Layout(4, CPU).plan([Work(sequence, new)])
-        assert isinstance(plan, SlotPlan)
+        sequence.num_cached_tokens, sequence.generated = cached, [0] if cached == 9 else []
+        plan = AttentionMetadataBuilder(4, CPU).build([ScheduledChunk(sequence, new)])
+        assert isinstance(plan, SlotAttentionMetadata)
         parts = [plan.decode] if plan.decode else list(plan.chunks)
         assert [part.first for part in parts] == [16 if table == [4, 5, 6] else None]
         query = torch.randn(new, HEADS, HEAD_DIM)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vlfit.layers.kv_cache import LEAST, narrowed, widened
+from vlfit.layers.kv_cache import MIN_SCALE, dequantize_rows, quantize_rows
 
 
 def rows_of_many_sizes(dtype: torch.dtype) -> torch.Tensor:
@@ -16,8 +16,8 @@ def rows_of_many_sizes(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_numbers_come_back_to_half_a_unit_of_three_bits(dtype: torch.dtype) -> None:
     rows = rows_of_many_sizes(dtype)
-    codes, scales = narrowed(rows)
-    back = widened(codes, scales, torch.float64)
+    codes, scales = quantize_rows(rows)
+    back = dequantize_rows(codes, scales, torch.float64)
     exact = rows.double()
     # Half a unit of the last of three bits of fraction, 2^-4 of a number; of the smallest ones, which have
     # no exponent of their own, 2^-10 where the largest is 448. Either a little more by the scale's rounding.
@@ -32,15 +32,15 @@ def test_numbers_come_back_to_half_a_unit_of_three_bits(dtype: torch.dtype) -> N
 
 def test_the_largest_number_is_used_whole() -> None:
     rows = torch.tensor([[448.0, -1.0], [449.0, 1.0], [-896.0, 2.0], [3.5, 1.0]])
-    codes, scales = narrowed(rows)
+    codes, scales = quantize_rows(rows)
     assert scales.view(torch.bfloat16).tolist() == [1, 1, 2, 2**-7]
-    assert widened(codes, scales, torch.float32)[:, 0].tolist() == [448, 448, -896, 3.5]
+    assert dequantize_rows(codes, scales, torch.float32)[:, 0].tolist() == [448, 448, -896, 3.5]
 
 
 def test_zeros_stay_and_what_is_not_finite_shows() -> None:
     rows = torch.tensor([[0.0, 0.0], [torch.inf, 1.0], [torch.nan, 1.0], [-torch.inf, 0.0], [1e-30, 0.0]])
-    codes, scales = narrowed(rows)
-    assert scales.view(torch.bfloat16)[[0, 4]].tolist() == [LEAST, LEAST]
-    back = widened(codes, scales, torch.float32)
+    codes, scales = quantize_rows(rows)
+    assert scales.view(torch.bfloat16)[[0, 4]].tolist() == [MIN_SCALE, MIN_SCALE]
+    back = dequantize_rows(codes, scales, torch.float32)
     assert not back[[0, 4]].any()
     assert back[1:4].isnan().all()

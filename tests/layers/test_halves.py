@@ -16,17 +16,19 @@ from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.memory.usage import halves_in
 from vlfit.layers import cpu_linear as halves
-from vlfit.layers.cpu_linear import HalfLinear, Packing, halves_on, piece_rows
-from vlfit.plan.actual import expect_in_ram
+from vlfit.layers.cpu_linear import HalfLinear, HalfPacker, piece_rows, uses_half_weights
 from vlfit.plan.native import ram as in_ram
+from vlfit.plan.native.expectation import expect_in_ram
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not halves_on(CPU, torch.float32), reason="this torch has no such products")
+pytestmark = pytest.mark.skipif(
+    not uses_half_weights(CPU, torch.float32), reason="this torch has no such products"
+)
 
 
 @pytest.fixture
-def packing() -> Iterator[Packing]:
-    packing = Packing()
+def packing() -> Iterator[HalfPacker]:
+    packing = HalfPacker()
     yield packing
     packing.close()
 
@@ -68,7 +70,7 @@ def exactly(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.
 @pytest.mark.parametrize("rows", [1, 7, 130])
 @pytest.mark.parametrize("columns", [64, 600])
 def test_weights_of_16_bits_multiply_as_in_float32(
-    packing: Packing, scale: float, rows: int, columns: int
+    packing: HalfPacker, scale: float, rows: int, columns: int
 ) -> None:
     torch.manual_seed(0)
     weight = torch.randn(96, columns).mul_(scale).bfloat16()
@@ -97,7 +99,7 @@ def test_what_is_allowed_to_float32_is_not_enough_for_16_bits(rows: int, dtype: 
             assert ((exactly(x.to(dtype), weight, bias) - exact).abs() > may).any()
 
 
-def test_other_weights_lose_what_is_below_11_bits(packing: Packing) -> None:
+def test_other_weights_lose_what_is_below_11_bits(packing: HalfPacker) -> None:
     torch.manual_seed(0)
     weight = torch.randn(64, 512)
     half = packing.half(weight.clone())
@@ -116,13 +118,13 @@ def test_pieces_are_whole_blocks() -> None:
 def test_the_plan_knows_what_they_take(name: str, tmp_path: Path) -> None:
     """But for the table of rotary frequencies, which is no weight."""
     folder = build_tiny(name, tmp_path / name, None if name == "fp8" else "bfloat16")
-    with NativeBackend.load(folder, EngineOptions(device="cpu", context=256)) as backend:
+    with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=256)) as backend:
         account = backend.account()
         assert halves_in(backend.engine.runner.text)
         assert halves_in(backend.engine.runner.vision)
-    assert account.settings.halves
+    assert account.settings.cpu_16_bit
     lines = expect_in_ram(open_checkpoint(folder), account.settings.kv_tokens, 4, halves=True).lines
-    held = {**account.holdings.weights, "kv_cache": account.holdings.kv_cache}
+    held = {**account.memory.weights, "kv_cache": account.memory.kv_cache}
     for line in lines:
         assert 0 <= held[line.line] - line.bytes < 512, line.line
 
@@ -130,33 +132,33 @@ def test_the_plan_knows_what_they_take(name: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_matrices_too")
 def test_they_are_given_back_asleep_and_there_again_awake(tmp_path: Path) -> None:
     folder = build_tiny("tied", tmp_path / "tied", "bfloat16")
-    with NativeBackend.load(folder, EngineOptions(device="cpu", context=256)) as backend:
+    with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=256)) as backend:
         words = say(backend)
-        before = sum(backend.account().holdings.weights.values())
+        before = sum(backend.account().memory.weights.values())
         kept = halves_in(backend.engine.runner.text)
         rest = settled(backend.sleep())
         assert rest.asleep is not None
         assert rest.asleep.freed >= before
         assert sum(half.nbytes() for half in kept) == 0
         assert say(backend) == words
-        assert sum(backend.account().holdings.weights.values()) == before
+        assert sum(backend.account().memory.weights.values()) == before
 
 
 def test_the_same_words_as_with_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build_tiny("tied", tmp_path / "tied", "bfloat16")
-    with NativeBackend.load(folder, EngineOptions(device="cpu", context=256)) as backend:
+    with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=256)) as backend:
         assert not halves_in(backend.engine.runner.text)  # they are too small to be worth it
         words = say(backend)
     monkeypatch.setattr(in_ram, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(in_ram, "LEAST_INPUTS", 1)
-    with NativeBackend.load(folder, EngineOptions(device="cpu", context=256)) as backend:
+    with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=256)) as backend:
         assert halves_in(backend.engine.runner.text)
         assert say(backend) == words
 
 
 def test_what_computes_otherwise_has_none() -> None:
-    assert not halves_on(CPU, torch.bfloat16)
-    assert not halves_on(torch.device("cuda"), torch.float32)
+    assert not uses_half_weights(CPU, torch.bfloat16)
+    assert not uses_half_weights(torch.device("cuda"), torch.float32)
 
 
 def say(backend: NativeBackend) -> str:
@@ -164,13 +166,13 @@ def say(backend: NativeBackend) -> str:
     return backend.stream(ask("what is this?"), sampling).answer().text
 
 
-def test_little_waits_to_be_laid_out(monkeypatch: pytest.MonkeyPatch, packing: Packing) -> None:
+def test_little_waits_to_be_laid_out(monkeypatch: pytest.MonkeyPatch, packing: HalfPacker) -> None:
     """And what is larger than all that may wait, waits alone."""
     monkeypatch.setattr(halves, "_WAITING", 3 * 32 * 512)
     waiting: list[int] = []
-    fill = halves.Half.fill
+    fill = halves.HalfMatrix.fill
 
-    def watched(half: halves.Half, weight: torch.Tensor) -> Callable[[], None]:
+    def watched(half: halves.HalfMatrix, weight: torch.Tensor) -> Callable[[], None]:
         pack = fill(half, weight)
 
         def slowly() -> None:
@@ -180,7 +182,7 @@ def test_little_waits_to_be_laid_out(monkeypatch: pytest.MonkeyPatch, packing: P
 
         return slowly
 
-    monkeypatch.setattr(halves.Half, "fill", watched)
+    monkeypatch.setattr(halves.HalfMatrix, "fill", watched)
     packed = [packing.half(torch.ones(rows, 512)) for rows in (32, 32, 64, 32, 128, 32)]
     packing.settle()
     assert max(waiting) == 128 * 512

@@ -14,28 +14,30 @@ from vlfit import kernels
 from vlfit.api.conversation import ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.errors import UsageError
 from vlfit.kernels.attention import paged as attention
-from vlfit.kernels.attention.paged import Tiles
-from vlfit.layers.kv_cache import Rows, narrowed, widened
-from vlfit.plan.actual import expect_in_ram
+from vlfit.kernels.attention.paged import AttentionTiles
+from vlfit.layers.kv_cache import CacheRows, dequantize_rows, quantize_rows
+from vlfit.plan.native.expectation import expect_in_ram
 
 ON_GPU = torch.cuda.is_available()
-OPTIONS = EngineOptions(device="cpu", context=512, chunk=64, sequences=3, kv_dtype="fp8")
+OPTIONS = EngineOptions(
+    device="cpu", max_model_len=512, max_num_batched_tokens=64, max_num_seqs=3, kv_dtype="fp8"
+)
 
 
-def engine(folder: Path, options: EngineOptions = OPTIONS) -> Engine:
-    return Engine(open_checkpoint(folder), options)
+def engine(folder: Path, options: EngineOptions = OPTIONS) -> NativeEngine:
+    return NativeEngine(open_checkpoint(folder), options)
 
 
 def round_in_a_cache_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Rows.write
+    write = CacheRows.write
 
-    def rounded(self: Rows, layer: int, slots: Tensor, rows: Tensor) -> None:
-        write(self, layer, slots, widened(*narrowed(rows), rows.dtype))
+    def rounded(self: CacheRows, layer: int, slots: Tensor, rows: Tensor) -> None:
+        write(self, layer, slots, dequantize_rows(*quantize_rows(rows), rows.dtype))
 
-    monkeypatch.setattr(Rows, "write", rounded)
+    monkeypatch.setattr(CacheRows, "write", rounded)
 
 
 @pytest.mark.parametrize("name", ["tied", "odd_vocab_one_kv_head"])
@@ -65,10 +67,10 @@ def test_bytes_are_planned(tiny: Callable[[str], Path]) -> None:
     account = built.account()
     assert account.settings.kv_dtype == "fp8"
     lines = expect_in_ram(built.checkpoint, account.settings.kv_tokens, 4, kv_dtype="fp8").lines
-    assert account.holdings.kv_cache == next(line.bytes for line in lines if line.line == "kv_cache")
+    assert account.memory.kv_cache == next(line.bytes for line in lines if line.line == "kv_cache")
     plain = expect_in_ram(built.checkpoint, account.settings.kv_tokens, 2).lines
     heads_of_16 = 18 / 32
-    assert account.holdings.kv_cache == heads_of_16 * plain[-1].bytes
+    assert account.memory.kv_cache == heads_of_16 * plain[-1].bytes
 
 
 @pytest.mark.parametrize(("kv_dtype", "words"), [("bf16", "which is float32"), ("fp9", "'fp9'")])
@@ -87,12 +89,12 @@ def test_bf16_is_what_is_computed_in(tiny: Callable[[str], Path]) -> None:
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 def test_the_same_words_by_kernels(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, a chunk with a past and one that decodes beside it among them."""
-    options = replace(OPTIONS, context=256, chunk=24, sequences=2)
+    options = replace(OPTIONS, max_model_len=256, max_num_batched_tokens=24, max_num_seqs=2)
     spoken = [CONVERSATIONS["picture"], CONVERSATIONS["text"]]
     expected = run(engine(tiny("odd_vocab_one_kv_head"), options), *spoken, tokens=3)
-    monkeypatch.setattr(kernels, "used_on", lambda device: True)
-    monkeypatch.setattr(attention, "prefill_tiles", lambda _: Tiles(64, 64, 4, 1))
-    monkeypatch.setattr(attention, "decode_splits", lambda _: 2)
+    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
+    monkeypatch.setattr(attention, "prefill_tiles", lambda _: AttentionTiles(64, 64, 4, 1))
+    monkeypatch.setattr(attention, "num_decode_splits", lambda _: 2)
     assert run(engine(tiny("odd_vocab_one_kv_head"), options), *spoken, tokens=3) == expected
 
 

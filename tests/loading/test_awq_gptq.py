@@ -1,4 +1,4 @@
-"""AWQ and GPTQ checkpoints in the engine: to the bit what it says of the weights that they stand for."""
+"""AWQ and GPTQ checkpoints in the engine equal, to the bit, the weights they encode."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +14,11 @@ from tests.engine.test_parity import CONVERSATIONS, run
 from vlfit.api.conversation import ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
-from vlfit.engine.memory.usage import bytes_of
-from vlfit.engine.sampling.sampler import Scores
-from vlfit.engine.scheduling.scheduler import Work
-from vlfit.layers.linear import Int4Linear, Int8Linear, Reordered, Stacked
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.memory.usage import tensor_bytes
+from vlfit.engine.sampling.sampler import StepOutput
+from vlfit.engine.scheduling.sequence import ScheduledChunk
+from vlfit.layers.linear import Int4Linear, Int8Linear, ReorderedLinear, StackedLinear
 from vlfit.loading.loader import Loader
 from vlfit.models.decoder import TextModel
 from vlfit.models.qwen3_vl.vision import VisionTower
@@ -51,9 +51,11 @@ def written(request: pytest.FixtureRequest, tiny: Tiny, tmp_path: Path) -> Writt
     return form(tiny(name), tmp_path, **options)
 
 
-def engine(folder: Path, device: str = "cpu") -> Engine:
-    options = EngineOptions(device=device, dtype="float32", context=1024, chunk=128, sequences=5)
-    return Engine(open_checkpoint(folder), options)
+def engine(folder: Path, device: str = "cpu") -> NativeEngine:
+    options = EngineOptions(
+        device=device, dtype="float32", max_model_len=1024, max_num_batched_tokens=128, max_num_seqs=5
+    )
+    return NativeEngine(open_checkpoint(folder), options)
 
 
 def test_logits_are_those_of_the_weights_that_it_stands_for(
@@ -65,8 +67,10 @@ def test_logits_are_those_of_the_weights_that_it_stands_for(
         seen: list[Tensor] = []
         forward = loaded.runner.run
 
-        def watching(batch: list[Work], forward: Any = forward, seen: list[Tensor] = seen) -> Scores:
-            scores: Scores = forward(batch)
+        def watching(
+            batch: list[ScheduledChunk], forward: Any = forward, seen: list[Tensor] = seen
+        ) -> StepOutput:
+            scores: StepOutput = forward(batch)
             seen.append(scores.logits.clone())
             return scores
 
@@ -131,15 +135,15 @@ def test_inputs_that_are_shared_but_not_in_one_order(tiny: Tiny, tmp_path: Path)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     with narrow_loader(folders[0]) as loader, narrow_loader(folders[1]) as wide:
         layer, expected = loader.linear(*names), wide.linear(*names)
-    assert isinstance(layer, Stacked)
-    assert all(isinstance(part, Reordered) for part in layer.parts)
+    assert isinstance(layer, StackedLinear)
+    assert all(isinstance(part, ReorderedLinear) for part in layer.parts)
     torch.testing.assert_close(layer(x), expected(x), rtol=1e-5, atol=1e-5)
 
 
 def narrow_loader(folder: Path, dtype: torch.dtype = torch.float32) -> Loader:
     """A loader that leaves codes as they are, as on a GPU."""
     loader = Loader(open_checkpoint(folder), torch.device("cpu"), dtype)
-    loader._keeps_narrow = True
+    loader._keeps_quantized = True
     return loader
 
 
@@ -153,9 +157,9 @@ def test_layers_that_stay_narrow(form: str, tiny: Tiny, tmp_path: Path) -> None:
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     with narrow_loader(folders[0]) as loader, narrow_loader(folders[1]) as wide:
         layer, expected = loader.linear(*names), wide.linear(*names)
-        inner = layer.inner if isinstance(layer, Reordered) else layer
+        inner = layer.inner if isinstance(layer, ReorderedLinear) else layer
         assert isinstance(inner, Int8Linear if options.get("bits") == 8 else Int4Linear)
-        assert isinstance(layer, Reordered) == options.get("ordered", False)
+        assert isinstance(layer, ReorderedLinear) == options.get("ordered", False)
         torch.testing.assert_close(layer(x), expected(x), rtol=1e-5, atol=1e-5)
 
 
@@ -167,10 +171,10 @@ def test_the_plan_knows_every_byte(form: str, tiny: Tiny, tmp_path: Path) -> Non
     assert model.weights == ("int8" if options.get("bits") == 8 else "int4")
     with narrow_loader(checkpoint.folder, torch.bfloat16) as loader:
         text = TextModel(checkpoint.config, loader)
-        tower = VisionTower(checkpoint.config.eyes, loader)
-    assert bytes_of([text.layers, text.norm]) == model.text_bytes
-    assert bytes_of([text.embedding, text.head]) == model.embedding_bytes
-    assert bytes_of(tower) == model.vision_bytes
+        tower = VisionTower(checkpoint.config.required_vision, loader)
+    assert tensor_bytes([text.layers, text.norm]) == model.text_bytes
+    assert tensor_bytes([text.embedding, text.head]) == model.embedding_bytes
+    assert tensor_bytes(tower) == model.vision_bytes
 
 
 @pytest.mark.gpu
@@ -181,6 +185,6 @@ def test_the_kernels_say_what_the_cpu_says(form: str, tiny: Tiny, tmp_path: Path
     stored, _ = write_it(tiny(name), tmp_path, **options)
     on_gpu = engine(stored, "cuda")
     down = on_gpu.runner.text.layers[0].down
-    assert isinstance(down, Reordered) == options.get("ordered", False)
+    assert isinstance(down, ReorderedLinear) == options.get("ordered", False)
     conversations = list(CONVERSATIONS.values())
     assert run(on_gpu, *conversations) == run(engine(stored), *conversations)

@@ -1,4 +1,4 @@
-"""Checkpoints in 8 bits and in several forms at once, as compressed-tensors writes them, in the engine."""
+"""compressed-tensors checkpoints in 8 bits and in mixed formats, in the engine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +11,9 @@ from tests.engine.test_parity import CONVERSATIONS, relative, run
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.cache import describe
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.fit import weight_bytes
-from vlfit.layers.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Stacked
+from vlfit.layers.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, StackedLinear
 from vlfit.loading.loader import Loader
 from vlfit.plan.shapes import model_of
 
@@ -95,8 +95,10 @@ def case(
     return narrow, wide, form
 
 
-def engine(folder: Path) -> Engine:
-    return Engine(open_checkpoint(folder), EngineOptions(device="cpu", context=1024, chunk=128))
+def engine(folder: Path) -> NativeEngine:
+    return NativeEngine(
+        open_checkpoint(folder), EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=128)
+    )
 
 
 def test_the_words_are_those_of_the_values_that_the_files_stand_for(case: tuple[Path, Path, str]) -> None:
@@ -166,7 +168,7 @@ def test_matrices_that_are_stored_unlike_each_other_stay_narrow(tiny: Tiny, tmp_
     ):
         on_device.device = CPU  # narrow, as on a device with kernels
         joined = on_device.linear(*names)
-        assert isinstance(joined, Stacked)
+        assert isinstance(joined, StackedLinear)
         assert [type(part) for part in joined.parts] == [Int4Linear, Int8Linear, Int4Linear]
         x = torch.randn(5, 64)
         torch.testing.assert_close(joined(x), plain.linear(*names)(x))
@@ -180,8 +182,10 @@ def test_on_a_gpu_weights_stay_narrow_and_say_the_same(case: tuple[Path, Path, s
     narrow, wide, form = case
     asked = list(CONVERSATIONS.values())
     expected = run(engine(wide), *asked, tokens=24)
-    options = EngineOptions(device="cuda", dtype="float32", context=1024, chunk=128, sequences=5)
-    on_gpu = Engine(open_checkpoint(narrow), options)
+    options = EngineOptions(
+        device="cuda", dtype="float32", max_model_len=1024, max_num_batched_tokens=128, max_num_seqs=5
+    )
+    on_gpu = NativeEngine(open_checkpoint(narrow), options)
     classes = {"int8": Int8Linear, "int4": Int4Linear, "fp8": Fp8Linear, "bf16": DenseLinear}
     assert isinstance(on_gpu.runner.text.layers[0].down, classes[form])
     assert run(on_gpu, *asked, tokens=24) == expected
@@ -195,11 +199,12 @@ def test_on_a_gpu_half_precision_stays_close(case: tuple[Path, Path, str], dtype
     narrow, wide, _ = case
     seen: list[list[torch.Tensor]] = []
     for folder in (narrow, wide):
-        each = Engine(
-            open_checkpoint(folder), EngineOptions(device="cuda", dtype=dtype, context=1024, chunk=512)
+        each = NativeEngine(
+            open_checkpoint(folder),
+            EngineOptions(device="cuda", dtype=dtype, max_model_len=1024, max_num_batched_tokens=512),
         )
         prompt = each.prompts.build(CONVERSATIONS["picture"], max_image_tokens=None, context=each.context)
-        features = each.runner.encode(prompt.images[0]).rows
+        features = each.runner.encode_image(prompt.images[0]).rows
         ids = torch.arange(40, device="cuda")
         rows = each.runner.text.embedding(ids)
         seen.append([features.float(), each.runner.text.head(rows).float()])

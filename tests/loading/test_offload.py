@@ -1,4 +1,4 @@
-"""Layers that wait in RAM compute the same as layers that are there, bit for bit, however passes follow."""
+"""Offloaded layers compute the same as resident ones, bit for bit."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +12,8 @@ from tests.tiny import TINY
 from vlfit import kernels
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine.engine import Engine
-from vlfit.engine.memory.usage import weight_holdings
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.memory.usage import weight_bytes_by_line
 from vlfit.errors import UsageError
 from vlfit.layers.linear import Fp8Linear, Int4Linear
 from vlfit.loading import offload
@@ -29,10 +29,10 @@ CPU = torch.device("cpu")
 ALL = list(CONVERSATIONS.values())
 
 
-def engine(checkpoint: Checkpoint, waiting: Sequence[int] = (), chunk: int = 64) -> Engine:
+def engine(checkpoint: Checkpoint, waiting: Sequence[int] = (), chunk: int = 64) -> NativeEngine:
     """On the CPU, where ``--offload`` is refused: the layers are streamed from RAM to RAM."""
-    options = EngineOptions(device="cpu", context=1024, chunk=chunk, sequences=5)
-    built = Engine(checkpoint, options)
+    options = EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=chunk, max_num_seqs=5)
+    built = NativeEngine(checkpoint, options)
     if waiting:
         with torch.inference_mode(), Loader(checkpoint, CPU, built.dtype) as loader:
             built.runner.text = TextModel(checkpoint.config, loader, waiting)
@@ -88,7 +88,7 @@ def test_narrow_weights_stay_narrow_where_they_wait(
     for waiting in ((), (0, 1, 2)):
         built = engine(checkpoint)
         with torch.inference_mode(), monkeypatch.context() as patch:
-            patch.setattr(kernels, "used_on", lambda device: True)
+            patch.setattr(kernels, "enabled_on", lambda device: True)
             with Loader(checkpoint, CPU, built.dtype) as loader:
                 built.runner.text = TextModel(checkpoint.config, loader, waiting)
         layer = built.runner.text.layers[0]
@@ -132,7 +132,7 @@ def test_a_pass_that_breaks_off_spoils_nothing(broken_at: int) -> None:
 def test_slots_that_held_something_else_meanwhile_are_filled_again() -> None:
     layers = layers_of_numbers(4, (0, 1, 3))
     numbers(layers)
-    layers.forget()
+    layers.reset()
     for slot in layers.slots:
         slot.fill_(255)
     assert numbers(layers) == list(range(4))
@@ -163,7 +163,7 @@ def test_form_and_sharing_of_tensors_survive() -> None:
 
     with Loader(open_checkpoint("mini"), CPU, torch.float32) as loader:
         layers = StreamedLayers(build, 3, (0, 1, 2), loader)
-    assert layers.waiting_bytes == 3 * 1024  # 96 and 6 bytes, each aligned
+    assert layers.offloaded_bytes == 3 * 1024  # 96 and 6 bytes, each aligned
     for layer in layers:
         assert layer["turned"].stride() == (1, 6)
         for name, tensor in build(0).items():
@@ -175,16 +175,16 @@ def test_the_device_holds_two_slots_and_what_stays(tiny: Callable[[str], Path]) 
     checkpoint = open_checkpoint(tiny("untied_sharded"))
     planned = offload_of(model_of("tiny", checkpoint.config, checkpoint.tensors, ""), 2)
     with torch.inference_mode(), Loader(checkpoint, CPU, torch.bfloat16) as loader:
-        whole = weight_holdings(TextModel(checkpoint.config, loader), None)
+        whole = weight_bytes_by_line(TextModel(checkpoint.config, loader), None)
         text = TextModel(checkpoint.config, loader, planned.layers)
-    held = weight_holdings(text, None)
+    held = weight_bytes_by_line(text, None)
     assert planned.layers == (0, 2)
     assert held["weights.text"] == whole["weights.text"] - planned.weights
     assert held["weights.embedding"] == whole["weights.embedding"]
     assert isinstance(text.layers, StreamedLayers)
     # Norms of queries and keys are one tensor, and aligned once.
     assert 0 <= planned.slots - held["weights.offload"] <= 2 * 512
-    assert 0 <= planned.ram - text.layers.waiting_bytes <= 2 * 512
+    assert 0 <= planned.ram - text.layers.offloaded_bytes <= 2 * 512
 
 
 def test_what_waits_is_taken_over_when_the_rest_is_read_again(tiny: Callable[[str], Path]) -> None:
@@ -194,7 +194,7 @@ def test_what_waits_is_taken_over_when_the_rest_is_read_again(tiny: Callable[[st
     expected = run(built, *ALL[:2], tokens=8)
     with torch.inference_mode(), Loader(checkpoint, CPU, built.dtype) as loader:
         again = TextModel(checkpoint.config, loader, (0, 2), built.runner.text)
-        read = loader.share * checkpoint.weight_bytes
+        read = loader.fraction_read * checkpoint.weight_bytes
     assert read < sum(info.bytes for info in checkpoint.tensors.values() if "visual" not in info.name)
     for mine, theirs in zip(locked(again), locked(built.runner.text), strict=True):
         assert mine is theirs
@@ -204,12 +204,13 @@ def test_what_waits_is_taken_over_when_the_rest_is_read_again(tiny: Callable[[st
 
 def locked(text: TextModel) -> list[PinnedBytes]:
     assert isinstance(text.layers, StreamedLayers)
-    return [each.pinned for each in text.layers._waiting.values()]
+    return [each.pinned for each in text.layers._offloaded.values()]
 
 
 def test_it_is_refused_on_a_cpu(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(UsageError, match="all weights are in RAM already"):
-        Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", offload="auto"))
+    with pytest.raises(UsageError) as refused:
+        NativeEngine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", offload="auto"))
+    assert refused.value.param == "offload"
 
 
 @pytest.mark.parametrize("size", [1, 4096, 1_000_001])

@@ -1,4 +1,4 @@
-"""Layers that wait in RAM, on a CUDA device: the same logits to the bit, no slot overwritten too early."""
+"""Offloaded layers on a CUDA device: the same logits to the bit, no slot overwritten too early."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from tests.engine.on_gpu import most_requested, requested, settle
 from tests.engine.test_parity import CONVERSATIONS, run
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.loading.loader import Loader
 from vlfit.loading.offload import StreamedLayers
 from vlfit.loading.pinned import PinnedBytes
 from vlfit.models.decoder import TextModel
-from vlfit.plan.native.ram import counts, offload_of
+from vlfit.plan.native.ram import offload_counts, offload_of
 from vlfit.plan.shapes import model_of
 from vlfit.quantize.conversion import convert
 from vlfit.units import MIB
@@ -29,27 +29,27 @@ CUDA = torch.device("cuda")
 ALL = list(CONVERSATIONS.values())
 
 
-def engine(checkpoint: Checkpoint, offload: int | None = None) -> Engine:
+def engine(checkpoint: Checkpoint, offload: int | None = None) -> NativeEngine:
     options = EngineOptions(
         device="cuda",
         dtype="bfloat16",
-        context=1024,
-        chunk=64,
-        sequences=5,
+        max_model_len=1024,
+        max_num_batched_tokens=64,
+        max_num_seqs=5,
         offload=offload,
-        graphs=False,
+        cuda_graphs=False,
         prefix_cache=False,
     )
-    return Engine(open_checkpoint(checkpoint.folder), options)
+    return NativeEngine(open_checkpoint(checkpoint.folder), options)
 
 
 def all_layers(checkpoint: Checkpoint) -> int:
     """As many bytes as can leave the card."""
     model = model_of("", checkpoint.config, checkpoint.tensors, "")
-    return offload_of(model, counts(model)[-1]).frees
+    return offload_of(model, offload_counts(model)[-1]).frees
 
 
-def logits_of(built: Engine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def logits_of(built: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Those of every pass, of prompts and of requests that decode together."""
     compute, seen = TextModel.__call__, []
 
@@ -129,7 +129,7 @@ def test_slots_given_up_and_taken_back_are_filled_again() -> None:
     layers = large_layers(5, (0, 2, 4))
     for _ in layers:
         pass
-    layers.forget()
+    layers.reset()
     sizes = [slot.untyped_storage().nbytes() for slot in layers.slots]
     for slot in layers.slots:
         slot.untyped_storage().resize_(0)
@@ -149,12 +149,12 @@ def test_ram_is_locked_and_given_back() -> None:
 def test_the_device_holds_what_the_plan_says(tiny: Callable[[str], Path]) -> None:
     checkpoint = open_checkpoint("mini")
     model = model_of("", checkpoint.config, checkpoint.tensors, "")
-    planned = offload_of(model, counts(model)[-1])
+    planned = offload_of(model, offload_counts(model)[-1])
     whole = engine(checkpoint)
-    held = whole.account().holdings.weights
+    held = whole.account().memory.weights
     del whole
     streamed = engine(checkpoint, planned.frees)
-    now = streamed.account().holdings.weights
+    now = streamed.account().memory.weights
     assert streamed.account().settings.offload == len(planned.layers)
     assert now["weights.text"] == held["weights.text"] - planned.weights
     # Norms of queries and keys are one tensor, and aligned once.
@@ -169,7 +169,7 @@ def test_loading_leaves_the_device_alone(tiny: Callable[[str], Path]) -> None:
     streamed = engine(checkpoint, all_layers(checkpoint))
     after = requested()
     assert most_requested() - after < MIB
-    counted = sum(streamed.account().holdings.weights.values()) + streamed.runner.cache.nbytes
+    counted = sum(streamed.account().memory.weights.values()) + streamed.runner.cache.nbytes
     assert counted <= after - before <= counted + 128 * 1024  # tables that no file holds
 
 
@@ -178,7 +178,7 @@ def test_asleep_and_awake_again(monkeypatch: pytest.MonkeyPatch) -> None:
     streamed = engine(checkpoint, all_layers(checkpoint))
     expected = logits_of(streamed, monkeypatch)
     for park in ("ram", "files"):
-        streamed.sleep.fall_asleep(park)
-        streamed.sleep.wake()
+        streamed.sleeper.fall_asleep(park)
+        streamed.sleeper.wake()
         found = logits_of(streamed, monkeypatch)
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))

@@ -1,4 +1,4 @@
-"""Repacking: random codes packed by the definitions of the forms must come out as the kernels read them."""
+"""Repacking: random codes packed in each format's layout come out as the kernels read them."""
 
 import numpy as np
 import pytest
@@ -84,9 +84,9 @@ def test_another_order_of_inputs(bits: int) -> None:
 def test_inputs_by_group() -> None:
     groups = torch.tensor([1, 0, 1, 0, 2, 2], dtype=torch.int32)
     assert column_order(groups, 2, "x").tolist() == [1, 3, 0, 2, 4, 5]
-    with pytest.raises(CheckpointError, match=r"x\.g_idx does not put 2 inputs"):
+    with pytest.raises(CheckpointError, match=r"x\.g_idx.* 2 "):
         column_order(torch.tensor([0, 0, 0, 1], dtype=torch.int32), 2, "x.g_idx")
-    with pytest.raises(CheckpointError, match="does not put"):
+    with pytest.raises(CheckpointError, match=r"x\.g_idx.* 2 "):
         column_order(torch.tensor([0, 0, 2, 2], dtype=torch.int32), 2, "x.g_idx")
 
 

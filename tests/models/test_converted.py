@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.engine.test_parity import NEW_TOKENS, run
 from tests.models.test_parity import CONVERSATIONS, expected_tokens
-from tests.quantize.reference import widened_copy
+from tests.quantize.reference import dequantized_copy
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.plan.shapes import model_of
 from vlfit.quantize.conversion import convert
 
@@ -37,10 +37,12 @@ def test_greedy_tokens_equal_the_reference(
     checkpoint = open_checkpoint(tmp_path / "new")
     assert checkpoint.weights_format == weights
     reference: Any = AutoModelForCausalLM.from_pretrained(
-        widened_copy(tmp_path / "new", tmp_path / "wide"), dtype=torch.float32
+        dequantized_copy(tmp_path / "new", tmp_path / "wide"), dtype=torch.float32
     ).eval()
     reference.generation_config = GenerationConfig()
-    engine = Engine(checkpoint, EngineOptions(device="cpu", context=512, chunk=48))
+    engine = NativeEngine(
+        checkpoint, EngineOptions(device="cpu", max_model_len=512, max_num_batched_tokens=48)
+    )
     conversation = CONVERSATIONS["question"]
     expected = expected_tokens(engine, reference, conversation, NEW_TOKENS)
     assert run(engine, conversation) == [expected]

@@ -13,7 +13,7 @@ from tests.models.test_parity import CONVERSATIONS
 from tests.tiny_decoders import DECODERS
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.warmup import profile_peak_memory as at_start
 from vlfit.layers.linear import Fp8Linear
 from vlfit.models.decoder import TextModel
@@ -24,9 +24,11 @@ pytestmark = [
 ]
 
 
-def engine(folder: Path, device: str, dtype: str = "float32") -> Engine:
-    options = EngineOptions(device=device, dtype=dtype, context=1024, chunk=64, sequences=4)
-    return Engine(open_checkpoint(folder), options)
+def engine(folder: Path, device: str, dtype: str = "float32") -> NativeEngine:
+    options = EngineOptions(
+        device=device, dtype=dtype, max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=4
+    )
+    return NativeEngine(open_checkpoint(folder), options)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -77,7 +79,7 @@ def test_weights_are_what_the_files_hold(tiny_decoder: Callable[[str], Path], na
     settle()
     before = requested()
     loaded = engine(tiny_decoder(name), "cuda", "bfloat16")
-    held = loaded.account().holdings.weights
+    held = loaded.account().memory.weights
     values = sum(info.count for info in loaded.checkpoint.tensors.values()) * 2
     heads = (loaded.checkpoint.config.text.num_attention_heads, loaded.checkpoint.config.text.head_dim)
     norms = 2 * 3 * 2 * heads[0] * heads[1]  # of queries and keys, a row for each head in three layers
@@ -88,5 +90,5 @@ def test_weights_are_what_the_files_hold(tiny_decoder: Callable[[str], Path], na
 
 def test_the_worst_case_is_rehearsed(tiny_decoder: Callable[[str], Path]) -> None:
     built = engine(tiny_decoder("phi3"), "cuda", "bfloat16")
-    assert at_start(built).most_decoding == 4
+    assert at_start(built).max_decoding == 4
     assert not built.busy

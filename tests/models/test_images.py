@@ -13,8 +13,8 @@ from tests.pictures import encoded, picture, rotated_by_exif, scene
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.errors import InvalidRequest, NotAPicture, PictureTooLarge
+from vlfit.models.base import PreparedImage
 from vlfit.models.qwen3_vl.image_processor import (
-    PreparedImage,
     patchify,
     prepare_image,
     prepare_video,
@@ -157,7 +157,7 @@ def test_low_detail_means_few_tokens_and_says_so() -> None:
 
 
 def test_sides_over_1_to_200_are_refused_with_numbers() -> None:
-    with pytest.raises(PictureTooLarge, match=r"20000x1 has sides 1:20,000; the model takes at most 1:200"):
+    with pytest.raises(PictureTooLarge, match=r"20000x1 .*1:20,000.*1:200"):
         smart_resize(1, 20000, 32, 1024, 65536)
     assert smart_resize(100, 20000, 32, 1024, 65536) == (32, 3616)
 
@@ -259,16 +259,16 @@ def test_the_cap_of_a_clip_counts_each_pair_of_frames() -> None:
 
 
 def test_clips_that_make_no_sense() -> None:
-    with pytest.raises(InvalidRequest, match="has 0 frames"):
+    with pytest.raises(InvalidRequest, match=r"\b0 frames"):
         prepare_video(VideoPart(()), SMALL, None)
-    with pytest.raises(InvalidRequest, match="has 769 frames"):
+    with pytest.raises(InvalidRequest, match=r"\b769 frames"):
         prepare_video(VideoPart((b"",) * 769), SMALL, None)
-    with pytest.raises(InvalidRequest, match="fps is 0"):
+    with pytest.raises(InvalidRequest, match=r"fps .*\b0"):
         prepare_video(clip(2, fps=0.0), SMALL, None)
-    with pytest.raises(InvalidRequest, match="fps is nan"):
+    with pytest.raises(InvalidRequest, match=r"fps .*nan"):
         prepare_video(clip(2, fps=math.nan), SMALL, None)
     uneven = VideoPart((picture(96, 64), picture(64, 96)), 2.0)
-    with pytest.raises(InvalidRequest, match="frame 2 is 64x96, the first is 96x64"):
+    with pytest.raises(InvalidRequest, match=r"frame 2 .*64x96.*96x64"):
         prepare_video(uneven, SMALL, None)
     with pytest.raises(NotAPicture, match="video frame 2"):
         prepare_video(VideoPart((picture(), b"no picture")), SMALL, None)

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from vlfit.models.qwen3_vl.mrope import merge_order, mrope_positions
+from vlfit.models.qwen3_vl.mrope import merge_order_indices, mrope_positions
 
 IMAGE, VIDEO, START, END = 901, 902, 903, 904
 
@@ -68,7 +68,7 @@ def test_positions_equal_the_reference(reference: Any, name: str) -> None:
 
 
 def test_merge_order_keeps_each_block_together() -> None:
-    rows, columns = merge_order(4, 6, 2)
+    rows, columns = merge_order_indices(4, 6, 2)
     pairs = list(zip(rows.tolist(), columns.tolist(), strict=True))
     assert pairs[:8] == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
     assert sorted(pairs) == [(row, column) for row in range(4) for column in range(6)]

@@ -15,7 +15,7 @@ from tests.tiny_decoders import DECODERS, decoder_reference
 from vlfit.api.conversation import Conversation, Message, TextPart, ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 
 # The prompts of the first are shorter than the 64 tokens in which "phi3_long" was first trained, with what
 # comes after them; those of the others are longer, with what the templates add.
@@ -29,7 +29,7 @@ CONVERSATIONS: dict[str, Conversation] = {
         Message("user", (TextPart("and 3 dogs? 图片 🙂"),)),
     ),
 }
-Pair = tuple[Engine, Any]
+Pair = tuple[NativeEngine, Any]
 
 
 @pytest.fixture(scope="module", params=DECODERS)
@@ -42,10 +42,14 @@ def pair(
     folder = tiny_decoder(request.param)
     reference = decoder_reference(folder, tmp_path_factory.mktemp("wide"))
     reference.generation_config = GenerationConfig()  # the checkpoint's own would stop at its end token
-    return Engine(open_checkpoint(folder), EngineOptions(device="cpu", context=1024, chunk=48)), reference
+    return NativeEngine(
+        open_checkpoint(folder), EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=48)
+    ), reference
 
 
-def expected_tokens(engine: Engine, reference: Any, conversation: Conversation, tokens: int) -> list[int]:
+def expected_tokens(
+    engine: NativeEngine, reference: Any, conversation: Conversation, tokens: int
+) -> list[int]:
     """The reference's greedy tokens, of which none is a matter of the last bit."""
     ids = engine.prompts.build(conversation).token_ids
     settings = GenerationConfig(**{**GREEDY.to_dict(), "max_new_tokens": tokens})
@@ -90,10 +94,14 @@ def test_tokens_depend_neither_on_company_nor_on_chunks_nor_on_blocks(
 ) -> None:
     checkpoint = open_checkpoint(tiny_decoder(name))
     conversations = [*CONVERSATIONS.values(), ask("the dog"), ask("hello world")]
-    plain = Engine(checkpoint, EngineOptions(device="cpu", context=1024, chunk=1024))
+    plain = NativeEngine(
+        checkpoint, EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=1024)
+    )
     alone = [run(plain, conversation)[0] for conversation in conversations]
-    options = EngineOptions(device="cpu", context=1024, chunk=7, block_size=4, sequences=4)
-    assert run(Engine(checkpoint, options), *conversations) == alone
+    options = EngineOptions(
+        device="cpu", max_model_len=1024, max_num_batched_tokens=7, block_size=4, max_num_seqs=4
+    )
+    assert run(NativeEngine(checkpoint, options), *conversations) == alone
 
 
 def test_longrope_in_a_short_context_turns_by_the_short_factors(
@@ -103,12 +111,12 @@ def test_longrope_in_a_short_context_turns_by_the_short_factors(
     checkpoint = open_checkpoint(folder)
     reference = decoder_reference(folder, tmp_path)
     reference.generation_config = GenerationConfig()
-    usual = Engine(checkpoint, EngineOptions(device="cpu"))
+    usual = NativeEngine(checkpoint, EngineOptions(device="cpu"))
     assert usual.context == 64  # in which it was first trained: longer ones cost exactness
     tokens = 24
     prompt = len(usual.prompts.build(ask(SHORT)).token_ids)
     assert prompt + tokens <= 64
     expected = expected_tokens(usual, reference, ask(SHORT), tokens)
     assert run(usual, ask(SHORT), tokens=tokens) == [expected]
-    longer = Engine(checkpoint, EngineOptions(device="cpu", context=1024))
+    longer = NativeEngine(checkpoint, EngineOptions(device="cpu", max_model_len=1024))
     assert run(longer, ask(SHORT), tokens=tokens) != [expected]

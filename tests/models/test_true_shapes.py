@@ -18,6 +18,7 @@ from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.quantization import Fp8Format
 from vlfit.models.decoder import TextModel
+from vlfit.models.registry import read_config
 from vlfit.plan.native import cost as costs
 from vlfit.plan.shapes import model_of
 
@@ -72,7 +73,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 def published(name: str, folder: Path) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
-    return ModelConfig.read(folder)
+    return read_config(folder)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

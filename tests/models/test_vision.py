@@ -19,13 +19,15 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
-from vlfit.layers.rope import rotate, rotation_tables
+from vlfit.engine.engine import NativeEngine
+from vlfit.layers.rope import apply_rope, cos_sin_tables
 from vlfit.loading.loader import Loader
+from vlfit.models.base import PreparedImage, VisionFeatures
 from vlfit.models.qwen3_vl import vision
-from vlfit.models.qwen3_vl.image_processor import PreparedImage, patches_by_time, patchify, prepare_image
-from vlfit.models.qwen3_vl.mrope import merge_order, vision_tables
-from vlfit.models.qwen3_vl.vision import VisionFeatures, VisionTower
+from vlfit.models.qwen3_vl.cost import MAX_UNSPLIT_PATCHES
+from vlfit.models.qwen3_vl.image_processor import patches_by_time, patchify, prepare_image
+from vlfit.models.qwen3_vl.mrope import merge_order_indices, vision_rope_tables
+from vlfit.models.qwen3_vl.vision import VisionTower
 
 CPU = torch.device("cpu")
 WHOLE = 1 << 20  # more patches than any picture here has
@@ -45,7 +47,7 @@ PROCESSING = ImageProcessing(1, 1 << 30, 16, 2, 2, HALF, HALF, 1 / 255)
 def tower(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> VisionTower:
     checkpoint = open_checkpoint(tiny(request.param))
     with Loader(checkpoint, CPU, torch.float32) as loader:
-        return VisionTower(checkpoint.config.eyes, loader)
+        return VisionTower(checkpoint.config.required_vision, loader)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,8 @@ def test_features_do_not_depend_on_the_parts(
     grid = (-(-frames // 2), height // 16, width // 16)
     features: list[VisionFeatures] = []
     for whole, placed in ((WHOLE, WHOLE), (8, 7), (28, 64)):
-        monkeypatch.setattr(vision, "WHOLE_ROWS", whole)
-        monkeypatch.setattr(vision, "PLACED_ROWS", placed)
+        monkeypatch.setattr(vision, "MAX_UNSPLIT_PATCHES", whole)
+        monkeypatch.setattr(vision, "CPU_POSITION_ROWS", placed)
         with torch.inference_mode():
             features.append(tower(patches_by_time(shown, PROCESSING, CPU, torch.float32), grid))
     first, *others = features
@@ -95,7 +97,10 @@ def test_a_clip_is_looked_at_frame_by_frame_and_no_more_of_it_is_held_than_a_pas
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = 16
-    built = Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", context=512, chunk=chunk))
+    built = NativeEngine(
+        open_checkpoint(tiny("tied")),
+        EngineOptions(device="cpu", max_model_len=512, max_num_batched_tokens=chunk),
+    )
     frames = tuple(picture(128, 64, seed=seed) for seed in range(12))
     prompt = built.prompts.build(ask("what happens?", VideoPart(frames)), None, built.context)
     [clip] = prompt.images
@@ -103,10 +108,12 @@ def test_a_clip_is_looked_at_frame_by_frame_and_no_more_of_it_is_held_than_a_pas
     assert (clip.grid[0], len(steps), sum(step.tokens for step in steps)) == (6, 6, clip.tokens)
     assert np.array_equal(np.concatenate([step.pixels for step in steps]), clip.pixels)
     assert len({step.key for step in steps}) == len(steps)
-    sequence = built.sequence(built.price(prompt), SamplingParams(max_tokens=2, ignore_eos=True), print)
+    sequence = built.sequence(
+        built.prepare_prompt(prompt), SamplingParams(max_tokens=2, ignore_eos=True), print
+    )
     seen: list[PreparedImage] = []
     held: list[int] = []
-    encode = built.runner.encode
+    encode = built.runner.encode_image
 
     def watched(image: PreparedImage) -> VisionFeatures:
         features = encode(image)
@@ -114,8 +121,8 @@ def test_a_clip_is_looked_at_frame_by_frame_and_no_more_of_it_is_held_than_a_pas
         held.append(sum(len(each.rows) for each in sequence.features.values()) + len(features.rows))
         return features
 
-    monkeypatch.setattr(built.runner, "encode", watched)
-    built.add(sequence)
+    monkeypatch.setattr(built.runner, "encode_image", watched)
+    built.submit(sequence)
     while built.busy:
         built.step()
     assert [image.grid for image in seen] == [step.grid for step in steps]
@@ -129,13 +136,13 @@ def test_a_picture_is_one_step() -> None:
 
 def test_halves_are_equal_and_whole_squares() -> None:
     for count in (4, 8, 3072, 3076, 5120, 10240, 40000):
-        parts = vision.halves(count, 4)
+        parts = vision.feed_forward_slices(count, 4)
         heights = [part.stop - part.start for part in parts]
         assert [part.start for part in parts] == [0, *np.cumsum(heights)[:-1].tolist()]
         assert sum(heights) == count
         assert max(heights) - min(heights) <= 4
         assert all(height % 4 == 0 for height in heights)
-        assert len(parts) == (1 if count <= vision.WHOLE_ROWS else 2)
+        assert len(parts) == (1 if count <= MAX_UNSPLIT_PATCHES else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -145,10 +152,10 @@ def test_turning_in_parts_is_turning_all_in_float32_bit_for_bit(
 ) -> None:
     config, rows, columns = config_with(hidden_size=hidden_size), 6, 10
     joined = torch.randn(rows * columns, 3, 2, hidden_size // 2, generator=TURN).to(dtype)
-    expected = rotate(joined[:, :2].float(), *vision_tables(config, rows, columns)).to(dtype)
+    expected = apply_rope(joined[:, :2].float(), *vision_rope_tables(config, rows, columns)).to(dtype)
     turned = joined.clone()
-    monkeypatch.setattr(vision, "PLACED_ROWS", 24)
-    vision.Turn(config, rows, columns, CPU)(turned)
+    monkeypatch.setattr(vision, "CPU_POSITION_ROWS", 24)
+    vision.VisionRope(config, rows, columns, CPU)(turned)
     assert torch.equal(turned[:, :2], expected)
     assert torch.equal(turned[:, 2], joined[:, 2])
 
@@ -167,27 +174,29 @@ def config_with(**changed: int) -> VisionConfig:
         "num_position_embeddings": 36,
         **changed,
     }
-    return VisionConfig(**numbers, deepstack_visual_indexes=(0,), hidden_act="gelu_pytorch_tanh")
+    return VisionConfig(
+        **numbers, deepstack_visual_indexes=(0,), hidden_act="gelu_pytorch_tanh", model_type="qwen3_vl"
+    )
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 10), (62, 46)])
 def test_tables_of_turning_are_those_of_each_patchs_own_angles(rows: int, columns: int) -> None:
     config = config_with()
-    row, column = map(torch.from_numpy, merge_order(rows, columns, 2))
+    row, column = map(torch.from_numpy, merge_order_indices(rows, columns, 2))
     frequencies = 1.0 / 10000.0 ** (torch.arange(0, 36, 2, dtype=torch.float32) / 36)
     angles = torch.cat((row[:, None].float() * frequencies, column[:, None].float() * frequencies), -1)
-    expected = rotation_tables(angles[:, None, None])
-    for ours, theirs in zip(vision_tables(config, rows, columns), expected, strict=True):
+    expected = cos_sin_tables(angles[:, None, None])
+    for ours, theirs in zip(vision_rope_tables(config, rows, columns), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 10), (6, 6), (62, 46)])
 def test_learned_positions_are_stretched_as_pictures_are(rows: int, columns: int) -> None:
     table = torch.randn(36, 5, generator=TURN, dtype=torch.float64)
-    index, shares = vision.learned_positions(36, rows, columns, 2)
+    index, shares = vision.interpolated_positions(36, rows, columns, 2)
     assert torch.allclose(shares.sum(0), torch.ones(rows * columns, 1))
     ours = (table[index] * shares).sum(0)
     image = table.T.reshape(1, 5, 6, 6)
     stretched = torch.nn.functional.interpolate(image, (rows, columns), mode="bilinear", align_corners=True)
-    row, column = map(torch.from_numpy, merge_order(rows, columns, 2))
+    row, column = map(torch.from_numpy, merge_order_indices(rows, columns, 2))
     assert (ours - stretched[0, :, row, column].T).abs().max() < 1e-5

@@ -16,14 +16,16 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine.execution.encoder_graph import Recorded
+from vlfit.engine.execution.encoder_graph import EncoderGraph
 from vlfit.loading.loader import Loader
+from vlfit.models.base import VisionFeatures
 from vlfit.models.qwen3_vl import vision
+from vlfit.models.qwen3_vl.cost import MAX_UNSPLIT_PATCHES
 from vlfit.models.qwen3_vl.image_processor import patches_by_time, patchify
-from vlfit.models.qwen3_vl.vision import VisionFeatures, VisionTower, attention
+from vlfit.models.qwen3_vl.vision import VisionTower, attention
 from vlfit.plan.native import cost as costs
 from vlfit.plan.native import cost as graphs
-from vlfit.tuning.calibration_run import MadeUpLoader
+from vlfit.tuning.calibration_run import RandomWeightsLoader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,10 +52,10 @@ def true_shapes(request: pytest.FixtureRequest) -> Iterator[tuple[VisionConfig, 
     """A tower of few blocks: so many as leave all that is kept, and two more. All are alike."""
     entry = catalog.family(request.param)[0]
     assert isinstance(entry.config, ModelConfig)
-    config = replace(entry.config.eyes, depth=5, deepstack_visual_indexes=(0, 1, 2))
+    config = replace(entry.config.required_vision, depth=5, deepstack_visual_indexes=(0, 1, 2))
     whole = replace(entry.config, vision=config)
     checkpoint = Checkpoint(entry.name, Path("nowhere"), whole, catalog.tensors_of(whole))
-    tower = VisionTower(config, MadeUpLoader(checkpoint, torch.device("cuda"), torch.bfloat16))
+    tower = VisionTower(config, RandomWeightsLoader(checkpoint, torch.device("cuda"), torch.bfloat16))
     look(tower, 1, 32, 32)  # workspaces of libraries, which are on another line
     yield config, tower
     torch.cuda.empty_cache()
@@ -111,7 +113,7 @@ def test_patches_are_those_of_the_cpu_bit_for_bit(
 
 
 @pytest.mark.parametrize("name", ["tied", "vision_head_72"])
-@pytest.mark.parametrize("whole_rows", [vision.WHOLE_ROWS, 28])
+@pytest.mark.parametrize("whole_rows", [MAX_UNSPLIT_PATCHES, 28])
 @pytest.mark.parametrize(("frames", "rows", "columns"), [(1, 10, 22), (6, 6, 4)])
 def test_features_are_those_of_the_cpu(
     tiny: Callable[[str], Path],
@@ -122,12 +124,12 @@ def test_features_are_those_of_the_cpu(
     columns: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vision, "WHOLE_ROWS", whole_rows)
+    monkeypatch.setattr(vision, "MAX_UNSPLIT_PATCHES", whole_rows)
     checkpoint = open_checkpoint(tiny(name))
     seen = {}
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
         with Loader(checkpoint, torch.device(device), dtype) as loader:
-            tower = VisionTower(checkpoint.config.eyes, loader)
+            tower = VisionTower(checkpoint.config.required_vision, loader)
         features = look(tower, frames, rows, columns)
         seen[device, dtype] = torch.cat((features.rows, *features.deepstack)).float().cpu()
     assert relative(seen["cuda", torch.float32], seen["cpu", torch.float32]) < 1e-4
@@ -138,9 +140,9 @@ def test_features_are_those_of_the_cpu(
 def test_what_is_recorded_finds_the_same(true_shapes: tuple[VisionConfig, VisionTower]) -> None:
     """Of the third picture of a grid in a row, and of a fourth; another grid goes its own way meanwhile."""
     config, tower = true_shapes
-    recorded = Recorded(tower.device, vision.WHOLE_ROWS)
+    recorded = EncoderGraph(tower.device, MAX_UNSPLIT_PATCHES)
 
-    def found(rows: int, columns: int, seed: int, by: Recorded | None) -> VisionFeatures:
+    def found(rows: int, columns: int, seed: int, by: EncoderGraph | None) -> VisionFeatures:
         pixels = np.random.default_rng(seed).integers(0, 256, (1, rows * 16, columns * 16, 3), dtype=np.uint8)
         patches = patches_by_time(pixels, PROCESSING, tower.device, tower.dtype)
         with torch.inference_mode():
@@ -154,7 +156,7 @@ def test_what_is_recorded_finds_the_same(true_shapes: tuple[VisionConfig, Vision
             assert relative(two, one) < 1e-3
         assert (recorded.nbytes > 0) == (seed >= 2)
     # cuBLAS has at most 32 MiB to work in, on a Hopper.
-    planned = graphs.tower_bytes(config, 768, 32 * 1024**2, 0)
+    planned = graphs.encoder_graph_bytes(config, 768, 32 * 1024**2, 0)
     assert recorded.nbytes <= planned
     recorded.release()
     settle()

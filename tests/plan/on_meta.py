@@ -65,7 +65,7 @@ class Live(TorchDispatchMode):
 class MetaLoader(Loader):
     """The real loader, but for reading: a tensor's bytes stay where they are not."""
 
-    def _copy(self, info: TensorInfo, target: Tensor, *, later: bool = False) -> None:
+    def _copy(self, info: TensorInfo, target: Tensor, *, asynchronous: bool = False) -> None:
         pass
 
     def _order(self, name: str) -> Tensor | None:

@@ -13,17 +13,9 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.machine.cards import card
 from vlfit.machine.model import Gpu
-from vlfit.plan.actual import (
-    Expectation,
-    Row,
-    expect_in_ram,
-    expect_on_gpu,
-    held_on_gpu,
-    over_plan,
-    rows,
-    totals,
-)
+from vlfit.plan.actual import Expectation, Row, compare_on_gpu, over_plan, rows, totals
 from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.units import GIB, MIB
 
 GPU = card("RTX 5060", 951 * MIB, wsl2=True).gpus[0]
@@ -45,11 +37,11 @@ def planned(checkpoint: Checkpoint) -> Expectation:
 @pytest.mark.parametrize("name", ["tied", "untied_sharded", "fp8", "half_with_biases"])
 def test_what_a_cpu_holds_is_what_was_planned(name: str, tiny: Callable[[str], Path]) -> None:
     """But for the table of rotary frequencies, which is no weight."""
-    options = EngineOptions(device="cpu", context=256, sequences=2)
+    options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=2)
     with NativeBackend.load(tiny(name), options) as backend:
         account = backend.account()
     planned = expect_in_ram(open_checkpoint(tiny(name)), account.settings.kv_tokens, 4).lines
-    actual = {**account.holdings.weights, "kv_cache": account.holdings.kv_cache}
+    actual = {**account.memory.weights, "kv_cache": account.memory.kv_cache}
     for line in planned:
         assert 0 <= actual[line.line] - line.bytes < 512, line.line
     assert {line.line for line in planned} == set(actual)
@@ -101,7 +93,7 @@ def loaded(held: int, told: bool) -> Gpu:
 def test_where_the_driver_tells_shares_of_processes(planned: Expectation) -> None:
     reserved = 4 * GIB + 576 * MIB + 100 * MIB
     gpu = loaded(reserved + 500 * MIB, told=True)
-    found = held_on_gpu(gpu, planned, WEIGHTS, 576 * MIB, reserved)
+    found = compare_on_gpu(gpu, planned, WEIGHTS, 576 * MIB, reserved)
     actual = by_line(found)
     assert (actual["desktop"], actual["context"]) == (951 * MIB, 500 * MIB)
     assert (actual["kv_cache"], actual["text_workspace"]) == (576 * MIB, 100 * MIB)
@@ -112,7 +104,7 @@ def test_where_the_driver_tells_shares_of_processes(planned: Expectation) -> Non
 def test_where_it_does_not_the_planned_context_is_taken(planned: Expectation) -> None:
     context = next(line.bytes for line in planned.lines if line.line == "context")
     reserved = 4 * GIB + 576 * MIB
-    found = held_on_gpu(loaded(reserved + context, told=False), planned, WEIGHTS, 576 * MIB, reserved)
+    found = compare_on_gpu(loaded(reserved + context, told=False), planned, WEIGHTS, 576 * MIB, reserved)
     actual = by_line(found)
     assert actual["desktop"] == 951 * MIB
     assert actual["context"] is None

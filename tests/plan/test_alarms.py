@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from vlfit.plan.actual import Pace
-from vlfit.plan.alarms import Limits, Rates, Sample, Work, alarms, crowded, leak, rates, spill
+from vlfit.plan.alarms import Limits, Rates, Sample, WorkCounters, alarms, crowded, leak, rates, spill
 from vlfit.units import GIB, MIB
 
 TOTAL = 8151 * MIB
-IDLE = Work(False, 3, 900, 120, 117, 2.0, 40_000)
+IDLE = WorkCounters(False, 3, 900, 120, 117, 2.0, 40_000)
 LIMITS = Limits(ours=6 * GIB, desktop=951 * MIB, reserve=128 * MIB, slowest=Pace(0.020, 1e-6), spills=True)
 
 
@@ -32,7 +32,9 @@ def decoding(step_s: float, *, free: int = 100 * MIB, count: int = 5, steps: int
             free=free,
             desktop=951 * MIB,
             held=6 * GIB,
-            work=Work(True, 0, 500, look * steps, look * steps, look * steps * step_s, look * steps * 1000),
+            work=WorkCounters(
+                True, 0, 500, look * steps, look * steps, look * steps * step_s, look * steps * 1000
+            ),
         )
         for look in range(count)
     ]
@@ -84,7 +86,7 @@ def test_a_spill_of_an_hour_ago_is_over() -> None:
 # --- leak --------------------------------------------------------------------------------------------------
 
 
-def idle(held: Callable[[float], float], seconds: int = 60, work: Work = IDLE) -> list[Sample]:
+def idle(held: Callable[[float], float], seconds: int = 60, work: WorkCounters = IDLE) -> list[Sample]:
     """A look each second at a server that holds ``held(second)`` MiB and has nothing to do."""
     return [
         Sample(float(at), "a", TOTAL, GIB, 951 * MIB, round(held(at) * MIB), work)

@@ -2,7 +2,16 @@
 
 import pytest
 
-from vlfit.plan.allocator import BEGUN, SHELVED, Pool, apart, beside, held_for, joined, shelved
+from vlfit.plan.allocator import (
+    ARENA_MIN_BYTES,
+    PARTIAL_SEGMENTS,
+    Pool,
+    arena_allocations,
+    engine_tensors,
+    reserved_bytes,
+    rounding_bytes,
+    separate_tensors,
+)
 from vlfit.plan.subjects import subjects
 from vlfit.units import MIB
 
@@ -26,21 +35,21 @@ from vlfit.units import MIB
     ],
 )
 def test_the_rules(sizes: list[int], held: int) -> None:
-    assert held_for(sizes) == held * MIB
+    assert reserved_bytes(sizes) == held * MIB
 
 
 def test_the_smallest_piece_that_fits_is_taken() -> None:
     pool = Pool()
     for size in (9, 9, 9, 6):  # leave 2 and 5 MiB of two shared pieces
-        pool.take(size * MIB)
+        pool.allocate(size * MIB)
     for size in (2, 5):
-        pool.take(size * MIB)
+        pool.allocate(size * MIB)
     assert pool.reserved == 40 * MIB
 
 
 def test_large_tensors_alone() -> None:
-    assert [beside(size * MIB) for size in (14, 15)] == [0, MIB]
-    assert BEGUN == 22 * MIB
+    assert [rounding_bytes(size * MIB) for size in (14, 15)] == [0, MIB]
+    assert PARTIAL_SEGMENTS == 22 * MIB
 
 
 def test_what_shares_its_input_is_one_matrix() -> None:
@@ -51,7 +60,7 @@ def test_what_shares_its_input_is_one_matrix() -> None:
     ]
     loaded = {"model.visual.merger.norm.weight": 1, "lm_head.weight": 2}
     loaded |= {layer.format(index, name): 10 + index for index in (10, 2) for name in names}
-    assert list(joined(loaded).items()) == [
+    assert list(engine_tensors(loaded).items()) == [
         (layer.format(2, "self_attn.q_proj"), 36),
         (layer.format(2, "self_attn.o_proj"), 12),
         (layer.format(2, "mlp.gate_proj"), 24),
@@ -61,7 +70,7 @@ def test_what_shares_its_input_is_one_matrix() -> None:
         ("lm_head.weight", 2),
         ("model.visual.merger.norm.weight", 1),
     ]
-    alone = list(apart(loaded))
+    alone = list(separate_tensors(loaded))
     assert alone[0] == "model.visual.merger.norm.weight"
     assert [name.split(".")[-2] for name in alone[1:7]] == [
         *("q_proj", "k_proj", "v_proj"),
@@ -74,15 +83,22 @@ def test_large_tensors_of_layers_are_one_allocation_and_those_of_the_tower_anoth
     layer = "model.language_model.layers.{}.{}"
     sizes = {
         layer.format(0, "mlp.gate_proj.weight"): 5 * MIB + 100,
-        layer.format(0, "input_layernorm.weight"): SHELVED - 1,
-        layer.format(1, "mlp.gate_proj.weight"): SHELVED,
-        "model.language_model.norm.weight": SHELVED,
+        layer.format(0, "input_layernorm.weight"): ARENA_MIN_BYTES - 1,
+        layer.format(1, "mlp.gate_proj.weight"): ARENA_MIN_BYTES,
+        "model.language_model.norm.weight": ARENA_MIN_BYTES,
         "lm_head.weight": 30 * MIB,
         "model.visual.pos_embed.weight": MIB,
         "model.visual.blocks.0.norm1.weight": 2048,
         "model.visual.merger.linear_fc1.weight": 2 * MIB,
     }
-    assert shelved(sizes) == [5 * MIB + 512 + SHELVED, SHELVED - 1, SHELVED, 30 * MIB, 3 * MIB, 2048]
+    assert arena_allocations(sizes) == [
+        5 * MIB + 512 + ARENA_MIN_BYTES,
+        ARENA_MIN_BYTES - 1,
+        ARENA_MIN_BYTES,
+        30 * MIB,
+        3 * MIB,
+        2048,
+    ]
 
 
 # benchmarks/ledger.py on one H200, torch 2.11.0, 2026-11-21: torch's pool after loading less weights, KV
@@ -98,7 +114,7 @@ def test_large_tensors_of_layers_are_one_allocation_and_those_of_the_tower_anoth
 def test_the_rules_give_what_torch_told(size: str, weights: str, measured: float) -> None:
     """Of the engine as it was then: each matrix an allocation of its own."""
     model = subjects(size, weights)[0]
-    alone = held_for(model.sizes.values()) - model.weight_bytes
+    alone = reserved_bytes(model.sizes.values()) - model.weight_bytes
     assert alone / MIB == pytest.approx(measured, abs=0.1)
     assert 0 <= model.pool <= alone
 

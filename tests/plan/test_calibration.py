@@ -13,9 +13,10 @@ from vlfit.machine.cards import card
 from vlfit.machine.model import Gpu
 from vlfit.plan import calibration
 from vlfit.plan import calibration as measured
+from vlfit.plan.backends import NATIVE, TRANSFORMERS
 from vlfit.plan.calibration import MEASURED, Measured, constants_for, file_of, load, save, with_bandwidth
-from vlfit.plan.ledger import NATIVE, TRANSFORMERS, Settings, ledger
-from vlfit.plan.speed import predict
+from vlfit.plan.cost_model import CostModel
+from vlfit.plan.ledger import Settings
 from vlfit.plan.subjects import subjects
 from vlfit.units import MIB
 
@@ -42,10 +43,10 @@ def _a_home_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measured, "_version_of_torch", lambda: "2.13.0")
 
 
-def lines(gpu: Gpu, image_tokens: int = 1024, backend: str = NATIVE) -> dict[str, Any]:
-    model = subjects("4B", "fp8" if backend == NATIVE else "bf16")[0]
+def lines(gpu: Gpu, image_tokens: int = 1024, costs: CostModel = NATIVE) -> dict[str, Any]:
+    model = subjects("4B", "fp8" if costs is NATIVE else "bf16")[0]
     settings = Settings(model.weights, 4096, image_tokens, 2, 256)
-    return {line.line: line for line in ledger(model, gpu, backend, settings)}
+    return {line.line: line for line in costs.lines(model, gpu, settings)}
 
 
 def test_what_was_kept_is_found_again() -> None:
@@ -82,8 +83,9 @@ def test_the_cache_folder_is_the_standards(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UsageError, match="cannot keep the calibration"):
+    with pytest.raises(UsageError) as caught:
         save(NUMBERS)
+    assert caught.value.hint.startswith("set XDG_CACHE_HOME")
     assert load(GPU.name, GPU.driver, "2.13.0") is None
 
 
@@ -96,7 +98,8 @@ def test_the_plan_counts_with_what_was_measured() -> None:
     assert after["context"].bytes == 420 * MIB
     assert "measured on this machine, 2026-11-21" in after["context"].note
     assert "8 of them for matrix products" in after["text_workspace"].note
-    assert lines(GPU, backend=TRANSFORMERS)["context"].how == "modelled"  # what was measured is the engine's
+    # What was measured is the native engine's.
+    assert lines(GPU, costs=TRANSFORMERS)["context"].how == "modelled"
     large = lines(GPU, 16384)["vision_workspace"].bytes, lines(TABLE_CARD, 16384)["vision_workspace"].bytes
     assert large[0] > 1.15 * large[1]  # 1.5 over 1.29
 
@@ -126,13 +129,13 @@ def test_numbers_that_were_measured_again_count_at_once() -> None:
 def test_speed_counts_with_what_was_measured() -> None:
     model = subjects("4B", "bf16")[0]
     settings = Settings("bf16", 4096, 1024, 1, 1024)
-    table = predict(model, GPU, NATIVE, settings)
-    by_transformers = predict(model, GPU, TRANSFORMERS, settings)
+    table = NATIVE.speed(model, GPU, settings)
+    by_transformers = TRANSFORMERS.speed(model, GPU, settings)
     without_graphs = replace(settings, offload=3)  # layers that come from RAM are launched one by one
-    launched = predict(model, GPU, NATIVE, without_graphs)
+    launched = NATIVE.speed(model, GPU, without_graphs)
     save(NUMBERS)
-    here = predict(model, GPU, NATIVE, settings)
-    launched_here = predict(model, GPU, NATIVE, without_graphs)
+    here = NATIVE.speed(model, GPU, settings)
+    launched_here = NATIVE.speed(model, GPU, without_graphs)
     assert table
     assert here
     # 8 GB at 448 GB/s: bound by bandwidth, of which a copy reached 80 and not 82 hundredths.
@@ -142,7 +145,7 @@ def test_speed_counts_with_what_was_measured() -> None:
     assert launched_here.decode.low > launched.decode.low  # launching is faster here
     assert here.first_token != table.first_token
     # What was launched was the native engine.
-    again = predict(model, GPU, TRANSFORMERS, settings)
+    again = TRANSFORMERS.speed(model, GPU, settings)
     assert again
     assert by_transformers
     assert again.decode.low == by_transformers.decode.low

@@ -7,9 +7,10 @@ import pytest
 from vlfit.machine.cards import card
 from vlfit.machine.model import GpuProcess, Machine
 from vlfit.plan import calibration
+from vlfit.plan.backends import cost_model
 from vlfit.plan.changes import enough_together
-from vlfit.plan.ledger import ledger
-from vlfit.plan.search import Plan, plan, variants
+from vlfit.plan.plans import Plan
+from vlfit.plan.search import plan, variants
 from vlfit.plan.subjects import instead_of, named, subjects
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
@@ -35,7 +36,7 @@ def test_changes_free_what_they_say() -> None:
     assert 1 <= len(made.changes) <= 3
     shorter = next(change for change in made.changes if change.what.startswith("context 16384 -> "))
     context = int(shorter.what.rpartition(" ")[2])
-    again = ledger(made.model, made.gpu, made.backend, replace(made.settings, context=context))
+    again = cost_model(made.backend).lines(made.model, made.gpu, replace(made.settings, context=context))
     assert made.total - sum(line.bytes for line in again) == shorter.frees
     assert shorter.frees >= -made.headroom
 
@@ -118,7 +119,7 @@ def test_a_refusal_is_of_the_exact_model_and_offers_the_rounded_one() -> None:
     assert "the output head in int4 too" in rounded.what
     assert not rounded.enough
     (model,) = subjects("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4")
-    again = ledger(model, made.gpu, made.backend, made.settings)
+    again = cost_model(made.backend).lines(model, made.gpu, made.settings)
     assert made.total - sum(line.bytes for line in again) == rounded.frees
 
 
@@ -130,7 +131,7 @@ def test_the_mildest_rounding_that_is_enough_is_offered() -> None:
     settings = replace(made.settings, weights="int4")
     offers = named("Qwen3-VL-8B-Instruct", "int4")
     enough = {
-        model.name: sum(line.bytes for line in ledger(model, made.gpu, made.backend, settings))
+        model.name: sum(line.bytes for line in cost_model(made.backend).lines(model, made.gpu, settings))
         <= made.gpu.total
         for model in (*offers.exact, *offers.coarser())  # the mildest first
     }

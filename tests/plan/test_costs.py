@@ -17,24 +17,26 @@ from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.quantization import CompressedFormat, WeightScheme
-from vlfit.engine import engine
-from vlfit.engine.execution.encoder_graph import Look, Place, Recorded, Recording
-from vlfit.engine.scheduling.block_manager import BlockPool
-from vlfit.kernels.attention import paged as attention_kernels
-from vlfit.kernels.attention.paged import BlockPlan
+from vlfit.engine.execution.encoder_graph import CapturedEncoder, EncoderGraph
+from vlfit.engine.scheduling.block_manager import BlockManager
+from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.kernels.gemm import fp8 as eight_bit_kernels
 from vlfit.kernels.gemm import quantized as linear_kernels
 from vlfit.layers.kv_cache import KVCache
 from vlfit.machine.cards import card
+from vlfit.models.base import EncoderBlocks, LevelOutput, VisionFeatures
 from vlfit.models.decoder import TextModel, VisualRows
+from vlfit.models.qwen3_vl import cost as tower_costs
 from vlfit.models.qwen3_vl import vision
 from vlfit.models.qwen3_vl.image_processor import patches_by_time
-from vlfit.models.qwen3_vl.vision import VisionFeatures, VisionTower
-from vlfit.plan.ledger import NATIVE, Settings, ledger
+from vlfit.models.qwen3_vl.vision import VisionTower
+from vlfit.models.registry import cache_spec_of
+from vlfit.plan.backends import NATIVE
+from vlfit.plan.ledger import TYPICAL_REQUEST, Settings
 from vlfit.plan.native import cost as costs
 from vlfit.plan.native import cost as graphs
-from vlfit.plan.native.tiles import ROOMY_SCRATCH_BYTES, SCRATCH_BYTES, SPLIT_ROWS, Means, splits_for
-from vlfit.plan.shapes import Model, model_of
+from vlfit.plan.native.tiles import ROOMY_SCRATCH_BYTES, SCRATCH_BYTES, SPLIT_ROWS, DequantConfig, splits_for
+from vlfit.plan.shapes import Model, feature_bytes, model_of
 
 pytestmark = pytest.mark.usefixtures("few_to_collect")
 SIZES = ("2B", "4B", "8B")
@@ -71,7 +73,7 @@ def test_weights_are_what_loading_allocates_to_the_byte(size: str, weights: str)
         assert text.rope.axis is not None
         rope = text.rope.axis.nbytes + text.rope.inverse_frequencies.nbytes
         with_text = counter.now - rope
-        tower = VisionTower(config_of(entry).eyes, loader(entry))
+        tower = VisionTower(config_of(entry).required_vision, loader(entry))
         with_vision = counter.now - rope
     assert with_text == planned.text_bytes + planned.embedding_bytes
     assert with_vision - with_text == planned.vision_bytes
@@ -84,15 +86,15 @@ def test_the_kv_pool_is_what_the_engine_allocates_to_the_byte(
     size: str, context: int, sequences: int
 ) -> None:
     entry = entry_of(size, "fp8")
-    options = EngineOptions(context=context, sequences=sequences)
-    asked = max(sequences * min(context, engine.TYPICAL_REQUEST), context)
-    pool = BlockPool(asked, options.block_size)
-    cache = KVCache(config_of(entry).text, pool.blocks, pool.block_size, torch.bfloat16, META)
+    options = EngineOptions(max_model_len=context, max_num_seqs=sequences)
+    asked = max(sequences * min(context, TYPICAL_REQUEST), context)
+    pool = BlockManager(asked, options.block_size)
+    cache = KVCache(cache_spec_of(config_of(entry)), pool.num_blocks, pool.block_size, torch.bfloat16, META)
     settings = Settings("fp8", context, 256, sequences, 1024)
     [gpu] = card("RTX 5060").gpus
-    [line] = [line for line in ledger(model(entry), gpu, NATIVE, settings) if line.line == "kv_cache"]
+    [line] = [line for line in NATIVE.lines(model(entry), gpu, settings) if line.line == "kv_cache"]
     assert line.bytes == cache.nbytes
-    assert costs.kv_tokens(context, sequences) == pool.blocks * pool.block_size
+    assert costs.kv_tokens(context, sequences) == pool.num_blocks * pool.block_size
 
 
 def test_head_dim_is_its_own_field() -> None:
@@ -100,11 +102,6 @@ def test_head_dim_is_its_own_field() -> None:
     assert model(entry_of("2B", "bf16")).kv_bytes_per_token == 114_688
     assert model(entry_of("4B", "bf16")).kv_bytes_per_token == 147_456
     assert model(entry_of("8B", "bf16")).kv_bytes_per_token == 147_456
-
-
-def test_the_engine_has_the_numbers_that_the_plan_repeats() -> None:
-    assert EngineOptions().block_size == costs.BLOCK_SIZE
-    assert costs.TYPICAL_REQUEST == engine.TYPICAL_REQUEST
 
 
 def close(planned: int, counted: int, most: float) -> None:
@@ -126,7 +123,7 @@ def peaks_of_looking(size: str, grids: list[tuple[int, int, int]]) -> Iterator[t
     Of its blocks so many as leave all that is kept, and two more: all are alike.
     """
     entry = entry_of(size, "fp8")
-    config = replace(config_of(entry).eyes, depth=5, deepstack_visual_indexes=(0, 1, 2))
+    config = replace(config_of(entry).required_vision, depth=5, deepstack_visual_indexes=(0, 1, 2))
     with live() as counter:
         tower = VisionTower(config, loader(entry))
         for grid in grids:
@@ -139,17 +136,17 @@ def peaks_of_looking(size: str, grids: list[tuple[int, int, int]]) -> Iterator[t
 
 @pytest.mark.parametrize("size", SIZES)
 def test_peak_of_the_vision_tower(size: str) -> None:
-    config = config_of(entry_of(size, "fp8")).eyes
+    config = config_of(entry_of(size, "fp8")).required_vision
     grids = [(32, 32), (64, 64), (64, 32), (46, 90), (104, 104), (2, 5120), (80, 128)]
     seen = peaks_of_looking(size, [(1, *grid) for grid in grids])
     for (rows, columns), (counted, features) in zip(grids, seen, strict=True):
         close(costs.vision_peak(config, rows * columns // 4), counted, 1.01)
-        assert costs.feature_bytes(config, rows * columns // 4) == features.nbytes
+        assert feature_bytes(config, rows * columns // 4) == features.nbytes
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_planned_for_large_pictures_is_enough_for_smaller_ones(size: str) -> None:
-    config = config_of(entry_of(size, "fp8")).eyes
+    config = config_of(entry_of(size, "fp8")).required_vision
     planned = [costs.vision_peak(config, tokens) for tokens in range(4, 2600)]
     assert planned == sorted(planned)
     assert costs.vision_peak(config, 768) == costs.vision_peak(config, 769), "no step: a weak test"
@@ -157,7 +154,7 @@ def test_what_is_planned_for_large_pictures_is_enough_for_smaller_ones(size: str
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_clip_takes_no_more_than_one_of_its_frames_and_its_features(size: str) -> None:
-    config = config_of(entry_of(size, "fp8")).eyes
+    config = config_of(entry_of(size, "fp8")).required_vision
     grids = [(6, 64, 40), (9, 16, 16), (4, 80, 128)]
     for (_, rows, columns), (counted, features) in zip(grids, peaks_of_looking(size, grids), strict=True):
         assert counted - features.nbytes <= costs.vision_peak(config, rows * columns // 4)
@@ -166,60 +163,70 @@ def test_a_clip_takes_no_more_than_one_of_its_frames_and_its_features(size: str)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_recording_of_the_tower_holds_no_more_than_planned(size: str) -> None:
     """What it is given and what it finds stay, beside what comes and goes in blocks."""
-    config = replace(config_of(entry_of(size, "fp8")).eyes, depth=5, deepstack_visual_indexes=(0, 1, 2))
-    tokens = costs.VISION_WHOLE // 4
-    looked: list[int] = []
+    config = replace(
+        config_of(entry_of(size, "fp8")).required_vision, depth=5, deepstack_visual_indexes=(0, 1, 2)
+    )
+    tokens = tower_costs.MAX_UNSPLIT_PATCHES // 4
+    peaks: list[int] = []
 
-    class Noted(Recorded):
-        def look(self, grid: tuple[int, int], hidden: Tensor, place: Place, levels: int, look: Look) -> None:
+    class Measured(EncoderGraph):
+        def forward(
+            self,
+            grid: tuple[int, int],
+            hidden: Tensor,
+            output: LevelOutput,
+            levels: int,
+            run_blocks: EncoderBlocks,
+        ) -> None:
             before = counter.now
             counter.restart()
-            kept = torch.empty_like(hidden)
-            found = [kept.new_empty(tokens, config.out_hidden_size) for _ in range(levels)]
-            look(kept, found.__getitem__)
-            looked.append(counter.peak - before)
-            look(hidden, place)
+            static_hidden = torch.empty_like(hidden)
+            outputs = [static_hidden.new_empty(tokens, config.out_hidden_size) for _ in range(levels)]
+            run_blocks(static_hidden, outputs.__getitem__)
+            peaks.append(counter.peak - before)
+            run_blocks(hidden, output)
 
     with live() as counter:
         tower = VisionTower(config, loader(entry_of(size, "fp8")))
         patches = torch.empty(4 * tokens, 3 * 2 * 16 * 16, dtype=torch.bfloat16, device=META)
-        tower([patches], (1, 48, 64), Noted(META, vision.WHOLE_ROWS))
-    close(graphs.tower_bytes(config, tokens, 0, 0), looked[0], 2.0)
+        tower([patches], (1, 48, 64), Measured(META, tower_costs.MAX_UNSPLIT_PATCHES))
+    close(graphs.encoder_graph_bytes(config, tokens, 0, 0), peaks[0], 2.0)
 
 
 def test_pictures_of_one_grid_in_a_row_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    recorded = Recorded(META, 4096)
+    captured: list[tuple[int, int]] = []
+    encoder = EncoderGraph(META, 4096)
 
-    def record(grid: tuple[int, int], hidden: Tensor, outputs: list[Tensor], look: Look) -> Recording:
-        asked.append(grid)
-        recorded._recording = Recording(grid, hidden, outputs, look, lambda: None)
-        return recorded._recording
+    def capture(
+        grid: tuple[int, int], hidden: Tensor, outputs: list[Tensor], run_blocks: EncoderBlocks
+    ) -> CapturedEncoder:
+        captured.append(grid)
+        encoder._captured = CapturedEncoder(grid, hidden, outputs, run_blocks, lambda: None)
+        return encoder._captured
 
-    monkeypatch.setattr(recorded, "_record", record)
+    monkeypatch.setattr(encoder, "_capture", capture)
     small, large = torch.empty(4, 8, device=META), torch.empty(5000, 8, device=META)
-    looked: list[int] = []
+    eager: list[int] = []
 
-    def look(hidden: Tensor, place: Place) -> None:
-        looked.append(len(hidden))
+    def run_blocks(hidden: Tensor, output: LevelOutput) -> None:
+        eager.append(len(hidden))
 
     for grid, hidden in [((2, 2), small)] * 4 + [((1, 4), small), ((2, 2), small)] + [((50, 100), large)] * 4:
-        recorded.look(grid, hidden, lambda level: small, 2, look)
-    assert asked == [(2, 2)]
-    assert looked == [4, 4, 4, 5000, 5000, 5000, 5000]
-    recorded.release()
-    recorded.look((50, 100), large, lambda level: small, 2, look)
-    recorded.look((2, 2), small, lambda level: small, 2, look)
-    assert asked == [(2, 2)]
+        encoder.forward(grid, hidden, lambda level: small, 2, run_blocks)
+    assert captured == [(2, 2)]
+    assert eager == [4, 4, 4, 5000, 5000, 5000, 5000]
+    encoder.release()
+    encoder.forward((50, 100), large, lambda level: small, 2, run_blocks)
+    encoder.forward((2, 2), small, lambda level: small, 2, run_blocks)
+    assert captured == [(2, 2)]
 
 
 @pytest.mark.parametrize("patches", [4, 1024, 3072, 3076, 5120, 10240, 10244])
 def test_the_tower_goes_in_halves_as_the_plan_says(patches: int) -> None:
-    assert vision.WHOLE_ROWS == costs.VISION_WHOLE
-    parts = vision.halves(patches, 4)
+    parts = vision.feed_forward_slices(patches, 4)
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(patches))
-    assert max(part.stop - part.start for part in parts) == costs.vision_half(patches, 4)
-    assert len(parts) == (1 if patches <= costs.VISION_WHOLE else 2)
+    assert max(part.stop - part.start for part in parts) == tower_costs.half_patches(patches, 4)
+    assert len(parts) == (1 if patches <= tower_costs.MAX_UNSPLIT_PATCHES else 2)
 
 
 DEPTH = 5  # of the text model's layers: those that DeepStack adds to, and two more; all are alike
@@ -249,12 +256,12 @@ def run_text(
     with live() as counter:
         text = TextModel(config, loader(entry))
         blocks = -(-max(past + chunk, longest) // 16)
-        cache = KVCache(config.text, blocks, 16, torch.bfloat16, META)
+        cache = KVCache(cache_spec_of(config), blocks, 16, torch.bfloat16, META)
         before = counter.now
         counter.restart()
         works = decoding + bool(chunk)
         tables = index(works, blocks, dtype=torch.int32), index(works, 3, dtype=torch.int32)
-        plan = BlockPlan(index(rows), *tables, 16, decoding, chunk)
+        plan = BlockAttentionMetadata(index(rows), *tables, 16, decoding, chunk)
         features = [
             torch.empty(visual, config.text.hidden_size, dtype=torch.bfloat16, device=META) for _ in range(4)
         ]
@@ -300,9 +307,9 @@ def test_means_of_a_larger_card_are_counted(
     size: str, weights: str, eight_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A larger buffer to widen in; where a card multiplies FP8, rows in FP8 and no buffer."""
-    entry, means = entry_of(size, weights), Means(ROOMY_SCRATCH_BYTES, eight_bits)
+    entry, means = entry_of(size, weights), DequantConfig(ROOMY_SCRATCH_BYTES, eight_bits)
     for module in (linear_kernels, eight_bit_kernels):
-        monkeypatch.setattr(module, "means", lambda device: means)
+        monkeypatch.setattr(module, "dequant_config", lambda device: means)
     counted = run_text(entry, 1024, 7168, visual=1024)
     close(costs.text_peak(model(entry), 1024, 8192, 1, means=means), counted, 1.15)
 
@@ -365,9 +372,9 @@ def test_logits_of_guesses_are_counted(weights: str, chunk: int) -> None:
     in RAM and no such pass is recorded.
     """
     entry = entry_of("2B", weights)
-    counted = run_text(entry, graphs.GUESS_ROWS, 1000, speaking=graphs.GUESS_ROWS)
+    counted = run_text(entry, graphs.MAX_DRAFT_ROWS, 1000, speaking=graphs.MAX_DRAFT_ROWS)
     peaks = [
-        costs.text_peak(model(entry), chunk, 1024, 1, guess_rows=rows) for rows in (0, graphs.GUESS_ROWS)
+        costs.text_peak(model(entry), chunk, 1024, 1, guess_rows=rows) for rows in (0, graphs.MAX_DRAFT_ROWS)
     ]
     assert peaks[0] < counted <= peaks[1]
     settings = Settings(weights, 1024, 0, 1, chunk, offload=2)
@@ -375,7 +382,7 @@ def test_logits_of_guesses_are_counted(weights: str, chunk: int) -> None:
     more = [
         line.bytes
         for guesses in (True, False)
-        for line in ledger(model(entry), gpu, NATIVE, replace(settings, speculate=guesses))
+        for line in NATIVE.lines(model(entry), gpu, replace(settings, speculate=guesses))
         if line.line == "text_workspace"
     ]
     assert more[0] - more[1] >= peaks[1] - peaks[0] > 0
@@ -390,8 +397,9 @@ def test_the_kernels_share_out_as_the_plan_says(size: str, weights: str) -> None
         matrix = layer.weights  # type: ignore[attr-defined]
         for rows in (1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 256):
             taken = splits_for(
-                rows, matrix.outputs, matrix.inputs, linear_kernels.tiles_for(rows, matrix, torch.bfloat16)
+                rows,
+                matrix.out_features,
+                matrix.in_features,
+                linear_kernels.tiles_for(rows, matrix, torch.bfloat16),
             )
-            assert taken == costs.splits(matrix.outputs, matrix.inputs, rows, weights)
-    for sequences in (1, 4, 5, 16, 17, 64):
-        assert attention_kernels.decode_splits(sequences) == costs.decode_splits(sequences)
+            assert taken == costs.num_splits(matrix.out_features, matrix.in_features, rows, weights)

@@ -16,12 +16,13 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.memory.fit import weight_bytes
 from vlfit.engine.memory.usage import storages_in
 from vlfit.kernels.gemm import quantized as kernels
-from vlfit.kernels.gemm.quantized import linear
+from vlfit.kernels.gemm.quantized import quantized_linear
 from vlfit.layers.embedding import Int8Embedding
 from vlfit.layers.linear import Int8Linear
 from vlfit.models.decoder import TextModel
+from vlfit.models.qwen3_vl import cost as tower_costs
 from vlfit.models.qwen3_vl.vision import VisionTower
-from vlfit.plan.allocator import SHELVED, shelved
+from vlfit.plan.allocator import ARENA_MIN_BYTES, arena_allocations
 from vlfit.plan.native import cost as costs
 from vlfit.plan.native.tiles import SCRATCH_BYTES, splits_for
 from vlfit.plan.shapes import HALF, Model, model_of
@@ -66,7 +67,7 @@ def test_loading_allocates_what_the_plan_says_to_the_byte(size: str, weights: st
         assert text.rope.axis is not None
         rope = text.rope.axis.nbytes + text.rope.inverse_frequencies.nbytes
         with_text = counter.now - rope
-        tower = VisionTower(config_of(entry).eyes, loader(entry))
+        tower = VisionTower(config_of(entry).required_vision, loader(entry))
         with_vision = counter.now - rope
     assert with_text == planned.text_bytes + planned.embedding_bytes
     assert with_vision - with_text == planned.vision_bytes
@@ -97,12 +98,12 @@ def test_the_engine_allocates_what_the_plan_says_piece_by_piece(size: str, weigh
     entry = next((each for each in catalog.family(size) if each.weights == weights), None)
     entry = entry or entry_of(size, weights.rpartition(" ")[2])
     asked = loader(entry)
-    vision = config_of(entry).eyes
-    parts = TextModel(config_of(entry), asked), asked.together(lambda: VisionTower(vision, asked))
+    vision = config_of(entry).required_vision
+    parts = TextModel(config_of(entry), asked), asked.in_arena(lambda: VisionTower(vision, asked))
     made = _allocations(parts)
-    planned = shelved(model(entry).sizes)
-    assert sorted(size for size in made if size >= SHELVED) == sorted(
-        size for size in planned if size >= SHELVED
+    planned = arena_allocations(model(entry).sizes)
+    assert sorted(size for size in made if size >= ARENA_MIN_BYTES) == sorted(
+        size for size in planned if size >= ARENA_MIN_BYTES
     )
     assert len([size for size in planned if size > MIB]) <= 4
 
@@ -155,22 +156,22 @@ def test_products_with_8_bits_are_shared_out_as_the_plan_says(size: str) -> None
         matrix = layer.weights
         for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 256):
             taken = splits_for(
-                rows, matrix.outputs, matrix.inputs, kernels.tiles_for(rows, matrix, torch.bfloat16)
+                rows, matrix.out_features, matrix.in_features, kernels.tiles_for(rows, matrix, torch.bfloat16)
             )
-            assert taken == costs.splits(matrix.outputs, matrix.inputs, rows, "int8")
+            assert taken == costs.num_splits(matrix.out_features, matrix.in_features, rows, "int8")
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_product_of_the_tower_takes_one_buffer_more(size: str) -> None:
     """Of many patches; what the plan counts for a tower in 8 bits, beside what it counts anyway."""
     entry = entry_of(size, "int4")
-    vision = config_of(entry).eyes
+    vision = config_of(entry).required_vision
     block = VisionTower(vision, loader(entry)).blocks[0]
-    x = torch.empty(costs.VISION_WHOLE, vision.hidden_size, dtype=torch.bfloat16, device=META)
+    x = torch.empty(tower_costs.MAX_UNSPLIT_PATCHES, vision.hidden_size, dtype=torch.bfloat16, device=META)
     gc.collect()
     with torch.no_grad(), Live() as counter:
         assert isinstance(block.fc1, Int8Linear)
-        output = linear(x, block.fc1.weights, block.fc1.bias)
+        output = quantized_linear(x, block.fc1.weights, block.fc1.bias)
     assert counter.peak == output.nbytes + SCRATCH_BYTES
     more = costs.vision_peak(vision, 2560, narrow=True) - costs.vision_peak(vision, 2560)
     assert 0 < more <= SCRATCH_BYTES

@@ -7,7 +7,7 @@ import pytest
 from tests.plan.test_changes import EXAMPLE, planned
 from vlfit.errors import UsageError
 from vlfit.machine.cards import card
-from vlfit.plan.ledger import ledger
+from vlfit.plan.backends import check_wishes, cost_model
 from vlfit.plan.report import facts
 from vlfit.plan.wishes import Wishes
 
@@ -16,7 +16,7 @@ def test_a_row_of_128_takes_130_bytes_instead_of_256() -> None:
     wide = planned("Qwen3-VL-2B-Instruct-FP8", context=8192, sequences=1)
     narrow = replace(wide.settings, kv_dtype="fp8")
     before, after = (
-        {line.line: line for line in ledger(wide.model, wide.gpu, wide.backend, settings)}
+        {line.line: line for line in cost_model(wide.backend).lines(wide.model, wide.gpu, settings)}
         for settings in (wide.settings, narrow)
     )
     assert before["kv_cache"].bytes == 8192 * 114_688
@@ -37,7 +37,7 @@ def test_more_context_fits_and_the_command_says_how() -> None:
     assert facts(narrow)["settings"]["kv_dtype"] == "fp8"
     changes = [change for change in wide.changes if "--kv-dtype fp8" in change.what]
     assert [change.enough for change in changes] == [True]
-    lines = ledger(wide.model, wide.gpu, wide.backend, replace(wide.settings, kv_dtype="fp8"))
+    lines = cost_model(wide.backend).lines(wide.model, wide.gpu, replace(wide.settings, kv_dtype="fp8"))
     assert changes[0].frees == wide.total - sum(line.bytes for line in lines)
 
 
@@ -65,7 +65,7 @@ def test_vllm_has_a_flag_for_it_and_one_scale_for_all() -> None:
 
 def test_wishes_that_nobody_can_have() -> None:
     with pytest.raises(UsageError, match="transformers"):
-        Wishes(backend="transformers", kv_dtype="fp8")
+        check_wishes(Wishes(backend="transformers", kv_dtype="fp8"))
     with pytest.raises(UsageError, match="--kv-dtype is 'int8'"):
         Wishes(kv_dtype="int8")
     assert planned("2B", EXAMPLE, kv_dtype="bf16").settings == planned("2B", EXAMPLE).settings

@@ -9,17 +9,25 @@ from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan import calibration
-from vlfit.plan.allocator import held_for, shelved
-from vlfit.plan.candidates import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, air
-from vlfit.plan.ledger import NATIVE, Settings, ledger
+from vlfit.plan.allocator import arena_allocations, reserved_bytes
+from vlfit.plan.backends import NATIVE, check_wishes
+from vlfit.plan.ledger import Settings
 from vlfit.plan.native import ram as offload
-from vlfit.plan.native.ram import check_ram, copy_seconds, count_for, counts, offload_of, parse_wish, spread
+from vlfit.plan.native.ram import (
+    check_ram,
+    copy_seconds,
+    layers_to_free,
+    offload_counts,
+    offload_of,
+    spread_layers,
+)
+from vlfit.plan.plans import Plan
+from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, safety_margin
 from vlfit.plan.report import facts
-from vlfit.plan.search import Plan, plan
+from vlfit.plan.search import plan
 from vlfit.plan.shapes import Model
-from vlfit.plan.speed import predict
 from vlfit.plan.subjects import subjects
-from vlfit.plan.wishes import Wishes
+from vlfit.plan.wishes import Wishes, parse_offload
 from vlfit.units import GIB, MIB
 
 EXAMPLE = card("RTX 5060", desktop=951 * MIB)
@@ -39,7 +47,7 @@ def planned(name: str, machine: Machine = ROOMY, **wishes: int | str | None) -> 
 @pytest.mark.parametrize("layers", [1, 3, 28, 36])
 def test_layers_are_spread_as_evenly_as_can_be(layers: int) -> None:
     for count in range(1, layers + 1):
-        chosen = spread(layers, count)
+        chosen = spread_layers(layers, count)
         gaps = [after - before for before, after in pairwise(chosen)]
         gaps.append(chosen[0] + layers - chosen[-1])  # to the first of the next pass
         assert len(set(chosen)) == count
@@ -53,25 +61,25 @@ def test_as_few_layers_as_free_what_was_asked_for() -> None:
     four = model("4B", "fp8")
     layer = four.text_bytes / 36
     for wanted in (1, 100 * MIB, GIB, 3 * GIB):
-        count = count_for(four, wanted)
+        count = layers_to_free(four, wanted)
         apart = offload_of(four, count)
         assert apart.frees >= wanted
-        assert count == counts(four)[0] or offload_of(four, count - 1).frees < wanted
+        assert count == offload_counts(four)[0] or offload_of(four, count - 1).frees < wanted
         assert apart.frees == pytest.approx((count - 2) * layer, rel=0.01)
         assert apart.weights <= apart.ram < apart.weights + count * 20 * offload.ALIGNMENT
     with pytest.raises(UsageError, match=r"3\.\d\d GiB with all text layers"):
-        count_for(four, 4 * GIB)
+        layers_to_free(four, 4 * GIB)
 
 
 @pytest.mark.parametrize(("name", "weights"), [("2B", "bf16"), ("4B", "fp8"), ("8B", "int4")])
 def test_the_ledger_holds_what_stays_and_two_slots(name: str, weights: str) -> None:
     each = model(name, weights)
     settings = Settings(weights, 4096, 1024, 2, 1024)
-    before = {line.line: line for line in ledger(each, GPU, NATIVE, settings)}
+    before = {line.line: line for line in NATIVE.lines(each, GPU, settings)}
     assert "weights.offload" not in before
-    count = count_for(each, GIB // 2)
+    count = layers_to_free(each, GIB // 2)
     apart = offload_of(each, count)
-    after = {line.line: line for line in ledger(each, GPU, NATIVE, replace(settings, offload=count))}
+    after = {line.line: line for line in NATIVE.lines(each, GPU, replace(settings, offload=count))}
     assert after["weights.text"].bytes == before["weights.text"].bytes - apart.weights
     assert after["weights.offload"].bytes == apart.slots == 2 * apart.slot
     assert f"{count} text layers wait in RAM" in after["weights.offload"].note
@@ -82,10 +90,10 @@ def test_the_ledger_holds_what_stays_and_two_slots(name: str, weights: str) -> N
     layers = {tensor: size for tensor, size in each.sizes.items() if layer_of(tensor) >= 0}
     rest = {tensor: size for tensor, size in each.sizes.items() if tensor not in layers}
     kept = [size for tensor, size in layers.items() if layer_of(tensor) not in apart.layers]
-    taken = held_for([*kept, *shelved(rest), apart.slot, apart.slot])
-    rounding = offload.torch_takes(each, apart) - (each.weight_bytes - apart.frees)
+    taken = reserved_bytes([*kept, *arena_allocations(rest), apart.slot, apart.slot])
+    rounding = offload.bytes_torch_reserves(each, apart) - (each.weight_bytes - apart.frees)
     assert rounding >= 0
-    assert abs(offload.torch_takes(each, apart) - taken) <= 4 * MIB  # slots come behind the layers
+    assert abs(offload.bytes_torch_reserves(each, apart) - taken) <= 4 * MIB  # slots come behind the layers
     text = after["text_workspace"].bytes - before["text_workspace"].bytes
     assert text == rounding - each.pool
 
@@ -103,7 +111,7 @@ def test_a_step_takes_as_long_as_copies_or_computing() -> None:
     four = model("4B", "fp8")
     settings = Settings("fp8", 4096, 1024, 1, 1024)
     constants = calibration.constants_for(GPU)
-    alone = predict(four, GPU, NATIVE, settings)
+    alone = NATIVE.speed(four, GPU, settings)
     assert alone is not None
     # Without CUDA graphs each layer is launched; kernels are launched ahead, so at best that hides too.
     launch, launch_low = 36 * constants.launch.value, 36 * constants.launch_low.value
@@ -113,7 +121,7 @@ def test_a_step_takes_as_long_as_copies_or_computing() -> None:
     for count in (3, 12, 36):
         apart = offload_of(four, count)
         copies = copy_seconds(apart, GPU, constants)
-        speed = predict(four, GPU, NATIVE, replace(settings, offload=count))
+        speed = NATIVE.speed(four, GPU, replace(settings, offload=count))
         assert speed is not None
         assert copies is not None
         assert copies[1] == apart.ram / (GPU.pcie_bandwidth * 25 / 31.5)
@@ -138,8 +146,8 @@ def test_a_measured_link_goes_before_the_standards_and_an_unknown_one_gives_no_s
     untold = replace(GPU, pcie_bandwidth=None)
     assert copy_seconds(apart, untold, constants) is None
     settings = Settings("fp8", 4096, 1024, 1, 1024)
-    assert predict(four, untold, NATIVE, settings) is not None
-    assert predict(four, untold, NATIVE, replace(settings, offload=10)) is None
+    assert NATIVE.speed(four, untold, settings) is not None
+    assert NATIVE.speed(four, untold, replace(settings, offload=10)) is None
 
 
 def test_what_does_not_fit_is_refused_unless_it_is_asked_for() -> None:
@@ -151,10 +159,10 @@ def test_what_does_not_fit_is_refused_unless_it_is_asked_for() -> None:
     settings = made.settings
     assert (settings.context, settings.image_tokens) == (AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS)
     assert settings.chunk == 1024  # each pass copies all layers that wait
-    assert made.headroom >= air(made.ledger)
+    assert made.headroom >= safety_margin(made.ledger)
     fewer = replace(settings, offload=settings.offload - 1)
-    lines = ledger(made.model, GPU, NATIVE, fewer)
-    assert GPU.total - sum(line.bytes for line in lines) < air(lines)  # as few as make it fit, with air
+    lines = NATIVE.lines(made.model, GPU, fewer)
+    assert GPU.total - sum(line.bytes for line in lines) < safety_margin(lines)  # as few as fit
     assert any("wait in RAM" in remark for remark in made.remarks)
 
 
@@ -165,9 +173,9 @@ def test_nothing_waits_where_it_fits_as_it_is() -> None:
 def test_the_command_brings_the_plan_about() -> None:
     made = planned("8B", weights="fp8", offload="auto")
     assert made.command is not None
-    asked = parse_wish(made.command[made.command.index("--offload") + 1])
+    asked = parse_offload(made.command[made.command.index("--offload") + 1])
     assert asked != "auto"
-    assert count_for(made.model, asked) == made.settings.offload
+    assert layers_to_free(made.model, asked) == made.settings.offload
 
 
 def test_as_much_as_was_asked_for_leaves_the_card() -> None:
@@ -199,16 +207,17 @@ def test_ram_is_asked_first() -> None:
     [("auto", "auto"), ("AUTO", "auto"), ("2", 2 * GIB), ("1.5", 3 * GIB // 2), ("800MiB", 800 * MIB)],
 )
 def test_what_can_be_typed(typed: str, wish: int | str) -> None:
-    assert parse_wish(typed) == wish
+    assert parse_offload(typed) == wish
 
 
 @pytest.mark.parametrize("typed", ["", "0", "-1", "x", "2 things", "1e99"])
 def test_what_cannot_be_typed(typed: str) -> None:
     with pytest.raises(UsageError):
-        parse_wish(typed)
+        parse_offload(typed)
 
 
 @pytest.mark.parametrize("backend", ["vllm", "transformers"])
 def test_other_backends_do_not_do_it(backend: str) -> None:
-    with pytest.raises(UsageError, match="native engine"):
-        Wishes(backend=backend, offload=GIB)
+    with pytest.raises(UsageError) as caught:
+        check_wishes(Wishes(backend=backend, offload=GIB))
+    assert caught.value.param == "offload"

@@ -8,9 +8,9 @@ from tests.checkpoint.edit import change_json, copy_of
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.source import mini_folder, open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.machine.cards import card
-from vlfit.plan.candidates import is_ample
+from vlfit.plan.preference import is_ample
 from vlfit.plan.search import plan
 from vlfit.plan.subjects import named, subjects
 from vlfit.plan.wishes import Wishes
@@ -22,7 +22,7 @@ def test_a_plan_has_room_for_no_larger_pictures_than_the_checkpoint_takes() -> N
     made = plan(subjects("mini"), card("RTX 5060"), Wishes())
     assert made.settings.image_tokens == MINIS_OWN
     assert is_ample(made.settings, made.model)
-    engine = Engine(open_checkpoint("mini"), EngineOptions(device="cpu", context=512))
+    engine = NativeEngine(open_checkpoint("mini"), EngineOptions(device="cpu", max_model_len=512))
     assert engine.image_tokens == MINIS_OWN
 
 

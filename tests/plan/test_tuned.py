@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.plan.on_meta import META, Live
-from vlfit.kernels.sampling.draw import FIELDS, choose_tokens
+from vlfit.kernels.sampling.draw import NUM_FIELDS, sample_tokens
 from vlfit.plan.native import cost as costs
 from vlfit.plan.native import tiles as tuned
 from vlfit.plan.native.tiles import (
@@ -18,7 +18,7 @@ from vlfit.plan.native.tiles import (
     FORMS,
     REGIMES,
     Card,
-    Tiles,
+    GemmTiles,
     save,
     splits_for,
     table_of,
@@ -40,7 +40,7 @@ def _a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     table_of.cache_clear()
 
 
-def table() -> dict[tuple[str, int], Tiles]:
+def table() -> dict[tuple[str, int], GemmTiles]:
     """Not what is built in, in every place."""
     return {of: replace(tiles, busy=tiles.busy + 1) for of, tiles in BUILT_IN.items()}
 
@@ -98,7 +98,7 @@ def test_a_broken_file_is_as_good_as_none(change: Any) -> None:
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0)])
 def test_a_larger_card_has_room_for_more_at_once(capability: tuple[int, int]) -> None:
     """Two stages of 64 KiB of codes and 8 KiB of rows; of int4 it is half the codes."""
-    large = {**table(), ("fp8", 8): Tiles(8, 128, 512, 8, 2), ("int4", 8): Tiles(8, 128, 512, 8, 2)}
+    large = {**table(), ("fp8", 8): GemmTiles(8, 128, 512, 8, 2), ("int4", 8): GemmTiles(8, 128, 512, 8, 2)}
     save(Card("H100", capability), large)
     assert table_of(Card("H100", capability)) == large
     save(CARD, large)
@@ -112,7 +112,7 @@ def test_kernels_have_a_version() -> None:
 
 
 def test_a_tile_says_how_many_warps_keep_a_card_busy() -> None:
-    tiles = Tiles(16, 32, 128, 2, 4, busy=640)
+    tiles = GemmTiles(16, 32, 128, 2, 4, busy=640)
     assert splits_for(16, 6144, 2560, tiles) == 2
     assert splits_for(16, 2560, 4096, tiles) == 4
     assert splits_for(16, 2560, 4096, replace(tiles, busy=641)) == 8
@@ -133,7 +133,7 @@ def test_candidates_are_what_may_be_kept(form: str, regime: int) -> None:
 def test_the_fastest_is_chosen_if_it_is_not_by_chance(
     gain: float, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, better = BUILT_IN["fp8", 16], Tiles(16, 64, 128, 4, 4, busy=640)
+    before, better = BUILT_IN["fp8", 16], GemmTiles(16, 64, 128, 4, 4, busy=640)
 
     def seconds(trial: tune.Trial, *_: object) -> float:
         return 1e-5 * (gain if trial.tiles.outputs == 64 else 1.0)
@@ -141,29 +141,29 @@ def test_the_fastest_is_chosen_if_it_is_not_by_chance(
     class Matrix:
         outputs, inputs = 6144, 2560
 
-    monkeypatch.setattr(tune, "_seconds", seconds)
+    monkeypatch.setattr(tune, "_gemm_seconds", seconds)
     matrices: Any = {name: [Matrix()] for name in tune._MATRICES}
     device: Any = None
-    found = tune._fastest("fp8", 16, [before, better], matrices, device)
+    found = tune._choose_tiles("fp8", 16, [before, better], matrices, device)
     assert found.tiles == (better if chosen else before)
-    assert found.before == pytest.approx(4e-5)
+    assert found.built_in_seconds == pytest.approx(4e-5)
 
 
 @pytest.mark.parametrize("vocabulary", [151_936, 5000])
 def test_what_choosing_a_token_takes(vocabulary: int) -> None:
     """Counted on the meta device, for 16 rows."""
     logits = torch.empty((16, vocabulary), dtype=torch.bfloat16, device=META)
-    asked = torch.empty((FIELDS + 1, 16), dtype=torch.int32, device=META)
+    asked = torch.empty((NUM_FIELDS + 1, 16), dtype=torch.int32, device=META)
     asked, positions = asked[:-1], asked[-1]
     with Live() as live:
-        choose_tokens(logits, asked, positions)
-    assert live.peak == 16 * costs.drawing(vocabulary)
+        sample_tokens(logits, asked, positions)
+    assert live.peak == 16 * costs.sampling_bytes(vocabulary)
 
 
 def test_the_plan_counts_with_the_tiles_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """More programs that share a product out leave more for one another."""
     monkeypatch.setattr(costs, "_SAMPLER_BYTES", 0)  # a row being sampled is more than a layer of 8 rows
     shared = {of: replace(tiles, busy=100_000) for of, tiles in BUILT_IN.items()}
-    assert costs.splits(2560, 4096, 8, "fp8") < costs.splits(2560, 4096, 8, "fp8", shared)
+    assert costs.num_splits(2560, 4096, 8, "fp8") < costs.num_splits(2560, 4096, 8, "fp8", shared)
     (model,) = subjects("4B", "fp8")
     assert costs.text_peak(model, 8, 1024, 1, table=shared) > costs.text_peak(model, 8, 1024, 1)

@@ -12,14 +12,15 @@ from vlfit.errors import UsageError
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.plan import calibration
-from vlfit.plan.ledger import VLLM, Settings, ledger
-from vlfit.plan.search import Plan, plan
+from vlfit.plan.backends import NATIVE, VLLM, check_wishes
+from vlfit.plan.plans import Plan
+from vlfit.plan.search import plan
 from vlfit.plan.subjects import everything, subjects
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm.command import budget
-from vlfit.plan.vllm.cpu import plan_in_ram
-from vlfit.plan.vllm.flags import PINNED, OfVllm, chosen_version, parse_version
+from vlfit.plan.vllm.flags import PINNED, chosen_version, parse_version
+from vlfit.plan.vllm.settings import VllmArgs, VllmSettings, VllmWishes, args_of, vllm_settings
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
@@ -27,7 +28,7 @@ EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 
 
 def planned(name: str, machine: Machine = EXAMPLE, version: str = "0.22", **wishes: Any) -> Plan:
-    asked = Wishes(**wishes, backend=VLLM, vllm_version=version)
+    asked = Wishes(**wishes, backend=VLLM.name, vllm_version=version)
     return plan(subjects(name, asked.weights), machine, asked, everything)
 
 
@@ -55,8 +56,8 @@ def test_the_total_against_measured_processes(
 ) -> None:
     """The plan is never below, and at most 5 % above, its air and what others hold left out."""
     model = subjects(size, "bf16")[0]
-    settings = Settings("bf16", 2048, 1024, sequences, 2048, graphs)
-    sizes = {line.line: line.bytes for line in ledger(model, card("H200").gpus[0], VLLM, settings)}
+    settings = VllmSettings("bf16", 2048, 1024, sequences, 2048, graphs)
+    sizes = {line.line: line.bytes for line in VLLM.lines(model, card("H200").gpus[0], settings)}
     own = sum(sizes.values()) - sizes["desktop"] - calibration.RESERVE.bytes
     predicted = (own - sizes["kv_cache"] + pool * GIB) / MIB
     assert process <= predicted <= 1.05 * process, predicted / process
@@ -73,9 +74,9 @@ def test_the_total_against_processes_of_the_newer_runner(
 ) -> None:
     """As above, in FP8."""
     model = subjects(size, "fp8")[0]
-    told = OfVllm(version="0.26.0")
-    settings = Settings("fp8", context, 768, sequences, chunk, graphs, vllm=told)
-    sizes = {line.line: line.bytes for line in ledger(model, card("H100 PCIe").gpus[0], VLLM, settings)}
+    told = VllmArgs(version="0.26.0")
+    settings = VllmSettings("fp8", context, 768, sequences, chunk, graphs, vllm=told)
+    sizes = {line.line: line.bytes for line in VLLM.lines(model, card("H100 PCIe").gpus[0], settings)}
     predicted = (sum(sizes.values()) - sizes["desktop"] - calibration.RESERVE.bytes) / MIB
     assert process <= predicted <= 1.05 * process, predicted / process
 
@@ -92,7 +93,7 @@ def test_graphs_are_kept_where_a_single_request_leaves_room_for_them() -> None:
 def test_what_loading_takes_against_what_vllm_says(size: str, measured: float) -> None:
     """Weights, table of positions, deepstack rows, and what rounding adds: "Model loading took", exactly."""
     model = subjects(size, "bf16")[0]
-    settings = Settings("bf16", 2048, 1024, 2, 2048)
+    settings = VllmSettings("bf16", 2048, 1024, 2, 2048)
     loaded = model.weight_bytes + costs.positions(model, settings) + costs.deepstack_buffers(model, settings)
     assert (loaded + model.rounding) / GIB == pytest.approx(measured, abs=0.006)  # it prints two digits
 
@@ -109,7 +110,7 @@ def test_the_peak_of_pictures_against_the_trial_run(
 ) -> None:
     vision = subjects("2B", "bf16")[0].vision
     assert vision is not None
-    settings = Settings("bf16", 262144, image_tokens, sequences, chunk)
+    settings = VllmSettings("bf16", 262144, image_tokens, sequences, chunk)
     predicted = (costs.vision_peak(vision, settings) + costs.picture_cache(vision, settings)) / GIB
     assert peak <= predicted <= 1.1 * peak
 
@@ -122,7 +123,7 @@ def test_the_peak_of_pictures_against_the_trial_run(
 def test_pictures_encoded_at_once_are_those_of_vllm(
     image_tokens: int, chunk: int, sequences: int, pictures: int
 ) -> None:
-    settings = Settings("bf16", 262144, image_tokens, sequences, chunk)
+    settings = VllmSettings("bf16", 262144, image_tokens, sequences, chunk)
     assert costs.tokens_encoded_together(settings) == pictures * image_tokens
 
 
@@ -132,7 +133,7 @@ def test_a_request_of_full_length_fits_the_pool_beside_the_block_that_is_kept(
     block: int, context: int, sequences: int
 ) -> None:
     """vLLM 0.30 and later end the start otherwise: "the estimated maximum model length is 3968" for 4096."""
-    pool = costs.pool_tokens(Settings("bf16", context, 1024, sequences, 1024))
+    pool = costs.pool_tokens(VllmSettings("bf16", context, 1024, sequences, 1024))
     assert pool % block == 0
     assert (pool // block - 1) * block >= context
 
@@ -148,10 +149,10 @@ def test_a_process_is_counted_beyond_its_budget() -> None:
 
 def test_every_setting_that_is_lowered_frees_memory() -> None:
     model, gpu = subjects("4B", "fp8")[0], EXAMPLE.gpus[0]
-    settings = Settings("fp8", 8192, 2560, 4, 2048, True)
+    settings = VllmSettings("fp8", 8192, 2560, 4, 2048, True)
 
     def total(**changed: Any) -> int:
-        return sum(line.bytes for line in ledger(model, gpu, VLLM, replace(settings, **changed)))
+        return sum(line.bytes for line in VLLM.lines(model, gpu, replace(settings, **changed)))
 
     whole = total()
     for changed in ({"sequences": 2}, {"chunk": 512}, {"graphs": False}):
@@ -209,7 +210,7 @@ def test_its_own_engine_is_proposed_where_it_needs_less() -> None:
     made = planned("Qwen3-VL-4B-Instruct-FP8", context=4096, image_tokens=2560)
     assert not made.fits
     own = next(change for change in made.changes if change.what.startswith("vlfit's own engine"))
-    native = ledger(made.model, made.gpu, "native", replace(made.settings, chunk=128, graphs=False))
+    native = NATIVE.lines(made.model, made.gpu, replace(made.settings, chunk=128, graphs=False))
     assert own.frees == made.total - sum(line.bytes for line in native)
 
 
@@ -345,7 +346,7 @@ def test_a_version_that_was_not_read_is_said() -> None:
 def test_the_installed_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: {"vllm": "0.24.1+cu130"}[name])
     assert chosen_version(None).text == "0.24.1+cu130"
-    made = plan(subjects("2B", "fp8"), EXAMPLE, Wishes(backend=VLLM))
+    made = plan(subjects("2B", "fp8"), EXAMPLE, Wishes(backend=VLLM.name))
     assert made.environment == {PINNED: "1"}
     assert "installed here" in made.remarks[0]
 
@@ -355,7 +356,7 @@ def test_without_vllm_the_newest_known_is_assumed_and_said(monkeypatch: pytest.M
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    made = plan(subjects("2B", "fp8"), EXAMPLE, Wishes(backend=VLLM))
+    made = plan(subjects("2B", "fp8"), EXAMPLE, Wishes(backend=VLLM.name))
     assert "not installed" in made.remarks[0]
     assert "0.33.0" in made.remarks[0]
 
@@ -369,41 +370,44 @@ def test_sizes_that_a_request_may_bring_are_told() -> None:
 
 
 def test_a_version_without_the_backend() -> None:
-    with pytest.raises(UsageError, match="--vllm-version says which vLLM"):
-        Wishes(vllm_version="0.22")
-    with pytest.raises(UsageError, match="--vllm-version says which vLLM"):
-        Wishes(backend="native", vllm_version="0.22")
+    with pytest.raises(UsageError) as caught:
+        check_wishes(Wishes(vllm_version="0.22"))
+    assert caught.value.param == "vllm_version"
+    with pytest.raises(UsageError) as caught:
+        check_wishes(Wishes(backend="native", vllm_version="0.22"))
+    assert caught.value.param == "vllm_version"
 
 
 def test_without_a_gpu_it_is_planned_in_ram() -> None:
     """As ``vlfit serve`` does, for vLLM's build for processors."""
     made = planned("2B", replace(EXAMPLE, gpus=()))
-    assert made.settings.vllm.in_ram
+    assert args_of(made.settings).in_ram
     assert made.gpu.total == EXAMPLE.host.ram_total
     assert any("on the processor" in remark for remark in made.remarks)
 
 
 def test_float32_takes_twice_the_bytes_of_all_that_is_computed_with() -> None:
     narrow = planned("2B", card("RTX 4090"), weights="bf16", context=4096, sequences=2)
-    told = replace(narrow.settings.vllm, dtype="float32")
+    told = replace(args_of(narrow.settings), dtype="float32")
     wide = {
         line.line: line
-        for line in ledger(narrow.model, narrow.gpu, VLLM, replace(narrow.settings, vllm=told))
+        for line in VLLM.lines(narrow.model, narrow.gpu, replace(vllm_settings(narrow.settings), vllm=told))
     }
     for line in narrow.ledger:
         if line.line.startswith("weights.") or line.line == "kv_cache":
             assert wide[line.line].bytes == 2 * line.bytes, line.line
     assert "held in float32" in wide["weights.text"].note
     assert wide["vision_workspace"].bytes > 1.5 * {x.line: x.bytes for x in narrow.ledger}["vision_workspace"]
-    with pytest.raises(UsageError, match="is in fp8, which vLLM does not compute with in float32"):
-        planned("2B", weights="fp8", vllm=OfVllm(dtype="float32"))
+    with pytest.raises(UsageError) as caught:
+        plan(subjects("2B", "fp8"), EXAMPLE, VllmWishes(backend=VLLM.name, vllm=VllmArgs(dtype="float32")))
+    assert caught.value.param == "dtype"
 
 
 def test_pictures_are_no_larger_than_the_checkpoint_makes_them() -> None:
     """mini's own limit is 144 tokens; vLLM would make larger ones of what it is told."""
     for made in (
         planned("mini", image_tokens=256),
-        plan_in_ram(subjects("mini"), EXAMPLE, Wishes(backend=VLLM, image_tokens=256)),
+        planned("mini", replace(EXAMPLE, gpus=()), image_tokens=256),
     ):
         assert made.settings.image_tokens == 144
         assert json.loads(flags_of(made)["--mm-processor-kwargs"])["size"]["longest_edge"] == 144 * 1024
@@ -412,7 +416,7 @@ def test_pictures_are_no_larger_than_the_checkpoint_makes_them() -> None:
 
 
 def test_pictures_below_the_least_of_the_processor() -> None:
-    with pytest.raises(UsageError, match="enlarges pictures of fewer than 64 tokens"):
+    with pytest.raises(UsageError, match="64"):
         planned("2B", image_tokens=63)
     assert planned("2B", image_tokens=64).settings.image_tokens == 64
 
@@ -437,7 +441,7 @@ def test_of_several_formats_those_with_kernels_are_planned() -> None:
     made = planned("2B", card("RTX 2080 Ti"), "0.12")
     assert made.fits
     assert made.model.weights in ("bf16", "int4")
-    with pytest.raises(UsageError, match=r"fp8 weights from compute capability 8\.0 on"):
+    with pytest.raises(UsageError, match=r"fp8 .* 8\.0"):
         planned("2B", card("RTX 2080 Ti"), "0.12", weights="fp8")
 
 

@@ -8,15 +8,17 @@ import pytest
 
 from tests.plan.vllm_product import machine_of
 from vlfit.machine.cards import CARDS
+from vlfit.plan.backends import VLLM
 from vlfit.plan.calibration import MEASURED, MODELLED
-from vlfit.plan.candidates import air
-from vlfit.plan.ledger import VLLM, Line
-from vlfit.plan.search import Plan, plan
+from vlfit.plan.ledger import Line
+from vlfit.plan.plans import Plan
+from vlfit.plan.preference import safety_margin
+from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import starts
 from vlfit.plan.vllm.command import budget
-from vlfit.plan.vllm.starts import Began
+from vlfit.plan.vllm.starts import StartRecord
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
@@ -26,7 +28,7 @@ VERSION = "0.32.0"
 
 def planned(count: int = 1, version: str = VERSION, **wishes: Any) -> Plan:
     told = {"context": 4096, "image_tokens": 1024, "sequences": 2, "chunk": 1024, **wishes}
-    asked = Wishes(backend=VLLM, vllm_version=version, **told)
+    asked = Wishes(backend=VLLM.name, vllm_version=version, **told)
     return plan(subjects("2B", "fp8"), machine_of(CARD, count), asked)
 
 
@@ -57,7 +59,7 @@ def started() -> Callable[..., None]:
             "kv_cache": held["kv_cache"],
             "process": made.total - held["reserve"] - held["growth"] - 300 * MIB,
         }
-        began = Began(
+        began = StartRecord(
             "2026-11-22T05:00:00",
             settings.context,
             settings.image_tokens,
@@ -87,7 +89,7 @@ def test_the_same_settings_are_planned_as_they_were_seen(started: Callable[..., 
     held = after.total - found["reserve"].bytes - found["growth"].bytes - found["desktop"].bytes
     assert held == before.total - sizes(before)["reserve"] - sizes(before)["growth"] - 300 * MIB
     assert found["growth"].how == MODELLED
-    assert air(after.ledger) < air(before.ledger)
+    assert safety_margin(after.ledger) < safety_margin(before.ledger)
     assert budget(after.ledger) == held + found["growth"].bytes - 400 * MIB
 
 

@@ -17,9 +17,10 @@ from tests.plan.vllm_product import CHECKPOINTS, FAMILIES, sample, whole
 from tests.vllm_parser import PYTHON, configured_by_vllm, options_of_vllm, refused_by_vllm, vllm_version
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import mini_folder
-from vlfit.plan.search import Plan
+from vlfit.plan.plans import Plan
 from vlfit.plan.vllm import cost as costs
-from vlfit.plan.vllm.flags import LIVES, has, parse_version
+from vlfit.plan.vllm.flags import FLAG_VERSIONS, has, parse_version
+from vlfit.plan.vllm.settings import args_of, vllm_settings
 
 ALL_FLAGS = {
     "--max-model-len",
@@ -54,7 +55,7 @@ def test_plans_have_every_flag_and_no_other() -> None:
     """What the parser reads below is all that can be emitted. Each has a row in the table of versions."""
     seen = Counter(flag for made in sample() for flag in flags_of(made))
     assert set(seen) == ALL_FLAGS
-    assert set(LIVES) >= ALL_FLAGS
+    assert set(FLAG_VERSIONS) >= ALL_FLAGS
 
 
 @pytest.mark.parametrize("version", FAMILIES)
@@ -79,7 +80,9 @@ def test_vllm_takes_every_command(every: list[Plan]) -> None:
 @pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
 def test_the_table_of_versions_says_what_this_vllm_has() -> None:
     options, number = options_of_vllm(), parse_version(vllm_version()).number
-    assert {flag: flag in options for flag in LIVES} == {flag: has(number, flag) for flag in LIVES}
+    assert {flag: flag in options for flag in FLAG_VERSIONS} == {
+        flag: has(number, flag) for flag in FLAG_VERSIONS
+    }
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -113,7 +116,7 @@ def test_vllm_makes_of_a_sample_what_the_plan_says(every: list[Plan], tmp_path: 
     """Its own configuration of some thirty plans, for which no weights and no GPU are needed."""
     seen, plans = set(), []
     for made in every:
-        told = made.settings.vllm
+        told = args_of(made.settings)
         kind = (made.model.name, told.tensor, told.data > 1, made.settings.graphs, made.settings.kv_dtype)
         if made.model.name in CHECKPOINTS[:6] and kind not in seen and told.data == 1:
             seen.add(kind)
@@ -126,7 +129,7 @@ def test_vllm_makes_of_a_sample_what_the_plan_says(every: list[Plan], tmp_path: 
         (folder / "config.json").write_text(json.dumps(config_of(name)))
     commands = [[str(tmp_path / made.model.name), *(made.command or ())[3:]] for made in chosen]
     for made, found in zip(chosen, configured_by_vllm(commands), strict=True):
-        settings, told = made.settings, made.settings.vllm
+        settings, told = made.settings, args_of(made.settings)
         pool = next(line.bytes for line in made.ledger if line.line == "kv_cache")
         wanted = {
             "context": settings.context,
@@ -136,6 +139,6 @@ def test_vllm_makes_of_a_sample_what_the_plan_says(every: list[Plan], tmp_path: 
             "eager": not settings.graphs,
             "tensor": told.tensor,
             "data": told.data,
-            "pictures": costs.pictures_of_prompt(settings),
+            "pictures": costs.pictures_of_prompt(vllm_settings(settings)),
         }
         assert found == wanted, (made.model.name, made.command)

@@ -22,8 +22,9 @@ from tests.vllm_parser import PYTHON, vllm_version
 from vlfit.client import VLM, Client
 from vlfit.errors import VlfitError
 from vlfit.machine.cards import card
-from vlfit.plan.ledger import VLLM, pool_tokens
-from vlfit.plan.search import Plan, plan
+from vlfit.plan.backends import VLLM
+from vlfit.plan.plans import Plan
+from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
@@ -42,7 +43,7 @@ _SERVE = "import sys; from vllm.entrypoints.cli.main import main; sys.argv[0] = 
 def made() -> Plan:
     """A plan without graphs: compiling for a CPU takes minutes and says nothing of a GPU."""
     version = vllm_version()
-    wishes = Wishes(2048, IMAGE_TOKENS, sequences=1, backend=VLLM, vllm_version=version, eager=True)
+    wishes = Wishes(2048, IMAGE_TOKENS, sequences=1, backend=VLLM.name, vllm_version=version, eager=True)
     planned = plan(subjects("mini"), card("RTX 5060", desktop=951 * MIB), wishes)
     assert planned.fits
     return planned
@@ -102,7 +103,7 @@ def _wait(server: subprocess.Popen[bytes], place: str, log: Path) -> None:
 def test_it_starts_with_the_pool_of_the_plan(url: str, log: Path, made: Plan) -> None:
     found = re.search(r"KV cache size: ([\d,]+) tokens", log.read_text("utf-8", "replace"))
     assert found is not None
-    assert int(found[1].replace(",", "")) == pool_tokens(VLLM, made.settings)
+    assert int(found[1].replace(",", "")) == VLLM.pool_tokens(made.settings)
 
 
 def test_it_says_of_a_picture_what_vlfit_says(client: Client) -> None:

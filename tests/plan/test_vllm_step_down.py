@@ -10,12 +10,13 @@ import pytest
 from vlfit.doctor.diagnose import read_failure
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
-from vlfit.plan.ledger import VLLM, ledger, pool_tokens
-from vlfit.plan.search import Plan, plan
+from vlfit.plan.backends import VLLM
+from vlfit.plan.plans import Plan
+from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
 from vlfit.plan.vllm import step_down
-from vlfit.plan.vllm.cpu import plan_in_ram
-from vlfit.plan.vllm.flags import OLDER_RUNNER, PINNED
+from vlfit.plan.vllm.flags import PINNED
+from vlfit.plan.vllm.settings import OLDER_RUNNER, args_of
 from vlfit.plan.vllm.step_down import Failure, Step, next_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
@@ -27,7 +28,7 @@ FOUR = replace(
 
 
 def wished(**wishes: Any) -> Wishes:
-    return Wishes(**{"backend": VLLM, "vllm_version": "0.25.1", **wishes})
+    return Wishes(**{"backend": VLLM.name, "vllm_version": "0.25.1", **wishes})
 
 
 def first(name: str = "2B", machine: Machine = EXAMPLE, **wishes: Any) -> Plan:
@@ -47,7 +48,7 @@ def stepped(failure: Failure, failed: Plan, own: tuple[str, ...] = (), **wishes:
 def test_a_context_that_the_pool_cannot_hold_is_cut_to_what_vllm_says() -> None:
     """What the person fixed gives here, as nothing else helps: it is told apart."""
     failed = first(context=8192, kv_tokens=2048)
-    assert pool_tokens(VLLM, failed.settings) == 2048
+    assert VLLM.pool_tokens(failed.settings) == 2048
     values = {"length": "8192", "needed": "0.88", "available": "0.22", "estimate": "1936"}
     step = stepped(Failure("vllm.kv_too_small", values), failed, context=8192, kv_tokens=2048)
     assert step.plan.settings.context == 1936
@@ -86,7 +87,7 @@ def test_where_less_is_free_as_much_less_is_planned() -> None:
         now, before = getattr(step.plan.settings, name), getattr(failed.settings, name)
         if now != before:
             larger = replace(step.plan.settings, **{name: before})
-            lines = ledger(failed.model, failed.gpu, VLLM, larger)
+            lines = VLLM.lines(failed.model, failed.gpu, larger)
             held = sum(line.bytes for line in lines) - sizes["desktop"] - sizes["reserve"] - 0.53 * GIB
             assert held > 6.2 * GIB, name
 
@@ -121,7 +122,7 @@ def test_wishes_are_kept_while_anything_else_can_give() -> None:
     kept = tried[first_broken].settings  # graphs, passes and pictures went before
     assert (kept.context, kept.sequences) == (8192, wishes["sequences"])
     assert (kept.graphs, kept.chunk) == (False, 256)
-    smallest = ledger(failed.model, failed.gpu, VLLM, replace(kept, image_tokens=64))
+    smallest = VLLM.lines(failed.model, failed.gpu, replace(kept, image_tokens=64))
     assert sum(line.bytes for line in smallest) >= tried[first_broken].total - MIB
     assert tried[-1].settings.sequences == 1
 
@@ -145,7 +146,7 @@ def test_pinned_memory_and_then_the_older_runner() -> None:
 
 def test_cards_that_cannot_read_each_other_talk_through_ram_and_then_each_for_itself() -> None:
     failed = first("4B", FOUR, weights="fp8", tensor_parallel=2, vllm_version="0.32.0")
-    assert failed.settings.vllm.tensor == 2
+    assert args_of(failed.settings).tensor == 2
     says = "Cuda failure 217 'peer access is not supported between these two devices'"
     failure, _ = read_failure(BytesIO(f"transport/shm.cc:590 NCCL WARN {says}".encode()))
     tried = [failed]
@@ -154,7 +155,7 @@ def test_cards_that_cannot_read_each_other_talk_through_ram_and_then_each_for_it
     assert tried[1].environment["NCCL_CUMEM_HOST_ENABLE"] == "0"
     assert tried[2].environment["NCCL_P2P_DISABLE"] == "1"
     assert "--disable-custom-all-reduce" in (tried[2].command or ())
-    assert (tried[3].settings.vllm.tensor, tried[3].settings.vllm.data) == (1, 4)
+    assert (args_of(tried[3].settings).tensor, args_of(tried[3].settings).data) == (1, 4)
     assert len(tried) == 4
     # Who asked for two cards a layer keeps them.
     kept = wished(tensor_parallel=2, vllm_version="0.32.0")
@@ -190,10 +191,10 @@ def test_a_flag_of_the_plan_is_left_out_and_one_of_the_person_never() -> None:
 
 def test_weights_that_do_not_fit_go_over_more_of_the_cards_of_copies() -> None:
     failed = first("8B", machine=FOUR)
-    assert (failed.settings.vllm.tensor, failed.settings.vllm.data) == (1, 4)
+    assert (args_of(failed.settings).tensor, args_of(failed.settings).data) == (1, 4)
     step = next_plan(Failure("torch.oom", stage="weights"), [failed], FOUR, wished())
     assert step is not None
-    assert (step.plan.settings.vllm.tensor, step.plan.settings.vllm.data) == (2, 2)
+    assert (args_of(step.plan.settings).tensor, args_of(step.plan.settings).data) == (2, 2)
     assert next_plan(Failure("torch.oom", stage="weights"), [first()], EXAMPLE, wished()) is None
 
 
@@ -204,7 +205,7 @@ def test_where_ram_ran_out_there_are_fewer_processes() -> None:
     assert "--api-server-count" in (step.plan.command or ())
     second = next_plan(Failure("kernel.oom_kill"), [failed, step.plan], FOUR, wished())
     assert second is not None
-    assert second.plan.settings.vllm.data == 2
+    assert args_of(second.plan.settings).data == 2
     assert next_plan(Failure("kernel.oom_kill"), [first()], EXAMPLE, wished()) is None
 
 
@@ -273,14 +274,14 @@ def test_from_any_plan_with_any_failures_it_ends_and_never_repeats(seed: int) ->
 
 def test_it_works_on_plans_in_ram() -> None:
     machine, wishes = EXAMPLE, wished(context=4096, kv_tokens=1024)
-    failed = plan_in_ram(subjects("mini"), machine, wishes)
+    failed = plan(subjects("mini"), replace(machine, gpus=()), wishes)
     assert "--gpu-memory-utilization" not in (failed.command or ())
     assert "--enforce-eager" in (failed.command or ())
     tiny = {"length": "4096", "needed": "0.01", "available": "0.0", "estimate": "896"}
     step = next_plan(Failure("vllm.kv_too_small", tiny), [failed], machine, wishes)
     assert step is not None
     assert step.plan.settings.context == 896
-    assert step.plan.settings.vllm.in_ram
+    assert args_of(step.plan.settings).in_ram
     assert "--gpu-memory-utilization" not in (step.plan.command or ())
 
 

@@ -1,7 +1,4 @@
-"""Plans for vLLM for many cards, checkpoints and wishes: what the planner can emit.
-
-Knows how the product is made. Does not know what is checked of it.
-"""
+"""Plans for vLLM for many cards, checkpoints and wishes: what the planner can emit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +9,11 @@ from typing import Any
 from vlfit.errors import UsageError
 from vlfit.machine.cards import CARDS, Card, card
 from vlfit.machine.model import Machine
-from vlfit.plan.ledger import VLLM
-from vlfit.plan.search import Plan, plan
+from vlfit.plan.backends import VLLM
+from vlfit.plan.plans import Plan
+from vlfit.plan.search import plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.subjects import subjects
-from vlfit.plan.vllm.cpu import plan_in_ram
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
@@ -75,7 +72,7 @@ def _models(name: str) -> tuple[Model, ...]:
 def planned(name: str, machine: Machine, version: str, **wishes: Any) -> Plan | None:
     """The plan if it fits; None if it does not, or if this card or model cannot have the wishes."""
     try:
-        asked = Wishes(**{"backend": VLLM, "vllm_version": version, **wishes})
+        asked = Wishes(**{"backend": VLLM.name, "vllm_version": version, **wishes})
         if not _models(name)[0].vision and asked.image_tokens:
             return None
         made = plan(list(_models(name)), machine, asked)
@@ -117,10 +114,10 @@ def in_ram(version: str) -> Iterator[Plan]:
         asked = {**wishes, **({"context": 4096} if name == "mini" and "context" in wishes else {})}
         if name == "mini" and "image_tokens" in asked:
             asked["image_tokens"] = 144
-        made = plan_in_ram(
+        made = plan(
             list(_models(name)),
             replace(_base(), gpus=(), host=host),
-            Wishes(**{"backend": VLLM, "vllm_version": version, **asked}),
+            Wishes(**{"backend": VLLM.name, "vllm_version": version, **asked}),
         )
         assert made.fits
         yield made

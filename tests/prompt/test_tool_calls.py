@@ -14,7 +14,7 @@ from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.errors import InvalidRequest
 from vlfit.prompt.builder import PromptBuilder
-from vlfit.prompt.tool_calls import ToolCallReader, calls_form
+from vlfit.prompt.tool_calls import ToolCallReader, tool_call_grammar
 
 WEATHER = Tool(
     "weather",
@@ -81,14 +81,14 @@ def test_words_before_a_call_are_said_at_once() -> None:
 
 @pytest.fixture(scope="module")
 def mini() -> Iterator[NativeBackend]:
-    with NativeBackend.load("mini", EngineOptions(device="cpu", context=512)) as backend:
+    with NativeBackend.load("mini", EngineOptions(device="cpu", max_model_len=512)) as backend:
         yield backend
 
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_call_that_is_required_is_made(mini: NativeBackend, parallel: bool) -> None:
-    form = calls_form((WEATHER, CLOCK), parallel=parallel, required=True)
-    wish = SamplingParams(form=form, temperature=1.0, seed=2, max_tokens=200)
+    form = tool_call_grammar((WEATHER, CLOCK), parallel=parallel, required=True)
+    wish = SamplingParams(grammar=form, temperature=1.0, seed=2, max_tokens=200)
     calls = read(mini.stream(ask("What is the weather?"), wish).answer().text)
     assert all(isinstance(call, ToolCall) for call in calls)
     assert len(calls) == 1 or parallel
@@ -99,7 +99,9 @@ def test_a_call_that_is_required_is_made(mini: NativeBackend, parallel: bool) ->
 
 
 def follows(mini: NativeBackend, text: str, *, parallel: bool) -> bool:
-    constraint = mini.engine.constraints.of(calls_form((WEATHER, CLOCK), parallel=parallel, required=False))
+    constraint = mini.engine.grammar_compiler.matcher(
+        tool_call_grammar((WEATHER, CLOCK), parallel=parallel, required=False)
+    )
     assert constraint is not None
     for token_id in [
         *mini.engine.prompts.tokenizer.encode(text).ids,
@@ -107,7 +109,7 @@ def follows(mini: NativeBackend, text: str, *, parallel: bool) -> bool:
     ]:
         if not constraint.allows(token_id):
             return False
-        constraint.take(token_id)
+        constraint.accept_token(token_id)
     return True
 
 
@@ -191,5 +193,6 @@ def test_a_tools_words_cannot_forge_a_turn() -> None:
 def test_a_template_without_tools_refuses_them(tiny: Any) -> None:
     checkpoint = open_checkpoint(tiny("tied"))
     builder = PromptBuilder(checkpoint.folder, checkpoint.config)
-    with pytest.raises(InvalidRequest, match="no place for tools"):
+    with pytest.raises(InvalidRequest) as caught:
         builder.build(ask("Hello"), tools=(CLOCK,))
+    assert caught.value.param == "tools"

@@ -1,4 +1,4 @@
-"""What a conversion is made of, and where it goes."""
+"""A source checkpoint and a target folder."""
 
 from collections.abc import Callable
 from pathlib import Path

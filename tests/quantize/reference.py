@@ -1,6 +1,6 @@
-"""What converted checkpoints mean, written down a second time from the definition of the forms, in numpy.
+"""Dequantization of converted checkpoints in numpy, written from the definition of the formats.
 
-Knows nothing of vlfit's own packing: ``widened`` is what tests hold it to.
+Independent of vlfit's own packing.
 """
 
 import json
@@ -18,7 +18,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def widened(folder: Path) -> dict[str, Tensor]:
+def dequantized(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the model in ``folder`` (FP8 or int4) as float32."""
     tensors = stored(folder)
     plain = {}
@@ -83,11 +83,11 @@ def fp8(weight: Tensor, scale: Tensor, block: int = 128) -> Tensor:
     return result
 
 
-def widened_copy(folder: Path, target: Path) -> Path:
+def dequantized_copy(folder: Path, target: Path) -> Path:
     """A plain float32 checkpoint with the values of the converted one in ``folder``."""
     target.mkdir()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del config["quantization_config"]
     (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(widened(folder), target / "model.safetensors", metadata={"format": "pt"})
+    save_file(dequantized(folder), target / "model.safetensors", metadata={"format": "pt"})
     return target

@@ -1,4 +1,4 @@
-"""The folder that a conversion makes: where it goes, and that it is there whole or not at all."""
+"""The folder of a converted checkpoint appears complete or not at all."""
 
 import hashlib
 import os
@@ -31,10 +31,10 @@ def fingerprint(folder: Path) -> dict[str, str]:
 # Where it goes
 
 
-def test_what_is_there_is_not_overwritten(plain: Checkpoint, out: Path) -> None:
+def test_existing_checkpoint_needs_force(plain: Checkpoint, out: Path) -> None:
     convert(plain, "fp8", out)
     before = fingerprint(out)
-    with pytest.raises(UsageError, match="there already") as caught:
+    with pytest.raises(UsageError, match=re.escape(str(out))) as caught:
         convert(plain, "int4", out)
     assert "--force" in caught.value.hint
     assert fingerprint(out) == before
@@ -46,22 +46,22 @@ def test_what_is_there_is_not_overwritten(plain: Checkpoint, out: Path) -> None:
 def test_force_deletes_checkpoints_only(plain: Checkpoint, out: Path) -> None:
     out.mkdir()
     (out / "letters.txt").write_text("dear")
-    with pytest.raises(UsageError, match="no checkpoint"):
+    with pytest.raises(UsageError, match=r"config\.json"):
         convert(plain, "fp8", out, replace=True)
     assert (out / "letters.txt").read_text() == "dear"
 
 
-def test_an_empty_folder_may_be_filled(plain: Checkpoint, out: Path) -> None:
+def test_empty_folder(plain: Checkpoint, out: Path) -> None:
     out.mkdir()
     convert(plain, "fp8", out)
     assert open_checkpoint(out).weights_format == "fp8"
 
 
 @pytest.mark.parametrize("place", [".", "..", "inside"])
-def test_source_and_target_are_not_mixed(tiny: Tiny, tmp_path: Path, place: str) -> None:
+def test_target_inside_source(tiny: Tiny, tmp_path: Path, place: str) -> None:
     source = copy_of(tiny("tied"), tmp_path / "models" / "source")
     before = fingerprint(source)
-    with pytest.raises(UsageError, match="is, holds, or lies in"):
+    with pytest.raises(UsageError, match=re.escape(str(source))):
         convert(open_checkpoint(source), "fp8", source / place, replace=True)
     assert fingerprint(source) == before
 
@@ -77,7 +77,7 @@ def failing(error: BaseException) -> Callable[[int, int], None]:
     return progress
 
 
-def test_torch_has_its_threads_back(plain: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_threads_are_restored(plain: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -89,7 +89,7 @@ def test_torch_has_its_threads_back(plain: Checkpoint, out: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_an_interrupted_conversion_leaves_nothing(plain: Checkpoint, out: Path, replace: bool) -> None:
+def test_interrupted_conversion_leaves_nothing(plain: Checkpoint, out: Path, replace: bool) -> None:
     before = {}
     if replace:
         convert(plain, "fp8", out)
@@ -104,7 +104,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.convert.convert import convert
+from vlfit.quantize.conversion import convert
 def progress(done, total):
     if done == total:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -112,7 +112,7 @@ convert(open_checkpoint(sys.argv[1]), "int4", Path(sys.argv[2]), progress=progre
 """
 
 
-def test_a_killed_conversion_leaves_nothing_that_looks_whole(plain: Checkpoint, out: Path) -> None:
+def test_killed_conversion_leaves_no_checkpoint(plain: Checkpoint, out: Path) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(plain.folder), str(out)], check=False, timeout=100
     )
@@ -126,7 +126,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(plain: Checkpoint, 
     assert [path.name for path in out.parent.iterdir()] == ["out"]  # and the next one cleans up
 
 
-def test_a_replacement_that_fails_gives_the_old_one_back(
+def test_failed_replacement_restores_the_old_checkpoint(
     plain: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert(plain, "fp8", out)
@@ -145,7 +145,7 @@ def test_a_replacement_that_fails_gives_the_old_one_back(
     assert fingerprint(out) == before
 
 
-def test_an_old_one_is_kept_while_it_is_the_only_one(plain: Checkpoint, out: Path) -> None:
+def test_old_checkpoint_is_kept_while_it_is_the_only_one(plain: Checkpoint, out: Path) -> None:
     """As after a power cut between two renames; process 2**22 + 1 cannot be running."""
     old = out.parent / f".out.{2**22 + 1}.old"
     old.mkdir()
@@ -155,7 +155,7 @@ def test_an_old_one_is_kept_while_it_is_the_only_one(plain: Checkpoint, out: Pat
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_what_another_conversion_is_writing_is_left_alone(plain: Checkpoint, out: Path) -> None:
+def test_other_conversions_are_left_alone(plain: Checkpoint, out: Path) -> None:
     others = [
         out.parent / f".out.{os.getppid()}.incomplete",  # a process that runs
         out.parent / f".elsewhere.{2**22 + 1}.incomplete",  # another target
@@ -167,23 +167,23 @@ def test_what_another_conversion_is_writing_is_left_alone(plain: Checkpoint, out
     assert all(other.is_dir() for other in others)
 
 
-def test_a_disk_without_room_is_said_before_anything_is_written(
+def test_full_disk_is_refused_before_writing(
     plain: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = type(shutil.disk_usage(out.parent))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(10**9, 10**9, 5000))
-    with pytest.raises(VlfitError, match=r"4\.9 KiB free") as caught:
+    with pytest.raises(VlfitError, match=r"4\.9 KiB") as caught:
         convert(plain, "int4", out)
     assert "--out" in caught.value.hint
     assert list(out.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("shard_bytes", [2**32, 300_000])
-def test_the_room_that_is_asked_for_is_the_room_that_is_taken(
+def test_disk_space_is_computed_exactly(
     plain: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
     asked = []
-    monkeypatch.setattr("vlfit.quantize.conversion.check_disk", lambda _, needed: asked.append(needed))
+    monkeypatch.setattr("vlfit.quantize.conversion.check_disk_space", lambda _, needed: asked.append(needed))
     convert(plain, "int4", out, shard_bytes=shard_bytes)
     card = (out / "README.md").stat().st_size
     assert asked == [sum(path.stat().st_size for path in out.iterdir()) - card]
@@ -192,14 +192,13 @@ def test_the_room_that_is_asked_for_is_the_room_that_is_taken(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(10**9, 10**9, asked[0] + 2**18))
     convert(plain, "int4", out.parent / "fits", shard_bytes=shard_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(10**9, 10**9, asked[0] + 2**18 - 1))
-    takes = f"takes {format_bytes(asked[0])} (and 256.0 KiB must be left"
-    with pytest.raises(VlfitError, match=re.escape(takes)):
+    with pytest.raises(VlfitError, match=rf"{re.escape(format_bytes(asked[0]))}.* 256\.0 KiB"):
         convert(plain, "int4", out.parent / "does-not", shard_bytes=shard_bytes)
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Within the block, writing past ``size`` bytes of a file fails as on a disk that refuses it."""
+def file_size_limit(size: int) -> Iterator[None]:
+    """Writing past ``size`` bytes of a file fails within the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -208,19 +207,19 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_write_that_fails_leaves_nothing(plain: Checkpoint, out: Path) -> None:
+def test_failed_write_leaves_nothing(plain: Checkpoint, out: Path) -> None:
     with (
-        largest_file(300_000),
-        pytest.raises(VlfitError, match=r"cannot write .*out: File too large") as caught,
+        file_size_limit(300_000),
+        pytest.raises(VlfitError, match=r"out: File too large") as caught,
     ):
         convert(plain, "int4", out)
     assert "--shard-mib" in caught.value.hint
-    assert "you may write" not in caught.value.hint
+    assert "ulimit" in caught.value.hint
     assert list(out.parent.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_said(plain: Checkpoint, tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created(plain: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(VlfitError, match=r"cannot write .*/file/out") as caught:
+    with pytest.raises(VlfitError, match=r"/file/out") as caught:
         convert(plain, "int4", tmp_path / "file" / "out")
     assert "--out" in caught.value.hint

@@ -1,4 +1,4 @@
-"""Parts in int8 beside narrow text layers, on a GPU: they stay narrow there, and say what a CPU says."""
+"""int8 parts beside quantized text layers on a GPU: they stay int8 and give the same tokens as a CPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +11,7 @@ from tests.engine.test_gpu import engine
 from tests.engine.test_parity import CONVERSATIONS, run
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.layers.linear import Int8Linear
+from vlfit.models.qwen3_vl.vision import VisionTower
 from vlfit.quantize.conversion import convert
 
 pytestmark = [
@@ -28,11 +29,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_words_as_on_a_cpu(tiny: Callable[[str], Path], tmp_path: Path, case: str) -> None:
+def test_same_tokens_as_on_a_cpu(tiny: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     name, weights, options = CASES[case]
     convert(open_checkpoint(tiny(name)), weights, tmp_path / "new", **options)
     conversations = list(CONVERSATIONS.values())
     on_gpu = engine(tmp_path / "new", "cuda")
-    assert on_gpu.runner.vision is not None
+    assert isinstance(on_gpu.runner.vision, VisionTower)
     assert isinstance(on_gpu.runner.vision.blocks[0].qkv, Int8Linear)
     assert run(on_gpu, *conversations) == run(engine(tmp_path / "new", "cpu"), *conversations)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.engine.test_parity import CONVERSATIONS, GREEDY, TOLERANCE, reference_inputs, relative, run
-from tests.quantize.reference import stored, widened
+from tests.quantize.reference import dequantized, stored
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
+from vlfit.engine.engine import NativeEngine
 from vlfit.quantize.conversion import convert
 
 pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
@@ -25,11 +25,11 @@ pytest.importorskip("accelerate", reason="needs the package accelerate")
 Tiny = Callable[[str], Path]
 
 
-def test_compressed_tensors_unpacks_and_packs_the_same(tiny: Tiny, tmp_path: Path) -> None:
+def test_compressed_tensors_packing(tiny: Tiny, tmp_path: Path) -> None:
     compressor = import_module("compressed_tensors.compressors").PackedQuantizationCompressor
     forms = import_module("compressed_tensors.quantization")
     convert(open_checkpoint(tiny("tied")), "int4", tmp_path / "new")
-    tensors, wide = stored(tmp_path / "new"), widened(tmp_path / "new")
+    tensors, wide = stored(tmp_path / "new"), dequantized(tmp_path / "new")
     weights = forms.QuantizationArgs(num_bits=4, group_size=32, strategy="group", symmetric=True)
     scheme = forms.QuantizationScheme(targets=["Linear"], weights=weights)
     modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
@@ -55,9 +55,7 @@ def test_compressed_tensors_unpacks_and_packs_the_same(tiny: Tiny, tmp_path: Pat
         ("untied_sharded", {"head": "int4", "shard_bytes": 200_000}),
     ],
 )
-def test_transformers_says_the_same_of_int4(
-    tiny: Tiny, tmp_path: Path, name: str, options: dict[str, Any]
-) -> None:
+def test_transformers_reads_int4(tiny: Tiny, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     from transformers import GenerationConfig, Qwen3VLForConditionalGeneration
 
     folder = tmp_path / "new"
@@ -68,26 +66,30 @@ def test_transformers_says_the_same_of_int4(
     reference, report = loaded
     assert {kind: names for kind, names in report.items() if names} == {}
     reference.generation_config = GenerationConfig()
-    engine = Engine(open_checkpoint(folder), EngineOptions(device="cpu", context=1024, chunk=128))
+    engine = NativeEngine(
+        open_checkpoint(folder), EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=128)
+    )
     prompt = engine.prompts.build(CONVERSATIONS["picture"], max_image_tokens=None, context=engine.context)
     with torch.inference_mode():
         output = reference.generate(**reference_inputs(engine, prompt), generation_config=GREEDY)
     expected = output.sequences[0, len(prompt.token_ids) :].tolist()
     assert run(engine, CONVERSATIONS["picture"]) == [expected]
     layer = reference.model.language_model.layers[0].mlp.up_proj.weight
-    assert relative(layer, widened(folder)["model.language_model.layers.0.mlp.up_proj.weight"]) < TOLERANCE
+    assert (
+        relative(layer, dequantized(folder)["model.language_model.layers.0.mlp.up_proj.weight"]) < TOLERANCE
+    )
 
 
 @pytest.mark.filterwarnings("default")
-def test_transformers_widens_fp8_to_the_same_weights(tiny: Tiny, tmp_path: Path) -> None:
-    """Without a GPU transformers widens FP8 to bfloat16, and only where blocks are whole."""
+def test_transformers_dequantizes_fp8(tiny: Tiny, tmp_path: Path) -> None:
+    """Without a GPU transformers dequantizes FP8 to bfloat16, and only whole blocks."""
     from transformers import Qwen3VLForConditionalGeneration
 
     folder = tmp_path / "new"
     convert(open_checkpoint(tiny("tied")), "fp8", folder)  # all sizes are below a block: one block each
     reference: Any = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
     theirs = dict(reference.named_parameters())
-    layers = {name: value for name, value in widened(folder).items() if name.endswith("proj.weight")}
+    layers = {name: value for name, value in dequantized(folder).items() if name.endswith("proj.weight")}
     layers = {name: value for name, value in layers.items() if "language_model.layers" in name}
     assert len(layers) == 3 * 7
     for name, value in layers.items():

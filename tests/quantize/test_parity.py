@@ -23,12 +23,12 @@ from tests.engine.test_parity import (
     relative,
     run,
 )
-from tests.quantize.reference import widened_copy
+from tests.quantize.reference import dequantized_copy
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.engine import Engine
-from vlfit.engine.sampling.sampler import Scores
-from vlfit.engine.scheduling.scheduler import Work
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.sampling.sampler import StepOutput
+from vlfit.engine.scheduling.sequence import ScheduledChunk
 from vlfit.quantize.conversion import convert
 
 # Names of tests/tiny.py, and how each is converted.
@@ -60,22 +60,22 @@ ASKED = ("picture", "system and turns")
 @pytest.fixture(scope="module", params=CONVERTED)
 def pair(
     request: pytest.FixtureRequest, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Engine, Any]:
+) -> tuple[NativeEngine, Any]:
     name, weights, options = CONVERTED[request.param]
     root = tmp_path_factory.mktemp("converted")
     convert(open_checkpoint(tiny(name)), weights, root / "new", **options)
     reference: Any = Qwen3VLForConditionalGeneration.from_pretrained(
-        widened_copy(root / "new", root / "wide"), dtype=torch.float32
+        dequantized_copy(root / "new", root / "wide"), dtype=torch.float32
     ).eval()
     reference.generation_config = GenerationConfig()
     # Without guesses each pass gives the logits of one token.
-    alone = EngineOptions(device="cpu", context=1024, chunk=128, speculate=False)
-    return Engine(open_checkpoint(root / "new"), alone), reference
+    alone = EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=128, speculate=False)
+    return NativeEngine(open_checkpoint(root / "new"), alone), reference
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_greedy_tokens_and_logits_equal_the_reference(
-    pair: tuple[Engine, Any], name: str, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[NativeEngine, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, reference = pair
     prompt = engine.prompts.build(CONVERSATIONS[name], max_image_tokens=None, context=engine.context)
@@ -87,7 +87,7 @@ def test_greedy_tokens_and_logits_equal_the_reference(
     seen: list[Tensor] = []
     forward = engine.runner.run
 
-    def watching(batch: list[Work]) -> Scores:
+    def watching(batch: list[ScheduledChunk]) -> StepOutput:
         scores = forward(batch)
         seen.append(scores.logits.clone())
         return scores

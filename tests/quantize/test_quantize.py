@@ -1,4 +1,6 @@
-"""Rounding to FP8 and integers: as near as the forms allow, and never worse than the plain way."""
+"""Quantization to FP8 and integers: as accurate as the format allows, and never worse than rounding to
+nearest.
+"""
 
 import pytest
 import torch
@@ -6,13 +8,13 @@ from torch import Tensor
 
 from tests.quantize import reference
 from vlfit.layers.linear import dequantize_int4, pack_codes, unpack_codes
-from vlfit.quantize.rounding import nearest_error, quantize_fp8, quantize_integers
+from vlfit.quantize.rounding import nearest_squared_error, quantize_fp8, quantize_int
 
 BLOCK = (128, 128)
 
 
 def weights(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """As in trained models: normal, with rows of different sizes and a few large values."""
+    """As in trained models: normal, with rows of different magnitudes and a few outliers."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(rows, columns, generator=generator)
     noise[torch.rand(rows, columns, generator=generator) < 0.01] *= 4
@@ -20,7 +22,7 @@ def weights(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (130, 200), (1, 1), (127, 129)])
-def test_fp8_is_within_half_a_step(shape: tuple[int, int]) -> None:
+def test_fp8_error_is_at_most_half_a_step(shape: tuple[int, int]) -> None:
     weight = weights(*shape)
     codes, scale = quantize_fp8(weight, BLOCK)
     assert codes.dtype == torch.float8_e4m3fn
@@ -40,9 +42,9 @@ def test_fp8_of_the_official_block_uses_the_whole_range() -> None:
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_int4_says_what_it_packs(rows: int, group: int) -> None:
+def test_int4_codes(rows: int, group: int) -> None:
     weight = weights(rows, 256)
-    packed, scale = quantize_integers(weight, 4, group)
+    packed, scale = quantize_int(weight, 4, group)
     assert (packed.dtype, packed.shape) == (torch.int32, (rows, 32))
     assert (scale.dtype, scale.shape) == (torch.bfloat16, (rows, 256 // group))
     expected = torch.from_numpy(reference.int4(packed, scale.float().numpy(), None, rows, 256))
@@ -55,9 +57,9 @@ def test_int4_says_what_it_packs(rows: int, group: int) -> None:
 
 @pytest.mark.parametrize("group", [None, 128, 32])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_int8_says_what_it_packs(rows: int, group: int | None) -> None:
+def test_int8_codes(rows: int, group: int | None) -> None:
     weight = weights(rows, 256)
-    packed, scale = quantize_integers(weight, 8, group)
+    packed, scale = quantize_int(weight, 8, group)
     assert (packed.dtype, packed.shape) == (torch.int32, (rows, 64))
     assert (scale.dtype, scale.shape) == (torch.bfloat16, (rows, 256 // (group or 256)))
     back = torch.from_numpy(reference.int8(packed, scale.float().numpy(), rows, 256))
@@ -77,24 +79,24 @@ def drawn(kind: str, rows: int, columns: int) -> Tensor:
 
 
 def missed(weight: Tensor, group: int) -> float:
-    back = dequantize_int4(*quantize_integers(weight, 4, group), None, torch.float32)
+    back = dequantize_int4(*quantize_int(weight, 4, group), None, torch.float32)
     return float((back - weight).square().sum())
 
 
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("kind", ["normal", "heavy"])
 def test_int4_is_better_than_rounding_to_nearest(kind: str, group: int) -> None:
-    """By a sixth and more of the root mean square, and the account of the plain way is right."""
+    """By at least a sixth of the root mean square; the reported error of plain rounding is exact."""
     weight = drawn(kind, 64, 1024)
     groups = weight.unflatten(1, (-1, group))
     plain_scale = (groups.abs().amax(2, keepdim=True) / 7).bfloat16().float()
     plain = ((groups / plain_scale).round().clamp(-8, 7) * plain_scale - groups).square().sum()
-    assert nearest_error(weight, 4, group) == pytest.approx(float(plain), rel=1e-5)
+    assert nearest_squared_error(weight, 4, group) == pytest.approx(float(plain), rel=1e-5)
     assert (missed(weight, group) / float(plain)) ** 0.5 < 0.85
 
 
-def test_hardly_any_scale_is_better() -> None:
-    """Against every scale of a fine ladder, of both signs: within one part in a hundred."""
+def test_scale_is_near_optimal() -> None:
+    """Within 1 % of the best of a fine grid of scales of both signs."""
     weight = drawn("normal", 16, 512)
     groups = weight.unflatten(1, (-1, 32))
     least = torch.full(groups.shape[:2], torch.inf)
@@ -110,26 +112,26 @@ def test_hardly_any_scale_is_better() -> None:
 def test_blocks_of_zeros_and_of_extremes_stay_finite(value: float) -> None:
     weight = torch.full((128, 128), value)
     back = reference.fp8(*quantize_fp8(weight, BLOCK))
-    narrow = dequantize_int4(*quantize_integers(weight, 4, 32), None, torch.float32)
-    packed, scale = quantize_integers(weight, 8, None)
+    int4 = dequantize_int4(*quantize_int(weight, 4, 32), None, torch.float32)
+    packed, scale = quantize_int(weight, 8, None)
     bytewise = torch.from_numpy(reference.int8(packed, scale.float().numpy(), 128, 128))
-    for result in (back, narrow, bytewise):
+    for result in (back, int4, bytewise):
         assert result.isfinite().all()
         assert torch.allclose(result, weight, rtol=0.07, atol=1e-37)
 
 
-def test_one_large_weight_leaves_other_groups_alone() -> None:
+def test_outlier_affects_its_group_only() -> None:
     weight = weights(4, 128)
-    alone = dequantize_int4(*quantize_integers(weight, 4, 32), None, torch.float32)
+    alone = dequantize_int4(*quantize_int(weight, 4, 32), None, torch.float32)
     weight[2, 70] = 1000
-    beside = dequantize_int4(*quantize_integers(weight, 4, 32), None, torch.float32)
+    beside = dequantize_int4(*quantize_int(weight, 4, 32), None, torch.float32)
     same = torch.ones(4, 128, dtype=torch.bool)
     same[2, 64:96] = False
     assert torch.equal(alone[same], beside[same])
 
 
 @pytest.mark.parametrize("columns", [8, 13, 1])
-def test_codes_survive_packing(columns: int) -> None:
+def test_packing_round_trip(columns: int) -> None:
     codes = torch.randint(0, 16, (5, columns), dtype=torch.uint8)
     packed = pack_codes(codes)
     assert packed.shape == (5, -(-columns // 8))

@@ -1,4 +1,4 @@
-"""What the tests of a cluster are made of: pictures as items that pickle, an output in memory, a job."""
+"""Helpers for the tests of clusters: pictures as items that pickle, an output in memory, a job."""
 
 import io
 import os
@@ -13,11 +13,11 @@ from PIL import Image
 
 from tests.ray.conftest import AT_HOME
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.opening import Wanted
+from vlfit.backends.opening import BackendSpec
 from vlfit.errors import PictureNotFound
 from vlfit.tasks.batch.items import Item, KeySet, Record
 from vlfit.tasks.batch.job import Job, Wish
-from vlfit.tasks.batch.runner import Progress
+from vlfit.tasks.batch.runner import BatchProgress
 
 
 def png(number: int) -> bytes:
@@ -28,9 +28,9 @@ def png(number: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Painted:
-    """Reads picture ``number``. It ``ends`` the process that does; is ``far``: only the first machine has it;
-    or is ``bad``.
+class GalleryPicture:
+    """Reader of picture ``number``. ``ends``: reading it kills the process; ``far``: only the first machine
+    has it; ``bad``: it is not a picture.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Painted:
 class Gallery:
     """A source of painted pictures."""
 
-    pictures: tuple[Painted, ...]
+    pictures: tuple[GalleryPicture, ...]
 
     def __iter__(self) -> Iterator[Item]:
         return (Item(f"{picture.number:04}.png", picture.read) for picture in self.pictures)
@@ -63,12 +63,12 @@ class Gallery:
 
 
 def gallery(many: int) -> Gallery:
-    return Gallery(tuple(map(Painted, range(many))))
+    return Gallery(tuple(map(GalleryPicture, range(many))))
 
 
 @dataclass
-class Book:
-    """An output that remembers."""
+class MemoryOutput:
+    """An output in memory."""
 
     records: dict[str, Record] = field(default_factory=dict)
     failures: dict[str, Exception] = field(default_factory=dict)
@@ -94,10 +94,8 @@ class Book:
     def flush(self) -> None: ...
 
 
-class Heard(Progress):
-    """Remembers what was said; ``workers`` are the processes that have begun. ``then`` is called after each
-    picture with how many there are.
-    """
+class RecordedProgress(BatchProgress):
+    """Progress that collects the notes in ``said``; ``workers``: process ids of the workers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,5 +113,5 @@ def job(max_tokens: int = 4) -> Job:
     return Job(Wish.caption(), SamplingParams(max_tokens=max_tokens), ("gallery",), Path("captions.jsonl"))
 
 
-def at(url: str) -> Wanted:
-    return Wanted(kind="remote", server=url)
+def at(url: str) -> BackendSpec:
+    return BackendSpec(kind="remote", server=url)

@@ -1,4 +1,4 @@
-"""A batch over a cluster of two machines: complete, whatever dies; and nothing twice."""
+"""A batch on a cluster of two machines: complete whatever dies, and nothing written twice."""
 
 import os
 import signal
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.ray.parts import Book, Gallery, Heard, Painted, at, gallery, job
+from tests.ray.parts import Gallery, GalleryPicture, MemoryOutput, RecordedProgress, at, gallery, job
 from tests.server.harness import Running, running
 from tests.server.scripted import ScriptedBackend
-from vlfit.backends.opening import Wanted
+from vlfit.backends.opening import BackendSpec
 from vlfit.errors import ClusterError, NotAPicture
-from vlfit.tasks.batch.executor import Crew, Outcome
+from vlfit.tasks.batch.executor import BatchExecutor, Outcome
 from vlfit.tasks.batch.items import Item
-from vlfit.tasks.batch.job import Work
+from vlfit.tasks.batch.job import PictureTask
 from vlfit.tasks.batch.ray import RayOptions
 from vlfit.tasks.batch.ray.cluster import Sample, connected
 from vlfit.tasks.batch.ray.coordinator import run_on_ray
@@ -38,13 +38,13 @@ def keys(source: Gallery) -> list[str]:
 
 
 def test_words_are_those_of_one_machine(cluster: str) -> None:
-    pictures = Gallery((*map(Painted, range(12)), Painted(12, bad=True)))
-    book, heard = Book(), Heard()
-    wanted = Wanted(model="mini")
+    pictures = Gallery((*map(GalleryPicture, range(12)), GalleryPicture(12, bad=True)))
+    book, heard = MemoryOutput(), RecordedProgress()
+    wanted = BackendSpec(model="mini")
     tally = run_on_ray(job(), wanted, RayOptions(cluster, 2), source=pictures, output=book, progress=heard)
-    backend, pace = open_for_batch(wanted)
-    crew = Crew(Work.of(job()), backend, pace)
-    here = {outcome.item.key: outcome.record for outcome in crew.outcomes(pictures)}
+    backend, options = open_for_batch(wanted)
+    executor = BatchExecutor(PictureTask.from_job(job()), backend, options)
+    here = {outcome.item.key: outcome.record for outcome in executor.outcomes(pictures)}
     backend.close()
     assert sorted(here) == keys(pictures)
     for key, record in book.records.items():
@@ -59,7 +59,7 @@ def test_words_are_those_of_one_machine(cluster: str) -> None:
     assert "the gallery is closed" in heard.said
 
 
-class Killer(Heard):
+class Killer(RecordedProgress):
     """Ends a worker when ``after`` pictures are done."""
 
     def __init__(self, after: int) -> None:
@@ -73,7 +73,7 @@ class Killer(Heard):
 
 
 def test_a_killed_worker_loses_nothing(cluster: str, server: Running) -> None:
-    pictures, book, killer = gallery(200), Book(), Killer(after=30)
+    pictures, book, killer = gallery(200), MemoryOutput(), Killer(after=30)
     run_on_ray(
         job(),
         at(server.url),
@@ -83,16 +83,16 @@ def test_a_killed_worker_loses_nothing(cluster: str, server: Running) -> None:
         progress=killer,
         at_once=8,
     )
-    assert sorted(book.records) == keys(pictures)  # Book refuses a second record of a key
+    assert sorted(book.records) == keys(pictures)  # MemoryOutput refuses a second record of a key
     assert len(killer.workers) == 3
-    assert "a worker has died; what it had is done again" in killer.said
+    assert any("died" in text for text in killer.said)
     assert not book.failures
 
 
 def test_a_picture_that_kills_its_worker_fails_alone(cluster: str, server: Running) -> None:
     # None of the first pictures, which are read here.
-    pictures = Gallery(tuple(Painted(number, ends=number == 17) for number in range(24)))
-    book, heard = Book(), Heard()
+    pictures = Gallery(tuple(GalleryPicture(number, ends=number == 17) for number in range(24)))
+    book, heard = MemoryOutput(), RecordedProgress()
     run_on_ray(job(), at(server.url), RayOptions(cluster, 2), source=pictures, output=book, progress=heard)
     assert list(book.failures) == ["0017.png"]
     assert isinstance(book.failures["0017.png"], ClusterError)
@@ -127,8 +127,8 @@ def test_pictures_are_sent_to_machines_that_lack_them(
     from tests.ray.conftest import AT_HOME
 
     monkeypatch.setenv(AT_HOME, "1")
-    pictures = Gallery(tuple(Painted(number, far=True) for number in range(20)))
-    book, heard = Book(), Heard()
+    pictures = Gallery(tuple(GalleryPicture(number, far=True) for number in range(20)))
+    book, heard = MemoryOutput(), RecordedProgress()
     run_on_ray(job(), at(server.url), RayOptions(cluster, 1), source=pictures, output=book, progress=heard)
     assert sorted(book.records) == keys(pictures)
     assert any("sent to the workers" in text for text in heard.said)
@@ -143,33 +143,35 @@ class Missing(Item):
 
 def test_a_machine_that_cannot_run_it_is_named(cluster: str) -> None:
     with connected(RayOptions(cluster)) as here:
-        team = here.team(RayOptions(cluster, 2), "cpu")
+        pool = here.worker_pool(RayOptions(cluster, 2), "cpu")
         sample = Sample(Missing("a.png", bytes), None)
-        with pytest.raises(
-            ClusterError, match=r"\(.*\) cannot run vlfit: .*a_package_that_nobody_has"
-        ) as raised:
-            here.look(team, Wanted(model="mini"), (sample,))
+        with pytest.raises(ClusterError, match="a_package_that_nobody_has") as raised:
+            here.inspect_nodes(pool, BackendSpec(model="mini"), (sample,))
     assert raised.value.message.startswith(socket.gethostname())
 
 
 def test_what_is_settled_is_not_asked_again(cluster: str, server: Running) -> None:
-    pictures, book, heard = gallery(20), Book(), Heard()
+    pictures, book, heard = gallery(20), MemoryOutput(), RecordedProgress()
     options = RayOptions(cluster, 1)
     run_on_ray(job(), at(server.url), options, source=pictures, output=book, progress=heard, limit=6)
     assert sorted(book.records) == keys(pictures)[:6]
     first = dict(book.records)
-    run_on_ray(job(), at(server.url), options, source=pictures, output=book, progress=(heard := Heard()))
+    run_on_ray(
+        job(), at(server.url), options, source=pictures, output=book, progress=(heard := RecordedProgress())
+    )
     assert sorted(book.records) == keys(pictures)
     assert all(book.records[key] is record for key, record in first.items())
     assert (heard.tally.done, heard.tally.skipped) == (14, 6)
-    run_on_ray(job(), at(server.url), options, source=pictures, output=book, progress=(heard := Heard()))
+    run_on_ray(
+        job(), at(server.url), options, source=pictures, output=book, progress=(heard := RecordedProgress())
+    )
     assert heard.said == []  # nothing left: no cluster is reached
 
 
 def test_what_concerns_all_is_said_once_and_ends_the_run(cluster: str) -> None:
     with running(ScriptedBackend()) as server:
         gone = server.url
-    book = Book()
+    book = MemoryOutput()
     with pytest.raises(Exception, match=r"on .*: .*"):
         run_on_ray(job(), at(gone), RayOptions(cluster, 1), source=gallery(4), output=book, tries=1)
     assert not book.records

@@ -9,10 +9,10 @@ import signal
 import pytest
 
 from tests.backends.vllm.processes import with_word, words_of_all
-from tests.ray.parts import Book, Heard, gallery, job
+from tests.ray.parts import MemoryOutput, RecordedProgress, gallery, job
 from tests.vllm_parser import PYTHON
 from vlfit.api.engine_options import EngineOptions
-from vlfit.backends.opening import Wanted
+from vlfit.backends.opening import BackendSpec
 from vlfit.backends.vllm.serve_command import VllmOptions
 from vlfit.tasks.batch.executor import Outcome
 from vlfit.tasks.batch.ray import RayOptions
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-class Killer(Heard):
+class Killer(RecordedProgress):
     """Ends the worker in the midst. ``first``: its vLLM, with all that it had started by then."""
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ def _field(pid: int, number: int) -> int:
 
 
 def test_a_vllm_ends_with_its_worker_and_another_does_the_rest(cluster: str) -> None:
-    pictures, book, killer = gallery(20), Book(), Killer()
-    wanted = Wanted(
+    pictures, book, killer = gallery(20), MemoryOutput(), Killer()
+    wanted = BackendSpec(
         kind="vllm",
         model="mini",
-        options=EngineOptions(context=1024),
+        options=EngineOptions(max_model_len=1024),
         vllm=VllmOptions(python=PYTHON),
     )
     run_on_ray(
@@ -81,7 +81,7 @@ def test_a_vllm_ends_with_its_worker_and_another_does_the_rest(cluster: str) -> 
         progress=killer,
         at_once=4,
     )
-    assert sorted(book.records) == [item.key for item in pictures]  # Book refuses a second record of a key
+    assert sorted(book.records) == [item.key for item in pictures]  # each key once
     assert not book.failures
     assert book.model == "mini"
     assert len(killer.workers) == 2

@@ -1,4 +1,4 @@
-"""How tests ask what is wrong, and what every error looks like."""
+"""Requests and error checks shared by tests."""
 
 import json
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""A scripted server, for whoever asks for it."""
+"""Fixtures of a scripted server."""
 
 from tests.server.fixtures import client, scripted, server, server_settings, shared_backend, works_afterwards
 

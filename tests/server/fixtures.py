@@ -1,7 +1,6 @@
-"""A server of ours around a scripted backend: one for a whole module, and for each test the backend as new.
+"""A server around a scripted backend: shared by a module, with the backend reset for each test.
 
-A folder's conftest.py brings these in. A module whose server wants settings has a ``server_settings`` of its
-own.
+Imported by a folder's conftest.py. A module can override ``server_settings``.
 """
 
 from collections.abc import Iterator

@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 from openai import OpenAI
 
-from vlfit.backends.base import LocalBackend
+from vlfit.backends.base import Backend
 from vlfit.server.app import create_app
-from vlfit.server.http.listen import HeadsInTime, bind
+from vlfit.server.http.listen import LimitedH11Protocol, bind
 from vlfit.server.server_settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ class Running:
 
 
 @contextmanager
-def running(
-    backend: LocalBackend, settings: ServerSettings | None = None, port: int = 0
-) -> Iterator[Running]:
+def running(backend: Backend, settings: ServerSettings | None = None, port: int = 0) -> Iterator[Running]:
     """Serve ``backend`` for as long as the block lasts, on a free port unless one is given."""
     listener = bind("127.0.0.1", port)
     config = uvicorn.Config(
@@ -50,7 +48,7 @@ def running(
         log_config=None,
         access_log=False,
         lifespan="off",
-        http=HeadsInTime,
+        http=LimitedH11Protocol,
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
@@ -69,13 +67,13 @@ def running(
 
 def slowly(backend: "NativeBackend", monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes so long that a long answer is not done before others have done what they want to."""
-    step = backend._loop.engine.step
+    step = backend._engine_thread.engine.step
 
     def later() -> Any:
         time.sleep(0.03)
         return step()
 
-    monkeypatch.setattr(backend._loop.engine, "step", later)
+    monkeypatch.setattr(backend._engine_thread.engine, "step", later)
 
 
 PATIENCE = 60.0  # seconds, which only pass where something is wrong, however busy the machine is

@@ -1,4 +1,4 @@
-"""A backend without a model: says given words at a given pace, remembers what it was asked, fails if told."""
+"""A backend without a model: generates given words at a given pace, records requests, fails on demand."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vlfit.api.conversation import Conversation, ImagePart, TextPart, Tool, VideoPart
 from vlfit.api.outputs import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Listener, Prepared, Stream, Ticket
+from vlfit.backends.base import Backend, Listener, Prepared, Stream, Ticket
 from vlfit.errors import DoesNotFit
 
 CONTEXT = 4096
@@ -18,11 +18,11 @@ class ScriptedPrepared:
     images: tuple[ImageSeen, ...]
     prompt_tokens: int
     image_tokens: int
-    most_tokens: int = 5
+    max_tokens: int = 5
 
 
 @dataclass
-class ScriptedTicket:
+class ScriptedTicket(Ticket):
     cancelled: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -31,8 +31,8 @@ class ScriptedTicket:
 
 
 @dataclass
-class ScriptedBackend:
-    """``words`` are said one by one, ``delay`` seconds before each.
+class ScriptedBackend(Backend):
+    """Generates ``words`` one by one, ``delay`` seconds before each.
 
     ``prepare_error`` is raised by ``prepare``; ``error_after`` words the completion fails with ``error``.
     Completions wait for each other at ``together``, and after their first word for ``go_on``.
@@ -47,8 +47,10 @@ class ScriptedBackend:
     error_after: int = 2
     together: threading.Barrier | None = None
     go_on: threading.Event | None = None
+    kind: str = "scripted"
     model: str = "scripted"
     context: int = CONTEXT
+    device: str = "elsewhere"
     asked: list[tuple[Conversation, SamplingParams]] = field(default_factory=list)
     raw: list[str | tuple[int, ...]] = field(default_factory=list)
     tools: tuple[Tool, ...] = ()

@@ -1,9 +1,9 @@
 """A server process without a model, for tests: ``python -m tests.server.serve_scripted``.
 
-Takes a port, and ``kept`` if it is to be started again when it dies (``broken``: in vain,
-``faulty``: it loses its engine once, ``slow``: it takes a line on stdin to start, and one to end
-after such a loss), ``drain_seconds=600`` and ``term_seconds=600`` if what runs is not to be cut; prints
-``ready`` and the port when connections are taken, ``stopped`` after a stop in order.
+Arguments: a port; ``kept`` to run under the supervisor (``broken``: restarts fail; ``faulty``: the engine is
+lost once; ``slow``: wait for a line on stdin before starting, and before exiting after such a loss);
+``drain_seconds=600``, ``term_seconds=600``. Prints ``ready`` and the port once connections are accepted,
+``stopped`` after a graceful stop.
 """
 
 import os
@@ -14,7 +14,7 @@ from vlfit.errors import VlfitError
 from vlfit.server.app import create_app
 from vlfit.server.http.listen import bind, serve_until_stopped
 from vlfit.server.server_settings import ServerSettings
-from vlfit.server.supervisor import keep
+from vlfit.server.supervisor import supervise
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     try:
         with bind("127.0.0.1", int(sys.argv[1])) as listener:
             port = listener.getsockname()[1]
-            kept = keep(listener) if "kept" in sys.argv else None
+            kept = supervise(listener) if "kept" in sys.argv else None
             if "slow" in sys.argv:
                 print("starting", port, flush=True)
                 sys.stdin.readline()
@@ -38,16 +38,16 @@ def main() -> None:
 
             def ready() -> None:
                 if kept:
-                    kept.tell_ready()
+                    kept.mark_ready()
                 print("ready", port, flush=True)
 
             if "faulty" in sys.argv and not settings.restarts:
                 backend.error = RuntimeError("CUDA error: an illegal memory access was encountered")
             app = create_app(backend, settings)
             serve_until_stopped(app, kept.listener if kept else listener, settings, ready)
-            if app.state.closing.crashed:
+            if app.state.shutdown.crashed:
                 if kept:
-                    kept.tell_lost()
+                    kept.mark_lost()
                 if "slow" in sys.argv:
                     sys.stdin.readline()
                 os._exit(70)

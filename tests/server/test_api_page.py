@@ -1,4 +1,4 @@
-"""``/openapi.json`` and ``/docs``, the price of a chat, the plan, and what the API does not have."""
+"""``/openapi.json``, ``/docs``, price, plan, and routes that do not exist."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.server.admin.status import expectation_of
+from vlfit.server.admin.status import expected_memory
 from vlfit.server.app import create_app
 from vlfit.server.openai.openapi import document
 from vlfit.server.server_settings import ServerSettings
@@ -22,17 +22,17 @@ from vlfit.server.server_settings import ServerSettings
 
 @pytest.fixture(scope="module")
 def mini() -> Iterator[NativeBackend]:
-    with NativeBackend.load("mini", EngineOptions(device="cpu", context=1024)) as backend:
+    with NativeBackend.load("mini", EngineOptions(device="cpu", max_model_len=1024)) as backend:
         yield backend
 
 
 @pytest.fixture(scope="module")
 def server(mini: NativeBackend) -> Iterator[Running]:
-    with running(mini, ServerSettings(expectation=expectation_of(mini, ()))) as running_server:
+    with running(mini, ServerSettings(expectation=expected_memory(mini, ()))) as running_server:
         yield running_server
 
 
-def test_the_document_has_what_it_refers_to(server: Running) -> None:
+def test_openapi_references_resolve(server: Running) -> None:
     told = httpx.get(f"{server.url}/openapi.json").json()
     assert told == document()
     names = set(re.findall(r"#/components/schemas/([A-Za-z_]+)", str(told)))
@@ -40,7 +40,7 @@ def test_the_document_has_what_it_refers_to(server: Running) -> None:
     assert {"ChatRequest", "ResponseRequest", "CompletionRequest", "Error"} <= names
 
 
-def test_the_document_and_the_routes_agree() -> None:
+def test_openapi_matches_the_routes() -> None:
     routes = create_app(ScriptedBackend()).routes
     served = {
         (route.path_format, method.lower())
@@ -54,7 +54,7 @@ def test_the_document_and_the_routes_agree() -> None:
     assert unsaid == set()
 
 
-def test_the_page_asks_nobody_for_anything(server: Running) -> None:
+def test_docs_page_loads_nothing(server: Running) -> None:
     answer = httpx.get(f"{server.url}/docs")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -71,7 +71,7 @@ def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], **fields}
 
 
-def test_a_price_is_what_the_request_then_costs(server: Running, mini: NativeBackend) -> None:
+def test_price_equals_actual_usage(server: Running, mini: NativeBackend) -> None:
     body = chat({"type": "image_url", "image_url": {"url": data_url(png("red", 300, 200))}}, max_tokens=7)
     steps = mini.account().counters.steps
     price = httpx.post(f"{server.url}/v1/vlfit/price", json={**body, "n": 2}).json()
@@ -83,12 +83,12 @@ def test_a_price_is_what_the_request_then_costs(server: Running, mini: NativeBac
     assert (price["completions"], price["max_tokens"]) == (2, 7)
     pool = mini.account().pool
     each = -(-(price["prompt_tokens"] + 6) // pool.block_size)
-    bytes_of_block = mini.account().holdings.kv_cache // pool.blocks
+    bytes_of_block = mini.account().memory.kv_cache // pool.blocks
     assert price["kv_cache"]["blocks"] == 2 * each
     assert price["kv_cache"]["bytes"] == 2 * each * bytes_of_block
 
 
-def test_what_cannot_run_has_no_price(server: Running) -> None:
+def test_price_refuses_invalid_requests(server: Running) -> None:
     for body, code in (
         (chat(max_tokens=5000), "context_length_exceeded"),
         (chat({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}), "invalid_image"),
@@ -111,6 +111,7 @@ def test_the_plan_adds_up(server: Running, mini: NativeBackend) -> None:
     assert {line["line"]: line["bytes"] for line in plan["lines"]}.items() <= planned.items()
 
 
-def test_embeddings_are_not_made_up(server: Running) -> None:
-    with server.openai() as client, pytest.raises(NotFoundError, match="gives no embeddings"):
+def test_embeddings_are_not_found(server: Running) -> None:
+    with server.openai() as client, pytest.raises(NotFoundError) as caught:
         client.embeddings.create(model="mini", input="x")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

@@ -1,4 +1,4 @@
-"""A body that is no request, or too large, and routes that are none: refused in OpenAI's error shape."""
+"""Invalid and oversized bodies, and wrong routes, get errors in OpenAI's format."""
 
 import gzip
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def server_settings() -> ServerSettings:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'"text"', b"null", b"\xff\xfe", b'{"messages": ' + b"[" * 10_000]
 )
-def test_a_body_that_is_no_request(server: Running, body: bytes) -> None:
+def test_invalid_bodies(server: Running, body: bytes) -> None:
     status, error = post(server, body)
     assert status == 400
     assert error["type"] == "invalid_request_error"
@@ -48,7 +48,7 @@ def test_a_body_over_the_limit(client: OpenAI) -> None:
     assert caught.value.code == "request_too_large"
 
 
-def test_a_body_over_the_limit_is_refused_from_its_head(server: Running) -> None:
+def test_content_length_over_the_limit_is_refused_before_the_body(server: Running) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999999999\r\n\r\n"
     with server.socket() as connection:
         connection.sendall(head)
@@ -56,7 +56,7 @@ def test_a_body_over_the_limit_is_refused_from_its_head(server: Running) -> None
         connection.sendall(bytes(1000))  # is still taken
 
 
-def test_a_packed_body_is_refused_in_words(server: Running) -> None:
+def test_compressed_bodies_are_refused(server: Running) -> None:
     packed = gzip.compress(b'{"messages": []}')
     answer = httpx.post(
         f"{server.url}/v1/chat/completions", content=packed, headers={"Content-Encoding": "gzip"}
@@ -65,7 +65,7 @@ def test_a_packed_body_is_refused_in_words(server: Running) -> None:
     assert "Content-Encoding 'gzip'" in answer.json()["error"]["message"]
 
 
-def test_a_body_without_end_is_cut_off(server: Running) -> None:
+def test_endless_bodies_are_cut_off(server: Running) -> None:
     """Chunked, so that no header gives its size away."""
     sent = 0
 

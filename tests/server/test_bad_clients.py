@@ -1,4 +1,4 @@
-"""Clients that die, send half, or read a byte a second: blocks are free at once, others notice nothing."""
+"""Clients that are killed, stall or read slowly release their KV blocks at once."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ from vlfit.server.server_settings import ServerSettings
 
 @pytest.fixture(scope="module")
 def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
-    options = EngineOptions(device="cpu", context=512, sequences=4, prefix_cache=False)
+    options = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=4, prefix_cache=False)
     with NativeBackend.load(tiny("tied"), options) as loaded:
         yield loaded
 
@@ -97,7 +97,7 @@ def test_half_a_body_takes_no_blocks(server: Running, backend: NativeBackend) ->
         connection.close()
 
 
-def test_who_reads_a_byte_a_second_holds_no_blocks(server: Running, backend: NativeBackend) -> None:
+def test_slow_readers_hold_no_blocks(server: Running, backend: NativeBackend) -> None:
     """Nor does who reads nothing: the answer waits in RAM, the model goes on with others."""
     slow = []
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The chat endpoint as the ``openai`` package sees it."""
+"""Chat completions through the ``openai`` package."""
 
 import asyncio
 import base64
@@ -130,13 +130,13 @@ def test_every_sampling_field_arrives(client: OpenAI, backend: ScriptedBackend) 
     assert (sampling.ignore_eos, sampling.top_logprobs, sampling.loop_guard) == (True, 2, True)
 
 
-def test_length_is_told(client: OpenAI) -> None:
+def test_finish_reason_length(client: OpenAI) -> None:
     completion = client.chat.completions.create(model="scripted", messages=HELLO, max_tokens=2)
     assert completion.choices[0].finish_reason == "length"
     assert completion.choices[0].message.content == "A red "
 
 
-def test_a_loop_is_stop_for_openai_and_loop_for_us(client: OpenAI, backend: ScriptedBackend) -> None:
+def test_loop_guard_finish_reasons(client: OpenAI, backend: ScriptedBackend) -> None:
     backend.finish_reason = "loop"
     completion = client.chat.completions.create(model="scripted", messages=HELLO)
     assert completion.choices[0].finish_reason == "stop"

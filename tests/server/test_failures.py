@@ -1,4 +1,4 @@
-"""What fails behind the server: clients hear it in OpenAI's error shape, and the next request works."""
+"""Backend failures reach clients in OpenAI's error format, and the next request works."""
 
 import logging
 
@@ -20,7 +20,7 @@ def test_what_does_not_fit(client: OpenAI, scripted: ScriptedBackend) -> None:
         client.chat.completions.create(model="scripted", messages=HELLO)
 
 
-def test_the_engine_is_gone(client: OpenAI, scripted: ScriptedBackend) -> None:
+def test_engine_stopped(client: OpenAI, scripted: ScriptedBackend) -> None:
     scripted.prepare_error = EngineStopped("the engine is shutting down", "start it again")
     with pytest.raises(openai.InternalServerError) as caught:
         client.chat.completions.create(model="scripted", messages=HELLO)
@@ -28,7 +28,7 @@ def test_the_engine_is_gone(client: OpenAI, scripted: ScriptedBackend) -> None:
     assert caught.value.type == "server_error"
 
 
-def test_a_mistake_of_ours_tells_the_log_not_the_client(
+def test_internal_errors_are_logged_not_sent(
     client: OpenAI, scripted: ScriptedBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     scripted.prepare_error = RuntimeError("secret detail")
@@ -39,21 +39,21 @@ def test_a_mistake_of_ours_tells_the_log_not_the_client(
     assert "secret detail" in caplog.text
 
 
-def test_a_failure_before_the_first_word(client: OpenAI, scripted: ScriptedBackend) -> None:
+def test_failure_before_the_first_token(client: OpenAI, scripted: ScriptedBackend) -> None:
     scripted.error, scripted.error_after = DeviceError("the GPU is out of memory", "send less"), 2
     with pytest.raises(openai.InternalServerError, match="out of memory"):
         client.chat.completions.create(model="scripted", messages=HELLO)
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "code"),
     [
-        (DeviceError("the GPU is out of memory", "send less"), "the GPU is out of memory; send less"),
-        (ValueError("secret detail"), "the server made a mistake"),
+        (DeviceError("the GPU is out of memory", "send less"), DeviceError.code),
+        (ValueError("secret detail"), "internal_error"),
     ],
 )
 def test_a_failure_in_mid_stream_is_an_event(
-    client: OpenAI, scripted: ScriptedBackend, error: Exception, says: str, caplog: pytest.LogCaptureFixture
+    client: OpenAI, scripted: ScriptedBackend, error: Exception, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "vlfit.server")
     scripted.error, scripted.error_after = error, 2
@@ -62,14 +62,16 @@ def test_a_failure_in_mid_stream_is_an_event(
     with pytest.raises(openai.APIError) as caught:
         words.extend(chunk.choices[0].delta.content or "" for chunk in stream)
     assert "".join(words) == "A red "
-    assert caught.value.message.startswith(says)
+    assert caught.value.code == code
+    text = str(error).splitlines()[0]
+    assert (text in caught.value.message) == isinstance(error, DeviceError)
     wait_for(lambda: " 200 " in caplog.text)
-    assert str(error).splitlines()[0] in caplog.text
+    assert text in caplog.text
     tracebacks = [record for record in caplog.records if record.exc_info]
     assert len(tracebacks) == (1 if isinstance(error, ValueError) else 0)
 
 
-def test_a_failing_choice_ends_the_others(client: OpenAI, scripted: ScriptedBackend) -> None:
+def test_a_failing_choice_cancels_the_others(client: OpenAI, scripted: ScriptedBackend) -> None:
     scripted.error, scripted.error_after = DeviceError("broken"), 2
     with pytest.raises(openai.InternalServerError):
         client.chat.completions.create(model="scripted", messages=HELLO, n=3)

@@ -1,4 +1,4 @@
-"""Memory goes back to the system, and heaps are few: seen in processes of their own, as it is for good."""
+"""malloc settings, heap trimming and gc.freeze, each in a process of its own."""
 
 import asyncio
 import ctypes
@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from vlfit.server.http import malloc as host_memory
+from vlfit.server.http import malloc
 from vlfit.units import MIB
 
 PROGRAM = """
 import ctypes, os, sys
 from pathlib import Path
-from vlfit.server import host_memory
+from vlfit.server.http import malloc
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -29,7 +29,7 @@ def buffer(size):
     return place
 
 if "give back" in sys.argv:
-    assert host_memory.give_memory_back()
+    assert malloc.configure_malloc()
 libc.free(buffer(24 << 20))  # glibc learns from this that such sizes come and go
 before = resident()
 large = [buffer(20 << 20) for _ in range(4)]
@@ -41,9 +41,9 @@ print(resident() - before)
 
 THREADS = """
 import ctypes, threading
-from vlfit.server import host_memory
+from vlfit.server.http import malloc
 
-assert host_memory.give_memory_back()
+assert malloc.configure_malloc()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 together = threading.Barrier(24)
@@ -66,7 +66,7 @@ libc.fflush(None)
 BETWEEN = """
 import ctypes, os
 from pathlib import Path
-from vlfit.server import host_memory
+from vlfit.server.http import malloc
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -81,7 +81,7 @@ for number, place in enumerate(pieces):
     if number % 20:  # what stays keeps the heap from shrinking
         libc.free(place)
 before = resident()
-host_memory.trim_heaps()
+malloc.trim_heaps()
 print(before - resident())
 """
 
@@ -95,45 +95,45 @@ def left_behind(*arguments: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps them")
-def test_what_is_freed_goes_back() -> None:
+def test_freed_buffers_return_to_the_system() -> None:
     assert left_behind("give back") < 2 * MIB
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have other heaps")
-def test_many_threads_share_few_heaps() -> None:
+def test_arenas_are_limited() -> None:
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True)
-    assert 1 < done.stdout.count("<heap nr=") <= host_memory.MOST_HEAPS
+    assert 1 < done.stdout.count("<heap nr=") <= malloc.MAX_ARENAS
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps it")
-def test_what_is_free_between_what_is_not_goes_back() -> None:
+def test_trimming_returns_free_pages() -> None:
     done = subprocess.run([sys.executable, "-c", BETWEEN], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 30 * MIB  # of 36
 
 
-def test_heaps_are_trimmed_when_nobody_has_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heaps_are_trimmed_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for requests that end one after the other, and not while there is another."""
     trimmed: list[float] = []
-    monkeypatch.setattr(host_memory, "QUIET", 0.05)
-    monkeypatch.setattr(host_memory, "trim_heaps", lambda: trimmed.append(1.0))
+    monkeypatch.setattr(malloc, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(malloc, "trim_heaps", lambda: trimmed.append(1.0))
     running = 0
 
     async def requests() -> None:
         nonlocal running
-        trimming = host_memory.Trimming(lambda: running > 0)
+        trimming = malloc.HeapTrimmer(lambda: running > 0)
         running = 1
-        trimming.ended()
+        trimming.request_ended()
         await asyncio.sleep(0.1)
         assert trimmed == []
         running = 0
-        trimming.ended()
-        trimming.ended()
+        trimming.request_ended()
+        trimming.request_ended()
         running = 1  # another comes in time
         await asyncio.sleep(0.1)
         assert trimmed == []
         running = 0
-        trimming.ended()
-        trimming.ended()
+        trimming.request_ended()
+        trimming.request_ended()
         while not trimmed:
             await asyncio.sleep(0.01)
 
@@ -143,20 +143,20 @@ def test_heaps_are_trimmed_when_nobody_has_asked_for_a_while(monkeypatch: pytest
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
-    assert host_memory.give_memory_back() is False
-    host_memory.trim_heaps()
+    assert malloc.configure_malloc() is False
+    malloc.trim_heaps()
 
 
-def test_the_collector_looks_at_what_came_later_alone() -> None:
+def test_gc_ignores_frozen_objects() -> None:
     program = """
 import gc
-from vlfit.server import host_memory
+from vlfit.server.http import malloc
 
 class Held: pass
 
 before = Held()
 before.itself = before
-host_memory.keep_what_is_loaded()
+malloc.freeze_gc()
 after = Held()
 after.itself = after
 del before, after

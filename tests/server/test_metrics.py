@@ -1,4 +1,4 @@
-"""``/metrics`` as Prometheus reads it, and the log as programs read it."""
+"""``/metrics`` in Prometheus format, and JSON log lines."""
 
 import json
 import logging
@@ -14,8 +14,8 @@ from tests.server.scripted import ScriptedBackend
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk, Timings
 from vlfit.backends.native import NativeBackend
-from vlfit.server.admin.metrics import Meters, family
-from vlfit.server.http.log import JSONLines
+from vlfit.server.admin.metrics import RequestMetrics, family
+from vlfit.server.http.log import JSONFormatter
 from vlfit.server.server_settings import ServerSettings
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "ignore_eos": True}
@@ -32,8 +32,8 @@ def samples(text: str) -> Samples:
     }
 
 
-def test_what_a_scrape_tells(tiny: Callable[[str], Path]) -> None:
-    options = EngineOptions(device="cpu", context=256, sequences=2)
+def test_metrics_of_a_scrape(tiny: Callable[[str], Path]) -> None:
+    options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=2)
     with NativeBackend.load(tiny("tied"), options) as backend:
         with running(backend, ServerSettings(context=256)) as server:
             assert httpx.post(f"{server.url}/v1/chat/completions", json=HELLO).status_code == 200
@@ -59,7 +59,7 @@ def test_what_a_scrape_tells(tiny: Callable[[str], Path]) -> None:
         assert found["vlfit_completion_seconds_count", (("phase", phase),)] == 1
 
 
-def test_a_backend_that_tells_nothing_of_itself() -> None:
+def test_a_backend_without_statistics() -> None:
     with running(ScriptedBackend()) as server:
         assert httpx.post(f"{server.url}/v1/chat/completions", json=HELLO).status_code == 200
         found = samples(httpx.get(f"{server.url}/metrics").text)
@@ -68,9 +68,9 @@ def test_a_backend_that_tells_nothing_of_itself() -> None:
 
 
 def test_histograms_add_up() -> None:
-    meters = Meters()
+    meters = RequestMetrics()
     for first in (0.005, 0.007, 0.3, 1000.0):
-        meters.ended(Chunk("", (), "stop", None, Timings(0.0, first, first + 0.5, 5)))
+        meters.record_completion(Chunk("", (), "stop", None, Timings(0.0, first, first + 0.5, 5)))
     found = samples("\n".join(meters.lines()) + "\n")
 
     def below(edge: str) -> float:
@@ -80,14 +80,14 @@ def test_histograms_add_up() -> None:
     assert found["vlfit_completion_seconds_sum", (("phase", "decode"),)] == 2.0
 
 
-def test_names_with_quotes_and_lines() -> None:
+def test_label_values_are_escaped() -> None:
     label = 'a "b"\\c\nd'
     assert samples("\n".join(family("x", "gauge", "X.", [({"l": label}, 1.5), ({}, None)])) + "\n") == {
         ("x", (("l", label),)): 1.5
     }
 
 
-def test_a_line_of_json() -> None:
+def test_json_log_lines() -> None:
     try:
         raise ValueError("see https://me:word@host/?q=1")
     except ValueError as error:
@@ -96,7 +96,7 @@ def test_a_line_of_json() -> None:
         "vlfit.server", logging.ERROR, "", 1, "said %s", ("data:image/png;base64,AA",), trace
     )
     record.fields = {"status": 500, "note": "Bearer abcdef"}
-    line = json.loads(JSONLines().format(record))
+    line = json.loads(JSONFormatter().format(record))
     assert line["message"] == "said data:..."
     assert (line["status"], line["note"], line["level"]) == (500, "Bearer ...", "error")
     assert line["time"].endswith("Z")
@@ -104,10 +104,10 @@ def test_a_line_of_json() -> None:
     assert "ValueError" in line["trace"]
 
 
-def test_the_door_says_as_much_in_json(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_lines_in_json(caplog: pytest.LogCaptureFixture) -> None:
     with running(ScriptedBackend()) as server, caplog.at_level(logging.INFO, "vlfit.server"):
         httpx.post(f"{server.url}/v1/chat/completions", json=HELLO)
         wait_for(lambda: bool(caplog.records))  # the answer is there before its line
     (record,) = caplog.records
-    line = json.loads(JSONLines().format(record))
+    line = json.loads(JSONFormatter().format(record))
     assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/chat/completions", 200)

@@ -1,4 +1,4 @@
-"""The server over our own engine and a tiny checkpoint: the same words as in process, nothing left behind."""
+"""The server over our engine and a tiny checkpoint: same text as in process, no blocks leaked."""
 
 import asyncio
 import json
@@ -40,7 +40,9 @@ def folder(tiny: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def backend(folder: Path) -> Iterator[NativeBackend]:
-    with NativeBackend.load(folder, EngineOptions(device="cpu", context=CONTEXT, sequences=4)) as loaded:
+    with NativeBackend.load(
+        folder, EngineOptions(device="cpu", max_model_len=CONTEXT, max_num_seqs=4)
+    ) as loaded:
         yield loaded
 
 
@@ -53,11 +55,11 @@ def server(backend: NativeBackend) -> Iterator[Running]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(backend: NativeBackend) -> Iterator[None]:
     yield
-    wait_for(lambda: free_blocks(backend) == backend._loop.engine.pool.blocks)
+    wait_for(lambda: free_blocks(backend) == backend._engine_thread.engine.block_manager.num_blocks)
 
 
 def free_blocks(backend: NativeBackend) -> int:
-    return backend._loop.engine.pool.free
+    return int(backend._engine_thread.engine.block_manager.num_free)
 
 
 def about(question: str, *pictures: bytes) -> list[ChatCompletionMessageParam]:
@@ -66,7 +68,7 @@ def about(question: str, *pictures: bytes) -> list[ChatCompletionMessageParam]:
     return cast(list[ChatCompletionMessageParam], [{"role": "user", "content": parts}])
 
 
-def test_the_same_words_as_in_process(server: Running, backend: NativeBackend) -> None:
+def test_same_text_as_in_process(server: Running, backend: NativeBackend) -> None:
     """By the openai package and by our own remote backend: text, image sizes, tokens and logprobs."""
     data = picture(300, 200, seed=1)
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, top_logprobs=3)
@@ -116,7 +118,7 @@ def test_a_seed_repeats_a_sampled_answer_and_choices_differ(server: Running, bac
     assert len(set(first)) == 3
 
 
-def test_four_streams_at_once_say_what_each_says_alone(server: Running, backend: NativeBackend) -> None:
+def test_concurrent_streams_equal_single_ones(server: Running, backend: NativeBackend) -> None:
     pictures = [picture(200 + 40 * seed, 160, seed=seed) for seed in range(4)]
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     alone = [backend.stream(ask("what is it?", ImagePart(data)), sampling).answer().text for data in pictures]
@@ -144,7 +146,10 @@ def test_a_client_that_hangs_up_frees_its_blocks(
     server: Running, backend: NativeBackend, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     body = {"messages": about("go on"), "max_tokens": 400, "ignore_eos": True, "stream": stream}
-    blocks, cancelled = backend._loop.engine.pool.blocks, backend.account().counters.cancelled
+    blocks, cancelled = (
+        backend._engine_thread.engine.block_manager.num_blocks,
+        backend.account().counters.cancelled,
+    )
     slowly(backend, monkeypatch)
     content = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: [::]\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -200,7 +205,7 @@ def test_a_bad_frame_of_a_clip(server: Running, backend: NativeBackend, data: by
     ],
     ids=["cmyk", "16 bit", "animated", "rotated", "bmp"],
 )
-def test_odd_pictures_are_seen(server: Running, backend: NativeBackend, data: bytes) -> None:
+def test_unusual_pictures_are_accepted(server: Running, backend: NativeBackend, data: bytes) -> None:
     with server.openai() as client:
         completion = client.chat.completions.create(
             model=backend.model, messages=about("what?", data), max_tokens=2

@@ -1,4 +1,4 @@
-"""The ``openai`` package against a real server with mini: sync, async, streams, forms, tools."""
+"""The ``openai`` package against a server with mini: sync, async, streams, structured output, tools."""
 
 import asyncio
 import json
@@ -70,7 +70,9 @@ TOOL: Any = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with (
-        NativeBackend.load("mini", EngineOptions(device="cpu", context=1024, sequences=4)) as backend,
+        NativeBackend.load(
+            "mini", EngineOptions(device="cpu", max_model_len=1024, max_num_seqs=4)
+        ) as backend,
         running(backend, ServerSettings()) as running_server,
     ):
         yield running_server
@@ -82,7 +84,7 @@ def client(server: Running) -> Iterator[OpenAI]:
         yield client
 
 
-def test_whole_and_streamed_say_the_same(client: OpenAI) -> None:
+def test_streamed_equals_whole(client: OpenAI) -> None:
     wishes: Any = {"model": "mini", "messages": ASK, "temperature": 0, "max_tokens": 40}
     whole = client.chat.completions.create(**wishes)
     chunks = list(
@@ -106,7 +108,7 @@ def test_an_answer_as_a_pydantic_model(client: OpenAI) -> None:
     assert seen.model_dump(mode="json") == json.loads(completion.choices[0].message.content or "")
 
 
-def test_a_streamed_form(client: OpenAI) -> None:
+def test_streamed_structured_output(client: OpenAI) -> None:
     with client.chat.completions.stream(
         model="mini", messages=ASK, response_format=Seen, temperature=1.0, seed=5
     ) as stream:
@@ -141,7 +143,7 @@ def test_a_tool_that_must_be_called(client: OpenAI) -> None:
     assert arguments["times"] in (2, 4)
 
 
-def test_the_result_of_a_tool_is_taken(client: OpenAI) -> None:
+def test_tool_results_are_accepted(client: OpenAI) -> None:
     call = {
         "id": "c1",
         "type": "function",

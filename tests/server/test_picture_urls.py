@@ -1,4 +1,4 @@
-"""Pictures that the server fetches itself, from a web server of ours on loopback."""
+"""Pictures that the server fetches itself, from a local web server."""
 
 import threading
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def showing(*urls: str) -> list[ChatCompletionMessageParam]:
     return cast(list[ChatCompletionMessageParam], [{"role": "user", "content": parts}])
 
 
-def test_pictures_are_fetched_side_by_side_and_kept_in_order(gallery: str) -> None:
+def test_pictures_are_fetched_concurrently_in_order(gallery: str) -> None:
     colours = ["red", "blue", "green", "white", "black", "orange"]
     urls = [f"{gallery}/together/{colour}.png" for colour in colours]
     backend = ScriptedBackend()
@@ -69,7 +69,7 @@ def test_pictures_are_fetched_side_by_side_and_kept_in_order(gallery: str) -> No
     assert [part.data for part in parts if isinstance(part, ImagePart)] == [png(colour) for colour in colours]
 
 
-def test_the_same_address_is_refused_by_default(gallery: str) -> None:
+def test_private_addresses_are_refused_by_default(gallery: str) -> None:
     with (
         running(ScriptedBackend()) as server,
         server.openai() as client,
@@ -98,5 +98,5 @@ def test_a_dead_address(gallery: str) -> None:
     ):
         client.chat.completions.create(model="scripted", messages=showing("http://127.0.0.1:9/x.png"))
     assert caught.value.code == "invalid_image"
-    assert "send the picture itself" in caught.value.message
+    assert "http://127.0.0.1:9/x.png" in caught.value.message
     assert "file name" not in caught.value.message

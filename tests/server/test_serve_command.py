@@ -1,4 +1,4 @@
-"""``vlfit serve`` as a person or a script starts it, with a tiny checkpoint."""
+"""``vlfit serve`` as a process, with a tiny checkpoint."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vlfit.cli.serving import keys_of
+from vlfit.cli.serving import required_keys
 from vlfit.errors import UsageError
 from vlfit.server.http.listen import bind
 from vlfit.settings import read_settings
@@ -81,7 +81,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     assert "config.json" in told
 
 
-def test_a_taken_port_is_known_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_port_in_use_fails_before_loading(tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
@@ -109,22 +109,20 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.2", "::"])
-def test_others_are_let_in_with_a_key_or_not_by_mistake(
-    host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(UsageError, match="lets others use this server, and it asks for no key"):
-        keys_of(read_settings(host=host))
-    assert keys_of(read_settings(host=host, api_key="secret")) == ("secret",)
+def test_other_computers_need_a_key(host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UsageError, match=f"--host {host}"):
+        required_keys(read_settings(host=host))
+    assert required_keys(read_settings(host=host, api_key="secret")) == ("secret",)
     (tmp_path / "keys").write_text("a\nb\n")
-    assert keys_of(read_settings(host=host, api_keys=tmp_path / "keys")) == ("a", "b")
+    assert required_keys(read_settings(host=host, api_keys=tmp_path / "keys")) == ("a", "b")
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert keys_of(read_settings(host=host, allow_anyone=True)) == ()
-    assert "asks for no key" in caplog.text
+        assert required_keys(read_settings(host=host, allow_anyone=True)) == ()
+    assert host in caplog.text
 
 
 def test_this_computer_needs_no_key() -> None:
-    assert keys_of(read_settings()) == ()
-    assert keys_of(read_settings(host="::1")) == ()
+    assert required_keys(read_settings()) == ()
+    assert required_keys(read_settings(host="::1")) == ()
     with pytest.raises(UsageError, match="printable ASCII"):
-        keys_of(read_settings(api_key="schlüssel"))
+        required_keys(read_settings(api_key="schlüssel"))

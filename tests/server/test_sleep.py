@@ -1,4 +1,4 @@
-"""Sleep and wake over HTTP: who asks, who looks, who comes meanwhile, and what is told when it cannot."""
+"""Sleep and wake over HTTP."""
 
 import json
 import logging
@@ -25,11 +25,11 @@ from vlfit.api.conversation import ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.server.admin.status import expectation_of
+from vlfit.server.admin.status import expected_memory
 from vlfit.server.server_settings import ServerSettings
 
 SLEEP, WAKE, STATUS = "/v1/vlfit/sleep", "/v1/vlfit/wake", "/v1/vlfit/status"
-OPTIONS = EngineOptions(device="cpu", context=512, sequences=2)
+OPTIONS = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=2)
 VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()"]
 
 
@@ -41,7 +41,7 @@ def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
 
 @pytest.fixture
 def server(backend: NativeBackend) -> Iterator[Running]:
-    with running(backend, ServerSettings(expectation=expectation_of(backend, ()))) as serving:
+    with running(backend, ServerSettings(expectation=expected_memory(backend, ()))) as serving:
         yield serving
 
 
@@ -91,7 +91,7 @@ def test_asleep_and_awake_again(server: Running) -> None:
     assert say(server, stream=False) == words
 
 
-def test_many_come_at_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_requests_wake_it_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     words = say(server)
     post(server, SLEEP)
@@ -100,7 +100,7 @@ def test_many_come_at_once(server: Running, caplog: pytest.LogCaptureFixture) ->
     assert caplog.text.count("awake again") == 1
 
 
-def test_looking_does_not_wake_it(server: Running) -> None:
+def test_status_does_not_wake_it(server: Running) -> None:
     post(server, SLEEP)
     assert state(server) == "asleep"
     for path in ("/health", "/v1/models", "/v1/vlfit/ledger", STATUS):
@@ -124,7 +124,7 @@ def server_model(server: Running) -> str:
     return name
 
 
-def test_what_makes_no_sense_does_not_wake_it(server: Running) -> None:
+def test_invalid_requests_do_not_wake_it(server: Running) -> None:
     post(server, SLEEP)
     empty: dict[str, Any] = {"messages": []}
     for content in (empty, body(model="another"), body(tokens=5000)):
@@ -134,22 +134,24 @@ def test_what_makes_no_sense_does_not_wake_it(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "param", "words"),
     [
-        (b"{", "no JSON"),
-        (b"[" * 4000, "no JSON"),
-        (b'{"park": "disk"}', "use auto, ram, files"),
-        (b'{"park": 3}', "use auto, ram, files"),
-        (b"[1]", "not an object"),
-        (b'{"park": "ram"}', "on a CPU"),
-        (b'{"prak": "ram"}', "vlfit does not support 'prak' here"),
-        (b'{"park": "files", "\\ud800": 1}', "vlfit does not support '\\ud800' here"),
+        (b"{", None, ""),
+        (b"[" * 4000, None, ""),
+        (b'{"park": "disk"}', "park", "auto, ram, files"),
+        (b'{"park": 3}', "park", "auto, ram, files"),
+        (b"[1]", None, ""),
+        (b'{"park": "ram"}', "park", "CPU"),
+        (b'{"prak": "ram"}', "prak", "'prak'"),
+        (b'{"park": "files", "\\ud800": 1}', "?", "'\\ud800'"),
     ],
 )
-def test_what_cannot_be_asked_for(server: Running, content: bytes, words: str) -> None:
+def test_invalid_sleep_bodies(server: Running, content: bytes, param: str | None, words: str) -> None:
     refused = post(server, SLEEP, content=content)
     assert refused.status_code == 400
-    assert words in refused.json()["error"]["message"]
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_request", param)
+    assert words in error["message"]
     assert post(server, SLEEP, content=b"x" * 100_000).status_code == 413
     assert httpx.get(server.url + SLEEP).status_code == 405
     assert state(server) == "ready"
@@ -162,11 +164,11 @@ def test_a_key_is_asked_for(backend: NativeBackend) -> None:
             assert post(server, path, headers={"Authorization": "Bearer sesame"}).status_code == 200
 
 
-def test_a_backend_that_cannot() -> None:
+def test_a_backend_without_sleep() -> None:
     with running(ScriptedBackend()) as server:
         refused = post(server, SLEEP)
         assert refused.status_code == 400
-        assert "cannot sleep" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "invalid_request"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -180,7 +182,7 @@ def test_a_stream_is_not_cut_by_sleep(server: Running, backend: NativeBackend, s
         next(lines)
         wish = threading.Thread(target=lambda: replies.append(post(server, SLEEP)))
         wish.start()
-        wait_for(lambda: len(backend._loop._sleepers) == 1)
+        wait_for(lambda: len(backend._engine_thread._sleep_calls) == 1)
         late = httpx.post(url, json=body(tokens=3, stream=stream), timeout=60)
         assert late.status_code == 200
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -190,7 +192,7 @@ def test_a_stream_is_not_cut_by_sleep(server: Running, backend: NativeBackend, s
     assert replies[0].json()["state"] == "asleep"
 
 
-def test_who_hangs_up_withdraws_the_wish(server: Running, backend: NativeBackend) -> None:
+def test_a_disconnect_cancels_the_sleep(server: Running, backend: NativeBackend) -> None:
     go_on, heard = threading.Event(), threading.Event()
 
     def listen(_: object) -> None:
@@ -202,8 +204,8 @@ def test_who_hangs_up_withdraws_the_wish(server: Running, backend: NativeBackend
     assert heard.wait(60)  # and the engine's thread waits in the listener
     with server.socket() as client:
         client.sendall(f"POST {SLEEP} HTTP/1.1\r\nHost: [::]\r\nContent-Length: 0\r\n\r\n".encode())
-        wait_for(lambda: len(backend._loop._sleepers) == 1)
-    [(_, wish)] = backend._loop._sleepers
+        wait_for(lambda: len(backend._engine_thread._sleep_calls) == 1)
+    [(_, wish)] = backend._engine_thread._sleep_calls
     wait_for(wish.cancelled)
     go_on.set()
     say(server)
@@ -211,26 +213,26 @@ def test_who_hangs_up_withdraws_the_wish(server: Running, backend: NativeBackend
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_others_have_the_memory(
+def test_waking_without_memory_gives_503(
     server: Running, backend: NativeBackend, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """503 with the numbers and when to come again, still asleep; and then it is there again."""
     words = say(server)
     post(server, SLEEP)
     with monkeypatch.context() as patched:
-        patched.setattr(backend._loop.engine.passes.budget, "free", lambda: 3 * 1024)
+        patched.setattr(backend._engine_thread.engine.executor.budget, "free", lambda: 3 * 1024)
         url = f"{server.url}/v1/chat/completions"
         for refused in (httpx.post(url, json=body(stream=stream), timeout=60), post(server, WAKE)):
             assert refused.status_code == 503
             error = refused.json()["error"]
             assert (error["code"], error["type"]) == ("cannot_wake", "server_error")
-            assert "3.0 KiB were free" in error["message"]
+            assert "3.0 KiB" in error["message"]
             assert int(refused.headers["retry-after"]) > 0
         assert state(server) == "asleep"
     assert say(server) == words
 
 
-def test_it_falls_asleep_by_itself(tiny: Callable[[str], Path]) -> None:
+def test_idle_sleep(tiny: Callable[[str], Path]) -> None:
     with (
         NativeBackend.load(tiny("tied"), replace(OPTIONS, idle_sleep=0.3)) as backend,
         running(backend) as server,
@@ -240,7 +242,7 @@ def test_it_falls_asleep_by_itself(tiny: Callable[[str], Path]) -> None:
         assert say(server) == words
 
 
-def test_a_server_that_sleeps_stops_like_any_other(tiny: Callable[[str], Path]) -> None:
+def test_a_sleeping_server_stops(tiny: Callable[[str], Path]) -> None:
     """``vlfit serve --idle-sleep``, Ctrl-C while it sleeps."""
     command = [*VLFIT, "serve", str(tiny("tied")), "--port", "0", "--device", "cpu", "--json"]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What the server tells of itself: the plan and what is held, counters, and that looking costs nothing."""
+"""Status and ledger: plan and actual memory, counters, and no cost to the engine."""
 
 import logging
 import os
@@ -15,11 +15,12 @@ from tests.machine.nvml import WSL2, FakeCard, Process, install
 from tests.server.harness import Running, running, wait_for
 from tests.server.scripted import ScriptedBackend
 from vlfit.api.engine_options import EngineOptions
-from vlfit.api.stats import Counters, EngineAccount, EngineSettings, Holdings, Pool
+from vlfit.api.stats import Counters, EngineAccount, EngineSettings, KVPool, MemoryUsage
+from vlfit.backends.base import Capabilities
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import Checkpoint, mini_folder, read_checkpoint
 from vlfit.machine.gpu import read_gpus
-from vlfit.server.admin.status import expectation_of
+from vlfit.server.admin.status import expected_memory
 from vlfit.server.server_settings import ServerSettings
 from vlfit.units import MIB
 
@@ -28,14 +29,14 @@ STATUS, LEDGER = "/v1/vlfit/status", "/v1/vlfit/ledger"
 
 @pytest.fixture(scope="module")
 def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
-    options = EngineOptions(device="cpu", context=512, sequences=2)
+    options = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=2)
     with NativeBackend.load(tiny("tied"), options) as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
 def server(backend: NativeBackend) -> Iterator[Running]:
-    settings = ServerSettings(expectation=expectation_of(backend, ()))
+    settings = ServerSettings(expectation=expected_memory(backend, ()))
     with running(backend, settings) as running_server:
         yield running_server
 
@@ -112,11 +113,12 @@ def test_a_key_is_asked_for_and_no_line_is_logged(
     assert statuses == ["401", "405"] * 2  # not a look
 
 
-def test_a_backend_without_an_account_tells_what_there_is() -> None:
+def test_a_backend_without_statistics() -> None:
     with running(ScriptedBackend()) as server:
         facts = get(server)
-        assert set(facts) == {"version", "vlfit", "model", "state", "pid", "run", "uptime_s", "places"}
-        assert get(server, LEDGER) == {"version": 1, "model": "scripted"}
+        always = {"version", "vlfit", "model", "state", "pid", "run", "uptime_s", "places"}
+        assert set(facts) == always | {"backend", "device", "note"}
+        assert set(get(server, LEDGER)) == {"version", "model", "backend", "device", "note"}
 
 
 # --- on a GPU, with the driver and the engine made up ------------------------------------------------------
@@ -126,6 +128,7 @@ def test_a_backend_without_an_account_tells_what_there_is() -> None:
 class OnGpu(ScriptedBackend):
     """mini, as if it were on a GPU."""
 
+    capabilities = Capabilities(account=True)
     kind: str = "native"
     reserved: int = 200 * MIB
     looks: int = 0
@@ -135,10 +138,10 @@ class OnGpu(ScriptedBackend):
         self.looks += 1
         settings = EngineSettings("cuda:0", "GPU-aaaa", "bfloat16", 2, 1024, 144, 2, 512, 2048)
         weights = {"weights.text": 40 * MIB, "weights.vision": 20 * MIB, "weights.embedding": 10 * MIB}
-        held = Holdings(
+        held = MemoryUsage(
             weights, 30 * MIB, 5 * MIB, 64 * MIB, 150 * MIB, self.reserved, 180 * MIB, 200 * MIB, 900 * MIB
         )
-        return EngineAccount(12.5, settings, 1, 0, Pool(128, 16, 16), held, Counters(tokens=7))
+        return EngineAccount(12.5, settings, 1, 0, KVPool(128, 16, 16), held, Counters(tokens=7))
 
 
 CARD = FakeCard(free=7200)
@@ -148,7 +151,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, after: FakeCard) -> dict[str, Any]:
     """The status of a server that was started on ``CARD`` and is now on ``after``."""
     backend = OnGpu()
     install(monkeypatch, CARD)
-    settings = ServerSettings(expectation=expectation_of(backend, read_gpus({})[0]))
+    settings = ServerSettings(expectation=expected_memory(backend, read_gpus({})[0]))
     nvml = install(monkeypatch, after)
     with running(backend, settings) as server:
         facts = get(server)
@@ -178,7 +181,7 @@ def test_a_server_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"line": "weights.text", "bytes": 40 * MIB - rows["weights.text"]["planned"]} in facts["over_plan"]
 
 
-def test_under_wsl2_no_share_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wsl2_without_process_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = on_gpu(monkeypatch, replace(WSL2, free=6300))
     rows = {row["line"]: row for row in facts["ledger"]}
     assert rows["context"]["actual"] is None
@@ -186,21 +189,21 @@ def test_under_wsl2_no_share_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["memory"]["held"] == 200 * MIB + rows["context"]["planned"]
 
 
-def test_a_driver_that_is_gone_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = OnGpu()
     install(monkeypatch, failure=15)
-    with running(backend, ServerSettings(expectation=expectation_of(backend, ()))) as server:
+    with running(backend, ServerSettings(expectation=expected_memory(backend, ()))) as server:
         facts = get(server)
     assert facts["memory"]["gpu"] is None
     assert facts["memory"]["held"] == 200 * MIB
-    assert "does not tell of the GPU" in facts["note"]
+    assert facts["note"]
     assert {row["line"] for row in facts["ledger"]} >= {"weights.text", "kv_cache"}
 
 
-def test_however_many_look_the_engine_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = OnGpu()
     install(monkeypatch, CARD)
-    monkeypatch.setattr("vlfit.server.admin.status.FRESH_SECONDS", 60.0)
+    monkeypatch.setattr("vlfit.server.admin.status.CACHE_SECONDS", 60.0)
     with running(backend) as server, ThreadPoolExecutor(8) as many:
         answers = list(many.map(lambda _: get(server), range(40)))
     assert backend.looks == 1

@@ -1,4 +1,4 @@
-"""The server over a text-only model: words as over any other, and 400 for a picture."""
+"""The server over a text-only model: text works, pictures get 400."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from vlfit.server.server_settings import ServerSettings
 
 @pytest.fixture(scope="module", params=["llama2", "qwen3"])
 def server(request: pytest.FixtureRequest, tiny_decoder: Callable[[str], Path]) -> Iterator[Running]:
-    options = EngineOptions(device="cpu", context=256, sequences=2)
+    options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=2)
     backend = NativeBackend.load(tiny_decoder(request.param), options)
     with backend, running(backend, ServerSettings(context=backend.context)) as running_server:
         yield running_server
@@ -35,7 +35,7 @@ def ask(client: openai.OpenAI, content: Any, **options: Any) -> Any:
     return client.chat.completions.create(model=model, messages=messages, max_tokens=4, **options)  # type: ignore[arg-type]
 
 
-def test_words(client: openai.OpenAI) -> None:
+def test_text(client: openai.OpenAI) -> None:
     whole = ask(client, "hello", temperature=0)
     assert whole.usage.completion_tokens <= 4
     streamed = ask(client, "hello", temperature=0, stream=True)
@@ -45,7 +45,7 @@ def test_words(client: openai.OpenAI) -> None:
 
 def test_a_picture_is_a_bad_request(client: openai.OpenAI) -> None:
     photo = {"type": "image_url", "image_url": {"url": data_url(picture(64, 64))}}
-    with pytest.raises(openai.BadRequestError, match="no eyes") as error:
+    with pytest.raises(openai.BadRequestError) as error:
         ask(client, [photo, {"type": "text", "text": "what is this?"}])
     assert error.value.param == "messages"
     assert ask(client, "hello").usage.completion_tokens <= 4  # and it goes on

@@ -1,4 +1,4 @@
-"""Tools and forms over HTTP, as the ``openai`` package sees them, of a model that says what it is told."""
+"""Tools and structured output through the ``openai`` package, with scripted answers."""
 
 import base64
 import json
@@ -82,17 +82,18 @@ def test_calls_in_a_stream(client: OpenAI, backend: ScriptedBackend) -> None:
     assert [call.function.name for call in message.message.tool_calls or []] == ["weather", "clock"]
 
 
-def test_only_tools_that_are_allowed_are_there(client: OpenAI, backend: ScriptedBackend) -> None:
+def test_allowed_tools_hide_the_others(client: OpenAI, backend: ScriptedBackend) -> None:
     say(backend, NOW)
     wishes = {"tools": [WEATHER, CLOCK], "tool_choice": allowed("auto", "clock")}
     [choice] = client.chat.completions.create(model="scripted", messages=HELLO, extra_body=wishes).choices
     assert [tool.name for tool in backend.tools] == ["clock"]
     calls = [call for call in choice.message.tool_calls or [] if call.type == "function"]
     assert [call.function.name for call in calls] == ["clock"]
-    with pytest.raises(BadRequestError, match="not among the tools"):
+    with pytest.raises(BadRequestError, match="'x'") as caught:
         client.chat.completions.create(
             model="scripted", messages=HELLO, extra_body={**wishes, "tool_choice": allowed("auto", "x")}
         )
+    assert caught.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_only_tools_that_are_allowed_are_there(client: OpenAI, backend: Scripted
         (3, "<to", None),
     ],
 )
-def test_a_call_that_is_cut(
+def test_a_truncated_call(
     client: OpenAI, backend: ScriptedBackend, cut: int, content: str | None, arguments: str | None
 ) -> None:
     backend.words, backend.finish_reason = (OSLO[:cut],), "length"
@@ -117,9 +118,7 @@ def test_a_call_that_is_cut(
 
 
 @pytest.mark.parametrize("cut", [0, 8, len("<tool_call>"), OSLO.index('", "arg')])
-def test_a_call_that_must_come_is_told_however_little_came(
-    client: OpenAI, backend: ScriptedBackend, cut: int
-) -> None:
+def test_a_forced_call_is_reported_when_truncated(client: OpenAI, backend: ScriptedBackend, cut: int) -> None:
     backend.words, backend.finish_reason = (OSLO[:cut],), "length"
     named: Any = {"type": "function", "function": {"name": "weather"}}
     [choice] = client.chat.completions.create(
@@ -136,7 +135,7 @@ def test_nothing_but_a_call_has_no_content(client: OpenAI, backend: ScriptedBack
     assert choice.message.content is None
 
 
-def test_tools_that_may_not_be_called_are_not_told_of(client: OpenAI, backend: ScriptedBackend) -> None:
+def test_tool_choice_none_hides_tools(client: OpenAI, backend: ScriptedBackend) -> None:
     say(backend, OSLO)
     [choice] = client.chat.completions.create(
         model="scripted", messages=HELLO, tools=[WEATHER], tool_choice="none"
@@ -145,7 +144,7 @@ def test_tools_that_may_not_be_called_are_not_told_of(client: OpenAI, backend: S
     assert backend.tools == ()
 
 
-def test_what_tools_gave_arrives(client: OpenAI, backend: ScriptedBackend) -> None:
+def test_tool_results_arrive(client: OpenAI, backend: ScriptedBackend) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     messages = [
         *HELLO,
@@ -185,11 +184,11 @@ def test_what_tools_gave_arrives(client: OpenAI, backend: ScriptedBackend) -> No
         ({"response_format": {"type": "text"}}, None, ""),
     ],
 )
-def test_the_form_that_is_asked_for(
+def test_response_format_becomes_a_grammar(
     client: OpenAI, backend: ScriptedBackend, fields: dict[str, Any], kind: str | None, holds: str
 ) -> None:
     client.chat.completions.create(model="scripted", messages=HELLO, extra_body=fields)
-    form = backend.started[0].form
+    form = backend.started[0].grammar
     assert (form.kind if form else None) == kind
     assert form is None or holds in form.text
 

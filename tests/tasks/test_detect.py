@@ -1,6 +1,7 @@
 """Finding things: what is asked, what is made of the answer, and boxes that land through turns and sizes."""
 
 import json
+import re
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -57,13 +58,14 @@ def test_what_is_no_json_is_told() -> None:
 
 
 def test_there_must_be_something_to_look_for() -> None:
-    with pytest.raises(InvalidRequest, match="nothing to look for"):
+    with pytest.raises(InvalidRequest) as caught:
         detect(ScriptedBackend([]), ImagePart(png(640, 480)), '" "')
+    assert caught.value.param == "things"
 
 
 @pytest.fixture(scope="module")
 def mini() -> Iterator[NativeBackend]:
-    with NativeBackend.load("mini", EngineOptions(device="cpu", context=1024)) as backend:
+    with NativeBackend.load("mini", EngineOptions(device="cpu", max_model_len=1024)) as backend:
         yield backend
 
 
@@ -129,11 +131,7 @@ def test_a_drawing_that_cannot_be_written(tmp_path: Path) -> None:
     source = tmp_path / "in.png"
     image.save(source)
     before = source.read_bytes()
-    for path, words in (
-        (source, "the picture itself"),
-        (tmp_path / "out.txt", "no name of a picture"),
-        (tmp_path / "nowhere" / "out.png", "cannot be written"),
-    ):
-        with pytest.raises(UsageError, match=words):
+    for path in (source, tmp_path / "out.txt", tmp_path / "nowhere" / "out.png"):
+        with pytest.raises(UsageError, match=re.escape(str(path))):
             save_drawing(image, path, str(source))
     assert source.read_bytes() == before

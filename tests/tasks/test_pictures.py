@@ -1,4 +1,4 @@
-"""Where pictures come from: files, standard input, URLs of every kind, Pillow; and what a server refuses."""
+"""Loading pictures: files, standard input, URLs, Pillow images; and what a server refuses."""
 
 import base64
 import io
@@ -37,46 +37,46 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PNG)))
     assert load_picture("-").data == PNG
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    with pytest.raises(NotAPicture, match="standard input is empty"):
+    with pytest.raises(NotAPicture, match="standard input"):
         load_picture("-")
 
 
 def test_standard_input_that_nobody_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(PictureNotFound, match="nothing is piped into it"):
+    with pytest.raises(PictureNotFound, match="standard input"):
         load_picture("-")
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PictureNotFound, match=r"nothing\.jpg: no such file") as caught:
+    with pytest.raises(PictureNotFound, match=r"nothing\.jpg") as caught:
         load_picture(tmp_path / "nothing.jpg")
-    assert "You are in" in caught.value.hint
-    with pytest.raises(PictureNotFound, match="is a folder") as caught:
+    assert str(Path.cwd()) in caught.value.hint
+    with pytest.raises(PictureNotFound, match=str(tmp_path)) as caught:
         load_picture(tmp_path)
     assert "*.jpg" in caught.value.hint
-    with pytest.raises(PictureNotFound, match="is no file name"):
+    with pytest.raises(PictureNotFound, match="file name"):
         load_picture("a\0b")
-    with pytest.raises(PictureNotFound, match="cannot be read: File name too long"):
+    with pytest.raises(PictureNotFound, match="File name too long"):
         load_picture(base64.b64encode(PNG).decode().replace("/", "_"))
     (tmp_path / "file").write_bytes(PNG)
     with pytest.raises(PictureNotFound, match="Not a directory"):
         load_picture(tmp_path / "file" / "cat.png")
-    with pytest.raises(PictureNotFound, match="of URLs, vlfit reads http:"):
+    with pytest.raises(PictureNotFound, match=r"ftp://.*http:, https: and data:"):
         load_picture("ftp://example.org/cat.png")
-    with pytest.raises(PictureNotFound, match="Give a file by its plain path"):
+    with pytest.raises(PictureNotFound, match="file:///etc/passwd"):
         load_picture("file:///etc/passwd")
 
 
 def test_a_file_that_is_no_picture(tmp_path: Path) -> None:
     file = tmp_path / "page.jpg"
     file.write_bytes(b"<html>")
-    with pytest.raises(NotAPicture, match=r"page\.jpg is a web page \(HTML\), not a picture"):
+    with pytest.raises(NotAPicture, match=r"page\.jpg.*HTML"):
         load_picture(file)
 
 
 def test_a_file_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MAX_FILE_BYTES", 2**20)
-    with pytest.raises(PictureTooLarge, match="/dev/zero is larger than 1 MiB"):
+    with pytest.raises(PictureTooLarge, match=r"/dev/zero.* 1 MiB"):
         load_picture("/dev/zero")
 
 
@@ -107,10 +107,10 @@ def test_data_urls() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("data:image/png;base64", "has no comma"),
-        ("data:image/png;base64,!!!!", "no valid base64"),
-        ("data:image/png;base64,AAAAA", "no valid base64"),
-        ("data:image/png;base64,ÄÖÜ", "no valid base64"),
+        ("data:image/png;base64", "comma"),
+        ("data:image/png;base64,!!!!", "base64"),
+        ("data:image/png;base64,AAAAA", "base64"),
+        ("data:image/png;base64,ÄÖÜ", "base64"),
         ("data:image/png;base64,", "data: URL is empty"),
         ("data:text/html,<html>", "is a web page"),
     ],
@@ -144,7 +144,7 @@ def test_a_pillow_image_keeps_its_exif_orientation() -> None:
 
 
 def test_sources_of_other_types() -> None:
-    with pytest.raises(UsageError, match=r"cannot be of type ndarray") as caught:
+    with pytest.raises(UsageError, match="ndarray") as caught:
         load_picture(np.zeros((4, 4, 3)))  # type: ignore[arg-type]
     assert "Image.fromarray" in caught.value.hint
     with pytest.raises(NotAPicture, match="0x5"):
@@ -159,17 +159,17 @@ def test_a_url(site: str) -> None:
 
 def test_redirects(site: str) -> None:
     assert load_picture(f"{site}/redirect?/redirect?{site}/picture.png").data == PNG
-    with pytest.raises(PictureNotFound, match="more than 5 redirects"):
+    with pytest.raises(PictureNotFound, match=" 5 redirects"):
         load_picture(f"{site}/loop")
-    with pytest.raises(PictureNotFound, match="no http: or https: address"):
+    with pytest.raises(PictureNotFound, match="http: or https:"):
         load_picture(f"{site}/redirect?file:///etc/passwd")
-    with pytest.raises(PictureNotFound, match="no http: or https: address"):
+    with pytest.raises(PictureNotFound, match="http: or https:"):
         load_picture(f"{site}/redirect?ftp://example.org/x")
 
 
 @pytest.mark.parametrize("status", [204, 404, 403, 410, 500])
 def test_answers_that_say_no(site: str, status: int) -> None:
-    with pytest.raises(PictureNotFound, match=f"/{status} answers {status}") as caught:
+    with pytest.raises(PictureNotFound, match=f"/{status}.* {status}") as caught:
         load_picture(f"{site}/{status}")
     assert caught.value.hint
 
@@ -177,9 +177,9 @@ def test_answers_that_say_no(site: str, status: int) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("page", r"answers with a web page \(HTML\), not with a picture"),
-        ("json", "answers with JSON"),
-        ("nothing", "answers with nothing"),
+        ("page", "/page.*HTML"),
+        ("json", "/json.*JSON"),
+        ("nothing", "/nothing.*nothing"),
     ],
 )
 def test_answers_that_are_no_pictures(site: str, path: str, message: str) -> None:
@@ -188,16 +188,16 @@ def test_answers_that_are_no_pictures(site: str, path: str, message: str) -> Non
 
 
 def test_answers_that_are_too_large(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PictureTooLarge, match="/huge is larger than 64 MiB"):
+    with pytest.raises(PictureTooLarge, match=r"/huge.* 64 MiB"):
         load_picture(f"{site}/huge")
     monkeypatch.setattr(fetch, "MAX_BYTES", 3 * 2**20)
-    with pytest.raises(PictureTooLarge, match="/endless is larger than 3 MiB"):
+    with pytest.raises(PictureTooLarge, match=r"/endless.* 3 MiB"):
         load_picture(f"{site}/endless")
 
 
 @pytest.mark.parametrize("path", ["slow", "drip"])
 def test_answers_that_take_too_long(site: str, path: str) -> None:
-    with pytest.raises(PictureNotFound, match=r"did not answer within 0\.5 s"):
+    with pytest.raises(PictureNotFound, match=r"0\.5 s"):
         load_picture(f"{site}/{path}", timeout_s=0.5)
 
 
@@ -226,7 +226,7 @@ def test_urls_that_make_no_sense(url: str, allow_private: bool) -> None:
     "source", ["/etc/passwd", "cat.jpg", "-", "file:///etc/passwd", "ftp://example.org/x"]
 )
 def test_a_server_reads_no_files(source: str) -> None:
-    with pytest.raises(PrivateAddress, match="files of the server are not read"):
+    with pytest.raises(PrivateAddress):
         load_picture(source, allow_private=False)
 
 
@@ -248,5 +248,5 @@ def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert expand_pictures(["**/*.jpg"])[:3] == ["a.jpg", "b.jpg", "deep/er/d.jpg"]
     assert expand_pictures(["missing.jpg", "-"]) == ["missing.jpg", "-"]
     assert expand_pictures(["http://example.org/x?y=*", "data:,*"]) == ["http://example.org/x?y=*", "data:,*"]
-    with pytest.raises(PictureNotFound, match=r"\*\.gif matches no file"):
+    with pytest.raises(PictureNotFound, match=r"\*\.gif"):
         expand_pictures(["*.gif"])

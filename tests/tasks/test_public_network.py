@@ -9,7 +9,7 @@ import pytest
 
 from tests.tasks.website import PNG, Site
 from vlfit.errors import NotAPicture, PictureNotFound, PrivateAddress
-from vlfit.images.cancellation import Unwanted, until
+from vlfit.images.cancellation import Cancelled, cancel_when
 from vlfit.tasks import fetch
 from vlfit.tasks import fetch as public_network
 from vlfit.tasks.pictures import load_picture
@@ -59,7 +59,7 @@ PRIVATE_HOSTS = (
 
 @pytest.mark.parametrize("host", PRIVATE_HOSTS)
 def test_a_server_does_not_go_into_private_networks(host: str) -> None:
-    with pytest.raises(PrivateAddress, match="which is not a public address"):
+    with pytest.raises(PrivateAddress):
         load_picture(f"http://{host}:9/latest/meta-data", allow_private=False)
 
 
@@ -87,7 +87,7 @@ def test_a_server_does_not_follow_redirects_into_private_networks(
     port = site.rpartition(":")[2]
     public_once = iter([True, False])
     monkeypatch.setattr(public_network, "is_public", lambda address: next(public_once))
-    with pytest.raises(PrivateAddress, match=r"leads to 127\.0\.0\.1"):
+    with pytest.raises(PrivateAddress, match=r"127\.0\.0\.1"):
         load_picture(
             f"http://127.0.0.1:{port}/redirect?http://localhost:{port}/picture.png", allow_private=False
         )
@@ -99,7 +99,7 @@ def test_no_redirect_leads_there_either(host: str, site: str, monkeypatch: pytes
     real = public_network.is_public
     answers = iter([True])
     monkeypatch.setattr(public_network, "is_public", lambda address: next(answers, None) or real(address))
-    with pytest.raises(PrivateAddress, match="which is not a public address"):
+    with pytest.raises(PrivateAddress):
         load_picture(f"{site}/redirect?http://{host}:9/latest/meta-data", allow_private=False)
 
 
@@ -108,7 +108,7 @@ def test_nobody_keeps_a_server_waiting(path: str, site: str, monkeypatch: pytest
     """Not even with a head of the answer that comes a letter at a time."""
     monkeypatch.setattr(public_network, "is_public", lambda address: True)
     monkeypatch.setattr(fetch, "MAX_BYTES", 2**40)
-    with pytest.raises(PictureNotFound, match=r"did not answer within 0\.4 s"):
+    with pytest.raises(PictureNotFound, match=r"0\.4 s"):
         load_picture(f"{site}/{path}", allow_private=False, timeout_s=0.4)
 
 
@@ -119,14 +119,14 @@ def test_nothing_is_unpacked(
 ) -> None:
     """Two layers of gzip make a gibibyte of two kilobytes, all of it before a size could be looked at."""
     monkeypatch.setattr(public_network, "is_public", lambda address: True)
-    with pytest.raises(NotAPicture, match="packed by"):
+    with pytest.raises(NotAPicture, match="Content-Encoding"):
         load_picture(f"{site}/packed?{packing}", allow_private=allow_private)
 
 
 def test_what_nobody_waits_for_is_not_fetched_on(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_network, "is_public", lambda address: True)
     looks = iter([False] * 3)
-    with until(lambda: next(looks, True)), pytest.raises(Unwanted):
+    with cancel_when(lambda: next(looks, True)), pytest.raises(Cancelled):
         load_picture(f"{site}/drip", allow_private=False)
 
 
@@ -138,7 +138,7 @@ def test_a_name_that_takes_for_ever_is_not_waited_for(monkeypatch: pytest.Monkey
         return []
 
     monkeypatch.setattr(public_network, "resolve", resolve)
-    with pytest.raises(PictureNotFound, match=r"did not answer within 0\.1 s"):
+    with pytest.raises(PictureNotFound, match=r"0\.1 s"):
         load_picture("http://example.test/x", allow_private=False, timeout_s=0.1)
     answered.set()
 

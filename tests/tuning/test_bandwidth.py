@@ -1,4 +1,4 @@
-"""The speed of memory: a number that a machine can have, and a refusal where there is no room for it."""
+"""Measured memory bandwidth is plausible, and too little memory is refused."""
 
 from dataclasses import replace
 
@@ -13,37 +13,37 @@ from vlfit.units import MIB
 CPU = torch.device("cpu")
 
 
-def test_memory_has_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "_MOST", bandwidth._LEAST * 4)
-    monkeypatch.setattr(bandwidth, "_ENOUGH", 0.0)
-    assert 1e8 < bandwidth.memory_speed(CPU) < 1e13
+def test_cpu_bandwidth_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "_MAX_BUFFER", bandwidth._MIN_BUFFER * 4)
+    monkeypatch.setattr(bandwidth, "_MIN_SECONDS", 0.0)
+    assert 1e8 < bandwidth.memory_bandwidth(CPU) < 1e13
 
 
-def test_without_room_there_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     little = replace(read_host(), ram_available=200 * MIB)
     monkeypatch.setattr(bandwidth, "read_host", lambda: little)
-    with pytest.raises(DeviceError, match="takes 256 MiB; 200 are free"):
-        bandwidth.memory_speed(CPU)
+    with pytest.raises(DeviceError, match=r"256 MiB.* 200 MiB"):
+        bandwidth.memory_bandwidth(CPU)
 
 
-def test_rounds_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_rounds_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([9.0] * 3 + [0.1] * 9)
-    monkeypatch.setattr(bandwidth, "_on_cpu", lambda work, device: next(times))
-    assert bandwidth.seconds_of(lambda: None, CPU) == 0.1
+    monkeypatch.setattr(bandwidth, "_time_on_cpu", lambda work, device: next(times))
+    assert bandwidth.median_seconds(lambda: None, CPU) == 0.1
 
 
-def test_all_of_a_buffer_is_read() -> None:
+def test_whole_buffer_is_read() -> None:
     numbers = torch.arange(2 * 4 * 64, dtype=torch.int32)
     sums = torch.zeros(8, dtype=torch.int32)
-    assert bandwidth.read_all(numbers, sums, 64) == 2
+    assert bandwidth.read_buffer(numbers, sums, 64) == 2
     assert sums.tolist() == [*numbers.view(2, -1).sum(1).tolist(), 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_card_reads_within_what_it_promises() -> None:
+def test_gpu_bandwidth_is_within_the_data_sheet() -> None:
     from vlfit.machine.gpu import read_gpus
 
     promised = read_gpus()[0][0].bandwidth
     assert promised is not None
-    assert 0.5 * promised < bandwidth.memory_speed(torch.device("cuda")) <= promised
+    assert 0.5 * promised < bandwidth.memory_bandwidth(torch.device("cuda")) <= promised

@@ -13,7 +13,8 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.errors import DeviceError
 from vlfit.machine.cards import card
 from vlfit.machine.gpu import read_gpus
-from vlfit.plan.allocator import BEGUN
+from vlfit.models.qwen3_vl.vision import VisionTower
+from vlfit.plan.allocator import PARTIAL_SEGMENTS
 from vlfit.plan.calibration import load, save
 from vlfit.tuning import calibration_run as calibrate
 from vlfit.units import GIB, MIB
@@ -24,14 +25,16 @@ GPU = replace(card("RTX 5060").gpus[0], uuid="GPU-aaaa", driver="596.49")
 
 @pytest.fixture
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured with, at sizes that a CPU has time for."""
+    """The calibration engine at sizes that a CPU has time for."""
     entry = catalog.family("2B")[0]
     assert isinstance(entry.config, ModelConfig)
     text = replace(
         entry.config.text, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2
     )
     text = replace(text, head_dim=16, vocab_size=4096, mrope_section=(4, 2, 2))
-    vision = replace(entry.config.eyes, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=64)
+    vision = replace(
+        entry.config.required_vision, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=64
+    )
     small = replace(entry, config=replace(entry.config, text=text, vision=vision))
     monkeypatch.setattr(catalog, "family", lambda _: [small])
     monkeypatch.setattr(calibrate, "_CONTEXT", 256)
@@ -40,42 +43,42 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_model")
-def test_what_is_measured_with_runs_pictures_and_full_contexts() -> None:
-    engine = calibrate._few_layers(CPU)
-    assert engine.runner.vision is not None
+def test_calibration_engine_runs_images_and_full_contexts() -> None:
+    engine = calibrate._four_layer_engine(CPU)
+    assert isinstance(engine.runner.vision, VisionTower)
     assert len(engine.runner.text.layers) == len(engine.runner.vision.blocks) == 4
-    calibrate._look(engine)
+    calibrate._encode_image(engine)
     assert engine.counters.steps == 0
-    calibrate._read_and_write(engine)
+    calibrate._prefill_and_decode(engine)
     assert engine.counters.failed == 0
     assert engine.counters.finished == 4
     assert engine.counters.prompt_tokens > 2 * 256
 
 
-def test_launching_a_layer_takes_time_and_leaves_the_engine_alone() -> None:
-    assert 0 < calibrate.launch_seconds(CPU) < 10
+def test_layer_launch_seconds() -> None:
+    assert 0 < calibrate.layer_launch_seconds(CPU) < 10
 
 
-def test_slack_is_what_the_pool_grows_above_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = {"memory_allocated": 100, "memory_reserved": 120, "max_memory_allocated": 300}
-    numbers["max_memory_reserved"] = 420 + BEGUN
+    numbers["max_memory_reserved"] = 420 + PARTIAL_SEGMENTS
     for name, value in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda _: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     ran: list[bool] = []
-    assert calibrate.slack(lambda: ran.append(True), CPU) == 1.5
+    assert calibrate.allocator_slack(lambda: ran.append(True), CPU) == 1.5
     assert ran == [True]
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 130 + BEGUN)
-    assert calibrate.slack(lambda: None, CPU) == 1
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 130 + PARTIAL_SEGMENTS)
+    assert calibrate.allocator_slack(lambda: None, CPU) == 1
 
 
 @pytest.mark.parametrize(("told", "others", "held"), [(True, 9, 409), (True, 500, 432), (False, 50, 450)])
-def test_memory_beside_torch_is_the_process_less_its_pool(
-    monkeypatch: pytest.MonkeyPatch, told: bool, others: int, held: int
-) -> None:
-    """What the driver takes unlisted counts, what another program takes meanwhile does not, if it is told."""
+def test_bytes_outside_torch(monkeypatch: pytest.MonkeyPatch, told: bool, others: int, held: int) -> None:
+    """Memory that the driver does not report counts; memory that another program took counts not, if
+    processes are reported.
+    """
     import os
 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000 * MIB)
@@ -83,14 +86,14 @@ def test_memory_beside_torch_is_the_process_less_its_pool(
     [before] = read_gpus()[0]
     ours = (Process(os.getpid(), "python", 1400 if told else None),)
     install(monkeypatch, FakeCard(free=7000 - 1400 - others, compute=ours))
-    assert calibrate.held_beside_torch(before, CPU) == held * MIB
+    assert calibrate.bytes_outside_torch(before, CPU) == held * MIB
     install(monkeypatch)
-    with pytest.raises(DeviceError, match="does not answer"):
-        calibrate.held_beside_torch(before, CPU)
+    with pytest.raises(DeviceError, match=before.name):
+        calibrate.bytes_outside_torch(before, CPU)
 
 
-def some_devices(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
-    """As in torch, asking for a device's properties starts CUDA."""
+def fake_devices(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+    """As in torch, reading device properties initializes CUDA."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
     def properties(device: torch.device) -> SimpleNamespace:
@@ -101,44 +104,45 @@ def some_devices(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
 
-def test_the_gpu_is_found_among_torchs_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    some_devices(monkeypatch, "bbbb", "aaaa")
-    assert calibrate.device_of(GPU).index == 1
-    some_devices(monkeypatch, "unknown")
-    assert calibrate.device_of(GPU).index == 0
+def test_torch_device_is_matched_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_devices(monkeypatch, "bbbb", "aaaa")
+    assert calibrate.torch_device(GPU).index == 1
+    fake_devices(monkeypatch, "unknown")
+    assert calibrate.torch_device(GPU).index == 0
     for uuids in ((), ("bbbb", "cccc")):
-        some_devices(monkeypatch, *uuids)
-        with pytest.raises(DeviceError, match=f"sees {len(uuids)} CUDA"):
-            calibrate.device_of(GPU)
+        fake_devices(monkeypatch, *uuids)
+        with pytest.raises(DeviceError, match=rf"\b{len(uuids)} CUDA"):
+            calibrate.torch_device(GPU)
 
 
-def test_a_gpu_that_is_full_or_in_use_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    some_devices(monkeypatch, "aaaa")
-    with pytest.raises(DeviceError, match=r"takes 3.00 GiB of GPU memory; 1.00 GiB are free"):
+def test_full_or_used_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_devices(monkeypatch, "aaaa")
+    with pytest.raises(DeviceError, match=r"3\.00 GiB.* 1\.00 GiB"):
         calibrate.calibrate(replace(GPU, free=GIB), print)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(DeviceError, match="uses the GPU already"):
+    with pytest.raises(DeviceError) as caught:
         calibrate.calibrate(GPU, print)
+    assert "--calibrate" in caught.value.hint
 
 
-def test_a_process_that_has_not_used_the_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    some_devices(monkeypatch, "bbbb", "aaaa")
+def test_fresh_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_devices(monkeypatch, "bbbb", "aaaa")
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(calibrate, "_measured", lambda *_: "measured")
+    monkeypatch.setattr(calibrate, "_measure", lambda *_: "measured")
     assert calibrate.calibrate(GPU, print) == "measured"  # type: ignore[comparison-overlap]
     assert [device.index for device in chosen] == [1]
 
 
-def test_running_out_of_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    some_devices(monkeypatch, "aaaa")
+def test_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_devices(monkeypatch, "aaaa")
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(calibrate, "_measured", full)
-    with pytest.raises(DeviceError, match=r"ran out of memory .* 2 GiB"):
+    monkeypatch.setattr(calibrate, "_measure", full)
+    with pytest.raises(DeviceError, match=r"2 GiB"):
         calibrate.calibrate(GPU, print)
 
 
@@ -146,9 +150,9 @@ def test_running_out_of_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 ON_A_GPU = """
 import json, sys
 from dataclasses import asdict
-from vlfit.engine.calibrate import calibrate
+from vlfit.tuning.calibration_run import calibrate
 from vlfit.machine.survey import survey
-from vlfit.plan.search import emptiest
+from vlfit.plan.gpus import emptiest
 print(json.dumps(asdict(calibrate(emptiest(survey()), lambda what: print(what, file=sys.stderr)))))
 """
 

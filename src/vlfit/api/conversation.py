@@ -1,8 +1,8 @@
-"""What a person says to the model, before it becomes tokens and pixels. No torch, no HTTP.
+"""A conversation before it becomes tokens and pixels. No torch, no HTTP.
 
-A conversation is a tuple of messages; a message is a role and parts; a part is text, a picture or a clip.
-Pictures are the bytes of a file as it was found. Tools are functions that the model may ask the caller to
-run; their results come back as messages of the role ``tool``.
+A conversation is a tuple of messages; a message has a role and parts; a part is text, a picture or a clip.
+Pictures are encoded files. Tools are functions that the model may ask the caller to run; their results come
+back as messages of the role ``tool``.
 """
 
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A picture: the encoded bytes (JPEG, PNG, WebP, ...) and what to call it in errors.
+    """A picture: encoded bytes (JPEG, PNG, WebP, ...), and its ``label`` in errors.
 
-    ``detail`` "low" asks for few tokens; "high" and "auto" for as many as the plan has room for. ``place`` is
-    the field of a request that it came in, which errors give as their ``param``.
+    ``detail`` "low": few image tokens; "high" and "auto": as many as the plan allows. ``place``: the request
+    field it came from, the ``param`` of errors.
     """
 
     data: bytes
@@ -36,9 +36,9 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class VideoPart:
-    """A clip: its frames as encoded pictures, ``fps`` of them to a second.
+    """A clip: frames as encoded pictures, ``fps`` per second.
 
-    ``place`` is the field of a request that holds the list of frames; errors name the frame in it.
+    ``place``: the request field with the list of frames; errors name the frame in it.
     """
 
     frames: tuple[bytes, ...]
@@ -52,7 +52,7 @@ Part = TextPart | ImagePart | VideoPart
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function: ``parameters`` is the JSON schema of its arguments. ``strict``: they must keep to it."""
+    """A function; ``parameters``: JSON Schema of its arguments; ``strict``: enforce it."""
 
     name: str
     description: str = ""
@@ -62,7 +62,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """``arguments`` is JSON as the model wrote it, or would."""
+    """A call of a function; ``arguments``: JSON as the model wrote it."""
 
     name: str
     arguments: str
@@ -70,7 +70,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """``calls``: what the assistant asked to have called, after what it said."""
+    """One message; ``calls``: tool calls of the assistant, after its text."""
 
     role: Role
     parts: tuple[Part, ...]
@@ -87,6 +87,6 @@ Conversation = tuple[Message, ...]
 
 
 def ask(text: str, *pictures: ImagePart | VideoPart, system: str = "") -> Conversation:
-    """One user turn: the pictures in order, then the text; ``system`` goes before it when given."""
+    """A conversation of one user message, pictures first, after an optional ``system`` message."""
     user = Message("user", (*pictures, TextPart(text)))
     return (Message("system", (TextPart(system),)), user) if system else (user,)

@@ -1,6 +1,6 @@
-"""What comes back: chunks while the model speaks, one answer when it is done. No torch.
+"""Outputs of a completion: chunks while it runs, one answer at the end. No torch.
 
-Every answer says what the model really saw (size and tokens of each picture) and what it cost.
+Every answer includes what the model saw of each picture (size and tokens), token usage and timings.
 """
 
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ FinishReason = Literal["stop", "length", "loop", "cancelled"]
 class ImageSeen:
     """One picture (or clip) as the model saw it.
 
-    ``width`` x ``height`` are the original's pixels after EXIF rotation; ``seen_width`` x ``seen_height``
-    what it was resized to; ``tokens`` what it costs in the prompt; ``frames`` is 1 for a picture.
-    ``notes`` says in words what was done to it ("rotated by EXIF", "first of 12 frames", ...).
+    ``width`` x ``height``: the original's pixels after EXIF rotation; ``seen_width`` x ``seen_height``:
+    after resizing. ``tokens``: its image tokens in the prompt. ``frames``: 1 for a picture. ``notes``: what
+    was done to it ("first of 12 frames", ...).
     """
 
     width: int
@@ -39,9 +39,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. ``image_tokens`` are part of ``prompt_tokens``; None: nobody told how many are.
+    """Tokens of a request.
 
-    So are ``cached_tokens``: those that were not computed, as an earlier prompt began alike.
+    Parts of ``prompt_tokens``: ``image_tokens`` (None: unknown), and ``cached_tokens`` found in the prefix
+    cache.
     """
 
     prompt_tokens: int
@@ -56,7 +57,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds: waiting for admission, from start to the first token (waiting included), and in all."""
+    """Seconds: in the queue, until the first token (queue included), and in all."""
 
     queued_s: float
     first_token_s: float
@@ -65,17 +66,17 @@ class Timings:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first, over the time they took; 0 when there was only one."""
+        """Decode speed over the tokens after the first; 0 if there was only one."""
         seconds = self.total_s - self.first_token_s
         return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A step of a completion. ``text`` holds whole characters only and may be empty.
+    """One step of a completion. ``text`` has whole characters only and may be empty.
 
-    The last chunk, and no other, has ``finish_reason``, ``usage`` and ``timings``. ``images``: what was seen,
-    where the backend could not tell before it answered (``remote``); the first chunk and the last have it.
+    Only the last chunk has ``finish_reason``, ``usage`` and ``timings``. ``images`` is set in the first and
+    last chunk of backends that know it only from the response (``remote``).
     """
 
     text: str

@@ -1,7 +1,4 @@
-"""How the next token is chosen and when to stop: one frozen record of wishes. No torch.
-
-The names and ranges are OpenAI's and vLLM's. ``engine/sampling/sampler.py`` carries them out.
-"""
+"""Sampling parameters of a completion, with OpenAI's and vLLM's names and ranges. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,22 +8,20 @@ from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.errors import InvalidRequest
 
 MAX_TOP_LOGPROBS = 20
-COLDEST = 1e-5  # the bound that vLLM has, too
-MOST_SEED = 2**63 - 17  # with a sign it fits 64 bits, and there is room to number the choices of one request
+MIN_TEMPERATURE = 1e-5  # lower ones mean greedy, as in vLLM
+MAX_SEED = 2**63 - 17  # 64 bits with sign, minus the choices of one request, whose seeds are consecutive
 
 
-# JSON in one line: where a form allows spaces anywhere, a model that does not know how to go on may write
-# nothing else for ever. Both are patterns, of llguidance.
+# llguidance options for JSON in one line: with free whitespace, an undecided model may write it for ever.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The form that an answer must have: ``text`` is a JSON schema, or a grammar in llguidance's Lark.
+class Grammar:
+    """Structured output: ``text`` is a JSON schema, or a grammar in llguidance's Lark syntax.
 
-    ``place`` is the field of a request that it came in, which errors give as their ``param``. ``wire``:
-    fields of an OpenAI request that ask another server for this form, as a grammar itself cannot be sent to
-    one.
+    ``place``: the request field it came from, the ``param`` of errors. ``wire``: the OpenAI request fields
+    that ask a remote server for the same, since a grammar itself cannot be sent.
     """
 
     kind: Literal["json", "grammar"]
@@ -37,14 +32,14 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Wishes for one completion. Raises ``InvalidRequest`` (with ``param``) for a value out of range.
+    """Parameters of one completion. Raises ``InvalidRequest`` (with ``param``) for a value out of range.
 
-    ``temperature`` 0 is greedy, and below ``COLDEST`` it becomes 0: nothing but the likeliest token has a
-    chance there, and quotients would leave float32. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
-    ``max_tokens`` None means: as many as the context has room for, at most the engine's default.
-    ``top_logprobs`` None gives no logprobs, 0 gives the chosen token's alone, k adds the k likeliest.
-    ``loop_guard`` stops a completion that repeats itself (finish reason ``loop``); off by default.
-    ``form``: only tokens that keep to it are chosen; penalties and temperature apply among those.
+    ``temperature`` 0 is greedy; below ``MIN_TEMPERATURE`` it becomes 0, where logits divided by it would
+    overflow float32. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+    ``max_tokens`` None: as many as the context allows, at most the engine's default.
+    ``top_logprobs`` None: no logprobs; 0: the chosen token's only; k: also the k likeliest.
+    ``loop_guard``: stop a completion that repeats itself (finish reason ``loop``).
+    ``grammar``: restrict tokens to structured output; penalties and temperature apply to those allowed.
     """
 
     max_tokens: int | None = None
@@ -61,11 +56,11 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int | None = None
     loop_guard: bool = False
-    form: Form | None = None
+    grammar: Grammar | None = None
 
     @classmethod
-    def usual(cls, defaults: GenerationDefaults) -> "SamplingParams":
-        """As the checkpoint's makers want it where a request says nothing: what transformers would do."""
+    def from_defaults(cls, defaults: GenerationDefaults) -> "SamplingParams":
+        """The checkpoint's generation config, as transformers would apply it."""
         if not defaults.do_sample:
             return cls(repetition_penalty=defaults.repetition_penalty)
         return cls(
@@ -79,7 +74,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         self._check("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2")
-        if self.temperature < COLDEST:
+        if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         self._check("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         self._check("top_k", self.top_k >= 0, "0 (off) or more")
@@ -87,12 +82,12 @@ class SamplingParams:
         self._check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2")
         self._check("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2")
         self._check("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "above 0 and at most 10")
-        self._check("seed", self.seed is None or abs(self.seed) <= MOST_SEED, f"within {MOST_SEED} of 0")
+        self._check("seed", self.seed is None or abs(self.seed) <= MAX_SEED, f"within {MAX_SEED} of 0")
         if len(self.stop) > 16:
-            raise InvalidRequest(f"stop holds {len(self.stop)} strings", "send 16 at most", param="stop")
+            raise InvalidRequest(f"stop has {len(self.stop)} strings", "send at most 16", param="stop")
         if not all(self.stop):
             raise InvalidRequest(
-                "stop holds an empty string", "leave it out: it stands everywhere", param="stop"
+                "stop contains an empty string", "leave it out: it would match at once", param="stop"
             )
         self._check(
             "top_logprobs",
@@ -100,8 +95,8 @@ class SamplingParams:
             f"between 0 and {MAX_TOP_LOGPROBS}",
         )
 
-    def _check(self, name: str, good: bool, rule: str) -> None:
-        if not good:
+    def _check(self, name: str, valid: bool, rule: str) -> None:
+        if not valid:
             raise InvalidRequest(f"{name} is {getattr(self, name)!r}", f"{name} must be {rule}", param=name)
 
     @property
@@ -109,6 +104,6 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def penalizes(self) -> bool:
-        """Whether a token counts for more or less where it was said before."""
+    def has_penalties(self) -> bool:
+        """Whether any penalty for repeated tokens is set."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,13 +1,12 @@
-"""How much a JSON schema may ask for, where llguidance would take any amount of time, memory or stack for it.
+"""Limits on the size of a JSON schema, for what llguidance does not limit in time, memory or stack itself.
 
-Knows: a schema as plain JSON, and bounds on size, depth and counts. What lengths, enums and alternatives cost
-is bounded by llguidance's own limits (``grammar.py``). Does not know: what a schema means; where a keyword
-stands as a value (in an ``enum``, say), it counts all the same, for a ``$ref`` may lead there. No torch.
+llguidance's own limits (``grammar.py``) cover lengths, enums and alternatives. Keywords are counted wherever
+they occur, also as values (in an ``enum``, say), since a ``$ref`` may point there. No torch.
 
-With llguidance 1.6.1 on one core: 10 million items, a multiple of 999,983 and 20 patterns that must hold
-together take more than 15 s to read, lower limits or not; 4,000 references in a row overflow the stack, which
-ends the process. A step behind ``(a{1000}){1000}`` takes 1 s and 270 MiB; an ``initial_lexer_fuel`` that
-prevents it would refuse 2,000 properties of six types.
+Measured with llguidance 1.6.1 on one core: 10 million items, a multiple of 999,983 or 20 patterns joined in
+one subschema take more than 15 s to compile, whatever its limits; 4,000 chained references overflow the
+stack, which ends the process. A step after ``(a{1000}){1000}`` takes 1 s and 270 MiB; an
+``initial_lexer_fuel`` that prevents it would refuse 2,000 properties of six types.
 """
 
 import json
@@ -20,131 +19,138 @@ from typing import Any
 
 from vlfit.errors import InvalidRequest
 
-DEEPEST = 64  # objects and lists inside of each other
-DEEPEST_REFERENCES = 2_000  # depth x (references + 1): levels that may open at most
-MOST_PARTS = 5_000  # objects and lists
-MOST_PROPERTIES = 2_000  # named, and as many required: the time grows with their square
-MOST_ITEMS = 10_000  # of ``_ITEMS``, added up
-LARGEST_MULTIPLE = 10_000  # of multipleOf: their common multiple, times their number
-MOST_REPEATED = 10_000  # letters of all patterns, {n} written out
-MOST_JOINED_PATTERNS = 8  # where several parts of a schema must hold together
+MAX_DEPTH = 64  # nested objects and lists
+MAX_REFERENCE_DEPTH = 2_000  # depth x (distinct references + 1)
+MAX_NODES = 5_000  # objects and lists
+MAX_PROPERTIES = 2_000  # properties, and as many required names: compile time is quadratic in them
+MAX_ITEMS = 10_000  # sum of all ``_ITEM_COUNTS``
+MAX_MULTIPLE = 10_000  # of multipleOf: least common multiple times their number
+MAX_PATTERN_SIZE = 10_000  # characters of all patterns, with {n} expanded
+MAX_JOINED_PATTERNS = 8  # patterns in subschemas that must all hold
 
-_ITEMS = ("minItems", "maxItems", "minProperties", "maxProperties")
+_ITEM_COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
 _PATTERNS = ("pattern", "format", "whitespace_pattern", "item_separator", "key_separator")
-_JOINING = {"$ref", "allOf", "anyOf", "oneOf"}
-_WORDS_ONLY = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions"}
-_WORDS_ONLY |= {"$schema", "$id", "$comment", "nullable", "discriminator"}
+_COMBINERS = {"$ref", "allOf", "anyOf", "oneOf"}
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions"}
+_ANNOTATIONS |= {"$schema", "$id", "$comment", "nullable", "discriminator"}
 _REPEAT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
-_REPEAT_OF_GROUP = re.compile(r"[)}*+?]\s*\{")  # or of what is repeated already: counts are multiplied
-_SPACED = re.compile(r"\(\?[a-zA-Z-]*x")  # a flag by which spaces and comments mean nothing
+_REPEAT_OF_GROUP = re.compile(r"[)}*+?]\s*\{")  # or of another repetition: counts are multiplied
+_VERBOSE_FLAG = re.compile(r"\(\?[a-zA-Z-]*x")  # (?x): whitespace and comments in patterns are ignored
 
 
 def check_schema(schema: object, param: str | None) -> None:
-    """Raises ``InvalidRequest`` with the place and the bound. ``schema``: as ``json.loads`` gives it.
+    """Raise ``InvalidRequest``, with the path and the limit, if ``schema`` (parsed JSON) is too large.
 
-    ``param``: the field of the request that the schema came in.
+    ``param``: the request field that the schema came from.
     """
     counts: Counter[str] = Counter()
     references: set[str] = set()
-    multiple, deepest, joined = 1, 0, ""
+    multiple, max_depth, joined = 1, 0, ""
 
-    def keep(place: str, what: str, number: int, most: int) -> None:
-        if number > most:
-            shown = place if len(place) <= 200 else f"{place[:150]}...{place[-40:]}"
+    def check(path: str, what: str, number: int, limit: int) -> None:
+        if number > limit:
+            shown = path if len(path) <= 200 else f"{path[:150]}...{path[-40:]}"
             raise InvalidRequest(
-                f"{shown} asks for more than {most:,} {what}",
-                "ask for a simpler form; docs/api.md has the bounds",
+                f"{shown} has more than {limit:,} {what}",
+                "use a simpler schema; docs/api.md lists the limits",
                 param=param,
             )
 
-    def add(place: str, what: str, number: int, most: int) -> None:
+    def add(path: str, what: str, number: int, limit: int) -> None:
         counts[what] += number
-        keep(place, what, counts[what], most)
+        check(path, what, counts[what], limit)
 
-    for place, part, depth in _parts(param or "the schema", schema):
-        deepest = max(deepest, depth)
-        keep(place, "levels", depth, DEEPEST)
-        add(place, "objects and lists in all", 1, MOST_PARTS)
+    for path, part, depth in _nodes(param or "the schema", schema):
+        max_depth = max(max_depth, depth)
+        check(path, "levels", depth, MAX_DEPTH)
+        add(path, "objects and lists in all", 1, MAX_NODES)
         for key, value in part.items() if isinstance(part, dict) else ():
-            at = f"{place}.{key[:80]}"
+            key_path = f"{path}.{key[:80]}"
             if key == "properties" and isinstance(value, dict):
-                add(at, "properties in all", len(value), MOST_PROPERTIES)
+                add(key_path, "properties in all", len(value), MAX_PROPERTIES)
             elif key == "required" and isinstance(value, list):
-                add(at, "names in all", len(value), MOST_PROPERTIES)
+                add(key_path, "required names in all", len(value), MAX_PROPERTIES)
             elif key == "patternProperties" and isinstance(value, dict):
                 counts["patterns"] += len(value)
                 add(
-                    at,
-                    "letters in all, repetitions written out",
+                    key_path,
+                    "pattern characters in all, repetitions expanded",
                     sum(map(pattern_size, value)),
-                    MOST_REPEATED,
+                    MAX_PATTERN_SIZE,
                 )
-                joined = joined or at  # each is compared to each
+                joined = joined or key_path  # every pattern is compared with every other
             elif key in _PATTERNS and isinstance(value, str):
                 counts["patterns"] += 1
-                add(at, "letters in all, repetitions written out", pattern_size(value), MOST_REPEATED)
+                add(
+                    key_path,
+                    "pattern characters in all, repetitions expanded",
+                    pattern_size(value),
+                    MAX_PATTERN_SIZE,
+                )
             elif key == "$ref":
                 references.add(str(value))
-            elif key in _ITEMS and isinstance(value, int):
-                add(at, "items in all", max(value, 0), MOST_ITEMS)
-            elif key == "multipleOf" and (one := _without_zeros(value)) > 1:
+            elif key in _ITEM_COUNTS and isinstance(value, int):
+                add(key_path, "items in all", max(value, 0), MAX_ITEMS)
+            elif key == "multipleOf" and (digits := _significant_digits(value)) > 1:
                 counts[key] += 1
-                multiple = math.lcm(multiple, one)
-                keep(
-                    at,
-                    "as their common multiple, times their number",
+                multiple = math.lcm(multiple, digits)
+                check(
+                    key_path,
+                    "as least common multiple times their number",
                     multiple * counts[key],
-                    LARGEST_MULTIPLE,
+                    MAX_MULTIPLE,
                 )
-        if isinstance(part, dict) and _joins(part):
-            joined = joined or place
-    levels = deepest * (len(references) + 1)
-    keep(
-        param or "the schema", "levels with its references (levels x references)", levels, DEEPEST_REFERENCES
+        if isinstance(part, dict) and _combines(part):
+            joined = joined or path
+    levels = max_depth * (len(references) + 1)
+    check(
+        param or "the schema", "levels with its references (levels x references)", levels, MAX_REFERENCE_DEPTH
     )
     if joined:
-        keep(joined, "patterns beside it", counts["patterns"], MOST_JOINED_PATTERNS)
+        check(joined, "patterns in combined subschemas", counts["patterns"], MAX_JOINED_PATTERNS)
 
 
 def check_schema_text(text: str, param: str | None) -> None:
-    """The same of JSON."""
+    """Like ``check_schema``, of a schema as JSON text."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the form cannot be read: {error}", param=param) from None
+        raise InvalidRequest(
+            f"the schema is not valid JSON: {error}", "send a JSON Schema", param=param
+        ) from None
     check_schema(schema, param)
 
 
 def pattern_size(pattern: str) -> int:
-    """At most so many letters ``pattern`` stands for with its ``{n}`` written out."""
-    if _SPACED.search(pattern):
-        return MOST_REPEATED + 1
+    """Upper bound of the length of ``pattern`` with its ``{n}`` repetitions expanded."""
+    if _VERBOSE_FLAG.search(pattern):
+        return MAX_PATTERN_SIZE + 1
     counts = [max(int(number or 1) for number in repeat) for repeat in _REPEAT.findall(pattern)]
     if _REPEAT_OF_GROUP.search(pattern):
         return len(pattern) * math.prod(max(count, 1) for count in counts)
     return len(pattern) + sum(counts)
 
 
-def _parts(place: str, part: object, depth: int = 1) -> Iterator[tuple[str, dict[str, Any] | list[Any], int]]:
-    """Every object and list, with its place and how deep it lies."""
+def _nodes(path: str, part: object, depth: int = 1) -> Iterator[tuple[str, dict[str, Any] | list[Any], int]]:
+    """Yield every object and list of a schema with its path and depth."""
     if isinstance(part, dict | list):
-        yield place, part, depth
+        yield path, part, depth
         for key, value in part.items() if isinstance(part, dict) else enumerate(part):
             if isinstance(value, dict | list):
-                at = f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key[:80]}"
-                yield from _parts(at, value, depth + 1)
+                key_path = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key[:80]}"
+                yield from _nodes(key_path, value, depth + 1)
 
 
-def _joins(part: dict[str, Any]) -> bool:
-    """Whether ``part`` has several parts that must hold together."""
+def _combines(part: dict[str, Any]) -> bool:
+    """Whether ``part`` combines several subschemas that must all hold."""
     together = part.get("allOf")
     if isinstance(together, list) and len(together) > 1:
         return True
-    return bool(_JOINING & part.keys()) and len(part.keys() - _WORDS_ONLY) > 1
+    return bool(_COMBINERS & part.keys()) and len(part.keys() - _ANNOTATIONS) > 1
 
 
-def _without_zeros(value: object) -> int:
-    """The digits of a number as a whole one: 25 of 0.25, 3 of 3,000. A power of ten costs nothing."""
+def _significant_digits(value: object) -> int:
+    """The significant digits of a number as an integer: 25 for 0.25, 3 for 3,000; powers of ten are free."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 1
     digits = Decimal(str(value)).as_tuple().digits

@@ -1,8 +1,4 @@
-"""OpenAI's chat completions as bytes on the wire, seen from the client: how replies are read.
-
-Knows: server-sent events, the fields of a reply, what an error code means. Does not know: connections, nor
-how requests are written (``openai_wire.py``).
-"""
+"""Replies of an OpenAI server, as the client reads them: server-sent events, chunks, errors."""
 
 import html
 import json
@@ -47,26 +43,26 @@ _PAGE = "a web page"
 _PAGE_HINT = "is this the right URL? vlfit adds /v1 if it is not there"
 _IS_PAGE = re.compile(r"\ufeff?(<\?xml[^>]*> ?)?<(!doctype html|html)\b", re.I)
 _TITLE = re.compile(r"<title[^>]*> ?([^<]*[^< ]) ?</title>", re.I)
-# As vLLM, llama.cpp and OpenAI say that a prompt is longer than the context.
+# Error messages of vLLM, llama.cpp and OpenAI for a prompt longer than the context.
 _TOO_LONG = re.compile(
     r"(maximum|max) (context|model) len|exceeds? the (available )?context|longer than the max", re.I
 )
 
 
-class Events:
-    """Server-sent events out of the bytes of a reply, however they are cut."""
+class EventParser:
+    """Parses server-sent events from the pieces of a reply."""
 
     def __init__(self) -> None:
         self.done = False
         self._rest = b""
         self._begun = False
-        self._other = b""  # the first line that no stream of events has
+        self._other = b""  # the first line that does not belong to server-sent events
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The JSON objects of the events that are whole now. Raises the error that an event tells of.
+        """The JSON objects of events completed by ``data``. Raises the error that an event carries.
 
-        Lines end where the protocol says, at line feeds: text may hold other characters that Python, too,
-        takes for the end of a line.
+        Lines end at line feeds alone, as the protocol says: Python's ``splitlines`` would also split text at
+        other characters.
         """
         if self.done:
             return
@@ -83,32 +79,34 @@ class Events:
                 return
             event = _object(text)
             if event is None:
-                raise RemoteError(f"the server sent an event that is no JSON object: {text[:80]!r}")
+                raise RemoteError(f"the server sent an event that is not a JSON object: {text[:80]!r}")
             if event.get("error"):
                 raise error_from(200, text)
             yield event
 
     def end(self) -> None:
-        """The reply is over. Raises ``RemoteError`` if it broke off before ``[DONE]``."""
+        """Call at the end of the reply. Raises ``RemoteError`` if it ended before ``[DONE]``."""
         other = self._other or self._rest.strip()
         if not self.done and not self._begun and other and not other.startswith((b"data:", b":")):
             raise RemoteError(
-                f"the server's answer is no stream of events: {other[:80].decode('utf-8', 'replace')!r}",
+                f"the server's reply is not an event stream: {other[:80].decode('utf-8', 'replace')!r}",
                 "is it the URL of a server that speaks OpenAI's API?",
             )
         if not self.done:
             raise RemoteError(
-                "the connection broke off before the answer was whole", "look at the server's log"
+                "the connection broke before the answer was complete", "look at the server's log"
             )
 
 
 @dataclass(slots=True)
 class ReplyReader:
-    """One completion under way: events in, chunks out. ``started``: when it was asked for, by ``clock``.
-    ``image_tokens``: of its prompt, as far as that is known where the server does not tell.
+    """Turns the events of one completion into chunks.
 
-    Calls of tools that the server has parsed come out as the text that Qwen writes them in, so that whoever
-    reads answers knows one form of them. What a server tells of a model's thoughts apart is left out.
+    ``started``: when the request was submitted (``time.perf_counter``). ``image_tokens``: of its prompt, if
+    the server does not report them; None: unknown.
+
+    Tool calls that the server has parsed become text in Qwen's syntax again, so that answers have one form.
+    Reasoning that a server sends apart is dropped.
     """
 
     started: float
@@ -117,12 +115,12 @@ class ReplyReader:
     _finish: FinishReason | None = None
     _usage: Usage | None = None
     _images: tuple[ImageSeen, ...] = ()
-    _images_told: bool = False
+    _images_sent: bool = False
     _server_timings: dict[str, float] = field(default_factory=dict)
     _calls: dict[int, list[str]] = field(default_factory=dict)
 
     def take(self, event: dict[str, Any]) -> Chunk | None:
-        """Note what ``event`` tells; the chunk in it, if it has one."""
+        """Process ``event``; return its chunk, if it has one."""
         extras = event.get("vlfit") or {}
         self._images = read_images(extras) or self._images
         self._usage = read_usage(event, self.image_tokens) or self._usage
@@ -135,63 +133,62 @@ class ReplyReader:
         finish = read_finish(choice, extras)
         if finish is not None:
             self._finish = finish
-            text += self._written_calls()
+            text += self._take_calls()
         logprobs = read_logprobs(choice)
         if not text and not logprobs:
             return None
         self._first_token = self._first_token or time.perf_counter()
-        images = () if self._images_told else self._images
-        self._images_told = True
+        images = () if self._images_sent else self._images
+        self._images_sent = True
         return Chunk(text, logprobs, images=images)
 
     def last(self) -> Chunk:
-        """The last chunk, which has no text: OpenAI sends the usage after the last words.
+        """The last chunk, without text: OpenAI sends the usage after the last token.
 
-        The usage is 0 if the server does not tell it, but for tokens of pictures. Raises ``RemoteError`` if
-        it did not say why the answer ended.
+        Without reported usage its counts are 0. Raises ``RemoteError`` if there was no finish reason.
         """
         if self._finish is None:
-            raise RemoteError("the answer ended without a reason", "look at the server's log")
+            raise RemoteError("the answer ended without a finish reason", "look at the server's log")
         usage = self._usage or Usage(0, self.image_tokens, 0)
         return Chunk("", (), self._finish, usage, self._timings(), self._images)
 
     def _add_call(self, call: dict[str, Any]) -> None:
-        """A call's name comes with its first piece, its arguments in as many as the server likes."""
+        """The name comes with the first piece of a call, the arguments in any number of pieces."""
         known = self._calls.setdefault(call.get("index") or 0, ["", ""])
         function = call.get("function") or {}
         known[0] += function.get("name") or ""
         known[1] += function.get("arguments") or ""
 
-    def _written_calls(self) -> str:
-        """Once: the reason of an ending may be told twice."""
+    def _take_calls(self) -> str:
+        """The tool calls as text; empty after the first time, as the finish reason may come twice."""
         calls, self._calls = sorted(self._calls.items()), {}
-        return "\n".join(written_call(name, arguments) for _, (name, arguments) in calls)
+        return "\n".join(format_tool_call(name, arguments) for _, (name, arguments) in calls)
 
     def _timings(self) -> Timings:
-        """The server's own if it told them, else what we saw from here."""
-        now, told = time.perf_counter(), self._server_timings
+        """The server's timings, else those measured here."""
+        now, reported = time.perf_counter(), self._server_timings
         tokens = self._usage.completion_tokens if self._usage else 0
-        if told:
-            return Timings(told["queued_s"], told["first_token_s"], told["total_s"], tokens)
+        if reported:
+            return Timings(reported["queued_s"], reported["first_token_s"], reported["total_s"], tokens)
         return Timings(0.0, (self._first_token or now) - self.started, now - self.started, tokens)
 
 
-def written_call(name: str, arguments: str) -> str:
-    """A call as Qwen writes it; ``arguments`` that are no JSON object stay the text that they are."""
+def format_tool_call(name: str, arguments: str) -> str:
+    """A tool call in Qwen's syntax; ``arguments`` that are not a JSON object stay text."""
     value = _object(arguments)
-    told = {"name": name, "arguments": arguments if value is None else value}
-    return f"<tool_call>\n{json.dumps(told, ensure_ascii=False)}\n</tool_call>"
+    call = {"name": name, "arguments": arguments if value is None else value}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
 def error_from(status: int, text: str) -> VlfitError:
-    """The error that a reply with ``status`` and body ``text`` stands for."""
+    """The error for a reply with ``status`` and body ``text``."""
     body = _object(text) or {}
     error = body.get("error")
     details: dict[str, Any] = error if isinstance(error, dict) else body
-    told = details.get("message") or details.get("detail") or in_a_line(text) or "nothing more"
+    reason = details.get("message") or details.get("detail") or one_line(text) or "no reason given"
     if status == 200 and isinstance(details.get("code"), int):
-        status = details["code"]  # as vLLM tells it where the answer has begun
-    message, code, param = str(told), str(details.get("code")), details.get("param")
+        status = details["code"]  # vLLM's way once the answer has begun
+    message, code, param = str(reason), str(details.get("code")), details.get("param")
     kind = _ERRORS.get(code) or _kind_of(status, message)
     if kind is not None:
         if kind is QueueFull and code != QueueFull.code:
@@ -203,8 +200,8 @@ def error_from(status: int, text: str) -> VlfitError:
     return RemoteError(f"{about}: {message}", hint, status=None if status == 200 else status)
 
 
-def in_a_line(text: str) -> str:
-    """What a server said that is not of this protocol, as one line; of a web page, its title."""
+def one_line(text: str) -> str:
+    """Text outside the protocol as one line; for a web page, its title."""
     words = " ".join(text.split())
     if not _IS_PAGE.match(words):
         return words[:200]
@@ -214,9 +211,9 @@ def in_a_line(text: str) -> str:
 
 
 def _kind_of(status: int, message: str) -> type[VlfitError] | None:
-    """What other servers than ours mean, which have no codes in common; None: a failure of theirs."""
+    """The error class for a server without vlfit's codes; None: the server failed."""
     if status == 404 and "model" in message.lower() and "exist" in message.lower():
-        return UnknownModel  # as vLLM and Ollama put it
+        return UnknownModel  # wording of vLLM and Ollama
     if status in (401, 403):
         return WrongApiKey
     if status == 429:
@@ -226,19 +223,15 @@ def _kind_of(status: int, message: str) -> type[VlfitError] | None:
     return None
 
 
-def behind(error: VlfitError, url: str) -> VlfitError:
-    """``error`` as the clients of a server of ours hear of it that stands before ``url``: what that refuses
-    of us is no fault of theirs.
-    """
+def translate_for_clients(error: VlfitError, url: str) -> VlfitError:
+    """``error`` for clients of a vlfit server in front of ``url``: not their fault if it is ours."""
     if isinstance(error, WrongApiKey):
         return RemoteError(
-            f"{url} refuses this server's key: {error.message}", "set VLFIT_SERVER_KEY where it is started"
+            f"{url} rejects this server's key: {error.message}", "set VLFIT_SERVER_KEY where it is started"
         )
     if isinstance(error, UnknownModel):
-        return RemoteError(
-            f"{url} does not know the model any more: {error.message}", "start this server again"
-        )
-    if isinstance(error, EngineStopped):  # else our own server would take its engine for lost
+        return RemoteError(f"{url} no longer has the model: {error.message}", "restart this server")
+    if isinstance(error, EngineStopped):  # else the server would take its own engine for lost
         return RemoteError(f"{url} is stopping: {error.message}", error.hint)
     return error
 
@@ -250,7 +243,7 @@ def _hint(status: int) -> str:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds that the header ``Retry-After`` asks to wait, a number or a date; None if it does not."""
+    """Seconds from a ``Retry-After`` header, a number or a date; None without or if invalid."""
     if value is None:
         return None
     try:
@@ -264,22 +257,22 @@ def retry_after(value: str | None) -> float | None:
 
 
 def read_usage(event: dict[str, Any], image_tokens: int | None = 0) -> Usage | None:
-    """``usage`` of an event, if it has one; with ``image_tokens`` where it does not tell those apart."""
+    """``usage`` of an event, if any; ``image_tokens`` if the server does not report them."""
     usage = event.get("usage")
     if not isinstance(usage, dict):
         return None
     details = usage.get("prompt_tokens_details") or {}
-    told = details.get("image_tokens")
+    reported = details.get("image_tokens")
     return Usage(
         usage.get("prompt_tokens", 0),
-        image_tokens if told is None else told,
+        image_tokens if reported is None else reported,
         usage.get("completion_tokens", 0),
         details.get("cached_tokens") or 0,
     )
 
 
 def read_images(extras: dict[str, Any]) -> tuple[ImageSeen, ...]:
-    """``vlfit.images`` of an event; fields that a newer server may add are left out."""
+    """``vlfit.images`` of an event; unknown fields of newer servers are ignored."""
     return tuple(
         ImageSeen(
             image["width"],
@@ -295,19 +288,19 @@ def read_images(extras: dict[str, Any]) -> tuple[ImageSeen, ...]:
 
 
 def read_logprobs(choice: dict[str, Any]) -> tuple[TokenLogprob, ...]:
-    """The logprobs of a choice, of a chat or of a text. OpenAI does not tell token ids: they are -1 then."""
-    told: dict[str, Any] = choice.get("logprobs") or {}
-    if told.get("tokens"):
-        return _of_lists(told)
-    content = told.get("content") or ()
+    """Logprobs of a choice, in either API's form. OpenAI sends no token ids: they are -1 then."""
+    logprobs: dict[str, Any] = choice.get("logprobs") or {}
+    if logprobs.get("tokens"):
+        return _from_lists(logprobs)
+    content = logprobs.get("content") or ()
     return tuple(
         _logprob(each, tuple(_logprob(top) for top in each.get("top_logprobs", ()))) for each in content
     )
 
 
-def _of_lists(told: dict[str, Any]) -> tuple[TokenLogprob, ...]:
-    """As ``/v1/completions`` has them: lists side by side. The first token of a text may have none."""
-    tops = told.get("top_logprobs") or [{}] * len(told["tokens"])
+def _from_lists(logprobs: dict[str, Any]) -> tuple[TokenLogprob, ...]:
+    """The parallel lists of ``/v1/completions``. The first token of a text may have no logprob."""
+    tops = logprobs.get("top_logprobs") or [{}] * len(logprobs["tokens"])
     return tuple(
         TokenLogprob(
             token,
@@ -315,7 +308,7 @@ def _of_lists(told: dict[str, Any]) -> tuple[TokenLogprob, ...]:
             0.0 if logprob is None else logprob,
             tuple(TokenLogprob(*each) for each in _others(top)),
         )
-        for token, logprob, top in zip(told["tokens"], told["token_logprobs"], tops, strict=False)
+        for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=False)
     )
 
 
@@ -323,15 +316,15 @@ def _others(top: dict[str, float] | None) -> Iterator[tuple[str, int, float]]:
     return ((token, -1, logprob) for token, logprob in (top or {}).items())
 
 
-def _logprob(told: dict[str, Any], top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-    return TokenLogprob(told["token"], told.get("token_id", -1), told["logprob"], top)
+def _logprob(entry: dict[str, Any], top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    return TokenLogprob(entry["token"], entry.get("token_id", -1), entry["logprob"], top)
 
 
 def read_finish(choice: dict[str, Any], extras: dict[str, Any]) -> FinishReason | None:
-    """Why a choice ended. A vlfit server says it in full; of others, all but ``length`` is ``stop``."""
-    told = (extras.get("finish_reasons") or [None])[0] or choice.get("finish_reason")
-    if told is None or told in ("stop", "length", "loop"):
-        return told
+    """The finish reason. Unknown ones of other servers count as ``stop``."""
+    reason = (extras.get("finish_reasons") or [None])[0] or choice.get("finish_reason")
+    if reason is None or reason in ("stop", "length", "loop"):
+        return reason
     return "stop"
 
 

@@ -1,8 +1,4 @@
-"""OpenAI's chat completions as bytes on the wire, seen from the client: how requests are written.
-
-Knows: field names, data URLs, how calls of tools are numbered, and what servers of another kind than ours
-lack. Does not know: connections, nor replies (``openai_replies.py``).
-"""
+"""Requests to an OpenAI server, as the client writes them."""
 
 import base64
 import json
@@ -13,11 +9,11 @@ from itertools import count
 from typing import Any, Literal
 
 from vlfit.api.conversation import Conversation, ImagePart, Message, Part, TextPart, Tool, VideoPart
-from vlfit.api.sampling_params import SPACING, Form, SamplingParams
+from vlfit.api.sampling_params import SPACING, Grammar, SamplingParams
 from vlfit.errors import InvalidRequest, PictureError
 
 Server = Literal["vlfit", "vllm", "other"]
-"""Who runs behind the URL, by its own words: only as far as requests differ."""
+"""What runs behind the URL, as far as requests differ."""
 
 # What OpenAI's own servers lack: they refuse a field they do not know, so it is sent only if it does
 # something.
@@ -41,38 +37,38 @@ _SIGNATURES = (
 
 
 def chat_fields(conversation: Conversation, tools: tuple[Tool, ...], server: Server) -> bytes:
-    """What a chat says, as the first fields of a JSON object, without its braces: ``sampling_fields`` follow.
+    """``messages`` and ``tools`` as fields of a JSON object, without its braces; ``sampling_fields`` follow.
 
-    Pictures are checked before they are sent, as if they were to be seen here. Raises ``PictureError``, and
-    ``InvalidRequest`` for a clip that goes to another server than ours: OpenAI has no such part.
+    Pictures are checked before they are sent. Raises ``PictureError``, and ``InvalidRequest`` for a clip to a
+    server other than vlfit's: OpenAI has no such part.
     """
     if not conversation:
-        raise InvalidRequest("there are no messages", "Send at least one.", param="messages")
-    numbers = _Numbers()
-    fields: dict[str, Any] = {"messages": [_message(each, server, numbers) for each in conversation]}
+        raise InvalidRequest("there are no messages", "send at least one", param="messages")
+    call_ids = _CallIds()
+    fields: dict[str, Any] = {"messages": [_message(each, server, call_ids) for each in conversation]}
     if tools:
         fields["tools"] = [_tool(tool) for tool in tools]
-    return _written(fields, "messages")
+    return _json_fields(fields, "messages")
 
 
 def text_fields(prompt: str | tuple[int, ...]) -> bytes:
-    """The same for text, or token ids, that the model goes on with: for ``/v1/completions``."""
+    """``prompt``, text or token ids, for ``/v1/completions``."""
     if not prompt:
         raise InvalidRequest("the prompt is empty", "send some text", param="prompt")
-    return _written({"prompt": prompt}, "prompt")
+    return _json_fields({"prompt": prompt}, "prompt")
 
 
 def sampling_fields(
     sampling: SamplingParams, model: str, server: Server, *, chat: bool, grammars: bool = False
 ) -> bytes:
-    """The rest of the object: the model, how words are chosen, and that they are to come one by one.
+    """The other fields: model, sampling parameters, streaming.
 
-    A vlfit server is told every wish, so that none of its own defaults fills a gap. Raises ``InvalidRequest``
-    for wishes that no such server can carry out. ``grammars``: see ``form_fields``.
+    A vlfit server gets every parameter, so that its own defaults fill no gap. Raises ``InvalidRequest`` for
+    parameters that the server does not have. ``grammars``: see ``grammar_fields``.
     """
     if sampling.loop_guard and server != "vlfit":
         raise InvalidRequest(
-            "loop_guard was asked for, and only vlfit servers have it", "leave it out", param="loop_guard"
+            "loop_guard is set, and only vlfit servers have it", "leave it out", param="loop_guard"
         )
     body: dict[str, Any] = {
         "model": model,
@@ -96,64 +92,65 @@ def sampling_fields(
     if sampling.top_logprobs is not None:
         chosen = {"logprobs": True, "top_logprobs": sampling.top_logprobs}
         body |= chosen if chat else {"logprobs": sampling.top_logprobs}
-    return _written(body | form_fields(sampling.form, server, grammars=grammars), "stop")
+    return _json_fields(body | grammar_fields(sampling.grammar, server, grammars=grammars), "stop")
 
 
-def form_fields(form: Form | None, server: Server, *, grammars: bool = False) -> dict[str, Any]:
-    """How a server is asked to keep to ``form``. ``grammars``: it is a vLLM that follows them by llguidance,
-    as our engine does, and so keeps to the very same form.
+def grammar_fields(grammar: Grammar | None, server: Server, *, grammars: bool = False) -> dict[str, Any]:
+    """Fields that ask a server for structured output.
 
-    What a request asked for itself is always passed on. The form of a task is a help, as its answer is read
-    with patience: JSON between fences, as Qwen3-VL was taught to write it, or bare. A server that knows bare
-    JSON alone is not told of it: held to that, a small model no longer knows what it sees (docs/backends.md).
+    ``grammars``: it is a vLLM that follows llguidance grammars, as the native engine does.
+
+    A format that a request set is always passed on. The format of a task is optional, as its answers are
+    parsed leniently: JSON in a code fence, as Qwen3-VL was trained to write it, or bare. It is not sent to a
+    server that can only enforce bare JSON: with that, small models answer worse (docs/backends.md).
     """
-    if form is None:
+    if grammar is None:
         return {}
-    if form.kind == "json":
-        schema = json.loads(form.text)
+    if grammar.kind == "json":
+        schema = json.loads(grammar.text)
         if grammars:
             return _grammar("%llguidance {}\nstart: %json " + json.dumps({**schema, "x-guidance": SPACING}))
         named = {"name": "answer", "schema": schema}
         return {"response_format": {"type": "json_schema", "json_schema": named}}
-    if grammars and (form.place is None or _is_fenced(form)):
-        return _grammar(form.text)
-    if form.wire is None:
-        raise InvalidRequest("a grammar cannot be sent to a server", "use a JSON schema", param=form.place)
+    if grammars and (grammar.place is None or _is_fenced(grammar)):
+        return _grammar(grammar.text)
+    if grammar.wire is None:
+        raise InvalidRequest("this server takes no grammars", "use a JSON schema", param=grammar.place)
     if server == "vlfit":
-        return dict(form.wire)
-    return {} if form.place is None else _as_openai_has_it(form.wire)
+        return dict(grammar.wire)
+    return {} if grammar.place is None else _without_fenced(grammar.wire)
 
 
-def _is_fenced(form: Form) -> bool:
-    """Whether a request asked for JSON that may stand between fences; what it says of calls goes as it is."""
-    named = dict(form.wire or {}).get("response_format", {}).get("json_schema", {})
-    return form.place == "response_format" and bool(named.get("fenced"))
+def _is_fenced(grammar: Grammar) -> bool:
+    """Whether a request asked for JSON that may stand in a code fence."""
+    schema = dict(grammar.wire or {}).get("response_format", {}).get("json_schema", {})
+    return grammar.place == "response_format" and bool(schema.get("fenced"))
 
 
 def _grammar(text: str) -> dict[str, Any]:
     return {"structured_outputs": {"grammar": text}}
 
 
-def _as_openai_has_it(wire: Mapping[str, Any]) -> dict[str, Any]:
-    """``fenced`` is a word of ours; without it a schema asks for bare JSON."""
-    told = dict(wire)
-    named = told.get("response_format", {}).get("json_schema")
-    if named is not None:
-        kept = {name: value for name, value in named.items() if name != "fenced"}
-        told["response_format"] = {**told["response_format"], "json_schema": kept}
-    return told
+def _without_fenced(wire: Mapping[str, Any]) -> dict[str, Any]:
+    """Without vlfit's field ``fenced``: the schema then asks for bare JSON."""
+    fields = dict(wire)
+    schema = fields.get("response_format", {}).get("json_schema")
+    if schema is not None:
+        kept = {name: value for name, value in schema.items() if name != "fenced"}
+        fields["response_format"] = {**fields["response_format"], "json_schema": kept}
+    return fields
 
 
 def data_url(data: bytes) -> str:
-    """``data``, an encoded picture, as a ``data:`` URL. What is in it shows in its first bytes."""
+    """An encoded picture as a ``data:`` URL; its type is recognized by its first bytes."""
     mime = next(
         (mime for signature, mime in _SIGNATURES if signature.match(data)), "application/octet-stream"
     )
     return f"data:{mime};base64,{base64.b64encode(data).decode('ascii')}"
 
 
-class _Numbers:
-    """Ids for calls of tools, which a conversation has none of: what tools gave comes in the calls' order."""
+class _CallIds:
+    """Ids of tool calls, which a conversation lacks: results come in the order of the calls."""
 
     def __init__(self) -> None:
         self._next = count(1)
@@ -167,21 +164,21 @@ class _Numbers:
         return self._open.pop(0) if self._open else f"call_{next(self._next)}"
 
 
-def _message(message: Message, server: Server, numbers: _Numbers) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": message.role}
+def _message(message: Message, server: Server, call_ids: _CallIds) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role}
     if len(message.parts) == 1 and isinstance(message.parts[0], TextPart):
-        told["content"] = message.parts[0].text
+        fields["content"] = message.parts[0].text
     else:
-        told["content"] = [_part(part, server) for part in message.parts]
+        fields["content"] = [_part(part, server) for part in message.parts]
     if message.calls:
-        told["content"] = told["content"] or None
-        told["tool_calls"] = [
+        fields["content"] = fields["content"] or None
+        fields["tool_calls"] = [
             {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call_id, call in zip(numbers.of_calls(len(message.calls)), message.calls, strict=True)
+            for call_id, call in zip(call_ids.of_calls(len(message.calls)), message.calls, strict=True)
         ]
     if message.role == "tool":
-        told["tool_call_id"] = numbers.of_result()
-    return told
+        fields["tool_call_id"] = call_ids.of_result()
+    return fields
 
 
 def _part(part: Part, server: Server) -> dict[str, Any]:
@@ -189,11 +186,11 @@ def _part(part: Part, server: Server) -> dict[str, Any]:
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):
         detail = {} if part.detail == "auto" else {"detail": part.detail}
-        sent = _checked(part.data, part.label, part.place, server)
+        sent = _encoded_for(part.data, part.label, part.place, server)
         return {"type": "image_url", "image_url": {"url": data_url(sent), **detail}}
     if server != "vlfit":
         raise InvalidRequest(
-            "a clip can be sent to vlfit servers only", "send its frames as pictures", param="messages"
+            "only vlfit servers take video clips", "send the frames as pictures", param="messages"
         )
     return {"type": "video", "frames": [data_url(frame) for frame in _frames(part)], "fps": part.fps}
 
@@ -201,20 +198,20 @@ def _part(part: Part, server: Server) -> dict[str, Any]:
 def _frames(part: VideoPart) -> Iterator[bytes]:
     for index, frame in enumerate(part.frames):
         place = None if part.place is None else f"{part.place}[{index}]"
-        yield _checked(frame, f"{part.label} frame {index + 1}", place, "vlfit")
+        yield _encoded_for(frame, f"{part.label} frame {index + 1}", place, "vlfit")
 
 
-def _checked(data: bytes, label: str, place: str | None, server: Server) -> bytes:
-    """What is sent of a picture: its file as it is, where the server shows it as we do.
+def _encoded_for(data: bytes, label: str, place: str | None, server: Server) -> bytes:
+    """The picture's file, or a new file if the server might decode it differently.
 
-    Else it is drawn anew: turned upright, on white, in 8 bits. Boxes would be those of a picture that lies on
-    its side; and what is behind glass, or brighter than 8 bits say, each server shows in its own way.
+    The new one is upright, on white, in 8 bits: other servers may ignore the orientation (boxes would be
+    rotated), and treat transparency and more than 8 bits in their own ways.
     """
-    # Pillow is wanted only once the first picture comes.
-    from vlfit.images.decode import check, decode
+    # Pillow is imported with the first picture.
+    from vlfit.images.decode import decode, validate
 
     try:
-        if check(data, label) or server == "vlfit":
+        if validate(data, label) or server == "vlfit":
             return data
         image = decode(data, label).image
     except PictureError as error:
@@ -229,17 +226,21 @@ def _checked(data: bytes, label: str, place: str | None, server: Server) -> byte
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": told | ({"strict": True} if tool.strict else {})}
+    fields: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+    }
+    return {"type": "function", "function": fields | ({"strict": True} if tool.strict else {})}
 
 
-def _written(fields: dict[str, Any], param: str) -> bytes:
-    """The fields of an object in JSON, without its braces."""
+def _json_fields(fields: dict[str, Any], param: str) -> bytes:
+    """``fields`` as JSON without the braces."""
     try:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))[1:-1].encode()
     except UnicodeEncodeError:
         raise InvalidRequest(
-            "the text holds half a character",
-            "Send whole Unicode characters: JSON writes one beyond U+FFFF as a pair of escapes.",
+            "the text contains an unpaired surrogate",
+            "send whole Unicode characters: JSON escapes those beyond U+FFFF as a pair",
             param=param,
         ) from None

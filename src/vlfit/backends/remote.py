@@ -1,8 +1,7 @@
-"""A model behind a URL: ``vlfit serve``, or any server that speaks OpenAI's chat completions.
+"""A model behind a URL: ``vlfit serve``, or any server with OpenAI's chat completions.
 
-Knows: connections, and how they fail. Does not know: how requests are written (``openai_wire``) and replies
-read (``openai_replies``), or what runs behind the URL. A vlfit server also tells what it saw of each picture
-and how long it took; of any other the usage alone is known, and times are those of our own clock.
+A vlfit server also reports image sizes and its own timings; of others only the usage is known, and times are
+measured here. Requests run side by side in one thread with an event loop.
 """
 
 import asyncio
@@ -13,22 +12,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from vlfit.api.conversation import Conversation, TextPart, Tool
-from vlfit.api.engine_options import Park
+from vlfit.api.engine_options import SleepLevel
 from vlfit.api.outputs import Chunk, ImageSeen
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends import openai_replies, openai_wire
-from vlfit.backends.base import Closing, Listener, Prepared, QueuedStream, own
-from vlfit.backends.openai_replies import Events, ReplyReader
+from vlfit.backends.base import Backend, Capabilities, Listener, Prepared, QueuedStream, Ticket, check_own
+from vlfit.backends.openai_replies import EventParser, ReplyReader
 from vlfit.backends.server_url import (
     SILENCE_SECONDS,
     base_url,
-    failures_in_words,
-    is_here,
-    moved,
+    is_loopback_url,
+    redirect_error,
+    translate_errors,
     without_secrets,
 )
 from vlfit.errors import EngineStopped, QueueFull, RemoteError, VlfitError
@@ -37,34 +36,31 @@ if TYPE_CHECKING:
     import httpx
 
 
-# Requests that wait for others side by side, all in one thread: an event loop, and who may be in it.
-#
-# Knows: tasks, threads, how all of it ends. Does not know what a request is (``remote.py``).
+AsyncFunction = Callable[[], Coroutine[Any, Any, None]]
+
+CLOSING_SECONDS = 5.0  # for connections to close; the thread is a daemon, so it holds nobody up longer
 
 
-Work = Callable[[], Coroutine[Any, Any, None]]
+class RemoteTask:
+    """One running request. ``cancel`` may be called from any thread, at any time, more than once."""
 
-CLOSING_SECONDS = 5.0  # for connections to be closed; the thread is a daemon, so that nobody waits longer
-
-
-class Running:
-    """One request. ``cancel`` may be called from any thread, at any time, more than once."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, work: Work, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, function: AsyncFunction, on_cancelled: Callable[[], None]
+    ) -> None:
         self._loop = loop
-        self._work: Work | None = work
-        self._ended = ended
+        self._function: AsyncFunction | None = function
+        self._on_cancelled = on_cancelled
         self._task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and all that was in it has ended
+        with suppress(RuntimeError):  # the loop is closed, so all its tasks have ended
             self._loop.call_soon_threadsafe(self._cancel)
 
     def begin(self) -> None:
-        """Called in the loop."""
-        work, self._work = self._work, None  # a ticket may be kept for longer than what was sent
-        assert work is not None
-        self._task = self._loop.create_task(work())
+        """Start the task. Called in the loop."""
+        function, self._function = self._function, None  # a ticket may outlive the request's body
+        assert function is not None
+        self._task = self._loop.create_task(function())
         self._task.add_done_callback(self._done)
 
     def _cancel(self) -> None:
@@ -73,11 +69,13 @@ class Running:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            self._ended()
+            self._on_cancelled()
 
 
-class SideBySide:
-    """``work`` raises nothing: it tells its failures itself. The thread begins with the first of them."""
+class RequestLoop:
+    """A thread with an event loop, started with the first request. Functions report their failures themselves
+    and raise nothing.
+    """
 
     def __init__(self, name: str) -> None:
         self.closed = False
@@ -85,10 +83,10 @@ class SideBySide:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._last: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._finally: AsyncFunction | None = None
 
-    def start(self, work: Work, ended: Callable[[], None]) -> Running:
-        """Begin ``work``; ``ended`` is called if it is cancelled. Raises ``EngineStopped`` once closed."""
+    def start(self, function: AsyncFunction, on_cancelled: Callable[[], None]) -> RemoteTask:
+        """Run ``function``; ``on_cancelled``: what to call then. Raises ``EngineStopped`` after ``close``."""
         with self._lock:
             if self.closed:
                 raise EngineStopped("the connection to the server was closed", "open it again")
@@ -98,18 +96,18 @@ class SideBySide:
                     target=self._run, args=(self._loop,), name=self._name, daemon=True
                 )
                 self._thread.start()
-            running = Running(self._loop, work, ended)
+            running = RemoteTask(self._loop, function, on_cancelled)
             self._loop.call_soon_threadsafe(running.begin)
         return running
 
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Cancel all that runs, then do ``last``, and end the thread. May be called more than once."""
+    def close(self, cleanup: AsyncFunction) -> None:
+        """Cancel all tasks, run ``cleanup``, and end the thread. May be called more than once."""
         with self._lock:
             if self.closed or self._loop is None:
                 self.closed = True
                 return
             self.closed = True
-            self._last = last
+            self._finally = cleanup
             self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSING_SECONDS)
@@ -127,67 +125,67 @@ class SideBySide:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._last is not None:
-            await self._last()
+        if self._finally is not None:
+            await self._finally()
 
 
 CONNECT_SECONDS = 5.0
-# Idle connections are closed before uvicorn does it after 5: else now and then a request would meet one that
-# is being closed.
+# Less than uvicorn's 5: else a request would now and then meet a connection that is being closed.
 KEEP_SECONDS = 2.0
 AT_ONCE = 64
 TRIES = 8
-LONGEST_WAIT = 120.0  # seconds: as long as the openai package waits when a server asks it to
-DRAIN_SECONDS = 1.0  # for the end of a reply that is whole, so that its connection can be used again
+LONGEST_WAIT = 120.0  # seconds; the openai package also waits no longer
+DRAIN_SECONDS = 1.0  # to read to the end of a reply, so that its connection can be used again
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePrepared:
-    """A request that is written but for how words are chosen. What it will cost the server knows alone."""
+    """A request's body without its sampling parameters. Tokens are unknown until the server has counted."""
 
     path: str
     content: bytes
-    asked: float
-    most_tokens: int
+    submitted_at: float
+    max_tokens: int
     images: tuple[ImageSeen, ...] = ()
     prompt_tokens: int = 0
     image_tokens: int | None = 0
 
 
-@dataclass(slots=True)
-class RemoteTicket:
-    """A request under way. ``taken`` tells whether the server took it, and ``refused`` why not."""
+class RemoteTicket(Ticket):
+    """``accepted``: whether the server took the request; ``refusal``: the reason if it did not."""
 
-    taken: "Future[bool]" = field(default_factory=Future)
-    refused: Exception | None = None
-    running: Running | None = None
+    def __init__(self) -> None:
+        self.accepted: Future[bool] = Future()
+        self.refusal: Exception | None = None
+        self.running: RemoteTask | None = None
 
-    def decide(self, refused: Exception | None) -> None:
-        """The server took it, or did not; what comes later changes nothing."""
-        if not self.taken.done():
-            self.refused = refused
-            self.taken.set_result(refused is None)
+    def decide(self, refusal: Exception | None) -> None:
+        """Set the outcome: None if the server took the request. Later calls change nothing."""
+        if not self.accepted.done():
+            self.refusal = refusal
+            self.accepted.set_result(refusal is None)
 
     def cancel(self) -> None:
         if self.running is not None:
             self.running.cancel()
 
 
-class RemoteBackend(Closing):
-    """The server is asked at once for its models, so that a wrong URL or key is known before anything else.
+class RemoteBackend(Backend):
+    """Asks the server for its models at once, so that a wrong URL or key is found early.
 
-    ``url`` may end in ``/v1`` or not. ``model`` is the first that the server names unless given. ``context``
-    is what the server tells unless given; ``max_tokens`` of an answer whose request names no limit: as the
-    server has it unless given. ``at_once`` requests are sent at a time, others wait here. ``serves``: this
-    stands behind a server of ours, whose clients are told apart from it (``openai_replies.behind``).
-    ``grammars``: as in ``openai_wire.form_fields``.
+    ``url`` may end in ``/v1`` or not. ``model``: None for the first that the server lists. ``context``: None
+    for what the server reports. ``max_tokens``: default of requests without a limit; None: the server's.
+    ``at_once``: most requests sent at a time; others wait here. ``serves``: this backend runs behind a vlfit
+    server, whose clients get other errors (``openai_replies.translate_for_clients``). ``grammars``: as in
+    ``openai_wire.grammar_fields``.
 
-    Raises ``ServerUnreachable``, ``RemoteError``, ``WrongApiKey``, or ``UsageError`` for what is no URL.
+    Raises ``ServerUnreachable``, ``RemoteError``, ``WrongApiKey``, or ``UsageError`` for an invalid URL.
     """
 
     kind = "remote"
+    capabilities = Capabilities(counts_tokens=False)
 
     def __init__(
         self,
@@ -201,18 +199,18 @@ class RemoteBackend(Closing):
         serves: bool = False,
         grammars: bool = False,
     ) -> None:
-        import httpx  # a tenth of a second, which nobody should pay who runs a model in process
+        import httpx  # takes 0.1 s, which models in this process need not pay
 
         self._url = base_url(url)
         self.device = without_secrets(self._url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, pool=None)
         self._client = httpx.Client(
-            headers=self._headers, timeout=self._timeout, trust_env=not is_here(self._url)
+            headers=self._headers, timeout=self._timeout, trust_env=not is_loopback_url(self._url)
         )
-        self._side_by_side = SideBySide("vlfit-remote")
+        self._request_loop = RequestLoop("vlfit-remote")
         self._async_client: httpx.AsyncClient | None = None
-        self._room = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(at_once)
         self._max_tokens = max_tokens
         self._serves = serves
         self._grammars = grammars
@@ -223,108 +221,108 @@ class RemoteBackend(Closing):
             raise
         card = next((card for card in cards if model in (None, card.get("id"))), cards[0] if cards else {})
         self.model: str = model or str(card.get("id"))
-        told = card.get("max_model_len")  # vLLM's name for it, and ours
-        self.context: int | None = context or (told if isinstance(told, int) and told > 0 else None)
+        length = card.get("max_model_len")  # vLLM's field, and vlfit's
+        self.context: int | None = context or (length if isinstance(length, int) and length > 0 else None)
         extras = card.get("vlfit")
         self.server: openai_wire.Server = "vllm" if card.get("owned_by") == "vllm" else "other"
         if isinstance(extras, dict):
             self.server = "vlfit"
-        self._defaults = _sampling_told((extras or {}).get("default_sampling") if extras else None)
+        self._defaults = _parse_sampling((extras or {}).get("default_sampling") if extras else None)
 
     def default_sampling(self) -> SamplingParams:
-        """The checkpoint's own settings as a vlfit server tells them; of another server, ours: greedy."""
+        """As a vlfit server reports them; greedy for other servers, which do not."""
         return self._defaults
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> RemotePrepared:
-        """Check the pictures and write the request. Tokens are not counted: the server does, once it runs."""
-        asked = time.perf_counter()
+        """Check the pictures and write the request. Its tokens are counted by the server, once it runs."""
+        began = time.perf_counter()
         content = openai_wire.chat_fields(conversation, tools, self.server)
-        prepared = self._prepared("chat/completions", content, sampling, asked)
-        shows = any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
-        return replace(prepared, image_tokens=None) if shows else prepared
+        prepared = self._prepared("chat/completions", content, sampling, began)
+        has_images = any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
+        return replace(prepared, image_tokens=None) if has_images else prepared
 
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> RemotePrepared:
         return self._prepared("completions", openai_wire.text_fields(prompt), sampling, time.perf_counter())
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> RemoteTicket:
-        """Send the request. A server with a full queue that says when to come again (429 and ``Retry-After``)
-        is asked again then, up to ``TRIES`` times in all, unless we stand behind a server ourselves.
+        """Send the request. If the server's queue is full (429 with ``Retry-After``), try again then, up to
+        ``TRIES`` times in all, unless this backend runs behind a vlfit server.
         """
-        mine = own(prepared, RemotePrepared)
+        remote_prepared = check_own(prepared, RemotePrepared)
         ticket = RemoteTicket()
 
-        def ended() -> None:
-            closed = self._side_by_side.closed
+        def on_cancelled() -> None:
+            closed = self._request_loop.closed
             stopped = EngineStopped("the connection was closed before the answer was whole", "ask again")
             ticket.decide(stopped)
             listener(stopped if closed else Chunk("", finish_reason="cancelled"))
 
-        async def speak() -> None:
+        async def run() -> None:
             try:
-                await self._speak(mine, sampling, listener, ticket)
+                await self._run_request(remote_prepared, sampling, listener, ticket)
             except Exception as error:
-                judged = self._judged(error)
-                ticket.decide(judged)
-                listener(judged)
+                error = self._for_our_clients(error)
+                ticket.decide(error)
+                listener(error)
 
-        ticket.running = self._side_by_side.start(speak, ended)
+        ticket.running = self._request_loop.start(run, on_cancelled)
         return ticket
 
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
-        """Send the request; returns once the server has taken it. Raises the error it answers with."""
+        """Returns once the server has accepted the request; raises its refusal."""
         stream = QueuedStream(self, self.prepare(conversation, sampling), sampling)
         ticket = stream.ticket
         assert isinstance(ticket, RemoteTicket)
         try:
-            taken = ticket.taken.result()
-        except BaseException:  # Ctrl-C while nothing is said yet
+            accepted = ticket.accepted.result()
+        except BaseException:  # Ctrl-C before the first chunk
             ticket.cancel()
             raise
-        if not taken and ticket.refused is not None:
-            raise ticket.refused
+        if not accepted and ticket.refusal is not None:
+            raise ticket.refusal
         return stream
 
-    def sleep(self, park: Park = "auto") -> None:
-        """Let a vlfit server give its GPU back. Returns when it sleeps: what runs there goes first."""
-        self._rest("sleep", {"park": park})
+    def sleep_server(self, level: SleepLevel = "auto") -> None:
+        """Let a vlfit server give its GPU back. Returns when it sleeps, after the requests that run there."""
+        self._post("sleep", {"park": level})
 
-    def wake(self) -> None:
-        """Let a vlfit server that sleeps take its memory again. Raises ``CannotWake`` if others have it."""
-        self._rest("wake", {})
+    def wake_server(self) -> None:
+        """Let a vlfit server that sleeps take its memory again. Raises ``CannotWake`` if it is not free."""
+        self._post("wake", {})
 
     def close(self) -> None:
-        """Close all connections, which ends what still runs on them."""
-        self._side_by_side.close(self._close_client)
+        """Close all connections, which cancels the requests on them."""
+        self._request_loop.close(self._close_client)
         self._client.close()
 
-    def _prepared(self, path: str, content: bytes, sampling: SamplingParams, asked: float) -> RemotePrepared:
-        # What makes no sense is found before anybody waits.
+    def _prepared(self, path: str, content: bytes, sampling: SamplingParams, began: float) -> RemotePrepared:
+        # Invalid parameters are refused before the request waits.
         openai_wire.sampling_fields(
             sampling, self.model, self.server, chat=path != "completions", grammars=self._grammars
         )
-        wanted = sampling.max_tokens or self._max_tokens or self.context or 0
-        return RemotePrepared(path, content, asked, min(wanted, self.context or wanted))
+        max_tokens = sampling.max_tokens or self._max_tokens or self.context or 0
+        return RemotePrepared(path, content, began, min(max_tokens, self.context or max_tokens))
 
-    async def _speak(
+    async def _run_request(
         self, prepared: RemotePrepared, sampling: SamplingParams, listener: Listener, ticket: RemoteTicket
     ) -> None:
-        """From the request to the last chunk, in the thread of connections."""
+        """Send the request and deliver its chunks to the last. Runs in the event loop."""
         if sampling.max_tokens is None:
             sampling = replace(sampling, max_tokens=self._max_tokens)
         rest = openai_wire.sampling_fields(
             sampling, self.model, self.server, chat=prepared.path != "completions", grammars=self._grammars
         )
         body = b"{" + prepared.content + b"," + rest + b"}"
-        reader, events = ReplyReader(prepared.asked, prepared.image_tokens), Events()
-        with failures_in_words(self.device):
-            async with self._room, self._taken(prepared.path, body) as response:
+        reader, events = ReplyReader(prepared.submitted_at, prepared.image_tokens), EventParser()
+        with translate_errors(self.device):
+            async with self._slots, self._accepted_response(prepared.path, body) as response:
                 ticket.decide(None)
                 pieces = response.aiter_bytes()
                 async for piece in pieces:
                     for event in events.feed(piece):
-                        chunk = _in_form(reader, event)
+                        chunk = _read_event(reader, event)
                         if chunk is not None:
                             listener(chunk)
                     if events.done:
@@ -337,9 +335,9 @@ class RemoteBackend(Closing):
                             pass
 
     @asynccontextmanager
-    async def _taken(self, path: str, body: bytes) -> "AsyncIterator[httpx.Response]":
-        """The reply to a request that the server takes."""
-        client = self._opened()
+    async def _accepted_response(self, path: str, body: bytes) -> "AsyncIterator[httpx.Response]":
+        """The response to a request that the server accepts; raises its refusal."""
+        client = self._connections()
         request = client.build_request(
             "POST", f"{self._url}/{path}", content=body, headers={"Content-Type": "application/json"}
         )
@@ -352,19 +350,22 @@ class RemoteBackend(Closing):
                 text = (await response.aread()).decode("utf-8", "replace")
             finally:
                 await response.aclose()
-            wait = _wait_asked(response)
+            wait = _retry_seconds(response)
             if wait is None or not tries_left or self._serves:
                 raise _refusal(response, text)
             logger.info("the server at %s is full; trying again in %.0f s", self.device, wait)
             await asyncio.sleep(wait)
 
-    def _opened(self) -> "httpx.AsyncClient":
+    def _connections(self) -> "httpx.AsyncClient":
         if self._async_client is None:
             import httpx
 
             limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_SECONDS)
             self._async_client = httpx.AsyncClient(
-                headers=self._headers, timeout=self._timeout, limits=limits, trust_env=not is_here(self._url)
+                headers=self._headers,
+                timeout=self._timeout,
+                limits=limits,
+                trust_env=not is_loopback_url(self._url),
             )
         return self._async_client
 
@@ -372,17 +373,17 @@ class RemoteBackend(Closing):
         if self._async_client is not None:
             await self._async_client.aclose()
 
-    def _judged(self, error: Exception) -> Exception:
+    def _for_our_clients(self, error: Exception) -> Exception:
         return (
-            openai_replies.behind(error, self.device)
+            openai_replies.translate_for_clients(error, self.device)
             if self._serves and isinstance(error, VlfitError)
             else error
         )
 
-    def _rest(self, what: str, body: dict[str, str]) -> None:
+    def _post(self, what: str, body: dict[str, str]) -> None:
         import httpx
 
-        with failures_in_words(self.device):
+        with translate_errors(self.device):
             response = self._client.post(
                 f"{self._url}/vlfit/{what}", json=body, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
             )
@@ -390,11 +391,11 @@ class RemoteBackend(Closing):
             raise openai_replies.error_from(response.status_code, response.text)
 
     def _models(self, *, optional: bool) -> list[dict[str, Any]]:
-        """The cards of ``/v1/models``; a server without it is fine if the model's name is known."""
-        with failures_in_words(self.device):
+        """The entries of ``/v1/models``; ``optional``: a server without that route is fine."""
+        with translate_errors(self.device):
             response = self._client.get(f"{self._url}/models")
-        if (elsewhere := moved(response)) is not None:
-            raise elsewhere
+        if (redirect := redirect_error(response)) is not None:
+            raise redirect
         if response.status_code == 404 and optional:
             return []
         if response.status_code != 200:
@@ -403,42 +404,41 @@ class RemoteBackend(Closing):
             cards = [card for card in response.json()["data"] if isinstance(card, dict)]
         except (ValueError, KeyError, TypeError):
             raise RemoteError(
-                f"{self.device}/models does not answer as OpenAI's API does: "
-                + openai_replies.in_a_line(response.text),
+                f"{self.device}/models is not OpenAI's API: " + openai_replies.one_line(response.text),
                 "is it the URL of such a server?",
             ) from None
         if not cards and not optional:
-            raise RemoteError(f"the server at {self.device} names no model", "name one with --model")
+            raise RemoteError(f"the server at {self.device} lists no model", "name one with --model")
         return cards
 
 
-def _sampling_told(told: Any) -> SamplingParams:
-    names = {field.name for field in fields(SamplingParams)}  # a newer server may have more
-    known = {name: value for name, value in (told or {}).items() if name in names}
+def _parse_sampling(values: Any) -> SamplingParams:
+    names = {field.name for field in fields(SamplingParams)}  # a newer server may send more
+    known = {name: value for name, value in (values or {}).items() if name in names}
     as_tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
     return replace(SamplingParams(), **{**known, **as_tuples})
 
 
-def _in_form(reader: ReplyReader, event: dict[str, Any]) -> Chunk | None:
+def _read_event(reader: ReplyReader, event: dict[str, Any]) -> Chunk | None:
     try:
         return reader.take(event)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RemoteError(
-            f"the server's answer has another form than OpenAI's: {error!r}",
+            f"the server's reply does not have OpenAI's format: {error!r}",
             "is it the URL of such a server?",
         ) from error
 
 
 def _refusal(response: "httpx.Response", text: str) -> VlfitError:
-    error = moved(response) or openai_replies.error_from(response.status_code, text)
+    error = redirect_error(response) or openai_replies.error_from(response.status_code, text)
     wait = openai_replies.retry_after(response.headers.get("retry-after"))
     if isinstance(error, QueueFull) and wait is not None:
         error.retry_after = max(math.ceil(wait), 1)
     return error
 
 
-def _wait_asked(response: "httpx.Response") -> float | None:
-    """Seconds to wait before asking a full server again; None for any other reply, or if it is too long."""
+def _retry_seconds(response: "httpx.Response") -> float | None:
+    """Seconds until the next try at a full server; None for other replies, or if it is too long."""
     wait = openai_replies.retry_after(response.headers.get("retry-after"))
     if response.status_code != 429 or wait is None or wait > LONGEST_WAIT:
         return None

@@ -1,4 +1,4 @@
-"""A server's URL, and whatever goes wrong on the way to it, in words. Knows nothing of what is asked."""
+"""URLs of servers, and httpx errors as vlfit errors."""
 
 import re
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     import httpx
 
 
-SILENCE_SECONDS = 300.0  # a vlfit server says something every 15; others may be silent through a long prefill
+SILENCE_SECONDS = 300.0  # a vlfit server sends something every 15 s; others are silent during a long prefill
 
 
 @contextmanager
-def failures_in_words(url: str, silence: float = SILENCE_SECONDS) -> Iterator[None]:
-    """Whatever goes wrong on the way to the server at ``url`` within the block, in our words."""
+def translate_errors(url: str, silence: float = SILENCE_SECONDS) -> Iterator[None]:
+    """Turn httpx errors within the block into errors of vlfit; ``url`` is named in them."""
     import httpx
 
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        if "WRONG_VERSION_NUMBER" in str(error):  # OpenSSL's word for words that are not encrypted
+        if "WRONG_VERSION_NUMBER" in str(error):  # OpenSSL's error for a server that does not encrypt
             plain = f"http://{url.partition('://')[2]}"
             raise UsageError(
                 f"{url}: the server there seems to speak http, not https", f"use {plain}"
@@ -33,10 +33,10 @@ def failures_in_words(url: str, silence: float = SILENCE_SECONDS) -> Iterator[No
             f"no server answers at {url}: {error}", "start one with `vlfit serve`, or check the URL"
         ) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise UsageError(f"{url} is no URL of a server: {error}", "use http://host:port") from error
+        raise UsageError(f"{url} is not a valid server URL: {error}", "use http://host:port") from error
     except httpx.TimeoutException as error:
         raise RemoteError(
-            f"the server at {url} said nothing for {silence:.0f} s", "look at its log"
+            f"the server at {url} sent nothing for {silence:.0f} s", "look at its log"
         ) from error
     except httpx.HTTPError as error:
         raise RemoteError(
@@ -52,43 +52,41 @@ def base_url(url: str) -> str:
     short = re.match(r"([a-z][a-z\d+.-]*):/(?!/)", url, re.I)
     if short:
         known = short[1].lower() in ("http", "https")
-        why = f"two slashes belong behind {short[1]}:" if known else f"{short[1]} is no scheme of a server"
-        raise UsageError(f"{without_secrets(url)} is no URL: {why}", "use http://host:port")
+        why = f"{short[1]}: must be followed by two slashes" if known else f"{short[1]} is not http or https"
+        raise UsageError(f"{without_secrets(url)} is not a valid URL: {why}", "use http://host:port")
     if "://" not in url:
         url = f"http://{url}"
     shown = without_secrets(url)
     scheme = url.partition("://")[0].lower()
     if scheme not in ("http", "https"):
-        raise UsageError(
-            f"{shown}: a server is asked over http or https, not {scheme}", "use http://host:port"
-        )
+        raise UsageError(f"{shown}: the scheme must be http or https, not {scheme}", "use http://host:port")
     port = re.fullmatch(r"[^/?#]*:(\d+)", url.partition("://")[2].partition("/")[0])
     if port and not 0 < int(port[1][:9]) < 2**16:
-        raise UsageError(f"{shown}: {port[1]} is no port", "ports go from 1 to 65535: http://host:port")
+        raise UsageError(f"{shown}: {port[1]} is not a valid port", "ports are 1 to 65535: http://host:port")
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
-def moved(response: "httpx.Response") -> RemoteError | None:
-    """What is said of a reply that sends us elsewhere: nobody goes there unasked, as the key would, too."""
+def redirect_error(response: "httpx.Response") -> RemoteError | None:
+    """The error for a redirect, else None. Redirects are not followed: the key would go there too."""
     if not response.is_redirect:
         return None
-    place = without_secrets(response.headers["location"])
+    location = without_secrets(response.headers["location"])
     return RemoteError(
-        f"the server answered {response.status_code}: it sends us to {place[:200]}",
-        "if that is the server meant, give its URL, up to /v1",
+        f"the server answered {response.status_code}: it redirects to {location[:200]}",
+        "if that is the right server, use its URL, up to /v1",
         status=response.status_code,
     )
 
 
 def without_secrets(url: str) -> str:
-    """``url`` as it may be shown: without a name and password before the host."""
+    """``url`` without user name and password."""
     scheme, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
 
 
-def is_here(url: str) -> bool:
-    """Whether ``url`` leads to this computer, where no proxy of the environment has to go between."""
+def is_loopback_url(url: str) -> bool:
+    """Whether ``url`` is this computer, which needs no proxy."""
     try:
         host = urlsplit(url).hostname or ""
         return host == "localhost" or ip_address(host).is_loopback

@@ -1,9 +1,8 @@
-"""Measures one model on this machine: start, first token by phases, decoding, memory, against its own roof.
+"""Benchmark a model on this machine: start-up, time to first token by part, decoding, memory, bandwidth roof.
 
-All in one process, in the order of a person's wait: import, load, a request that warms up, repetitions. The
-speed of memory is measured last, when the model is gone and the device is warm. The parts of a first
-token are those of runs of their own, in which the device is waited for around the vision tower. Knows what is
-measured and its statistics; no words (``bench/results.py``).
+All in one process: import, load, warm-up request, repetitions. Memory bandwidth is measured last, when the
+model is freed and the device is warm. The parts of the first token come from separate requests that
+synchronize the device before and after the vision encoder.
 """
 
 import gc
@@ -18,11 +17,13 @@ from typing import TYPE_CHECKING
 
 from vlfit.api.conversation import Conversation
 from vlfit.api.outputs import Chunk
+from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount
-from vlfit.backends.base import LocalBackend, Phases, Ticket
-from vlfit.backends.native import NativeBackend, Progress
-from vlfit.bench.workload import Requests, Wanted, requests_for
+from vlfit.backends.base import Backend, Ticket
+from vlfit.backends.native import NativeBackend
+from vlfit.backends.startup import Phases
+from vlfit.bench.workload import BenchOptions, BenchRequests, make_requests
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import DoesNotFit, VlfitError
 from vlfit.loading import preload as head_start
@@ -34,12 +35,9 @@ if TYPE_CHECKING:
     from vlfit.tuning.timing import StepBytes
 
 
-# Requests, one or several at once, and when each of their tokens came. Knows clocks; no statistics.
-
-
 @dataclass(frozen=True, slots=True)
-class Round:
-    """Seconds of one request: picture and text to tensors; to the first token; the tokens after the first."""
+class RequestPhases:
+    """Seconds of a request: picture and text to tensors, prefill to the first token, the other tokens."""
 
     preprocess_s: float
     prefill_s: float
@@ -47,96 +45,102 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """One request on the clock of ``time.perf_counter``: ``asked``, ``prepared``, then when each token came.
+class TimedRequest:
+    """Times of a request (``time.perf_counter``): submitted, prepared, and each token.
 
-    ``token_ids`` are there if log probabilities were asked for.
+    ``token_ids`` are only set if log probabilities were requested.
     """
 
-    asked: float
-    prepared: float
-    arrived: tuple[float, ...]
+    submitted_at: float
+    prepared_at: float
+    token_times: tuple[float, ...]
     prompt_tokens: int
     image_tokens: int
     token_ids: tuple[int, ...] = ()
 
     @property
-    def round(self) -> Round:
-        return Round(
-            self.prepared - self.asked, self.arrived[0] - self.prepared, self.arrived[-1] - self.arrived[0]
+    def timings(self) -> RequestPhases:
+        return RequestPhases(
+            self.prepared_at - self.submitted_at,
+            self.token_times[0] - self.prepared_at,
+            self.token_times[-1] - self.token_times[0],
         )
 
     @property
     def first_token_s(self) -> float:
-        """From the bytes of the picture to the first token."""
-        return self.arrived[0] - self.asked
+        """Time to first token, from the bytes of the picture."""
+        return self.token_times[0] - self.submitted_at
 
-    def spoken(self, moment: float) -> int:
-        """How many tokens had come at ``moment``."""
-        return sum(arrived <= moment for arrived in self.arrived)
+    def tokens_by(self, moment: float) -> int:
+        """Number of tokens at ``moment``."""
+        return sum(token_time <= moment for token_time in self.token_times)
 
 
-def ask_at_once(
-    backend: LocalBackend, conversations: Sequence[Conversation], sampling: SamplingParams
-) -> list[Heard]:
-    """Ask ``conversations``, each as soon as it is prepared, and listen until all have their answers.
+def run_requests(
+    backend: Backend, conversations: Sequence[Conversation], sampling: SamplingParams
+) -> list[TimedRequest]:
+    """Run ``conversations`` concurrently, each started as soon as it is prepared, until all are answered.
 
-    All are asked at the same moment. Raises what the first of them fails with; the others are cancelled then,
-    as by Ctrl-C.
+    All count as submitted at the same time. Raises the error of the first that fails, and cancels
+    the others then, as on Ctrl-C.
     """
     arrivals: queue.SimpleQueue[tuple[int, float, Chunk | Exception]] = queue.SimpleQueue()
     tickets: list[Ticket] = []
     prepared_at: list[float] = []
     sizes: list[tuple[int, int]] = []
-    asked = time.perf_counter()
+    submitted_at = time.perf_counter()
     try:
         for number, conversation in enumerate(conversations):
             prepared = backend.prepare(conversation, sampling)
             prepared_at.append(time.perf_counter())
-            sizes.append((prepared.prompt_tokens, prepared.image_tokens or 0))  # in process all is counted
+            sizes.append(
+                (prepared.prompt_tokens, prepared.image_tokens or 0)
+            )  # an in-process backend always counts them
 
             def listen(arrival: Chunk | Exception, number: int = number) -> None:
                 arrivals.put((number, time.perf_counter(), arrival))
 
             tickets.append(backend.start(prepared, sampling, listen))
-        times, ids = _listen(arrivals, len(conversations))
+        times, ids = _collect_tokens(arrivals, len(conversations))
     except BaseException:
         for ticket in tickets:
             ticket.cancel()
         raise
     return [
-        Heard(asked, prepared_at[number], tuple(times[number]), *sizes[number], tuple(ids[number]))
+        TimedRequest(
+            submitted_at, prepared_at[number], tuple(times[number]), *sizes[number], tuple(ids[number])
+        )
         for number in range(len(conversations))
     ]
 
 
-def _listen(
+def _collect_tokens(
     arrivals: "queue.SimpleQueue[tuple[int, float, Chunk | Exception]]", requests: int
 ) -> tuple[list[list[float]], list[list[int]]]:
-    """When each token came, and which they were, until all ``requests`` have ended."""
+    """Times and ids of all tokens, until all ``requests`` have ended."""
     times: list[list[float]] = [[] for _ in range(requests)]
     ids: list[list[int]] = [[] for _ in range(requests)]
-    speaking = requests
-    while speaking:
+    running = requests
+    while running:
         number, moment, chunk = arrivals.get()
         if isinstance(chunk, Exception):
             raise chunk
         times[number].append(moment)
         ids[number].extend(token.token_id for token in chunk.logprobs)
-        speaking -= chunk.finish_reason is not None
+        running -= chunk.finish_reason is not None
     return times, ids
 
 
-Say = Callable[[str], None]
-Loading = Callable[[], AbstractContextManager[Progress | None]]
+Report = Callable[[str], None]
+ShowLoading = Callable[[], AbstractContextManager[LoadProgress | None]]
 
-# The parts of a first token, in order: on the CPU, then on the device.
-PARTS = ("decode", "resize", "text", "vision", "prefill")
+# Parts of the time to first token, in order: on the CPU, then on the device.
+FIRST_TOKEN_PARTS = ("decode", "resize", "text", "vision", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
-    """What was measured several times: all of it, in the order of time."""
+class Samples:
+    """Repeated measurements, in order."""
 
     values: tuple[float, ...]
 
@@ -146,177 +150,180 @@ class Many:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation; 0 of a single value."""
+        """Standard deviation; 0 for a single value."""
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
-    """``at_once`` requests: seconds of a step in which all of them speak, each time it was measured.
+class DecodeResult:
+    """Decoding with ``at_once`` requests. ``step``: seconds of a step in which all of them decode.
 
-    ``cached`` tokens were in the KV cache at its middle, of all together. ``first_token``: seconds until
-    the request that is at the median has one, all being asked at the same moment. ``whole``: until all have
-    all theirs.
+    ``cached_tokens``: in the KV cache, of all requests, halfway through. ``first_token``: median time to
+    first token over the requests, all submitted at once. ``whole``: seconds until all are complete.
     """
 
     at_once: int
-    step: Many
-    first_token: Many
-    whole: Many
-    cached: float
+    step: Samples
+    first_token: Samples
+    whole: Samples
+    cached_tokens: float
 
     @property
-    def speed(self) -> Many:
-        """Tokens per second, of all together."""
-        return Many(tuple(self.at_once / seconds for seconds in self.step.values))
+    def speed(self) -> Samples:
+        """Tokens per second, of all requests."""
+        return Samples(tuple(self.at_once / seconds for seconds in self.step.values))
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """All of it, in seconds, bytes and bytes per second. ``machine`` is as it was before anything was loaded.
+class BenchResult:
+    """All measurements, in seconds, bytes and bytes per second. ``machine``: as it was before loading.
 
-    ``start`` has its phases in order, from when the process began; ``parts`` are those of a first token.
-    ``held``: bytes of the GPU that this process had, None on a CPU. ``read``: bytes of a decode step; None
-    where layers wait in RAM. ``roof``: the speed of memory; None where it could not be measured, and
-    ``no_roof`` says why.
+    ``start``: phases in order, from the start of the process; ``parts``: of the time to first token.
+    ``gpu_bytes``: GPU memory of this process, None on a CPU. ``step_bytes``: read by a decode step, None with
+    layers offloaded to RAM. ``roof``: memory bandwidth; None if it could not be measured, for the reason
+    ``roof_error``.
     """
 
     checkpoint: Checkpoint
-    wanted: Wanted
+    options: BenchOptions
     machine: Machine
-    requests: Requests
+    requests: BenchRequests
     start: dict[str, float]
-    parts: dict[str, Many]
-    decoding: tuple[Decoding, ...]
+    parts: dict[str, Samples]
+    decoding: tuple[DecodeResult, ...]
     account: EngineAccount
-    held: int | None
-    read: "StepBytes | None"
+    gpu_bytes: int | None
+    step_bytes: "StepBytes | None"
     roof: float | None
-    no_roof: str = ""
+    roof_error: str = ""
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU that was measured; None on a CPU, or where the driver's library does not tell."""
+        """The GPU used; None on a CPU, or if NVML does not report it."""
         return _gpu_of(self.account, self.machine.gpus)
 
     @property
     def weights_loaded(self) -> int:
-        return sum(self.account.holdings.weights.values())
+        return sum(self.account.memory.weights.values())
 
-    def speed_and_share(self, each: Decoding) -> tuple[float | None, float | None]:
-        """Bytes per second that a step reads, and which share of the roof that is; None where not known."""
-        if self.read is None:
+    def speed_and_share(self, each: DecodeResult) -> tuple[float | None, float | None]:
+        """Bytes per second read by a step, and their share of the roof; None if unknown."""
+        if self.step_bytes is None:
             return None, None
-        speed = self.read.of(each.cached) / each.step.median
+        speed = self.step_bytes.total(each.cached_tokens) / each.step.median
         return speed, speed / self.roof if self.roof else None
 
 
 def measure(
     checkpoint: Checkpoint,
-    wanted: Wanted,
-    say: Say,
+    options: BenchOptions,
+    report: Report,
     phases: Phases | None = None,
-    loading: Loading = nullcontext,
-) -> Measured:
-    """Measure ``checkpoint`` as it is ``wanted``. ``say`` is told how far it is.
+    loading: ShowLoading = nullcontext,
+) -> BenchResult:
+    """Benchmark ``checkpoint``. ``report`` is called with each step.
 
-    ``phases`` of the start go on; ``loading`` is entered while the model loads, and gives who is told.
-    Raises ``DoesNotFit`` where there is no room for as many requests at once.
+    ``phases``: those of the start-up so far; ``loading``: entered while the model loads, yields a progress
+    callback. Raises ``DoesNotFit`` if so many concurrent requests do not fit.
     """
     phases = phases or Phases()
     phases.begin("requests")
-    requests = requests_for(checkpoint, wanted, max(wanted.batches))
-    if requests.alike:
-        say("fewer pictures than requests at once: those about the same one look at it together")
+    requests = make_requests(checkpoint, options, max(options.batches))
+    if requests.shared_pictures:
+        report("fewer pictures than concurrent requests: requests about the same picture share its encoding")
     phases.begin("machine")
     machine = survey()
     if "torch" not in sys.modules:
-        head_start.make_context(wanted.device)
+        head_start.start_cuda_context(options.device)
     with loading() as progress:
-        backend = NativeBackend.load(checkpoint, requests.options(wanted), progress)
+        backend = NativeBackend.load(checkpoint, requests.engine_options(options), progress)
     phases.end()
     with backend:
-        sampling = SamplingParams(max_tokens=wanted.tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
         decoding = tuple(
-            _decoding(backend, requests.conversations[:count], sampling, wanted.repeat, say)
-            for count in dict.fromkeys(wanted.batches)
+            _measure_decoding(backend, requests.conversations[:count], sampling, options.repeat, report)
+            for count in dict.fromkeys(options.batches)
         )
-        parts = _parts(backend, requests.conversations[0], wanted.repeat)
-        account, read, device = backend.account(), _read(backend), backend.engine.device
-        held = _held(account, machine.gpus)
-    del backend  # its memory is wanted, which its parts hold in circles
+        parts = _measure_first_token(backend, requests.conversations[0], options.repeat)
+        account, step_bytes, device = backend.account(), _step_bytes(backend), backend.engine.device
+        gpu_bytes = _gpu_bytes_held(account, machine.gpus)
+    del backend  # frees its memory, which reference cycles hold
     gc.collect()
-    say("speed of memory")
-    roof, why_not = None, ""
+    report("speed of memory")
+    roof, roof_error = None, ""
     try:
-        from vlfit.tuning.bandwidth import memory_speed
+        from vlfit.tuning.bandwidth import memory_bandwidth
 
-        roof = memory_speed(device)
+        roof = memory_bandwidth(device)
     except VlfitError as error:
-        why_not = error.message
-    return Measured(
-        *(checkpoint, wanted, machine, requests, phases.seconds, parts, decoding),
-        *(account, held, read, roof, why_not),
+        roof_error = error.message
+    return BenchResult(
+        *(checkpoint, options, machine, requests, phases.seconds, parts, decoding),
+        *(account, gpu_bytes, step_bytes, roof, roof_error),
     )
 
 
-def _decoding(
+def _measure_decoding(
     backend: NativeBackend,
     conversations: Sequence[Conversation],
     sampling: SamplingParams,
     repeat: int,
-    say: Say,
-) -> Decoding:
+    report: Report,
+) -> DecodeResult:
     count = len(conversations)
-    ask_at_once(backend, conversations, sampling)  # warms up
-    steps, firsts, wholes, cached = [], [], [], 0.0
-    for turn in range(repeat):
-        heard = ask_at_once(backend, conversations, sampling)
-        step, cached = step_of(heard)
+    run_requests(backend, conversations, sampling)  # warms up
+    steps, first_tokens, wholes, cached = [], [], [], 0.0
+    for repetition in range(repeat):
+        requests = run_requests(backend, conversations, sampling)
+        step, cached = decode_step(requests)
         steps.append(step)
-        firsts.append(statistics.median(each.first_token_s for each in heard))
-        wholes.append(max(each.arrived[-1] for each in heard) - heard[0].asked)
-        say(f"{count} at once, {turn + 1} of {repeat}: {count / step:,.1f} tokens/s")
-    return Decoding(count, Many(tuple(steps)), Many(tuple(firsts)), Many(tuple(wholes)), cached)
+        first_tokens.append(statistics.median(each.first_token_s for each in requests))
+        wholes.append(max(each.token_times[-1] for each in requests) - requests[0].submitted_at)
+        report(f"{count} at once, {repetition + 1} of {repeat}: {count / step:,.1f} tokens/s")
+    return DecodeResult(
+        count, Samples(tuple(steps)), Samples(tuple(first_tokens)), Samples(tuple(wholes)), cached
+    )
 
 
-def step_of(heard: Sequence[Heard]) -> tuple[float, float]:
-    """Seconds of a step in which all requests speak, and how many tokens are in the cache then.
+def decode_step(requests: Sequence[TimedRequest]) -> tuple[float, float]:
+    """Seconds of a step in which all requests decode, and the tokens in the KV cache then.
 
-    Counted from when the last of them has begun until the first is done: no prompt is read in between.
-    Raises ``DoesNotFit`` where there is no such time.
+    Measured from the first token of the last request to the last token of the first: no prefill in between.
+    Raises ``DoesNotFit`` if there is no such interval.
     """
-    begin = max(each.arrived[0] for each in heard)
-    end = min(each.arrived[-1] for each in heard)
-    steps = sum(each.spoken(end) - each.spoken(begin) for each in heard) / len(heard)
+    begin = max(each.token_times[0] for each in requests)
+    end = min(each.token_times[-1] for each in requests)
+    steps = sum(each.tokens_by(end) - each.tokens_by(begin) for each in requests) / len(requests)
     if end <= begin or steps <= 0:
         raise DoesNotFit(
-            f"of {len(heard)} requests at once the first ended before the last began to speak",
-            "decode more --tokens, or ask fewer at once with --batch",
+            f"of {len(requests)} concurrent requests the first ended before the last had a token",
+            "use more --tokens, or a smaller --batch",
         )
-    middle = sum(each.prompt_tokens + (each.spoken(begin) + each.spoken(end)) / 2 for each in heard)
+    middle = sum(each.prompt_tokens + (each.tokens_by(begin) + each.tokens_by(end)) / 2 for each in requests)
     return (end - begin) / steps, middle
 
 
-def _parts(backend: NativeBackend, conversation: Conversation, repeat: int) -> dict[str, Many]:
-    """Seconds of each part of one request's first token, ``repeat`` times."""
-    from vlfit.tuning.timing import parts_of_requests
+def _measure_first_token(
+    backend: NativeBackend, conversation: Conversation, repeat: int
+) -> dict[str, Samples]:
+    """Seconds of each part of the time to first token, ``repeat`` times."""
+    from vlfit.tuning.timing import time_requests
 
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-    found: dict[str, list[float]] = {name: [] for name in PARTS}
+    found: dict[str, list[float]] = {name: [] for name in FIRST_TOKEN_PARTS}
     for _ in range(repeat):
-        with parts_of_requests(backend.engine) as timed:
-            [heard] = ask_at_once(backend, [conversation], sampling)
-        seen = heard.round
-        decode, prepare, vision = sum(timed.decode), sum(timed.prepare), sum(timed.look)
-        times = (decode, prepare - decode, seen.preprocess_s - prepare, vision, seen.prefill_s - vision)
-        for name, seconds in zip(PARTS, times, strict=True):
+        with time_requests(backend.engine) as timed:
+            [request] = run_requests(backend, [conversation], sampling)
+        timings = request.timings
+        decode, prepare, vision = sum(timed.decode), sum(timed.prepare), sum(timed.encode)
+        times = (decode, prepare - decode, timings.preprocess_s - prepare, vision, timings.prefill_s - vision)
+        for name, seconds in zip(FIRST_TOKEN_PARTS, times, strict=True):
             found[name].append(seconds)
-    names = PARTS if timed.prepare else ("text", "prefill")
-    return {name: Many(tuple(found[name])) for name in names}
+    names = FIRST_TOKEN_PARTS if timed.prepare else ("text", "prefill")
+    return {name: Samples(tuple(found[name])) for name in names}
 
 
-def _read(backend: NativeBackend) -> "StepBytes | None":
+def _step_bytes(backend: NativeBackend) -> "StepBytes | None":
     from vlfit.tuning.timing import step_bytes
 
     return step_bytes(backend.engine)
@@ -327,10 +334,10 @@ def _gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
     return None if settings.device == "cpu" else gpu_behind(gpus, settings.gpu_uuid, settings.device)
 
 
-def _held(account: EngineAccount, before: tuple[Gpu, ...]) -> int | None:
-    """What this process holds of its GPU; where no driver tells, what is less free than ``before``."""
-    now, then = _gpu_of(account, read_gpus()[0]), _gpu_of(account, before)
-    if now is None or then is None:
+def _gpu_bytes_held(account: EngineAccount, before: tuple[Gpu, ...]) -> int | None:
+    """GPU memory of this process; if the driver does not report it, the decrease of free memory."""
+    current, earlier = _gpu_of(account, read_gpus()[0]), _gpu_of(account, before)
+    if current is None or earlier is None:
         return None
-    ours = now.total - now.free - now.desktop
-    return ours if ours > 0 else max(then.free - now.free, 0)
+    ours = current.total - current.free - current.desktop
+    return ours if ours > 0 else max(earlier.free - current.free, 0)

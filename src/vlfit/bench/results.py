@@ -1,26 +1,20 @@
-"""A measurement as JSON: where it was made, with what, and every number. Sizes in bytes, times in seconds.
-
-Knows names. Does not measure, nor lay anything out (``bench/results.py``).
-"""
+"""Results of a benchmark as JSON (sizes in bytes, times in seconds) and as a Markdown page to post."""
 
 import platform
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from vlfit._version import __version__
-from vlfit.bench.measure import Decoding, Many, Measured
-from vlfit.bench.workload import Wanted
+from vlfit.bench.measure import BenchResult, DecodeResult, Samples
+from vlfit.bench.workload import BenchOptions
 from vlfit.checkpoint.quantization import FP8
 from vlfit.plan.native.ram import weights_in_ram
 from vlfit.units import MIB, format_bandwidth, format_bytes
 
-# What a measurement is made with, beside the GPU: the processor's name, versions of packages.
 
-
-def processor() -> str:
-    """The name of the CPU."""
+def cpu_name() -> str:
+    """Name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -30,7 +24,7 @@ def processor() -> str:
 
 
 def versions_of(*packages: str) -> dict[str, str]:
-    """Versions of Python and of the installed ones among ``packages``."""
+    """Versions of Python and of those ``packages`` that are installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -43,9 +37,9 @@ def versions_of(*packages: str) -> dict[str, str]:
 VERSION = 1
 
 
-def facts_of(measured: Measured) -> dict[str, Any]:
-    """All of it."""
-    checkpoint, wanted = measured.checkpoint, measured.wanted
+def to_json(measured: BenchResult) -> dict[str, Any]:
+    """All results as JSON."""
+    checkpoint, options = measured.checkpoint, measured.options
     return {
         "version": VERSION,
         "vlfit": __version__,
@@ -59,71 +53,85 @@ def facts_of(measured: Measured) -> dict[str, Any]:
         },
         "settings": _settings(measured),
         "request": {
-            "picture": None if not measured.requests.image_tokens else _picture(wanted),
+            "picture": None if not measured.requests.image_tokens else _picture(options),
             "image_tokens": measured.requests.image_tokens,
             "prompt_tokens": measured.requests.prompt_tokens,
-            "tokens": wanted.tokens,
-            "repeat": wanted.repeat,
+            "tokens": options.tokens,
+            "repeat": options.repeat,
         },
         "roof": {
             "bytes_per_second": measured.roof,
-            "why_not": measured.no_roof,
-            "weights_per_step": measured.read.weights if measured.read else None,
-            "bytes_per_cached_token": measured.read.per_cached_token if measured.read else None,
+            "why_not": measured.roof_error,
+            "weights_per_step": measured.step_bytes.weights if measured.step_bytes else None,
+            "bytes_per_cached_token": measured.step_bytes.per_cached_token if measured.step_bytes else None,
         },
         "decoding": [_decoding(each, measured) for each in measured.decoding],
-        "first_token": {name: _many(each) for name, each in measured.parts.items()},
+        "first_token": {name: _samples(each) for name, each in measured.parts.items()},
         "start": measured.start,
         "memory": _memory_facts(measured),
     }
 
 
-def _settings(measured: Measured) -> dict[str, Any]:
-    """As the engine has them; the KV cache's dtype by its name, and ``halves`` if any matrix is kept so."""
+def _settings(measured: BenchResult) -> dict[str, Any]:
+    """The engine's settings, with the dtype of the KV cache, and ``halves`` only if a matrix is stored so."""
     settings, checkpoint = measured.account.settings, measured.checkpoint
     plain, halved = (
-        weights_in_ram(checkpoint, settings.value_bytes, halves=wish) for wish in (False, settings.halves)
+        weights_in_ram(checkpoint, settings.value_bytes, halves=wish) for wish in (False, settings.cpu_16_bit)
     )
     kv_dtype = settings.kv_dtype if settings.kv_dtype == FP8 else settings.dtype
-    return {**asdict(settings), "kv_dtype": kv_dtype, "halves": halved != plain}
+    return {
+        "device": settings.device,
+        "gpu_uuid": settings.gpu_uuid,
+        "dtype": settings.dtype,
+        "value_bytes": settings.value_bytes,
+        "context": settings.context,
+        "image_tokens": settings.image_tokens,
+        "sequences": settings.sequences,
+        "chunk": settings.chunk,
+        "kv_tokens": settings.kv_tokens,
+        "offload": settings.offload,
+        "halves": halved != plain,
+        "kv_dtype": kv_dtype,
+        "speculate": settings.speculate,
+    }
 
 
-def _decoding(each: Decoding, measured: Measured) -> dict[str, Any]:
+def _decoding(each: DecodeResult, measured: BenchResult) -> dict[str, Any]:
     speed, share = measured.speed_and_share(each)
     return {
         "at_once": each.at_once,
-        "tokens_per_second": _many(each.speed),
-        "step": _many(each.step),
-        "first_token": _many(each.first_token),
-        "whole": _many(each.whole),
-        "cached_tokens": each.cached,
+        "tokens_per_second": _samples(each.speed),
+        "step": _samples(each.step),
+        "first_token": _samples(each.first_token),
+        "whole": _samples(each.whole),
+        "cached_tokens": each.cached_tokens,
         "read_bytes_per_second": speed,
         "share_of_roof": share,
     }
 
 
-def _many(many: Many) -> dict[str, Any]:
-    return {"median": many.median, "deviation": many.deviation, "all": list(many.values)}
+def _samples(samples: Samples) -> dict[str, Any]:
+    return {"median": samples.median, "deviation": samples.deviation, "all": list(samples.values)}
 
 
-def _picture(wanted: Wanted) -> str:
-    named = ", ".join(picture.label for picture in wanted.pictures)
-    return named or "made up, {}x{}".format(*wanted.size)
+def _picture(options: BenchOptions) -> str:
+    named = ", ".join(picture.label for picture in options.pictures)
+    return named or "made up, {}x{}".format(*options.size)
 
 
-def _memory_facts(measured: Measured) -> dict[str, Any]:
-    held = measured.account.holdings
+def _memory_facts(measured: BenchResult) -> dict[str, Any]:
+    memory = measured.account.memory
     return {
-        "weights": held.weights,
-        "kv_cache": held.kv_cache,
-        "graphs": held.graphs,
-        "gpu_process": measured.held,
-        "gpu_pool_peak": held.peak_reserved,
-        "ram_resident": held.resident,
+        "weights": memory.weights,
+        "kv_cache": memory.kv_cache,
+        "graphs": memory.cuda_graphs,
+        "gpu_process": measured.gpu_bytes,
+        "gpu_pool_peak": memory.peak_reserved,
+        "ram_resident": memory.resident,
     }
 
 
-def _machine(measured: Measured) -> dict[str, Any]:
+def _machine(measured: BenchResult) -> dict[str, Any]:
     gpu, card = measured.gpu, None
     if gpu is not None:
         names = ("name", "total", "free", "desktop", "driver", "cuda", "compute_capability", "bandwidth")
@@ -131,7 +139,7 @@ def _machine(measured: Measured) -> dict[str, Any]:
     host = measured.machine.host
     return {
         "gpu": card,
-        "processor": processor(),
+        "processor": cpu_name(),
         "cores": host.cores,
         "ram": host.ram_total,
         "platform": host.platform,
@@ -139,10 +147,9 @@ def _machine(measured: Measured) -> dict[str, Any]:
     }
 
 
-# A measurement as a block of text to be posted: readable as it is, and Markdown. Knows words and columns.
+# The page: readable as plain text, and valid Markdown.
 
-
-_CALLED = {
+_PART_NAMES = {
     "decode": "file decoded",
     "resize": "resized",
     "text": "text and tokens",
@@ -151,8 +158,8 @@ _CALLED = {
 }
 
 
-def page(measured: Measured) -> list[str]:
-    """The lines."""
+def format_page(measured: BenchResult) -> list[str]:
+    """The lines of the page."""
     return [
         *_about(measured),
         "",
@@ -167,16 +174,16 @@ def page(measured: Measured) -> list[str]:
     ]
 
 
-def _about(measured: Measured) -> list[str]:
+def _about(measured: BenchResult) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in versions_of("torch", "triton").items())
     settings, requests = measured.account.settings, measured.requests
-    checkpoint, wanted = measured.checkpoint, measured.wanted
+    checkpoint, options = measured.checkpoint, measured.options
     size = f"{format_bytes(measured.weights_loaded)} loaded, computed in {settings.dtype}"
     picture = f"{requests.image_tokens} image tokens, " if requests.image_tokens else ""
     seen = ""
     if requests.image_tokens:
-        names = ", ".join(picture.label for picture in wanted.pictures)
-        seen = f"picture: {names or 'made up, {}x{}'.format(*wanted.size)}; "
+        names = ", ".join(picture.label for picture in options.pictures)
+        seen = f"picture: {names or 'made up, {}x{}'.format(*options.size)}; "
     waiting = f", {settings.offload} layers wait in RAM" if settings.offload else ""
     narrow = ", KV cache in fp8" if settings.kv_dtype == FP8 else ""
     return [
@@ -185,7 +192,7 @@ def _about(measured: Measured) -> list[str]:
         f"{checkpoint.name}: {checkpoint.weights_format}, "
         f"{_parameters(checkpoint.parameter_count)}, {size}{narrow}{waiting}",
         f"{seen}prompt of {requests.prompt_tokens} tokens ({picture}passes of {settings.chunk} at most), "
-        f"{wanted.tokens} out, greedy; medians of {wanted.repeat} ± standard deviation",
+        f"{options.tokens} out, greedy; medians of {options.repeat} ± standard deviation",
     ]
 
 
@@ -193,9 +200,9 @@ def _parameters(count: int) -> str:
     return f"{count / 1e9:.2f} B parameters" if count >= 1e8 else f"{count / 1e6:.1f} M parameters"
 
 
-def _where(measured: Measured) -> str:
+def _where(measured: BenchResult) -> str:
     gpu, host = measured.gpu, measured.machine.host
-    computer = f"{processor()}, {host.cores} cores, {format_bytes(host.ram_total)} of RAM"
+    computer = f"{cpu_name()}, {host.cores} cores, {format_bytes(host.ram_total)} of RAM"
     computer += ", WSL2" if host.wsl2 else ""
     if gpu is None:
         place = "" if measured.account.settings.device == "cpu" else f"{measured.account.settings.device}; "
@@ -209,7 +216,7 @@ def _where(measured: Measured) -> str:
 _HEAD = ["at once", "tokens/s", "each", "ms a step", "GB/s", "of the roof", "first token, ms", "requests/min"]
 
 
-def _row(each: Decoding, measured: Measured) -> list[str]:
+def _row(each: DecodeResult, measured: BenchResult) -> list[str]:
     speed, share = measured.speed_and_share(each)
     return [
         str(each.at_once),
@@ -223,68 +230,68 @@ def _row(each: Decoding, measured: Measured) -> list[str]:
     ]
 
 
-def _with_deviation(many: Many, factor: float, places: int) -> str:
-    """As precise as asked for, and more where it is small."""
-    value = many.median * factor
+def _with_deviation(samples: Samples, factor: float, places: int) -> str:
+    """With ``places`` decimals, and one more below 100."""
+    value = samples.median * factor
     places = places if value >= 100 else places + 1
-    return f"{value:,.{places}f} ± {many.deviation * factor:,.{places}f}"
+    return f"{value:,.{places}f} ± {samples.deviation * factor:,.{places}f}"
 
 
-def _roof(measured: Measured) -> list[str]:
-    if measured.read is None:
+def _roof(measured: BenchResult) -> list[str]:
+    if measured.step_bytes is None:
         return ["roof: none, as layers wait in RAM and the link to the GPU is the limit"]
     first = measured.decoding[0]
-    whole = measured.read.of(first.cached)
-    weights = measured.read.weights
+    whole = measured.step_bytes.total(first.cached_tokens)
+    weights = measured.step_bytes.weights
     step = (
         f"a step with {first.at_once} at once reads {format_bytes(round(whole))}: weights "
         f"{format_bytes(weights)}, KV cache {format_bytes(round(whole) - weights)}"
     )
     if measured.roof is None:
-        return [f"roof: not known ({measured.no_roof}); {step}"]
+        return [f"roof: not known ({measured.roof_error}); {step}"]
     lines = [f"roof: memory read at {format_bandwidth(round(measured.roof))}, measured in this run; {step}"]
     if any((measured.speed_and_share(each)[1] or 0) > 1 for each in measured.decoding):
         lines.append("above 100 %: weights so small stay in caches, which are faster than memory")
     return lines
 
 
-def _parts(measured: Measured) -> list[list[str]]:
-    """What a first token is made of; the runs are others than those of the table above."""
+def _parts(measured: BenchResult) -> list[list[str]]:
+    """Parts of the time to first token, from requests other than those of the table above."""
     rows = [["first token", "ms", ""]]
-    for name, many in measured.parts.items():
+    for name, samples in measured.parts.items():
         remark = ""
         if name == "prefill":
-            remark = f"{measured.requests.prompt_tokens / many.median:,.0f} tokens/s"
+            remark = f"{measured.requests.prompt_tokens / samples.median:,.0f} tokens/s"
         elif name == "vision":
-            remark = f"{measured.requests.image_tokens / many.median:,.0f} image tokens/s"
-        rows.append([_CALLED[name], _with_deviation(many, 1e3, 1), remark])
-    together = sum(many.median for many in measured.parts.values())
+            remark = f"{measured.requests.image_tokens / samples.median:,.0f} image tokens/s"
+        rows.append([_PART_NAMES[name], _with_deviation(samples, 1e3, 1), remark])
+    together = sum(samples.median for samples in measured.parts.values())
     remark = "the device waited for around vision" if "vision" in measured.parts else ""
     rows.append(["one after another", f"{together * 1e3:,.1f}", remark])
     return rows
 
 
-def _start(measured: Measured) -> str:
+def _start(measured: BenchResult) -> str:
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in measured.start.items())
     return f"start: {sum(measured.start.values()):.1f} s ({parts})"
 
 
-def _memory(measured: Measured) -> str:
-    held = measured.account.holdings
-    parts = [f"weights {format_bytes(measured.weights_loaded)}", f"KV cache {format_bytes(held.kv_cache)}"]
+def _memory(measured: BenchResult) -> str:
+    memory = measured.account.memory
+    parts = [f"weights {format_bytes(measured.weights_loaded)}", f"KV cache {format_bytes(memory.kv_cache)}"]
     if measured.account.settings.device == "cpu":
-        whole = f"{format_bytes(held.resident)} of RAM" if held.resident else "RAM"
+        whole = f"{format_bytes(memory.resident)} of RAM" if memory.resident else "RAM"
     else:
-        if held.graphs:
-            parts.append(f"graphs {format_bytes(held.graphs)}")
-        whole = f"torch's pool at most {format_bytes(held.peak_reserved or 0)}"
-        if measured.held:
-            whole = f"{format_bytes(measured.held)} of the GPU, {whole}"
+        if memory.cuda_graphs:
+            parts.append(f"graphs {format_bytes(memory.cuda_graphs)}")
+        whole = f"torch's pool at most {format_bytes(memory.peak_reserved or 0)}"
+        if measured.gpu_bytes:
+            whole = f"{format_bytes(measured.gpu_bytes)} of the GPU, {whole}"
     return f"memory: {whole}: {', '.join(parts)}"
 
 
 def markdown(rows: list[list[str]]) -> list[str]:
-    """The lines of a Markdown table with aligned columns; the first of ``rows`` is its head."""
+    """Lines of a Markdown table with aligned columns; the first row is the header."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = []
     for row in rows:

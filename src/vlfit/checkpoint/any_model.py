@@ -1,7 +1,7 @@
 """A checkpoint of any architecture: its files, its config as it stands, and which bytes are of what.
 
-For models that only transformers runs. Knows: where such a checkpoint comes from, and what names of tensors
-say in most architectures. Does not know: what any field of the config means to a model.
+For models that only transformers runs. What tensors belong to is told by their names, as most architectures
+name them.
 """
 
 import re
@@ -10,22 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint import hub
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.source import locate
-from vlfit.checkpoint.transfer import Progress
+from vlfit.checkpoint.tensors import is_vision
 from vlfit.errors import NotACheckpoint
 
 TEXT, VISION, EMBEDDING = "weights.text", "weights.vision", "weights.embedding"
 PARTS = (TEXT, VISION, EMBEDDING)
 
-# Parts of names by which architectures of transformers call what looks at pictures, and what leads from there
-# to the text model.
-_VISION = re.compile(
-    r"(^|\.)(visual|vision\w*|image_\w+|vit|vpm|siglip\w*|connector|merger|modality_projection"
-    r"|multi_modal_projector|multimodal_projector|mm_projector|mlp1|resampler|abstractor)(\.|$)"
-)
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|lm_head|wte|tok_embeddings|embed_out|word_embeddings)(\.|$)")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -99,12 +94,12 @@ class AnyCheckpoint:
 
 def part_of(name: str) -> str:
     """The ledger line that a tensor belongs to, by its name: ``weights.text`` if nothing tells otherwise."""
-    if _VISION.search(name):
+    if is_vision(name):
         return VISION
     return EMBEDDING if _EMBEDDING.search(name) else TEXT
 
 
-def open_any(model: str | Path, files: hub.Files, progress: Progress | None = None) -> AnyCheckpoint:
+def open_any(model: str | Path, files: hub.Files, progress: ByteProgress | None = None) -> AnyCheckpoint:
     """Open ``mini``, a folder, or a hub name, of whatever architecture; a hub name is downloaded if need be.
 
     ``files``: what is fetched of it, and who judges its config (``hub.any_model``). Raises what that raises,

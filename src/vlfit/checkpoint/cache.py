@@ -1,7 +1,6 @@
 """Checkpoints in the local cache of the model hub: which are there, how large, how to remove one.
 
-Knows: the layout of huggingface_hub's cache (``models--org--name`` with blobs, snapshots and refs).
-Does not know: the network.
+The layout is huggingface_hub's (``models--org--name`` with blobs, snapshots and refs).
 """
 
 import shutil
@@ -10,12 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlfit.checkpoint import hub
-from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.gptq_awq import ByInputs
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.quantization import FP8, INT4, INT8, CompressedFormat, Quantization
-from vlfit.checkpoint.tensors import PACKED_SUFFIX, Alike, alike, codes_per_word, is_no_weight, renamed
+from vlfit.checkpoint.tensors import (
+    PACKED_SUFFIX,
+    TensorGroup,
+    codes_per_word,
+    group_tensors,
+    is_quantization_metadata,
+    normalize_gptq_awq,
+)
 from vlfit.errors import NotDownloaded, VlfitError
+from vlfit.models.registry import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class LocalModel:
 def describe(name: str, folder: Path) -> LocalModel | None:
     """What ``folder`` holds, or None when vlfit does not run it."""
     try:
-        config = ModelConfig.read(folder)
+        config = read_config(folder)
     except VlfitError:
         return None
     size = _size(folder)
@@ -50,7 +56,7 @@ def describe(name: str, folder: Path) -> LocalModel | None:
     if not hub.is_complete(folder):
         return unfinished
     try:
-        config, tensors = renamed(config, read_headers(folder))
+        config, tensors = normalize_gptq_awq(config, read_headers(folder))
     except VlfitError:
         return unfinished
     weights = sum(info.bytes for info in tensors.values())
@@ -76,10 +82,10 @@ def weights_format(tensors: dict[str, TensorInfo], quantization: Quantization | 
 
     That is ``bf16``, ``fp16`` or ``fp32``; or ``int8``, if the embedding is most of the checkpoint.
     """
-    return format_of(alike(tensors, quantization))
+    return format_of(group_tensors(tensors, quantization))
 
 
-def format_of(kinds: Iterable[Alike]) -> str:
+def format_of(kinds: Iterable[TensorGroup]) -> str:
     """``weights_format`` of a model that has these kinds of tensors."""
     sizes: dict[str, int] = {}
     in_layers: set[str] = set()
@@ -96,17 +102,17 @@ def format_of(kinds: Iterable[Alike]) -> str:
 
 def count_parameters(tensors: dict[str, TensorInfo], quantization: Quantization | None) -> int:
     """Number of weights; scales and zero points of quantized layers are not weights."""
-    return parameters_of(alike(tensors, quantization), quantization)
+    return parameters_of(group_tensors(tensors, quantization), quantization)
 
 
-def parameters_of(kinds: Iterable[Alike], quantization: Quantization | None) -> int:
+def parameters_of(kinds: Iterable[TensorGroup], quantization: Quantization | None) -> int:
     """``count_parameters`` of a model that has these kinds of tensors."""
     return sum(len(kind.names) * count_weights(kind.one, quantization) for kind in kinds)
 
 
 def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:
     """How many weights one tensor holds: several in each word of a packed one, none in a scale."""
-    if is_no_weight(info.name):
+    if is_quantization_metadata(info.name):
         return 0
     packed = info.name.endswith(PACKED_SUFFIX)
     return info.count * (codes_per_word(info.name, quantization) if packed else 1)

@@ -1,9 +1,9 @@
 """Checkpoints that vlfit knows without a network: the official Qwen3-VL, and three text-only models.
 
-Knows: their configs (the numbers of the official ``config.json`` files), from which every tensor's name,
-shape and type follows as in the published files: no size is written down here. int4 entries, and FP8 ones of
+Written down are their configs (the numbers of the official ``config.json`` files); every tensor's name, shape
+and type follows from them, and so does every size. int4 entries, and FP8 ones of
 text-only models, are what ``vlfit convert`` makes of the bf16 ones, ``variants`` what it makes with options
-that round more. Does not know: whether the files are on this disk, or anything about memory.
+that round more.
 """
 
 import re
@@ -24,9 +24,9 @@ from vlfit.checkpoint.tensors import (
     COMPRESSED_SCALE,
     PACKED_SUFFIX,
     SCALE_SUFFIX,
-    Alike,
+    TensorGroup,
     expected_tensors,
-    narrow_form,
+    quantized_format,
 )
 from vlfit.checkpoint.text_config import TextConfig
 
@@ -54,7 +54,7 @@ class CatalogEntry:
     convert_options: str = ""
 
     @property
-    def kinds(self) -> list[Alike]:
+    def kinds(self) -> list[TensorGroup]:
         """Every tensor of its files, by kinds."""
         return kinds_of(self.config)
 
@@ -74,7 +74,7 @@ def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
     return tensors
 
 
-def kinds_of(config: ModelConfig) -> list[Alike]:
+def kinds_of(config: ModelConfig) -> list[TensorGroup]:
     """The kinds of ``tensors_of``: there all layers are stored alike, and so are all blocks of the tower."""
     text, vision = replace(config.text, num_hidden_layers=1), config.vision
     counts = {f"{text.prefix}.layers": config.text.num_hidden_layers}
@@ -91,7 +91,7 @@ def kinds_of(config: ModelConfig) -> list[Alike]:
         names = (
             [f"{layers}.{index}.{rest}" for index in range(counts[layers])] if layers in counts else [name]
         )
-        kinds.append(Alike(info, narrow_form(info, config.quantization), names))
+        kinds.append(TensorGroup(info, quantized_format(info, config.quantization), names))
     return kinds
 
 
@@ -200,7 +200,7 @@ def _qwen3_vl(
         attention_bias=False,
         hidden_act="silu",
     )
-    return ModelConfig(text, vision, 151655, 151656, 151652, 151653, tied, None)
+    return ModelConfig(text, vision, 151655, 151656, 151652, 151653, tied, None, "qwen3_vl")
 
 
 def _vision(
@@ -219,6 +219,7 @@ def _vision(
         num_position_embeddings=2304,
         deepstack_visual_indexes=deepstack,
         hidden_act="gelu_pytorch_tanh",
+        model_type="qwen3_vl",
     )
 
 
@@ -252,13 +253,14 @@ _QWEN3_VL = {
 }
 
 
-def _text_only(text: TextConfig, *, tied: bool) -> ModelConfig:
-    return ModelConfig(text, None, NO_TOKEN, NO_TOKEN, NO_TOKEN, NO_TOKEN, tied, None)
+def _text_only(model_type: str, text: TextConfig, *, tied: bool) -> ModelConfig:
+    return ModelConfig(text, None, NO_TOKEN, NO_TOKEN, NO_TOKEN, NO_TOKEN, tied, None, model_type)
 
 
 # The numbers of their config.json.
 _TEXT_ONLY = {
     "meta-llama/Llama-2-7b-hf": _text_only(
+        "llama",
         TextConfig(
             vocab_size=32000,
             hidden_size=4096,
@@ -279,6 +281,7 @@ _TEXT_ONLY = {
         tied=False,
     ),
     "microsoft/Phi-3-mini-4k-instruct": _text_only(
+        "phi3",
         TextConfig(
             vocab_size=32064,
             hidden_size=3072,
@@ -302,6 +305,7 @@ _TEXT_ONLY = {
         tied=False,
     ),
     "Qwen/Qwen2.5-3B-Instruct": _text_only(
+        "qwen2",
         TextConfig(
             vocab_size=151936,
             hidden_size=2048,
@@ -326,8 +330,7 @@ _TEXT_ONLY = {
 
 # What a person may have meant by a name: a pasted address, a shortened or misspelt name of the catalog.
 #
-# Knows how people write names. Does not know files or networks: a name that is not resolved here goes on as
-# it is, and may still be one on the hub.
+# A name that is not resolved here may still be one on the hub.
 
 
 _HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")

@@ -1,7 +1,6 @@
 """What `vlfit convert` can make of a config, before anything is made: forms, options, names.
 
-Knows: how far a model can be rounded, the mildest first, and whose weights each form takes. Does not know:
-values, files, or what fits where.
+Ordered from the mildest rounding.
 """
 
 from collections.abc import Iterator

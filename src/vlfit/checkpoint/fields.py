@@ -1,7 +1,6 @@
 """One JSON file of a checkpoint, read field by field with types checked.
 
-Knows: how to open a JSON object and how to name a field that is missing or of the wrong type.
-Does not know: what any field means (``config.py`` and ``checkpoint/processor_files.py`` do).
+Errors name the file and the field that is missing or of the wrong type.
 """
 
 import json

@@ -1,10 +1,9 @@
 """Linear layers as AWQ and GPTQ store them: matrices that stand on their side, under names of their own.
 
 Both have ``qweight``, ``scales`` and ``qzeros`` in the place of a weight [outputs, inputs], each with its
-inputs first. Knows which names and shapes these have, and what each of them is in the words of
-compressed-tensors (``quantization.py``), which all the rest of vlfit speaks: from ``read_in`` on, a tensor is
-called ``weight_packed``, has outputs first, and says how it lies in its file (``Layout``).
-Does not know: config.json (``gptq_awq.py`` and ``gptq_awq.py`` do) or values (``repack.py`` does).
+inputs first. They are translated into compressed-tensors' names (``quantization.py``), which the rest of
+vlfit uses: after ``read_in`` a tensor is called ``weight_packed``, has outputs first, and ``Layout`` says
+how it lies in its file.
 """
 
 import re
@@ -149,9 +148,8 @@ def _find(
 
 # ``quantization_config`` of AWQ checkpoints, as AutoAWQ and GPTQModel write them (quant_method ``awq``).
 #
-# Knows: which fields there are, under their older names too, and which layouts vlfit reads: ``gemm`` alone,
-# the one that AutoAWQ's ``WQLinear_GEMM`` defines. Does not know: tensors (``checkpoint/gptq_awq.py``
-# does).
+# Fields under their older names too. Of the layouts only ``gemm`` is read, which AutoAWQ's ``WQLinear_GEMM``
+# defines.
 
 
 AWQ_METHOD = "awq"
@@ -199,9 +197,8 @@ def unknown(section: Fields, name: str, value: object) -> UnknownWeightsFormat:
 
 # ``quantization_config`` of GPTQ checkpoints, as AutoGPTQ, GPTQModel and optimum write them.
 #
-# Knows: its fields, the two ways to store a zero point (``gptq`` has it less one, ``gptq_v2`` as it is; see
-# ``convert_gptq_v1_to_v2_format`` of GPTQModel), and ``dynamic``, which says what differs for some modules.
-# Does not know: tensors (``checkpoint/gptq_awq.py`` does).
+# A zero point is stored less one (``gptq``) or as it is (``gptq_v2``; see ``convert_gptq_v1_to_v2_format`` of
+# GPTQModel). ``dynamic`` overrides settings for some modules.
 
 
 GPTQ_METHOD = "gptq"
@@ -254,9 +251,8 @@ def _stored(section: Fields) -> Stored:
 
 # ``quantization_config`` of AutoRound (quant_method ``auto-round``), whose tensors lie as AWQ's or GPTQ's.
 #
-# Knows: which of both ``packing_format`` means, and ``extra_config``, which says by name what differs for
-# some modules; both as vLLM's ``AutoRoundConfig`` reads them. Does not know: tensors
-# (``checkpoint/gptq_awq.py`` does).
+# ``packing_format`` says which of both; ``extra_config`` overrides settings by module name. Read as vLLM's
+# ``AutoRoundConfig`` does.
 
 
 AUTO_ROUND_METHODS = ("auto-round", "intel/auto-round")

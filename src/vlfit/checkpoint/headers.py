@@ -1,7 +1,7 @@
 """Safetensors headers: which tensors a checkpoint holds, and where in its files.
 
-Knows: the file format (8 bytes of length, a JSON header, then the bytes), one file or several with an index.
-Does not know: which tensors a model needs (``tensors.py`` does). Nothing here reads past a header.
+The format: 8 bytes of length, a JSON header, then the bytes; one file, or several with an index. Nothing here
+reads past a header.
 """
 
 import json

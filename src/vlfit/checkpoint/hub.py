@@ -1,8 +1,8 @@
 """Checkpoints on the model hub: fetched once, resumed when cut off, found again with no network.
 
-Knows: names of models, which files of a repository are needed, and what each failure of the hub means.
-Does not know: HTTP, tokens or caches: huggingface_hub does that work and obeys ``HF_HOME``, ``HF_ENDPOINT``,
-``HF_TOKEN`` and ``HF_HUB_OFFLINE``. It is imported only when a hub name is used.
+HTTP, tokens and the cache are huggingface_hub's, which obeys ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and
+``HF_HUB_OFFLINE`` and is imported only when a hub name is used. Which files are needed, and what each failure
+means, is decided here.
 """
 
 import errno
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vlfit.checkpoint.config import ModelConfig
+from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint.headers import INDEX_FILE, shard_names
-from vlfit.checkpoint.transfer import Progress, StderrProgress, no_other_bars, transfer
+from vlfit.checkpoint.transfer import StderrProgress, no_other_bars, transfer
 from vlfit.errors import (
     HubAccessDenied,
     HubError,
@@ -26,6 +26,7 @@ from vlfit.errors import (
     UsageError,
     VlfitError,
 )
+from vlfit.models.registry import read_config
 
 SMALL_FILES = (
     "config.json",
@@ -55,7 +56,7 @@ class Files:
 
     small: tuple[str, ...] = SMALL_FILES
     tokenizers: tuple[str, ...] = TOKENIZERS[:1]
-    check: Callable[[Path], object] = ModelConfig.read
+    check: Callable[[Path], object] = read_config
 
 
 NATIVE = Files()
@@ -122,12 +123,12 @@ def _lacks_code(folder: Path) -> bool:
     return named and next(folder.glob(_CODE), None) is None
 
 
-def fetch(name: str, progress: Progress | None = None, files: Files = NATIVE) -> Path:
+def fetch(name: str, progress: ByteProgress | None = None, files: Files = NATIVE) -> Path:
     """The folder of ``name``: from the cache when complete there, else by ``download``."""
     return cached_folder(name, files) or download(name, progress, files)
 
 
-def download(name: str, progress: Progress | None = None, files: Files = NATIVE) -> Path:
+def download(name: str, progress: ByteProgress | None = None, files: Files = NATIVE) -> Path:
     """Download what is missing of ``name`` and return its folder in the cache. Asks the hub for the newest.
 
     The small files come first: weights of a model that vlfit does not run are never fetched. ``progress`` is

@@ -1,7 +1,6 @@
 """The small files beside the weights: picture processing, chat template, generation settings, tokenizer.
 
-Knows: where each setting may stand (the files moved between versions of transformers) and its default.
-Does not know: how pictures are resized, templates rendered or tokens sampled.
+The files moved between versions of transformers: every place is read, with the defaults of transformers.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """``quantization_config`` of a checkpoint: how linear layers are stored in fewer bits than 16.
 
-Knows: the official FP8 form (quant_method ``fp8``) and what of the quant_method ``compressed-tensors`` vlfit
-runs: packed integers of 4 or 8 bits, plain ones of 8, and FP8, several of them in one checkpoint.
-AWQ and GPTQ have modules of their own. Does not know: tensors or how they are computed with.
+Reads the official FP8 form (quant_method ``fp8``) and ``compressed-tensors``: packed integers of 4 or 8 bits,
+plain ones of 8, and FP8, several of them in one checkpoint. AWQ, GPTQ and AutoRound: ``gptq_awq.py``.
 """
 
 import math

@@ -1,9 +1,7 @@
 """A hub checkpoint's config and headers without its weights: some hundred kilobytes by HTTP ranges.
 
-Knows: how much of each file has to be asked for, and what each refusal means. What comes is laid into a
-folder of files as long as the real ones with nothing behind the header, so that the same code reads and
-checks it as reads a whole checkpoint. Does not know: the cache (``hub.py``), or what is in a header
-(``headers.py``).
+What comes is written into a folder of sparse files as long as the real ones, so that the code that reads and
+checks a whole checkpoint reads this one too.
 """
 
 import json
@@ -16,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vlfit.checkpoint import hub
 from vlfit.checkpoint.any_model import AnyCheckpoint, read_any
-from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import INDEX_FILE, SINGLE_FILE, shard_names
 from vlfit.checkpoint.source import Checkpoint, read_checkpoint
 from vlfit.errors import (
@@ -28,6 +25,7 @@ from vlfit.errors import (
     NotACheckpoint,
     NotDownloaded,
 )
+from vlfit.models.registry import read_config
 
 if TYPE_CHECKING:
     import httpx
@@ -48,7 +46,7 @@ def read_remote(name: str) -> Checkpoint:
 
     Raises ``HubError`` or one of its kinds, and ``CheckpointError`` for what is no Qwen3-VL in safetensors.
     """
-    return _read(name, ModelConfig.read, read_checkpoint)
+    return _read(name, read_config, read_checkpoint)
 
 
 def read_remote_any(name: str) -> AnyCheckpoint:

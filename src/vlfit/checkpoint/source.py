@@ -1,20 +1,20 @@
 """Where a checkpoint comes from: ``mini`` (bundled), a folder, or a name on the model hub.
 
-Knows: how a name is told from a folder, and that a checkpoint is opened only when its headers are sound.
-Does not know: how files are fetched (``hub.py``) or kept (``cache.py``), or tensor values.
+A checkpoint is opened only when its headers are sound.
 """
 
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint import cache, hub
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.checkpoint.tensors import check_tensors, renamed
-from vlfit.checkpoint.transfer import Progress
+from vlfit.checkpoint.tensors import check_tensors, normalize_gptq_awq
 from vlfit.errors import NotACheckpoint, UsageError
+from vlfit.models.registry import read_config
 
 MINI = "mini"
 
@@ -44,7 +44,7 @@ class Checkpoint:
         return cache.weights_format(self.tensors, self.config.quantization)
 
 
-def open_checkpoint(model: str | Path, progress: Progress | None = None) -> Checkpoint:
+def open_checkpoint(model: str | Path, progress: ByteProgress | None = None) -> Checkpoint:
     """Open ``mini``, a folder, or a hub name ``org/name`` or ``org/name@revision``.
 
     A hub name that is not in the cache is downloaded; stderr says so, or ``progress`` is called with bytes
@@ -57,13 +57,13 @@ def open_checkpoint(model: str | Path, progress: Progress | None = None) -> Chec
 
 def read_checkpoint(name: str, folder: Path) -> Checkpoint:
     """Config and headers of ``folder``, checked against each other."""
-    config, tensors = renamed(ModelConfig.read(folder), read_headers(folder))
+    config, tensors = normalize_gptq_awq(read_config(folder), read_headers(folder))
     check_tensors(config, tensors)
     return Checkpoint(name, folder, config, tensors)
 
 
 def locate(
-    model: str | Path, progress: Progress | None = None, files: hub.Files | None = None
+    model: str | Path, progress: ByteProgress | None = None, files: hub.Files | None = None
 ) -> tuple[str, Path]:
     """Name and folder of ``model``; a hub name is downloaded first if it has to be: ``files`` of it, if
     others than the native engine reads.

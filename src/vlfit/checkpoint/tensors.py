@@ -1,15 +1,11 @@
-"""The tensors of a model: which names and shapes a config calls for, and whether the headers hold them.
-
-Knows: tensor names, shapes, and what stands for a weight in FP8, int8 and int4.
-Does not know: files (``headers.py`` does) or values.
-"""
+"""The tensors of a checkpoint: names and shapes that its config calls for, checked against its headers."""
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from vlfit.checkpoint.config import ModelConfig, VisionConfig
+from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.gptq_awq import QWEIGHT, ByInputs, Stored
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import (
@@ -22,85 +18,91 @@ from vlfit.checkpoint.quantization import (
     WeightScheme,
 )
 from vlfit.errors import MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
+from vlfit.models import registry
 
 SCALE_SUFFIX = "_scale_inv"
 PACKED_SUFFIX = ".weight_packed"
 COMPRESSED_SCALE = ".weight_scale"
-# The group of each column, where those of a group are no neighbours.
+# The group of each column, where groups are not consecutive.
 ORDER_SUFFIX = ".weight_g_idx"
 COMPRESSED_SUFFIXES = (PACKED_SUFFIX, COMPRESSED_SCALE, ".weight_zero_point", ORDER_SUFFIX)
 READABLE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "I8")
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
-# Rotary frequencies that older writers stored; they follow from the config and are computed.
+# Rotary frequencies that older writers stored; vlfit computes them.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
-# Quantizers may leave it beside an FP8 weight; vlfit's activations are not quantized by it.
+# Beside an FP8 weight in some files; vlfit quantizes activations dynamically.
 _ACTIVATION_SCALE = ".input_scale"
-# Beside each 4-bit weight; says what config.json and the other shapes say.
+# Beside each 4-bit weight, redundant.
 _PACKED_SHAPE = ".weight_shape"
 _NO_WEIGHTS = (SCALE_SUFFIX, *COMPRESSED_SUFFIXES[1:], _PACKED_SHAPE)
+# Parts of names by which architectures of transformers call the vision tower and what leads from it to the
+# text model.
+_VISION = re.compile(
+    r"(^|\.)(visual|vision\w*|image_\w+|vit|vpm|siglip\w*|connector|merger|modality_projection"
+    r"|multi_modal_projector|multimodal_projector|mm_projector|mlp1|resampler|abstractor)(\.|$)"
+)
 _NUMBER = re.compile(r"\.\d+\.")
 _NARROW_FORMS = {"F8_E4M3": FP8, "I8": INT8}
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint with this ``config`` holds.
+    """Name and shape of every tensor of a checkpoint with this ``config``, quantized as it says.
 
-    With FP8, each converted linear layer has ``weight_scale_inv`` (one scale per block) beside its weight.
-    With compressed-tensors it has ``weight_packed``, ``weight_scale``, ... in the place of its weight.
+    In FP8, a linear layer has ``weight_scale_inv`` (a scale per block) beside its weight; in
+    compressed-tensors it has ``weight_packed``, ``weight_scale``, ... instead of its weight.
     """
     plain = plain_tensors(config)
     tensors = dict(plain)
-    for name, (rows, columns) in _narrowable(plain).items():
+    for name, (rows, columns) in _quantizable(plain).items():
         module = name.removesuffix(".weight")
         if config.fp8 is not None and config.fp8.converts(module) and not is_embedding(name):
             tensors[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
-        if (scheme := _meant(config, module)) is not None:
+        if (scheme := _configured_scheme(config, module)) is not None:
             del tensors[name]
-            tensors |= _parts(scheme, module, rows, columns)
+            tensors |= _stored_tensors(scheme, module, rows, columns)
     return tensors
 
 
 def plain_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model before anything is quantized."""
-    tower = {} if config.vision is None else dict(_vision_tensors(config.vision))
-    return {**tower, **dict(_text_tensors(config))}
+    """Name and shape of every tensor of the model before quantization."""
+    return registry.spec_of(config.model_type).tensors(config)
 
 
 def linear_weights(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Those of ``plain`` that are weights of linear layers, with rows (outputs) and columns (inputs)."""
+    """Weights of linear layers in ``plain``, with rows (outputs) and columns (inputs)."""
     return {name: (shape[0], shape[1]) for name, shape in plain.items() if _is_linear(name, shape)}
 
 
 def is_embedding(name: str) -> bool:
-    """Whether the tensor ``name`` is of the table of tokens, whatever it is stored in."""
+    """Whether the tensor ``name`` belongs to the token embedding, in any format."""
     return "embed_tokens." in name
 
 
-def is_no_weight(name: str) -> bool:
-    """Whether the tensor ``name`` only says how others are to be read: a scale, a zero point, a shape."""
+def is_quantization_metadata(name: str) -> bool:
+    """Whether the tensor ``name`` is a scale, zero point or shape of another one."""
     return name.endswith(_NO_WEIGHTS)
 
 
 def codes_per_word(name: str, quantization: Quantization | None) -> int:
-    """How many codes are in each 32-bit word of the packed tensor ``name``: its header does not tell."""
+    """Codes per 32-bit word of the packed tensor ``name``."""
     scheme = None
     if isinstance(quantization, CompressedFormat):
         scheme = quantization.scheme_of(name.removesuffix(PACKED_SUFFIX))
     return scheme.codes_per_word if scheme else CODES_PER_WORD
 
 
-def narrow_form(info: TensorInfo, quantization: Quantization | None) -> str | None:
-    """``fp8``, ``int8`` or ``int4`` if the tensor holds weights in fewer than 16 bits, else None."""
+def quantized_format(info: TensorInfo, quantization: Quantization | None) -> str | None:
+    """``fp8``, ``int8`` or ``int4`` of a tensor of quantized weights, else None."""
     if info.name.endswith(PACKED_SUFFIX):
         return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
     return _NARROW_FORMS.get(info.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """Tensors of one type and shape, whose ``names`` differ in the number of their layer; ``one`` of them.
+class TensorGroup:
+    """Tensors of one dtype and shape whose ``names`` differ in the layer's number only; ``one`` of them.
 
-    ``form``: ``fp8``, ``int8`` or ``int4`` if they hold weights in fewer than 16 bits.
+    ``form``: ``fp8``, ``int8`` or ``int4`` of quantized weights.
     """
 
     one: TensorInfo
@@ -108,13 +110,13 @@ class Alike:
     names: list[str]
 
 
-def alike(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> list[Alike]:
-    """``tensors`` by their kinds: a model has a thousand of some forty, in the order of their first."""
+def group_tensors(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> list[TensorGroup]:
+    """``tensors`` in groups, in order of their first: a thousand tensors are some forty groups."""
     kinds: dict[tuple[str, str, tuple[int, ...], str | None], list[str]] = {}
     for name, info in tensors.items():
-        key = _without_number(name), info.dtype, info.shape, narrow_form(info, quantization)
+        key = _without_number(name), info.dtype, info.shape, quantized_format(info, quantization)
         kinds.setdefault(key, []).append(name)
-    return [Alike(tensors[names[0]], key[3], names) for key, names in kinds.items()]
+    return [TensorGroup(tensors[names[0]], key[3], names) for key, names in kinds.items()]
 
 
 @cache  # the models of the catalog have their names in common
@@ -122,23 +124,29 @@ def _without_number(name: str) -> str:
     return _NUMBER.sub(".*.", name, count=1)
 
 
+@cache
+def is_vision(name: str) -> bool:
+    """Whether the tensor ``name`` belongs to the vision tower or its projection to the text model."""
+    return _VISION.search(name) is not None
+
+
 def is_text_layer(name: str) -> bool:
     """Whether the tensor ``name`` belongs to a layer of the text model: what FP8 and int4 convert."""
-    return name.startswith(("model.language_model.layers.", "model.layers."))
+    return ".layers." in name and not is_vision(name)
 
 
-def _parts(scheme: WeightScheme, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+def _stored_tensors(scheme: WeightScheme, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {f"{module}.{part}": shape for part, shape in scheme.stored(rows, columns).items()}
 
 
-def _narrowable(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Weights that may be stored in fewer bits, with rows and columns: linear layers, the table of tokens."""
+def _quantizable(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Weights that may be quantized, with rows and columns: linear layers and the token embedding."""
     tables = {name: (shape[0], shape[1]) for name, shape in plain.items() if is_embedding(name)}
     return {**linear_weights(plain), **tables}
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Embedding tables have two dimensions too, but they are looked up, not multiplied."""
+    """Embeddings have two dimensions too, but are looked up."""
     return (
         len(shape) == 2
         and name.endswith(".weight")
@@ -146,30 +154,12 @@ def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _vision_tensors(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    root = "model.visual"
-    hidden, inner = vision.hidden_size, vision.intermediate_size
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    yield from _with_bias(f"{root}.patch_embed.proj", hidden, *patch)
-    yield f"{root}.pos_embed.weight", (vision.num_position_embeddings, hidden)
-    for index in range(vision.depth):
-        block = f"{root}.blocks.{index}"
-        yield from _with_bias(f"{block}.norm1", hidden)
-        yield from _with_bias(f"{block}.attn.qkv", 3 * hidden, hidden)
-        yield from _with_bias(f"{block}.attn.proj", hidden, hidden)
-        yield from _with_bias(f"{block}.norm2", hidden)
-        yield from _with_bias(f"{block}.mlp.linear_fc1", inner, hidden)
-        yield from _with_bias(f"{block}.mlp.linear_fc2", hidden, inner)
-    merged = hidden * vision.spatial_merge_size**2
-    levels = len(vision.deepstack_visual_indexes)
-    for merger in ("merger", *(f"deepstack_merger_list.{level}" for level in range(levels))):
-        # The last merger normalises each patch before joining four of them, the deepstack ones after.
-        yield from _with_bias(f"{root}.{merger}.norm", hidden if merger == "merger" else merged)
-        yield from _with_bias(f"{root}.{merger}.linear_fc1", merged, merged)
-        yield from _with_bias(f"{root}.{merger}.linear_fc2", vision.out_hidden_size, merged)
+def decoder_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a plain decoder: embedding, layers, final norm, output head."""
+    return dict(_decoder_tensors(config))
 
 
-def _text_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _decoder_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     text, root = config.text, config.text.prefix
     hidden, inner, head = text.hidden_size, text.intermediate_size, text.head_dim
     queries, keys = text.num_attention_heads * head, text.num_key_value_heads * head
@@ -200,72 +190,72 @@ def _text_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (text.vocab_size, hidden)
 
 
-def _with_bias(module: str, *shape: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def with_bias(module: str, *shape: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Weight and bias of a layer whose weight has ``shape``."""
     yield f"{module}.weight", shape
     yield f"{module}.bias", shape[:1]
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
-    """Check what is there against what ``config`` calls for, in both directions.
+    """Check ``tensors`` against ``config``, in both directions.
 
     Raises ``MissingTensor`` and ``SurplusTensor`` (how many, and the first names), ``WrongShape``, and
-    ``UnknownWeightsFormat`` for a dtype that vlfit does not read. Whether a linear layer needs a scale is
-    decided by its own dtype: the header says what the bytes are, the list of exempt modules only what
-    somebody meant.
+    ``UnknownWeightsFormat`` for a dtype that vlfit does not read. A linear layer's own dtype, not the list of
+    exempt modules, decides whether it needs a scale.
     """
-    expected = _needed(config, tensors)
+    expected = _required_tensors(config, tensors)
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise MissingTensor(
-            f"{len(missing):,} of {len(expected):,} tensors are missing: {_first(missing)}",
+            f"{len(missing):,} of {len(expected):,} tensors are missing: {_first_names(missing)}",
             "The weights do not belong to this config.json, or a shard is missing. Fetch them again.",
         )
     for name, shape in expected.items():
         _check_tensor(tensors[name], shape)
-    # Ignoring them would run another model than the one in the files: one with a layer less, say.
+    # Ignoring them could run another model than the one in the files, say without its last layers.
     surplus = [name for name in tensors if name not in expected and not _may_be_ignored(name, tensors)]
     if surplus:
         raise SurplusTensor(
             f"{len(surplus):,} of {len(tensors):,} tensors are not in the model that config.json describes: "
-            f"{_first(surplus)}",
+            f"{_first_names(surplus)}",
             "config.json belongs to other weights, or was changed. Fetch it again with its weights.",
         )
 
 
-def _first(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _may_be_ignored(name: str, tensors: dict[str, TensorInfo]) -> bool:
-    """Whether leaving out ``name``, which the config does not call for, leaves the model as it is."""
+    """Whether ``name``, which the config does not call for, has no effect on the model."""
     if name.startswith("lm_head.") or name.endswith(_COMPUTED):
-        return True  # expected unless the head is tied: then it is a copy of the embedding
+        return True  # with a tied head it is a copy of the embedding
     if name.endswith(_PACKED_SHAPE):
         return name.removesuffix(_PACKED_SHAPE) + PACKED_SUFFIX in tensors
     weight = tensors.get(name.removesuffix(_ACTIVATION_SCALE) + ".weight")
     return name.endswith(_ACTIVATION_SCALE) and weight is not None and weight.dtype == "F8_E4M3"
 
 
-def _needed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
-    """What the config calls for, each linear layer in the form that the files have it in."""
+def _required_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
+    """The tensors that the config calls for, each linear layer in the format of the files."""
     plain = plain_tensors(config)
     needed = dict(plain)
-    for name, (rows, columns) in _narrowable(plain).items():
+    for name, (rows, columns) in _quantizable(plain).items():
         module = name.removesuffix(".weight")
         stored = tensors.get(name)
         if stored is not None and stored.dtype == "F8_E4M3" and is_embedding(name):
-            continue  # in 8-bit floats it is not read, whatever config.json says
+            continue  # an FP8 embedding is not supported, whatever config.json says
         if stored is not None and stored.dtype == "F8_E4M3" and config.fp8 is not None:
             needed[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
         elif (stored is not None and stored.dtype in _NARROW_FORMS) or module + PACKED_SUFFIX in tensors:
             scheme = config.compressed.scheme_of(module) if config.compressed is not None else None
             if scheme is None:
-                raise _no_word_of(
+                raise _undeclared_format(
                     *((module + PACKED_SUFFIX, "int4") if stored is None else (name, stored.dtype))
                 )
             del needed[name]
             needed |= _checked_parts(scheme, module, rows, columns)
-        elif stored is None and (scheme := _meant(config, module)) is not None:
+        elif stored is None and (scheme := _configured_scheme(config, module)) is not None:
             del needed[name]
             needed |= _checked_parts(scheme, module, rows, columns)
     return needed
@@ -283,16 +273,16 @@ def _checked_parts(scheme: WeightScheme, module: str, rows: int, columns: int) -
             f"{scheme.group_size or scheme.codes_per_word}",
             "config.json belongs to other weights. Fetch it again with its weights.",
         )
-    return _parts(scheme, module, rows, columns)
+    return _stored_tensors(scheme, module, rows, columns)
 
 
-def _meant(config: ModelConfig, module: str) -> WeightScheme | None:
-    """How config.json means ``module`` to be stored by compressed-tensors; None: plainly, or in FP8."""
+def _configured_scheme(config: ModelConfig, module: str) -> WeightScheme | None:
+    """The compressed-tensors scheme of ``module`` by config.json; None: not quantized, or FP8."""
     form = config.compressed
     return form.scheme_of(module) if form is not None and form.converts(module) else None
 
 
-def _no_word_of(name: str, form: str) -> UnknownWeightsFormat:
+def _undeclared_format(name: str, form: str) -> UnknownWeightsFormat:
     return UnknownWeightsFormat(
         f"{name} is stored as {form}, but config.json has no quantization_config for it",
         "Fetch config.json again; it does not belong to these weights.",
@@ -320,14 +310,13 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
         )
 
 
-# Config and headers in one language: what AWQ and GPTQ call otherwise gets the names of compressed-tensors.
-#
-# Knows: how a ``CompressedFormat`` says the same as a ``ByInputs``. Does not know: which names there are
-# (``checkpoint/gptq_awq.py`` does).
+# AWQ and GPTQ checkpoints under the names of compressed-tensors.
 
 
-def renamed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[ModelConfig, dict[str, TensorInfo]]:
-    """``config`` and ``tensors`` of any checkpoint, in words that ``check_tensors`` and the engine know.
+def normalize_gptq_awq(
+    config: ModelConfig, tensors: dict[str, TensorInfo]
+) -> tuple[ModelConfig, dict[str, TensorInfo]]:
+    """``config`` and ``tensors`` with AWQ and GPTQ names replaced by those of compressed-tensors.
 
     Raises what ``ByInputs.read_in`` raises, and ``UnknownWeightsFormat`` where config.json has no word of
     them.
@@ -344,7 +333,7 @@ def renamed(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[ModelC
     matrices = {name.removesuffix(".weight"): shape for name, shape in linear_weights(plain).items()}
     converted, named = config.quantization.read_in(matrices, tensors)
     for bias in (f"{module}.bias" for module in converted):
-        # Older programs wrote one of zeros for each layer; vLLM passes over them without a look.
+        # Older programs wrote a bias of zeros for each layer; vLLM ignores them.
         if bias in named and bias not in plain and _is_zeros(named[bias]):
             del named[bias]
     kept = tuple(module for module in matrices if module not in converted)
@@ -358,7 +347,7 @@ def _is_zeros(info: TensorInfo) -> bool:
 
 
 def _schemes(converted: dict[str, Stored]) -> tuple[WeightScheme, ...]:
-    """One for each way that modules are stored; the commonest is that of all who are not named."""
+    """A scheme for each way that modules are stored; the most common applies to all that are not named."""
     modules: dict[Stored, list[str]] = {}
     for module, stored in converted.items():
         modules.setdefault(stored, []).append(module)

@@ -2,7 +2,7 @@
 
 huggingface_hub 2 throws away what it has of a file when it is interrupted: five gigabytes start from nothing.
 So the weights are fetched here, with its own HTTP and into its own cache: what is done of a file stays there
-as ``<etag>.incomplete``. Knows: bytes, ranges, checksums. Does not know: which files a checkpoint needs.
+as ``<etag>.incomplete``.
 """
 
 import hashlib
@@ -12,23 +12,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
+from vlfit.api.progress import ByteProgress
 from vlfit.errors import HubError
 from vlfit.units import format_bytes, format_seconds
 
 # A download's progress on stderr: one line that rewrites itself on a terminal, a line now and then in a
 # log.
-#
-# Knows: bytes done and bytes in all. Does not know: what is downloaded or by whom.
-
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class StderrProgress:
@@ -105,7 +101,7 @@ class _Stopped(Exception):
 class _Meter:
     """Counts bytes over all files, and is where every thread finds out that it should stop."""
 
-    def __init__(self, progress: Progress, done: int, total: int) -> None:
+    def __init__(self, progress: ByteProgress, done: int, total: int) -> None:
         self._progress, self._done, self._total = progress, done, total
         self._lock = threading.Lock()
         self._stopping = False
@@ -146,7 +142,7 @@ class _MeteredFile:
         return getattr(self._file, name)
 
 
-def transfer(repository: str, commit: str, files: list[str], progress: Progress) -> None:
+def transfer(repository: str, commit: str, files: list[str], progress: ByteProgress) -> None:
     """Fetch ``files`` of ``repository`` at ``commit`` into the blobs of the hub's cache.
 
     Files that are there are left alone, parts of files are continued. ``progress`` gets bytes done and bytes

@@ -1,28 +1,28 @@
-"""``vlfit caption``: a sentence for each picture."""
+"""``vlfit caption`` and ``vlfit ask``: captions, and answers about pictures."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vlfit.cli.options import CommonOptions, takes_common_options
+from vlfit.cli.options import ANSWERING, Options, takes
 from vlfit.errors import UsageError
 
 
-@takes_common_options
+@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def caption(
     pictures: Annotated[
         list[str],
-        typer.Argument(metavar="PICTURE", help="Files, globs, URLs, or - for standard input."),
+        typer.Argument(metavar="PICTURE", help="Files, globs, URLs, or - for stdin."),
     ],
     long: Annotated[bool, typer.Option("--long", help="A paragraph instead of a sentence.")] = False,
     *,
-    options: CommonOptions,
+    options: Options,
 ) -> None:
-    """Say what each picture shows.
+    """Describe each picture in a sentence.
 
-    One answer for each, with the picture's name before it when there are several. A picture that cannot be
-    read is reported and the others go on; the exit code is 1 then.
+    Several pictures: one caption each, after the picture's name. A picture that cannot be read is reported
+    and the others go on; the exit code is then 1.
 
     \b
     Examples:
@@ -32,10 +32,10 @@ def caption(
       cat photo.jpg | vlfit caption -
       vlfit caption --backend remote http://gpu-box:8000 photo.jpg
     """
-    from vlfit.cli.session import Session, for_each_picture, named_pictures
+    from vlfit.cli.session import Session, expand_patterns, for_each_picture
 
-    with Session(options, looks=True) as session:
-        names = named_pictures(pictures)
+    with Session(options, needs_pictures=True) as session:
+        names = expand_patterns(pictures)
 
         def work(name: str) -> None:
             from vlfit.tasks.pictures import load_picture, name_of
@@ -48,30 +48,25 @@ def caption(
         for_each_picture(names, work)
 
 
-# ``vlfit ask``: an answer to a question about pictures.
-
-
-@takes_common_options
+@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def ask(
     arguments: Annotated[
         list[str],
         typer.Argument(
             metavar='PICTURE... "QUESTION"',
-            help="Files, globs, URLs, or - for standard input; the question comes last.",
+            help="Files, globs, URLs, or - for stdin; the question comes last.",
         ),
     ],
     system: Annotated[
         str,
-        typer.Option(
-            "--system", metavar="TEXT", help="Tell the model first how to answer.", show_default=False
-        ),
+        typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False),
     ] = "",
     *,
-    options: CommonOptions,
+    options: Options,
 ) -> None:
     """Answer a question about pictures.
 
-    About one picture, about several together, or about none.
+    About one picture, several together, or none.
 
     \b
     Examples:
@@ -80,23 +75,23 @@ def ask(
       vlfit ask photo.jpg "How many people?" --json --max-tokens 50
       cat photo.jpg | vlfit ask - "What is this?"
     """
-    from vlfit.cli.session import Session, named_pictures
+    from vlfit.cli.session import Session, expand_patterns
 
     *patterns, question = arguments
     _refuse_missing_question(question)
-    with Session(options, looks=bool(patterns)) as session:
+    with Session(options, needs_pictures=bool(patterns)) as session:
         from vlfit.tasks.pictures import load_picture
 
-        names = named_pictures(patterns) if patterns else []
+        names = expand_patterns(patterns) if patterns else []
         pictures = [load_picture(name) for name in names]
         words = session.model.stream(question, *pictures, system=system, **session.sampling)
         session.printer.say(words, facts={"pictures": names, "question": question})
 
 
 def _refuse_missing_question(question: str) -> None:
-    """Forgetting the question is the easy mistake here: the last picture would be asked as if it were one.
+    """Raise ``UsageError`` if the last argument is a picture or empty: the question was forgotten.
 
-    An empty question is told apart: as a path it would be the folder one is in.
+    Empty is checked first: as a path it would be the current folder.
     """
     if not question.strip():
         raise UsageError(

@@ -1,311 +1,233 @@
-"""``vlfit batch``: the same thing asked about every picture of a folder, a list or a shard, into one file.
-
-Knows: options, the order of opening and closing, signals, exit codes. Does not know: how a backend is kept
-busy or an output kept whole (``tasks/batch``), or what a person is shown (``batch_page.py``).
-"""
+"""``vlfit batch``: the same task for many pictures, into one file."""
 
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import CommonOptions, takes_common_options
+from vlfit.cli.options import ANSWERING, Options, declarations, option, takes
 from vlfit.cli.signals import end_at_once, terminated_as_interrupted
 from vlfit.errors import PictureNotFound, UsageError, VlfitError
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from vlfit.backends.base import OpenBackend
-    from vlfit.backends.opening import Wanted
-    from vlfit.cli.loading import Progress
+    from vlfit.api.progress import LoadProgress
+    from vlfit.backends.base import Backend
+    from vlfit.backends.opening import BackendSpec
     from vlfit.cli.session import Session
-    from vlfit.tasks.batch.executor import Pace
+    from vlfit.tasks.batch.executor import ExecutorOptions
     from vlfit.tasks.batch.items import Sidecar, Source
     from vlfit.tasks.batch.job import Job, Wish
     from vlfit.tasks.batch.ray import RayOptions
-    from vlfit.tasks.batch.runner import Runner
-    from vlfit.tasks.batch.sidecars.late import Passing
+    from vlfit.tasks.batch.runner import BatchRunner
+    from vlfit.tasks.batch.sidecars.backfill import SinglePassSource
     from vlfit.tasks.batch.sources import SourceOptions
 
 
-# Options of ``vlfit batch``, as they are written and explained, and what is asked by them.
-
-
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE",
-        help="Folders, globs, pictures, .txt lists (one name or URL a line), .tar shards, .parquet tables.",
-    ),
-]
-Output = Annotated[
-    Path,
-    typer.Option(
-        "--output", "-o", metavar="FILE", help="Where records go: .jsonl, or .parquet for a folder of them."
-    ),
-]
-Long = Annotated[bool, typer.Option("--long", help="Captions of a paragraph instead of a sentence.")]
-Ask = Annotated[str | None, typer.Option("--ask", metavar="QUESTION", help="Answer this about each picture.")]
-System = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="With --ask: what to tell the model first.")
-]
-Scene = Annotated[
-    bool, typer.Option("--scene", help="A summary, objects with boxes, and the words on each picture.")
-]
-Detect = Annotated[
-    str | None, typer.Option("--detect", metavar="THINGS", help='Where these are: "cups", "cups, plates".')
-]
-Schema = Annotated[
-    Path | None,
-    typer.Option(
-        "--schema",
-        metavar="FILE",
-        help="A JSON schema that each answer must keep to; alone, or for --ask.",
-    ),
-]
-Concurrency = Annotated[
-    int | None,
-    typer.Option(
-        "--concurrency",
-        metavar="N",
-        help="Pictures that are worked on at once.  [default: as many as fit, at most 8 here]",
-    ),
-]
-Readers = Annotated[
-    int | None,
-    typer.Option(
-        "--readers", metavar="N", help="Threads that read and decode ahead.  [default: one a processor, 2-8]"
-    ),
-]
-Tries = Annotated[
-    int | None,
-    typer.Option(
-        "--tries", metavar="N", help="How often a failure that may pass is tried in all.  [default: 6]"
-    ),
-]
-KeepGoing = Annotated[
-    bool, typer.Option("--keep-going", help="Do not stop when many pictures in a row fail: list them.")
-]
-Limit = Annotated[
-    int | None, typer.Option("--limit", metavar="N", help="Stop after so many pictures of each run.")
-]
-Ordered = Annotated[bool, typer.Option("--ordered", help="Write records in the order of the pictures.")]
-RetryFailed = Annotated[
-    bool, typer.Option("--retry-failed", help="Try again what is on the list of failures.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Go on in an output that another job began.")]
-DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Count, do the first few without writing, and say how long all take."),
-]
-Sidecars = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--sidecar",
-        metavar="KIND",
-        help="Also write each text beside its picture: txt, xmp, xmp-stem (photo.xmp), or into it: exif,"
-        " which needs the program exiftool.",
-    ),
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="With --sidecar: replace texts that are there already.")
-]
-Backup = Annotated[
-    bool, typer.Option("--backup", help="With --sidecar exif: leave the picture as it was in FILE_original.")
-]
-KeepTimes = Annotated[
-    bool, typer.Option("--keep-times", help="With --sidecar exif: the file keeps its time.")
-]
-Column = Annotated[
-    str | None,
-    typer.Option("--column", metavar="NAME", help="Of a .parquet table: the column with the pictures."),
-]
-Keep = Annotated[
-    list[str] | None,
-    typer.Option("--keep", metavar="NAME", help="Of a .parquet table: carry this column into the records."),
-]
-Hidden = Annotated[bool, typer.Option("--hidden", help="Folders: look at names that begin with a dot, too.")]
-PrivateUrls = Annotated[
-    bool, typer.Option("--allow-private-urls", help="Fetch URLs in the private network, too.")
-]
-Shard = Annotated[
-    str | None,
-    typer.Option("--shard", metavar="I/N", help="Only part I of N, for N machines that share the pictures."),
-]
-Ray = Annotated[
-    str | None,
-    typer.Option("--ray", metavar="ADDRESS", help="Run on a Ray cluster: host:port, auto, or local."),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option("--workers", metavar="N", help="With --ray: models that run at once.  [default: one a GPU]"),
-]
-
-
-def read_part(shard: str | None) -> str | None:
-    """``shard`` as I/N, however it was typed; None for the whole. Raises ``UsageError`` for anything else."""
-    from vlfit.tasks.batch.sources import read_shard
+def read_shard(shard: str | None) -> str | None:
+    """``--shard`` as I/N; None for everything. Raises ``UsageError``."""
+    from vlfit.tasks.batch.sources import parse_shard
 
     if shard is None:
         return None
-    index, of = read_shard(shard)
+    index, of = parse_shard(shard)
     return f"{index}/{of}" if (index, of) != (1, 1) else None
 
 
 def read_cluster(
     ray: str | None, workers: int | None, *, ordered: bool, dry_run: bool
 ) -> "RayOptions | None":
-    """The cluster that was named; None: this machine alone. Raises ``UsageError`` for what does not go with
-    the one or the other.
-    """
+    """The Ray cluster; None: run on this machine. Raises ``UsageError`` for options it refuses."""
     from vlfit.tasks.batch.ray import RayOptions
 
     if ray is None:
         if workers is not None:
-            raise UsageError("--workers goes with --ray", "--concurrency is how many run at once here")
+            raise UsageError(
+                "--workers needs --ray", "on this machine --concurrency sets how many run at once"
+            )
         return None
     if ordered:
-        raise UsageError("a cluster keeps no order", "leave out --ordered, or --ray")
+        raise UsageError("--ordered does not work with --ray", "leave one of them out")
     if dry_run:
-        raise UsageError("--dry-run tries the first pictures on this machine alone", "leave out --ray")
+        raise UsageError("--dry-run does not work with --ray: it runs on this machine", "leave --ray out")
     return RayOptions(ray, workers)
 
 
-def read_wish(
-    *,
-    long: bool,
-    ask: str | None,
-    system: str | None,
-    scene: bool,
-    detect: str | None,
-    schema: Path | None,
-) -> "Wish":
-    """What is asked of each picture. Raises ``UsageError`` for two at once, or a schema that is none."""
+def read_wish(options: "BatchOptions") -> "Wish":
+    """The task for each picture. Raises ``UsageError`` for two tasks, or a schema that cannot be read."""
     from vlfit.tasks.batch.job import Wish
 
-    typed = {"--long": long, "--ask": ask is not None, "--scene": scene, "--detect": detect is not None}
-    typed["--schema"] = schema is not None and ask is None
-    both = [name for name, given in typed.items() if given]
-    if len(both) > 1:
-        raise UsageError(f"{' and '.join(both)} are different tasks", "run one, with an output for each")
-    if system is not None and ask is None:
-        raise UsageError("--system goes with --ask", "leave it out, or ask something")
+    ask, schema = options.ask, options.schema
+    typed = {
+        "--long": options.long,
+        "--ask": ask is not None,
+        "--scene": options.scene,
+        "--detect": options.detect is not None,
+        "--schema": schema is not None and ask is None,
+    }
+    tasks = [name for name, given in typed.items() if given]
+    if len(tasks) > 1:
+        raise UsageError(
+            f"{' and '.join(tasks)} are different tasks", "run one at a time, each with its own output"
+        )
+    if options.system is not None and ask is None:
+        raise UsageError("--system needs --ask", "leave it out, or ask something")
     form = _read_schema(schema) if schema is not None else None
     if ask is not None:
-        return Wish.ask(ask, system=system or "", schema=form)
+        return Wish.ask(ask, system=options.system or "", schema=form)
     if form is not None:
         return Wish.form(form)
-    if scene:
+    if options.scene:
         return Wish.scene()
-    if detect is not None:
-        return Wish.detect(detect)
-    return Wish.caption("long" if long else "short")
+    if options.detect is not None:
+        return Wish.detect(options.detect)
+    return Wish.caption("long" if options.long else "short")
 
 
 def _read_schema(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the schema {path} cannot be read: {error}", "name a file of JSON") from error
+        raise UsageError(f"cannot read the schema {path}: {error}", "--schema takes a JSON file") from error
 
 
-# The pictures of ``vlfit batch``, as they were named: opened, and known to be any before a model is loaded.
-#
-# Knows what is refused. Does not know how sources are read (``tasks/batch``).
-
-
-def is_read_once(job: "Job") -> bool:
-    """Whether pictures are named on standard input, which can be gone through a single time."""
+def reads_stdin(job: "Job") -> bool:
+    """Whether the source is stdin, which can be read only once."""
     return "-" in job.sources
 
 
-def source_of(job: "Job", options: "SourceOptions", *, listed_here: bool) -> "Source":
-    """The pictures of ``job``. ``listed_here``: by this process, so that a list from a pipe can be begun.
+def open_source(job: "Job", options: "SourceOptions", *, local: bool) -> "Source":
+    """Open the pictures of ``job``. ``local``: this process reads them, so that stdin can be peeked at.
 
-    Raises ``PictureNotFound`` for none: a wrong folder or an empty list is known before a model is loaded.
-    ``UsageError`` for words that make no sense, and for pictures that no sidecar can stand by.
+    Raises ``PictureNotFound`` if there are none, before a model is loaded, and ``UsageError`` for sources
+    that make no sense or have no place for sidecars.
     """
-    from vlfit.tasks.batch.sources import BegunSource, ShardSource, open_sources, read_shard
+    from vlfit.tasks.batch.sources import PeekedSource, ShardSource, open_sources, parse_shard
 
     source = open_sources(job.sources, options)
     if job.shard is not None:
-        source = ShardSource(source, *read_shard(job.shard))
-    if not is_read_once(job):
+        source = ShardSource(source, *parse_shard(job.shard))
+    if not reads_stdin(job):
         first = next(iter(source), None)
-    elif listed_here:
-        source = begun = BegunSource(source)
-        first = begun.first
+    elif local:
+        source = peeked = PeekedSource(source)
+        first = peeked.first
     else:
-        return source  # refused, in words of its own
+        return source  # Ray refuses stdin with an error of its own
     if first is None:
         part = f"part {job.shard} of " if job.shard is not None else ""
-        named = ("standard input" if name == "-" else name for name in job.sources[:5])
+        named = ("stdin" if name == "-" else name for name in job.sources[:5])
         raise PictureNotFound(
             f"there are no pictures in {part}{', '.join(named)}",
-            " ".join(source.notes()) or "is it the right one?",
+            " ".join(source.notes()) or "check the name",
         )
     if job.sidecars and first.path is None:
         raise UsageError(
-            f"--sidecar writes beside files, and {first.key} is none of its own", "leave --sidecar out"
+            f"--sidecar writes beside files, but {first.key} is not a file of its own", "leave --sidecar out"
         )
     return source
 
 
-INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
+INTERRUPTED = 130  # exit code after Ctrl-C, by convention
 
 
-@partial(
-    takes_common_options,
-    without=("stream",),  # words go into the output
-    json="Print a summary at the end, as one line of JSON on stdout.",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions(Options):
+    """The options of ``vlfit batch``."""
+
+    long: Annotated[bool, option(None, "Captions of a paragraph, not a sentence.")] = False
+    ask: Annotated[str | None, option("QUESTION", "Ask this about each picture.")] = None
+    system: Annotated[str | None, option("TEXT", "With --ask: system prompt.")] = None
+    scene: Annotated[bool, option(None, "Summary, objects with boxes, and text of each picture.")] = False
+    detect: Annotated[str | None, option("THINGS", 'Find these objects: "cups", or "cups, plates".')] = None
+    schema: Annotated[
+        Path | None, option("FILE", "JSON schema that each answer must match; alone, or with --ask.")
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        option("N", "Pictures in progress at once.", default="as many as fit, here at most 8"),
+    ] = None
+    readers: Annotated[
+        int | None, option("N", "Threads that read and decode pictures.", default="one per core, 2-8")
+    ] = None
+    tries: Annotated[
+        int | None, option("N", "Attempts per picture when a failure may be temporary.", default="6")
+    ] = None
+    keep_going: Annotated[bool, option(None, "Do not stop when many pictures in a row fail.")] = False
+    limit: Annotated[int | None, option("N", "Stop after N pictures in this run.")] = None
+    ordered: Annotated[bool, option(None, "Write records in input order.")] = False
+    retry_failed: Annotated[bool, option(None, "Retry the pictures listed in FILE.failed.jsonl.")] = False
+    force: Annotated[bool, option(None, "Continue an output that a different job started.")] = False
+    dry_run: Annotated[
+        bool, option(None, "Count, try the first few, and estimate the time. Writes nothing.")
+    ] = False
+    sidecar: Annotated[
+        list[str] | None,
+        option(
+            "KIND",
+            "Also write each text beside its picture: txt, xmp, xmp-stem (photo.xmp); or into it: exif"
+            " (needs exiftool).",
+        ),
+    ] = None
+    overwrite: Annotated[bool, option(None, "With --sidecar: replace existing texts.")] = False
+    backup: Annotated[bool, option(None, "With --sidecar exif: keep the original as FILE_original.")] = False
+    keep_times: Annotated[bool, option(None, "With --sidecar exif: keep the file's modification time.")] = (
+        False
+    )
+    column: Annotated[str | None, option("NAME", "Parquet: the column with the pictures.")] = None
+    keep: Annotated[
+        list[str] | None, option("NAME", "Parquet: copy this column into the records; may be repeated.")
+    ] = None
+    hidden: Annotated[bool, option(None, "Folders: include hidden files.")] = False
+    shard: Annotated[str | None, option("I/N", "Only part I of N, to split the work over N machines.")] = None
+    ray: Annotated[str | None, option("ADDRESS", "Run on a Ray cluster: host:port, auto, or local.")] = None
+    workers: Annotated[
+        int | None, option("N", "With --ray: models running at once.", default="one per GPU")
+    ] = None
+
+
+@takes(
+    *(name for name in declarations(BatchOptions) if name not in declarations(Options)),
+    "allow_private_urls",
+    *(name for name in ANSWERING if name != "stream"),
+    planned=("allow_private_urls",),
+    json="Print a summary at the end, as one line of JSON.",
 )
 def batch(
-    sources: Sources,
-    output: Output,
-    long: Long = False,
-    ask: Ask = None,
-    system: System = None,
-    scene: Scene = False,
-    detect: Detect = None,
-    schema: Schema = None,
-    concurrency: Concurrency = None,
-    readers: Readers = None,
-    tries: Tries = None,
-    keep_going: KeepGoing = False,
-    limit: Limit = None,
-    ordered: Ordered = False,
-    retry_failed: RetryFailed = False,
-    force: Force = False,
-    dry_run: DryRun = False,
-    sidecar: Sidecars = None,
-    overwrite: Overwrite = False,
-    backup: Backup = False,
-    keep_times: KeepTimes = False,
-    column: Column = None,
-    keep: Keep = None,
-    hidden: Hidden = False,
-    allow_private_urls: PrivateUrls = False,
-    shard: Shard = None,
-    ray: Ray = None,
-    workers: Workers = None,
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE",
+            help="Folders, globs, pictures, .txt lists (one name or URL per line), .tar shards, .parquet"
+            " tables.",
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where records go: a .jsonl file, or a .parquet folder.",
+        ),
+    ],
     *,
-    options: CommonOptions,
+    options: BatchOptions,
 ) -> None:
-    """Caption every picture of a folder, a list or a shard into one file: or answer, or find things.
+    """Caption many pictures, or ask about them, into one file.
 
-    Give the same command again after Ctrl-C, a crash or a full disk, and it goes on where it was: nothing is
-    lost and nothing is done twice. Pictures that cannot be read are listed with the reason beside the output,
-    in FILE.failed.jsonl, and the others go on. Pictures of the same bytes are asked about once.
+    Run the same command again after Ctrl-C, a crash or a full disk, and it continues: nothing is lost and
+    nothing is done twice. Pictures that cannot be read go into FILE.failed.jsonl with the reason, and the
+    others go on. Identical files are processed once.
 
-    It ends with 0 if all pictures are done, 1 if some are on that list or it had to stop, 2 if it was asked
-    for something that makes no sense, 3 if the model does not fit, and 130 after Ctrl-C.
+    Exit codes: 0 all done, 1 some failed or it had to stop, 2 wrong usage, 3 the model does not fit,
+    130 Ctrl-C.
 
     \b
     Examples:
@@ -322,74 +244,80 @@ def batch(
     from vlfit.cli.session import Session
     from vlfit.tasks.batch.job import Job
     from vlfit.tasks.batch.output import is_table
-    from vlfit.tasks.batch.runner import check_numbers
+    from vlfit.tasks.batch.runner import check_limits
     from vlfit.tasks.batch.sources import SourceOptions
     from vlfit.tasks.sampling_options import with_options
 
-    if limit is not None and limit < 1:
-        raise UsageError(f"--limit is {limit}", "it must be at least 1")
-    check_numbers(concurrency, readers, tries)
+    if options.limit is not None and options.limit < 1:
+        raise UsageError(f"--limit is {options.limit}", "it must be at least 1")
+    check_limits(options.concurrency, options.readers, options.tries)
     is_table(output)
-    cluster = read_cluster(ray, workers, ordered=ordered, dry_run=dry_run)
-    wish = read_wish(long=long, ask=ask, system=system, scene=scene, detect=detect, schema=schema)
+    cluster = read_cluster(options.ray, options.workers, ordered=options.ordered, dry_run=options.dry_run)
+    wish = read_wish(options)
     with terminated_as_interrupted():
-        # On a cluster others look: a model need not be here.
-        session = Session(options, looks=cluster is None)
+        # On a cluster other machines load the model: this one need not have it.
+        session = Session(options, needs_pictures=cluster is None)
         sampling = with_options(SamplingParams(), session.sampling)
         job = Job(
             wish,
             sampling,
             tuple(sources),
             output,
-            sidecars=tuple(sidecar or ()),
-            shard=read_part(shard),
-            engine=session.seen(),
+            sidecars=tuple(options.sidecar or ()),
+            shard=read_shard(options.shard),
+            engine=session.answer_settings(),
         )
-        cards = _sidecars(job, overwrite=overwrite, backup=backup, keep_times=keep_times)
-        named = SourceOptions(column, tuple(keep or ()), allow_private_urls, hidden, output)
-        source = source_of(job, named, listed_here=cluster is None)
-        pace = _Wishes(concurrency, readers, tries, keep_going=keep_going, alike=bool(wish.system))
-        if dry_run:
-            _try_out(session, job, source, pace, force=force, again=retry_failed, as_json=options.json)
+        sidecars = _sidecars(job, options)
+        named = SourceOptions(
+            options.column,
+            tuple(options.keep or ()),
+            bool(options.allow_private_urls),
+            options.hidden,
+            output,
+        )
+        source = open_source(job, named, local=cluster is None)
+        opener = _Opener(options, shared_prefix=bool(wish.system))
+        if options.dry_run:
+            _dry_run(session, job, source, opener, options)
             return
-        with _Batch(
-            session, job, source, cards, force=force, again=retry_failed, as_json=options.json
-        ) as run:
-            run.see_to_sidecars(overwrite=overwrite)
+        with _BatchRun(session, job, source, sidecars, options) as run:
+            run.backfill_sidecars(overwrite=options.overwrite)
             if cluster is not None:
-                run.on_ray(cluster, pace, limit)
+                run.run_on_ray(cluster, opener, options.limit)
             else:
-                run.here(pace, limit, ordered=ordered)
-    run.tell()
+                run.run_locally(opener, options.limit, ordered=options.ordered)
+    run.finish()
 
 
 @dataclass(frozen=True, slots=True)
-class _Wishes:
-    """What was typed of how many things run at once; ``alike``: all begin with the same words."""
+class _Opener:
+    """Opens the backend with the batch's options. ``shared_prefix``: all prompts begin alike."""
 
-    concurrency: int | None
-    readers: int | None
-    tries: int | None
-    keep_going: bool
-    alike: bool
+    options: BatchOptions
+    shared_prefix: bool
 
-    def open(self, wanted: "Wanted", progress: "Progress") -> "tuple[OpenBackend, Pace]":
-        from vlfit.tasks.batch.failures import TRIES
+    @property
+    def tries(self) -> int:
+        from vlfit.tasks.batch.failures import DEFAULT_TRIES
+
+        return DEFAULT_TRIES if self.options.tries is None else self.options.tries
+
+    def open(self, spec: "BackendSpec", progress: "LoadProgress") -> "tuple[Backend, ExecutorOptions]":
         from vlfit.tasks.batch.runner import open_for_batch
 
-        backend, pace = open_for_batch(
-            wanted,
-            self.concurrency,
+        backend, executor_options = open_for_batch(
+            spec,
+            self.options.concurrency,
             progress,
-            readers=self.readers,
-            tries=TRIES if self.tries is None else self.tries,
-            alike=self.alike,
+            readers=self.options.readers,
+            tries=self.tries,
+            shared_prefix=self.shared_prefix,
         )
-        return backend, replace(pace, keep_going=self.keep_going)
+        return backend, replace(executor_options, keep_going=self.options.keep_going)
 
 
-class _Batch:
-    """A run, from its output's opening to its closing."""
+class _BatchRun:
+    """A run: opens the output, works on the pictures, closes the output and reports."""
 
     def __init__(
         self,
@@ -397,10 +325,7 @@ class _Batch:
         job: "Job",
         source: "Source",
         sidecars: "Sequence[Sidecar]",
-        *,
-        force: bool,
-        again: bool,
-        as_json: bool,
+        options: BatchOptions,
     ) -> None:
         from vlfit.cli.batch_page import BatchPage
         from vlfit.tasks.batch.output import Output
@@ -409,29 +334,29 @@ class _Batch:
         self._job = job
         self._source = source
         self._sidecars = sidecars
-        self._as_json = as_json
-        self._late: Passing | None = None  # what waits for its sidecars until the source has been read
-        self._output = Output(job, force=force, again=again, sidecars=sidecars)
-        self._before = self._output.done_before + (0 if again else self._output.failed_before)
+        self._as_json = options.json
+        self._single_pass: SinglePassSource | None = None  # stdin: backfilled after the run
+        self._output = Output(job, force=options.force, again=options.retry_failed, sidecars=sidecars)
+        self._before = self._output.done_before + (0 if options.retry_failed else self._output.failed_before)
         self._page = BatchPage(session.printer, self._before)
-        if self._output.began_with is not None:
+        if self._output.earlier_sources is not None:
             session.printer.note(
-                f"{job.output} was begun with {self._output.began_with}: pictures of the same key as one"
-                " that is done count as done"
+                f"{job.output} was started with {self._output.earlier_sources}: pictures with the same key"
+                " count as done"
             )
 
-    def __enter__(self) -> "_Batch":
+    def __enter__(self) -> "_BatchRun":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self._output.close()
         except VlfitError as failed:
-            self._tell_end(failed)
+            self._print_ended(failed)
             raise
         if error is not None:
-            self._tell_end(error)
-        # Where nothing had begun, there is no here to go on from.
+            self._print_ended(error)
+        # An output that was not begun has nothing to continue from.
         if isinstance(error, VlfitError | KeyboardInterrupt) and self._output.begun:
             done = self._page.tally.done
             words = (
@@ -439,85 +364,86 @@ class _Batch:
                 if done
                 else "nothing is lost"
             )
-            self._session.printer.note(f"{words}; the same command goes on from here")
+            self._session.printer.note(f"{words}; run the same command to continue")
 
-    def see_to_sidecars(self, *, overwrite: bool) -> None:
-        """Those of pictures that were done before, from what the output says of them."""
-        from vlfit.tasks.batch.sidecars.late import Passing
+    def backfill_sidecars(self, *, overwrite: bool) -> None:
+        """Write missing sidecars of pictures done in earlier runs, from the output."""
+        from vlfit.tasks.batch.sidecars.backfill import SinglePassSource
 
-        keys = self._output.late(overwrite=overwrite)
+        keys = self._output.keys_to_backfill(overwrite=overwrite)
         if not len(keys):
             return
         many = f"{len(keys):,} {'picture was' if len(keys) == 1 else 'pictures were'}"
         self._session.printer.note(f"{many} done before: missing sidecars are written from the output")
-        if is_read_once(self._job):
-            self._source = self._late = Passing(self._source, keys.__contains__)
+        if reads_stdin(self._job):
+            self._source = self._single_pass = SinglePassSource(self._source, keys.__contains__)
             return
-        others = len(keys) - self._output.write_late(self._source, keys)
+        others = len(keys) - self._output.backfill_sidecars(self._source, keys)
         if others:
             self._session.printer.note(
                 f"{others:,} of those are not among these pictures: no sidecars are written for them"
             )
 
-    def _tell_end(self, error: BaseException) -> None:
-        """Of a run that ``error`` has ended: how far it came, for programs."""
+    def _print_ended(self, error: BaseException) -> None:
+        """Print the JSON summary of a run that ``error`` ended."""
         from vlfit.cli.batch_page import summary
 
         if self._as_json:
             self._page.tally.stopped = True
             self._session.printer.data(summary(self._page.tally, self._output, error))
 
-    def here(self, pace: _Wishes, limit: int | None, *, ordered: bool) -> None:
-        """With a backend of this process. Nothing is loaded if there is nothing left to do."""
-        from vlfit.server.http.malloc import give_memory_back, keep_what_is_loaded
-        from vlfit.tasks.batch.executor import Crew
+    def run_locally(self, opener: _Opener, limit: int | None, *, ordered: bool) -> None:
+        """Run in this process. Loads nothing if all pictures are done."""
+        from vlfit.server.http.malloc import configure_malloc, freeze_gc
+        from vlfit.tasks.batch.executor import BatchExecutor
         from vlfit.tasks.batch.items import KeySet
-        from vlfit.tasks.batch.job import Work
-        from vlfit.tasks.batch.runner import Runner
+        from vlfit.tasks.batch.job import PictureTask
+        from vlfit.tasks.batch.runner import BatchRunner
 
-        if not is_read_once(self._job):
+        if not reads_stdin(self._job):
             if all(self._output.is_settled(item.key) for item in self._source):
                 return
-            self._count_beside(limit)
-        give_memory_back()
-        backend, chosen = self._session.open(pace.open)
-        keep_what_is_loaded()
-        crew = Crew(Work.of(self._job), backend, chosen)
-        runner = Runner(crew, self._source, self._output, progress=self._page, limit=limit, ordered=ordered)
+            self._count_in_background(limit)
+        configure_malloc()
+        backend, chosen = self._session.open(opener.open)
+        freeze_gc()
+        executor = BatchExecutor(PictureTask.from_job(self._job), backend, chosen)
+        runner = BatchRunner(
+            executor, self._source, self._output, progress=self._page, limit=limit, ordered=ordered
+        )
         with _stopped_by_signals(runner), closing(backend):
             self._output.begin(backend.model)
             with self._page:
                 runner.run()
-        if self._late is not None:
-            late = KeySet(item.key for item in self._late.done)
-            self._output.write_late(self._late.done, late)
+        if self._single_pass is not None:
+            late = KeySet(item.key for item in self._single_pass.done)
+            self._output.backfill_sidecars(self._single_pass.done, late)
 
-    def on_ray(self, cluster: "RayOptions", pace: _Wishes, limit: int | None) -> None:
-        """Over a cluster."""
-        from vlfit.tasks.batch.failures import TRIES
+    def run_on_ray(self, cluster: "RayOptions", opener: _Opener, limit: int | None) -> None:
+        """Run on a Ray cluster."""
         from vlfit.tasks.batch.ray.coordinator import run_on_ray
 
-        self._count_beside(limit)
+        self._count_in_background(limit)
         with self._page as page:
             run_on_ray(
                 self._job,
-                self._session.wanted(),
+                self._session.backend_spec(),
                 cluster,
                 source=self._source,
                 output=self._output,
                 progress=page,
-                at_once=pace.concurrency,
-                readers=pace.readers,
-                tries=TRIES if pace.tries is None else pace.tries,
+                at_once=opener.options.concurrency,
+                readers=opener.options.readers,
+                tries=opener.tries,
                 limit=limit,
-                keep_going=pace.keep_going,
+                keep_going=opener.options.keep_going,
             )
 
-    def _count_beside(self, limit: int | None) -> None:
-        """Tell the page how many pictures there are to be, as soon as that is known."""
+    def _count_in_background(self, limit: int | None) -> None:
+        """Count the pictures in a thread, for the progress bar."""
 
         def count() -> None:
-            with suppress(VlfitError):  # who works on the pictures meets the same
+            with suppress(VlfitError):  # the run raises the same error
                 total = self._source.count()
                 if total is not None and limit is not None:
                     total = min(total, self._before + limit)
@@ -526,18 +452,18 @@ class _Batch:
 
         threading.Thread(target=count, name="vlfit-count", daemon=True).start()
 
-    def tell(self) -> None:
-        """How it ended, and the exit code for it."""
-        from vlfit.cli.batch_page import summary, tell_summary
+    def finish(self) -> None:
+        """Report how the run ended, and exit with its code."""
+        from vlfit.cli.batch_page import print_summary, summary
 
         tally, printer = self._page.tally, self._session.printer
-        # Of a source that a cluster has listed, what was gone through here may have been a part.
-        source_notes = () if self._page.source_told else self._source.notes()
+        # A cluster has printed the notes of its own listing.
+        source_notes = () if self._page.source_notes_shown else self._source.notes()
         for note in (*source_notes, *(note for card in self._sidecars for note in card.notes())):
             printer.note(note)
-        tell_summary(tally, self._output, printer)
+        print_summary(tally, self._output, printer)
         if tally.stopped:
-            printer.note("stopped; the same command goes on from here")
+            printer.note("stopped; run the same command to continue")
         if self._as_json:
             printer.data(summary(tally, self._output))
         if tally.stopped:
@@ -546,54 +472,56 @@ class _Batch:
             raise typer.Exit(1)
 
 
-def _try_out(
+def _dry_run(
     session: "Session",
     job: "Job",
     source: "Source",
-    pace: _Wishes,
-    *,
-    force: bool,
-    again: bool,
-    as_json: bool,
+    opener: _Opener,
+    options: BatchOptions,
 ) -> None:
-    """Count, and do the first few without writing anything."""
-    from vlfit.cli.batch_page import tell_trial
-    from vlfit.tasks.batch.executor import Crew
-    from vlfit.tasks.batch.job import Work
+    """Count the pictures and try the first few, without writing."""
+    from vlfit.cli.batch_page import print_dry_run
+    from vlfit.tasks.batch.executor import BatchExecutor
+    from vlfit.tasks.batch.job import PictureTask
     from vlfit.tasks.batch.output import Output
-    from vlfit.tasks.batch.runner import try_out
+    from vlfit.tasks.batch.runner import dry_run
 
-    # Opening an output makes one, so an output that is not there stays unopened.
-    output = Output(job, force=force, again=again) if job.output.exists() else None
+    # Opening an output creates it.
+    output = Output(job, force=options.force, again=options.retry_failed) if job.output.exists() else None
     try:
-        backend, chosen = session.open(pace.open)
+        backend, chosen = session.open(opener.open)
         try:
-            facts = try_out(Crew(Work.of(job), backend, chosen), source, output, source.count())
+            facts = dry_run(
+                BatchExecutor(PictureTask.from_job(job), backend, chosen), source, output, source.count()
+            )
         finally:
             backend.close()
     finally:
         if output is not None:
             output.close()
-    if as_json:
+    if options.json:
         session.printer.data(facts)
     else:
-        tell_trial(facts, session.printer)
+        print_dry_run(facts, session.printer)
 
 
-def _sidecars(job: "Job", *, overwrite: bool, backup: bool, keep_times: bool) -> "list[Sidecar]":
+def _sidecars(job: "Job", options: BatchOptions) -> "list[Sidecar]":
     from vlfit.tasks.batch.sidecars import sidecar
 
-    if not job.sidecars and (overwrite or backup or keep_times):
-        raise UsageError("--overwrite, --backup and --keep-times go with --sidecar", "name a kind of sidecar")
-    if (backup or keep_times) and "exif" not in job.sidecars:
-        raise UsageError("--backup and --keep-times go with --sidecar exif", "leave them out")
+    if not job.sidecars and (options.overwrite or options.backup or options.keep_times):
+        raise UsageError("--overwrite, --backup and --keep-times need --sidecar", "add --sidecar KIND")
+    if (options.backup or options.keep_times) and "exif" not in job.sidecars:
+        raise UsageError("--backup and --keep-times need --sidecar exif", "leave them out")
     kinds = dict.fromkeys(job.sidecars)
-    return [sidecar(kind, overwrite=overwrite, backup=backup, keep_times=keep_times) for kind in kinds]
+    return [
+        sidecar(kind, overwrite=options.overwrite, backup=options.backup, keep_times=options.keep_times)
+        for kind in kinds
+    ]
 
 
 @contextmanager
-def _stopped_by_signals(runner: "Runner") -> Iterator[None]:
-    """Within the block the first Ctrl-C or SIGTERM lets the run end in order; the second ends it at once."""
+def _stopped_by_signals(runner: "BatchRunner") -> Iterator[None]:
+    """In the block the first Ctrl-C or SIGTERM ends the run cleanly; the second ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

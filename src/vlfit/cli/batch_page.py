@@ -1,14 +1,11 @@
-"""What a person sees of a batch: a bar on a terminal, a line now and then in a log, a summary at the end.
-
-Everything on stderr but the summary as JSON. Knows words and numbers. Does not know what is done (``batch``).
-"""
+"""Progress of a batch on stderr: a bar on a terminal, else a line now and then; and its summary."""
 
 import time
 from typing import TYPE_CHECKING, Any
 
-from vlfit.cli.printing import Printer, plain
+from vlfit.cli.printing import Printer, escape_control
 from vlfit.errors import VlfitError
-from vlfit.tasks.batch.runner import Progress
+from vlfit.tasks.batch.runner import BatchProgress
 from vlfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -20,12 +17,12 @@ if TYPE_CHECKING:
     from vlfit.tasks.batch.runner import Tally
 
 
-_FIRST_LINE, _LINES = 10.0, 30.0  # seconds, of a log
-_MOST_SHOWN = 20  # failures; all are on the list
+_FIRST_LINE, _LINES = 10.0, 30.0  # seconds between lines, where stderr is no terminal
+_MAX_SHOWN = 20  # failures printed; all go into the .failed.jsonl
 
 
-class BatchPage(Progress):
-    """Shows a run while it lasts. Use it in a ``with`` block. ``before``: settled in earlier runs."""
+class BatchPage(BatchProgress):
+    """Progress of a run, as a context manager. ``before``: pictures settled in earlier runs."""
 
     def __init__(self, printer: Printer, before: int) -> None:
         super().__init__()
@@ -59,13 +56,13 @@ class BatchPage(Progress):
         if outcome.error is None:
             return
         self._shown += 1
-        if self._shown <= _MOST_SHOWN:
+        if self._shown <= _MAX_SHOWN:
             reason = getattr(outcome.error, "message", str(outcome.error))
             key = outcome.item.key
             words = reason if reason.startswith(key) else f"{key}: {reason}"
             self.note(f"failed: {_in_one_line(words)}")
-        elif self._shown == _MOST_SHOWN + 1:
-            self.note("more failed: all are on the list of failures")
+        elif self._shown == _MAX_SHOWN + 1:
+            self.note("more failed: see the .failed.jsonl")
 
     def tick(self) -> None:
         super().tick()
@@ -75,37 +72,37 @@ class BatchPage(Progress):
                 self._task,
                 total=total,
                 completed=min(self._before + self.tally.settled, total or 0),
-                description=self._words(),
+                description=self._status_line(),
             )
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINES
-            self._printer.note(self._words())
+            self._printer.note(self._status_line())
 
     def note(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(plain(text, terminal=True), markup=False, highlight=False)
+            self._bar.console.print(escape_control(text, terminal=True), markup=False, highlight=False)
         else:
             self._printer.note(text)
 
-    def _words(self) -> str:
+    def _status_line(self) -> str:
         tally = self.tally
         speed, tokens = tally.speeds()
         done = f"{self._before + tally.settled:,}"
         about = "about " if tally.about else ""
         of_all = f"{done} of {about}{tally.total:,}" if tally.total is not None else done
         parts = [f"{of_all} pictures" + (f" ({self._before:,} before)" if self._before else "")]
-        if tally.settled:  # a model that still loads has no speed
+        if tally.settled:  # no speed while the model loads
             parts += [f"{speed:.1f}/s", f"{tokens:.0f} tokens/s"]
         if tally.failed:
             parts.append(f"{tally.failed:,} failed")
         left = tally.seconds_left(self._before)
         if left is not None:
-            parts.append(f"{_long(left)} left")
+            parts.append(f"{_format_long(left)} left")
         return ", ".join(parts)
 
 
 def summary(tally: "Tally", output: "Output", error: BaseException | None = None) -> dict[str, Any]:
-    """How a run ended, as JSON has it. Times in seconds. ``error``: what it was ended by."""
+    """Summary of a run for JSON, times in seconds. ``error``: what ended it."""
     seconds = tally.seconds
     return {
         "output": str(output.path),
@@ -117,7 +114,7 @@ def summary(tally: "Tally", output: "Output", error: BaseException | None = None
         "failed_in_all": output.failed,
         "without_sidecar": output.without_sidecar,
         "stopped": tally.stopped,
-        "error": _facts_of(error) if isinstance(error, Exception) else None,  # Ctrl-C is none
+        "error": _error_facts(error) if isinstance(error, Exception) else None,  # not for Ctrl-C
         "seconds": round(seconds, 3),
         "pictures_per_s": round(tally.done / seconds, 3) if seconds else None,
         "prompt_tokens": tally.prompt_tokens,
@@ -126,50 +123,50 @@ def summary(tally: "Tally", output: "Output", error: BaseException | None = None
     }
 
 
-def _facts_of(error: Exception) -> dict[str, str]:
+def _error_facts(error: Exception) -> dict[str, str]:
     if isinstance(error, VlfitError):
         return {"code": error.code, "reason": error.message, "hint": error.hint}
     return {"code": VlfitError.code, "reason": f"{type(error).__name__}: {error}", "hint": ""}
 
 
-def tell_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
-    """The same in sentences."""
+def print_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
+    """Print the summary on stderr."""
     facts = summary(tally, output)
-    words = f"{tally.done:,} {_pictures(tally.done)} done in {_long(tally.seconds)}"
+    words = f"{tally.done:,} {_pictures(tally.done)} done in {_format_long(tally.seconds)}"
     if tally.done:
         words += f", {facts['pictures_per_s']:.1f}/s, {facts['tokens_per_s']:.0f} tokens/s"
     if tally.same:
-        words += f"; {tally.same:,} {'was' if tally.same == 1 else 'were'} the same as others"
+        words += f"; {tally.same:,} identical to others"
     if output.done_before:
-        words += f"; {output.done_before:,} were done before"
+        words += f"; {output.done_before:,} done before"
     printer.note(f"{words}: {output.path}")
     if output.done_before and not tally.skipped and tally.settled:
-        printer.note("none of the pictures that were done before is among these: is it the same source?")
+        printer.note("none of the pictures done before is among these: is it the same source?")
     if output.failed:
-        printer.note(f"{output.failed:,} failed: {output.failed_path} says why; --retry-failed tries again")
+        printer.note(f"{output.failed:,} failed: see {output.failed_path}; --retry-failed retries them")
     if output.without_sidecar:
         have = "1 has" if output.without_sidecar == 1 else f"{output.without_sidecar:,} have"
-        printer.note(f"{have} no sidecar; --sidecar tries again: {output.sidecar_problem}")
+        printer.note(f"{have} no sidecar: {output.sidecar_problem}; --sidecar again retries")
 
 
-def tell_trial(facts: dict[str, Any], printer: Printer) -> None:
-    """What a dry run has found, in sentences."""
+def print_dry_run(facts: dict[str, Any], printer: Printer) -> None:
+    """Print the results of a dry run."""
     many = facts["pictures"]
     count = "an unknown number of" if many is None else f"{'about ' if facts['about'] else ''}{many:,}"
     printer.line(f"{count} {_pictures(many)}, {facts['settled_before']:,} of them done or failed before")
     if not facts["tried"]:
         return
-    words = f"the first {facts['tried']} took {_long(facts['seconds'])}"
+    words = f"the first {facts['tried']} took {_format_long(facts['seconds'])}"
     if facts["failed"]:
         words += f", {facts['failed']} of them failed"
     printer.line(f"{words}: {facts['pictures_per_s']:.2f} pictures/s")
     if facts["seconds_for_all"] is not None:
         size = format_bytes(facts["bytes_for_all"])
-        printer.line(f"the rest would take {_long(facts['seconds_for_all'])} and {size} of output")
+        printer.line(f"the rest would take {_format_long(facts['seconds_for_all'])} and {size} of output")
 
 
 def _in_one_line(text: str) -> str:
-    """A file's name may hold anything, and a log has a line for each failure."""
+    """Escape line breaks: file names may hold them, and a log has one line per failure."""
     return text.replace("\n", "\\n").replace("\r", "\\r")
 
 
@@ -177,8 +174,8 @@ def _pictures(many: int | None) -> str:
     return "picture" if many == 1 else "pictures"
 
 
-def _long(seconds: float) -> str:
-    """``format_seconds``, and hours and days where a batch takes them."""
+def _format_long(seconds: float) -> str:
+    """``format_seconds``, with hours and days."""
     if seconds < 3600:
         return format_seconds(seconds)
     if seconds < 48 * 3600:

@@ -1,7 +1,4 @@
-"""``vlfit chat``: a conversation in a terminal, or line by line from a pipe.
-
-Knows how lines are read and which of them are commands. The memory is the chat session's.
-"""
+"""``vlfit chat``: a conversation in a terminal, or one message per line from a pipe."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import CommonOptions, takes_common_options
+from vlfit.cli.options import ANSWERING, Options, takes
 from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
@@ -18,35 +15,32 @@ if TYPE_CHECKING:
     from vlfit.cli.session import Session
 
 
-_HELP = """  /image PICTURE   show a picture with your next message (a file, glob or URL)
-  /reset           forget everything said so far
-  /help            this list
-  /quit            end (so does the end of the input)
-  Ctrl-C           stop the answer that is being given; at the prompt, end"""
+_HELP = """  /image PICTURE   add a picture (file, glob or URL) to your next message
+  /reset           forget the conversation
+  /help            show this list
+  /quit            exit (as does Ctrl-D)
+  Ctrl-C           stop the answer; at the prompt, exit"""
 
 
-@takes_common_options
+@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def chat(
     pictures: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PICTURE", help="Pictures to begin with: files, globs, URLs.", show_default=False
+            metavar="PICTURE", help="Pictures for the first message: files, globs, URLs.", show_default=False
         ),
     ] = None,
     system: Annotated[
         str,
-        typer.Option(
-            "--system", metavar="TEXT", help="Tell the model first how to answer.", show_default=False
-        ),
+        typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False),
     ] = "",
     *,
-    options: CommonOptions,
+    options: Options,
 ) -> None:
-    """Talk about pictures, with memory. Type /help inside for what else it understands.
+    """Chat about pictures.
 
-    Samples by the checkpoint's own settings unless --temperature is given. Ctrl-C stops an answer that is
-    being given; at the prompt it ends the program. When the input is no terminal, each line of it is a
-    message.
+    Type /help for the commands. Samples with the checkpoint's own settings unless --temperature is given.
+    Ctrl-C stops an answer; at the prompt it exits. If stdin is not a terminal, each line is a message.
 
     \b
     Examples:
@@ -57,71 +51,69 @@ def chat(
     from vlfit.cli.session import Session
 
     with Session(options) as session:
-        talk = _Talk(session, system)
+        conversation = _Conversation(session, system)
         if pictures:
-            talk.show(pictures)
-        talk.run()
+            conversation.add_pictures(pictures)
+        conversation.run()
 
 
-class _Talk:
-    """One run of the conversation: the lines read, the pictures waiting for the next message."""
+class _Conversation:
+    """The conversation: reads lines, and holds pictures for the next message."""
 
     def __init__(self, session: "Session", system: str) -> None:
         self._session = session
         self._printer = session.printer
-        self._waiting: list[ImagePart] = []
+        self._pictures: list[ImagePart] = []
         self._interactive = sys.stdin.isatty()
         self._failed = False
         self._chat = session.model.chat(system=system, **session.sampling)
 
     def run(self) -> None:
-        """Read and answer to the end. Ends with exit code 1 if a line from a pipe failed."""
+        """Answer lines until the input ends. Exits with 1 if a line from a pipe failed."""
         if self._interactive:
-            self._printer.note(f"talking with {self._session.model.model}; /help lists what you can type")
+            self._printer.note(f"{self._session.model.model}; /help lists the commands")
         for line in _lines(self._interactive):
             if line.split()[:1] == ["/quit"]:
                 break
             try:
-                self._take(line)
+                self._handle(line)
             except VlfitError as error:
                 self._report(error)
         if self._failed and not self._interactive:
             raise typer.Exit(1)
 
-    def show(self, patterns: list[str]) -> None:
-        """Keep pictures for the next message."""
-        from vlfit.cli.session import named_pictures
+    def add_pictures(self, patterns: list[str]) -> None:
+        """Hold pictures for the next message."""
+        from vlfit.cli.session import expand_patterns
         from vlfit.tasks.pictures import load_picture, name_of
 
         if "-" in patterns and not self._interactive:
-            raise UsageError(
-                "- would read a picture from where the messages come from", "name a file instead"
-            )
-        names = named_pictures(patterns)
-        self._waiting += [load_picture(name) for name in names]
+            raise UsageError("- would read a picture from stdin, where the messages come from", "name a file")
+        names = expand_patterns(patterns)
+        self._pictures += [load_picture(name) for name in names]
         self._printer.note(f"  showing {', '.join(map(name_of, names))} with your next message")
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         command, _, rest = line.partition(" ")
         if command == "/image":
             if not rest.strip():
                 raise UsageError("/image needs a picture", "/image photo.jpg")
-            self.show([rest.strip()])
+            self.add_pictures([rest.strip()])
         elif command == "/reset":
             self._chat.reset()
-            self._waiting.clear()
-            self._printer.note("  everything is forgotten")
+            self._pictures.clear()
+            self._printer.note("  conversation forgotten")
         elif command == "/help":
             self._printer.note(_HELP)
         elif command.startswith("/") and command[1:].isalpha():
-            raise UsageError(f"unknown command {command}", "/help lists those there are")
+            raise UsageError(f"unknown command {command}", "/help lists the commands")
         elif line:
             self._answer(line)
 
     def _answer(self, text: str) -> None:
-        words = self._chat.stream(text, *self._waiting)
-        # The pictures are part of the history from here on, or of no use if the request was refused.
-        self._waiting = []
+        words = self._chat.stream(text, *self._pictures)
+        # From here they are in the history, or the request was refused.
+        self._pictures = []
         try:
             self._printer.say(words, facts={"message": text})
         except KeyboardInterrupt:
@@ -137,19 +129,19 @@ class _Talk:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """Messages, stripped, to the end of the input; with a prompt on stderr when a person types."""
+    """Lines of the input, stripped; ``interactive``: with a prompt."""
     if not interactive:
         yield from (line.strip() for line in sys.stdin)
         return
-    # readline edits and remembers lines, but it would put its prompt on stdout, among the words.
+    # readline edits lines, but prints its prompt on stdout, where only answers belong if that is a file.
     if sys.stdout.isatty():
-        with suppress(ImportError):  # Windows has none, and edits lines by itself
+        with suppress(ImportError):  # not on Windows, whose console edits lines itself
             import readline  # noqa: F401
     while True:
         try:
             yield (input("> ") if sys.stdout.isatty() else _prompted_line()).strip()
         except (EOFError, KeyboardInterrupt) as ending:
-            typer.echo(err=True)  # the cursor still stands behind the prompt
+            typer.echo(err=True)  # the cursor is still behind the prompt
             if isinstance(ending, KeyboardInterrupt):
                 raise
             return

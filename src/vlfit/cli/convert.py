@@ -1,4 +1,4 @@
-"""``vlfit convert``: a checkpoint's weights in 8 or 4 bits, in a new folder that other programs read too."""
+"""``vlfit convert``: quantize a checkpoint to FP8 or int4, readable by other programs."""
 
 from dataclasses import asdict
 from enum import StrEnum
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlfit.cli.options import Options, takes
 from vlfit.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
-    from vlfit.quantize.model_card import Conversion
+    from vlfit.quantize.model_card import ConversionResult
 
 
 class Weights(StrEnum):
@@ -36,18 +37,19 @@ class Head(StrEnum):
 
 
 class GroupSize(StrEnum):
-    """What ``--group-size`` takes: the sizes that the kernels of vLLM take."""
+    """What ``--group-size`` takes: the sizes vLLM's kernels support."""
 
     g32 = "32"
     g64 = "64"
     g128 = "128"
 
 
+@takes("json", "quiet", json="Print the result as one line of JSON.")
 def convert(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A folder, mini, or a hub id; with 16-bit, fp32 or FP8 weights."
+            metavar="MODEL", help="A folder, mini, or a hub id, with 16-bit, fp32 or FP8 weights."
         ),
     ],
     weights: Annotated[
@@ -55,7 +57,7 @@ def convert(
         typer.Option(
             "--weights",
             "-w",
-            help="fp8: nearly the same answers. int4: half its bytes again, a bit less exact.",
+            help="fp8: nearly the same answers. int4: half the size of fp8, less exact.",
             show_default=False,
         ),
     ],
@@ -65,7 +67,7 @@ def convert(
             "--out",
             "-o",
             metavar="DIR",
-            help="Where to write.  [default: MODEL-FP8 or MODEL-INT4, beside a folder, else right here]",
+            help="Output folder.  [default: MODEL-FP8 or MODEL-INT4, beside a MODEL folder, else here]",
             show_default=False,
         ),
     ] = None,
@@ -73,8 +75,7 @@ def convert(
         GroupSize | None,
         typer.Option(
             "--group-size",
-            help="int4: how many weights share a scale. 128 saves 8 % of those bytes and is less exact."
-            "  [default: 32]",
+            help="int4: weights per scale. 128 saves 8 % and is less exact.  [default: 32]",
             show_default=False,
         ),
     ] = None,
@@ -82,39 +83,37 @@ def convert(
         Head,
         typer.Option(
             "--head",
-            help="The output head, where it is not tied to the embedding: in 8B int8 saves 0.6 GiB, int4 0.8."
-            " int4 is less exact, and vLLM 0.32 reads it.",
+            help="Output head, unless tied to the embedding. For 8B int8 saves 0.6 GiB, int4 0.8 GiB; int4 is"
+            " less exact, and vLLM 0.32 reads it.",
         ),
     ] = Head.kept,
     embedding: Annotated[
         EightBits,
         typer.Option(
             "--embedding",
-            help="The table of tokens, and with it a head that is tied to it. int8 saves half of its bytes.",
+            help="Token embedding, and the head if tied to it. int8 halves the size.",
         ),
     ] = EightBits.kept,
     vision: Annotated[
         EightBits,
-        typer.Option("--vision", help="The vision tower's linear layers. int8 saves half of their bytes."),
+        typer.Option("--vision", help="Linear layers of the vision tower. int8 halves the size."),
     ] = EightBits.kept,
     shard_mib: Annotated[
         int,
-        typer.Option("--shard-mib", metavar="N", min=1, help="Largest file, in MiB."),
+        typer.Option("--shard-mib", metavar="N", min=1, help="Max size of a file, in MiB."),
     ] = 4096,
-    force: Annotated[
-        bool, typer.Option("--force", "-f", help="Replace a checkpoint that is there already.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print what was done as one line of JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace an existing checkpoint.")] = False,
+    *,
+    options: Options,
 ) -> None:
-    """Write a copy of a checkpoint with its text layers in FP8 or int4. Prints the new folder.
+    """Quantize a checkpoint to FP8 or int4.
 
-    FP8 is the form of the official Qwen3-VL FP8 checkpoints, int4 the pack-quantized form of
-    compressed-tensors (W4A16): vLLM reads both, transformers too with the package accelerate (FP8) or
-    compressed-tensors (int4). Embedding, output head and vision tower keep their bytes unless it is said
-    otherwise; int8 in these places is for vlfit, other programs were not tried with it. int4 is made of FP8,
-    too; from 16 bits it is a little more exact. The folder appears when it is whole; some rows of one tensor
-    are in memory at a time.
+    Writes a copy and prints its folder, which appears when it is complete. The text layers are quantized;
+    embedding, output head and vision tower keep their dtype unless you choose int8 or int4 for them.
+
+    fp8 is the format of the official Qwen3-VL FP8 checkpoints, int4 is pack-quantized compressed-tensors
+    (W4A16). vLLM reads both, transformers with accelerate (fp8) or compressed-tensors (int4) installed. Only
+    vlfit was tried with int8 parts. int4 can be made from FP8, too, slightly less exactly than from 16 bits.
 
     \b
     Examples:
@@ -127,8 +126,10 @@ def convert(
     from vlfit.errors import UsageError
 
     if group_size is not None and weights is not Weights.int4:
-        raise UsageError("--group-size is for --weights int4", "FP8 has blocks of 128x128; leave it out")
-    printer = Printer(json=json, quiet=quiet)
+        raise UsageError(
+            "--group-size needs --weights int4", "leave it out: FP8 always has blocks of 128x128"
+        )
+    printer = Printer(json=options.json, quiet=options.quiet)
     checkpoint = open_checkpoint(model)
     target = _default_target(model, checkpoint.name, weights) if out is None else out.expanduser()
 
@@ -137,7 +138,7 @@ def convert(
     from vlfit.quantize.conversion import convert as run
     from vlfit.units import MIB
 
-    progress = None if quiet else StderrProgress(f"{checkpoint.name} to {weights}")
+    progress = None if options.quiet else StderrProgress(f"{checkpoint.name} to {weights}")
     try:
         with terminated_as_interrupted():
             done = run(
@@ -155,43 +156,45 @@ def convert(
     finally:
         if progress:
             progress.close()
-    for line in _report(done):
+    for line in _summary(done):
         printer.note(line)
-    if json:
+    if options.json:
         printer.data({**asdict(done), "folder": str(done.folder), "seconds": round(done.seconds, 2)})
     else:
         printer.line(str(done.folder))
 
 
 def _default_target(model: str, name: str, weights: Weights) -> Path:
-    """Beside a folder that was named; for what lies elsewhere (mini, the hub's cache) the current folder."""
+    """Beside ``model`` if it is a folder, else in the current folder (mini, hub)."""
     new_name = f"{name.partition('@')[0].rpartition('/')[2]}-{weights.upper()}"
     folder = Path(model).expanduser()
     return folder.resolve().parent / new_name if name != model and folder.is_dir() else Path(new_name)
 
 
-def _report(done: "Conversion") -> list[str]:
+def _summary(done: "ConversionResult") -> list[str]:
     from vlfit.units import format_bytes, format_seconds
 
-    form = done.weights if done.group_size is None else f"{done.weights} in groups of {done.group_size}"
+    scheme = done.weights if done.group_size is None else f"{done.weights} in groups of {done.group_size}"
     parts = ("embedding", "head", "vision")
     rest = [f"{part} {getattr(done, part)}" for part in parts if getattr(done, part) != "16"]
     share = done.converted_parameters / done.parameters
     lines = [
-        f"{done.source}: {share:.0%} of {done.parameters / 1e6:,.0f} million parameters are now "
-        f"{', '.join([form, *rest])}",
+        f"{done.source}: {share:.0%} of {done.parameters / 1e6:,.0f} million parameters converted to "
+        f"{', '.join([scheme, *rest])}",
         f"weights: {format_bytes(done.bytes_before)} before, {format_bytes(done.bytes_after)} after, "
         f"in {format_seconds(done.seconds)}",
     ]
     if done.relative_errors:
-        lines.append(f"relative error: {_listed(done.relative_errors)}")
+        lines.append(f"relative error: {_format_errors(done.relative_errors)}")
     if done.nearest_errors != done.relative_errors:
-        lines.append(f"by plain rounding: {_listed(done.nearest_errors)}")
+        lines.append(f"with plain rounding: {_format_errors(done.nearest_errors)}")
     if done.kept:
         shown = ", ".join(done.kept[:3]) + (", ..." if len(done.kept) > 3 else "")
-        lines.append(f"{len(done.kept)} layers keep 16 bits, as groups do not divide their inputs: {shown}")
+        lines.append(
+            f"{len(done.kept)} layers stay in 16 bits, as groups do not divide their inputs: {shown}"
+        )
     return lines
 
 
-def _listed(errors: dict[str, float]) -> str:
+def _format_errors(errors: dict[str, float]) -> str:
     return ", ".join(f"{kind} {error:.2%}" for kind, error in errors.items())

@@ -1,8 +1,4 @@
-"""``vlfit doctor``: checks this computer, or reads the log of a program that failed and names the cause.
-
-Knows the words on the screen and the exit codes. Does not know what is checked, nor any cause: that is
-``vlfit.doctor``.
-"""
+"""``vlfit doctor``: check this computer, or find the cause of a failure in a log."""
 
 import sys
 import textwrap
@@ -12,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.machine import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
+from vlfit.cli.machine import machine_from
+from vlfit.cli.options import MACHINE, Options, takes
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError, VlfitError
 
@@ -37,44 +34,43 @@ _WIDTH = 100
 _SIGNS = {"green": ("ok", "green"), "yellow": ("look", "yellow"), "red": ("bad", "red")}
 
 
+@takes("json", *MACHINE)
 def doctor(
     log: Annotated[
         str | None,
         typer.Option(
             "--log",
             metavar="FILE",
-            help="Read this log (- for stdin) of vLLM, transformers, llama.cpp, Ollama or the kernel.",
+            help="Log of vLLM, transformers, llama.cpp, Ollama or the kernel; - reads stdin.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    machine: MachineFile = None,
-    gpu: GpuName = None,
-    desktop: DesktopSize = None,
-    wsl2: UnderWsl2 = False,
+    *,
+    options: Options,
 ) -> None:
-    """Check this computer, or find in a log why a program failed, with the command that helps.
+    """Check this computer, or find the cause of a failure in a log.
 
-    Without --log: every check is green, yellow or red, and the exit code is 1 if any is red. With --log: the
-    exit code is 1 if the cause is not found; the options of a machine say where the log comes from.
+    Prints a command that helps. Without --log: every check is green, yellow or red; exit code 1 if any is
+    red. With --log: exit code 1 if no cause is found; --machine or --gpu describe the machine the log is
+    from.
     """
-    described = machine is not None or gpu is not None or desktop is not None or wsl2
+    is_described = any(getattr(options, name) not in (None, False) for name in MACHINE)
     if log is None:
-        if described:
+        if is_described:
             raise UsageError(
-                "the checks look at this computer, and --machine and --gpu describe another",
-                "with --log FILE they say where the log comes from; `vlfit plan` plans for another machine",
+                "the checks are for this computer, but --machine and --gpu describe another",
+                "with --log FILE they describe the machine the log is from; vlfit plan plans for another one",
             )
-        _check(Printer(json=as_json), as_json=as_json)
+        _run_checks(Printer(json=options.json), as_json=options.json)
     else:
         from vlfit.doctor.diagnose import examine
 
-        where = chosen_machine(machine, gpu, desktop, wsl2) if described else None
-        with _opened(log) as stream:
+        where = machine_from(options) if is_described else None
+        with _open_log(log) as stream:
             examined = examine(stream, where)
-        _tell(examined, Printer(json=as_json), as_json=as_json)
+        _print_diagnoses(examined, Printer(json=options.json), as_json=options.json)
 
 
-def _check(printer: Printer, *, as_json: bool) -> None:
+def _run_checks(printer: Printer, *, as_json: bool) -> None:
     from vlfit.doctor.checks import check_all, worst
     from vlfit.doctor.diagnose import checks_as_json
     from vlfit.settings import read_settings
@@ -84,12 +80,12 @@ def _check(printer: Printer, *, as_json: bool) -> None:
         printer.data(checks_as_json(checks))
     else:
         for check in checks:
-            _show(check, printer)
+            _print_check(check, printer)
     if worst(checks) == "red":
         raise typer.Exit(1)
 
 
-def _show(check: "Check", printer: Printer) -> None:
+def _print_check(check: "Check", printer: Printer) -> None:
     word, colour = _SIGNS[check.level]
     sign = typer.style(f"{word:<5}", fg=colour, bold=True) if sys.stdout.isatty() else f"{word:<5}"
     typer.echo(sign + _wrapped(check.says, "     "))
@@ -97,22 +93,20 @@ def _show(check: "Check", printer: Printer) -> None:
         printer.line("     " + _wrapped(f"-> {check.fix}", "        "))
 
 
-def _tell(examined: "Examined", printer: Printer, *, as_json: bool) -> None:
+def _print_diagnoses(examined: "Examined", printer: Printer, *, as_json: bool) -> None:
     from vlfit.doctor.diagnose import UNKNOWN, diagnoses_as_json, diagnosis_lines
 
     if examined.characters == 0:
-        raise VlfitError(
-            "the log is empty", "vllm serve MODEL > vllm.log 2>&1 writes what it says into a file"
-        )
+        raise VlfitError("the log is empty", "write one with: vllm serve MODEL > vllm.log 2>&1")
     if as_json:
         printer.data(diagnoses_as_json(examined))
     else:
         for heading, text in diagnosis_lines(examined):
             if heading == "also":
                 printer.line("")
-            # Evidence and commands are shown as they are, so that they can be searched for and pasted.
-            whole = heading in ("seen", "run")
-            shown = text.replace("\n", "\n        ") if whole else _wrapped(text, " " * 8)
+            # Evidence and commands are not wrapped, so that they can be searched for and pasted.
+            verbatim = heading in ("seen", "run")
+            shown = text.replace("\n", "\n        ") if verbatim else _wrapped(text, " " * 8)
             printer.line(f"{heading:<8}{shown}")
     if not examined.diagnoses:
         raise VlfitError(*UNKNOWN)
@@ -126,8 +120,8 @@ def _wrapped(text: str, indent: str) -> str:
 
 
 @contextmanager
-def _opened(log: str) -> "Iterator[BinaryIO]":
-    """The log as a stream of bytes. Raises ``UsageError`` if there is none."""
+def _open_log(log: str) -> "Iterator[BinaryIO]":
+    """The log as a byte stream. Raises ``UsageError`` if it cannot be read."""
     if log == "-":
         if sys.stdin.isatty():
             typer.echo("paste the log, then press Ctrl-D", err=True)

@@ -1,12 +1,13 @@
-"""What a person sees while a model loads: a bar on a terminal, one line in a log file. Always on stderr."""
+"""Loading progress on stderr: a bar on a terminal, else one line."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from vlfit.backends.base import Phases
+from vlfit.api.progress import LoadProgress
+from vlfit.backends.startup import Phases
 from vlfit.checkpoint.source import locate
 from vlfit.cli.printing import Printer
 from vlfit.loading.preload import read_ahead
@@ -15,17 +16,14 @@ if TYPE_CHECKING:
     from vlfit.checkpoint.hub import Files
 
 
-Progress = Callable[[str, float], None]
-
-
 @contextmanager
-def loading(name: str, printer: Printer, phases: Phases, files: "Files | None" = None) -> Iterator[Progress]:
-    """Shows that ``name`` is being loaded, within a ``with`` block, and tells ``phases`` what is being done.
+def loading(
+    name: str, printer: Printer, phases: Phases, files: "Files | None" = None
+) -> Iterator[LoadProgress]:
+    """Show that ``name`` is loading; yields a function that takes the phase and the share done.
 
-    Gives a function to call with what is being done and the share of the whole that is done. A model of the
-    hub that is not here yet is fetched first, with a line of its own: the two would write over each other.
-    A name that is no model's raises at once, before anything is said to be loading. ``files`` of the hub, if
-    others than the native engine reads.
+    Downloads a model of the hub first, as two progress bars would overwrite each other. ``files``: of the
+    hub, if not those of the native engine. Raises what ``locate`` raises, before anything is printed.
     """
     _, folder = locate(name, None, files)
     read_ahead(folder)
@@ -39,7 +37,7 @@ def loading(name: str, printer: Printer, phases: Phases, files: "Files | None" =
 
 
 def files_for(backend: str | None, *, code: bool) -> "Files | None":
-    """What ``backend`` reads of a model on the hub, ``code`` included; None: what the native engine does."""
+    """Files that ``backend`` needs from the hub, ``code`` included; None: those of the native engine."""
     if backend != "transformers":
         return None
     from vlfit.backends.transformers.backend import wanted_files
@@ -47,11 +45,11 @@ def files_for(backend: str | None, *, code: bool) -> "Files | None":
     return wanted_files(code=code)
 
 
-def import_beside(*modules: str) -> Thread:
-    """Imports ``modules`` in a thread of its own, for somebody to ``join`` who will need them."""
+def import_in_thread(*modules: str) -> Thread:
+    """Import ``modules`` in a thread, to be joined by whoever needs them."""
 
     def run() -> None:
-        with suppress(Exception):  # whoever needs it imports it again, and hears why it cannot be
+        with suppress(Exception):  # imported again where it is used, with the error
             for module in modules:
                 import_module(module)
 
@@ -61,8 +59,8 @@ def import_beside(*modules: str) -> Thread:
 
 
 @contextmanager
-def _bar(name: str) -> Iterator[Progress]:
-    """A bar that is gone afterwards."""
+def _bar(name: str) -> Iterator[LoadProgress]:
+    """A bar that disappears at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -73,7 +71,7 @@ def _bar(name: str) -> Iterator[Progress]:
 
 
 @contextmanager
-def _line(name: str, printer: Printer) -> Iterator[Progress]:
-    """One line, because a moving bar would be noise where nobody watches."""
+def _line(name: str, printer: Printer) -> Iterator[LoadProgress]:
+    """One line, for logs."""
     printer.note(f"loading {name}")
     yield lambda what, share: None

@@ -1,4 +1,4 @@
-"""``vlfit machine``: what this computer has, who holds its GPU memory, and how to get some of it back."""
+"""``vlfit machine``: GPUs, who holds their memory, and how to free some."""
 
 import textwrap
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlfit.cli.options import MACHINE, Options, takes
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError
 from vlfit.units import MIB, format_bandwidth, format_bytes, parse_bytes
@@ -16,55 +17,17 @@ if TYPE_CHECKING:
     from vlfit.machine.model import Gpu, Host, Machine
 
 
-# The options that say which machine is meant, for every command that plans: this one, a file's, or a
-# card's.
-#
-# Knows their names and how they exclude each other. Does not know how a machine is surveyed.
+def machine_from(options: Options) -> "Machine":
+    """The machine that the options name, or this computer as it is now.
 
-
-MachineFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--machine",
-        metavar="FILE",
-        help="A machine that `vlfit machine --save` wrote down, instead of this one; - reads stdin.",
-    ),
-]
-GpuName = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu",
-        metavar="NAME",
-        help='This computer with another card, e.g. "RTX 5060" or "4060 Ti 16GB"; vlfit machine --cards lists'
-        " them.",
-    ),
-]
-DesktopSize = Annotated[
-    str | None,
-    typer.Option(
-        "--desktop",
-        metavar="SIZE",
-        help="With --gpu: what other programs hold of the card, e.g. 951MiB.  [default: 0]",
-    ),
-]
-UnderWsl2 = Annotated[bool, typer.Option("--wsl2", help="With --gpu: the card is used from WSL2.")]
-
-
-def chosen_machine(
-    machine: Path | None = None, gpu: str | None = None, desktop: str | None = None, wsl2: bool = False
-) -> "Machine":
-    """The machine that was asked for; this computer as it is now if nothing was.
-
-    Raises ``UsageError`` for options that contradict each other, a card that is not in the table, a size that
-    is none, and a file that is no machine file.
+    Raises ``UsageError`` for options that contradict each other, an unknown card, and a wrong size or file.
     """
+    machine, gpu, desktop, wsl2 = options.machine, options.gpu, options.desktop, options.wsl2
     if machine is not None and gpu is not None:
-        raise UsageError("--machine and --gpu both say which machine is meant", "leave one of them out")
+        raise UsageError("--machine and --gpu both name a machine", "leave one of them out")
     if gpu is None and (desktop is not None or wsl2):
         name = "--desktop" if desktop is not None else "--wsl2"
-        raise UsageError(
-            f"{name} describes a card that --gpu names", f'e.g. --gpu "RTX 5060" {name}'.rstrip()
-        )
+        raise UsageError(f"{name} needs --gpu", f'e.g. --gpu "RTX 5060" {name}'.rstrip())
     if machine is not None:
         from vlfit.machine.model import load_machine
 
@@ -88,7 +51,7 @@ Examples:
 """
 
 _WIDTH = 100
-_HOW = {
+_BANDWIDTH_SOURCES = {
     "measured": "measured",
     "clocks": "from memory clock and bus width",
     "table": "from the table of cards",
@@ -96,34 +59,31 @@ _HOW = {
 }
 
 
+@takes("json", "save", *MACHINE, "cards", json="Print JSON, in bytes and bytes per second.")
 def machine(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, in bytes and bytes per second.")
-    ] = False,
     save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write a machine file, for --machine.")
+        Path | None,
+        typer.Option("--save", metavar="FILE", help="Save this machine to a file, for --machine."),
     ] = None,
-    machine: MachineFile = None,
-    gpu: GpuName = None,
-    desktop: DesktopSize = None,
-    wsl2: UnderWsl2 = False,
-    cards: Annotated[bool, typer.Option("--cards", help="List the cards that --gpu knows, and end.")] = False,
+    cards: Annotated[bool, typer.Option("--cards", help="List the cards that --gpu knows.")] = False,
+    *,
+    options: Options,
 ) -> None:
-    """Show GPUs, who holds their memory, RAM, WSL2 or container, and what is wrong if no GPU is seen.
+    """Show GPUs, who holds their memory, RAM, and why no GPU is found.
 
-    Ends with 0 also where there is no GPU.
+    Exit code 0 also without a GPU.
     """
     if cards:
-        _list_cards(Printer(json=as_json), as_json)
+        _list_cards(Printer(json=options.json), options.json)
         return
-    chosen = chosen_machine(machine, gpu, desktop, wsl2)
-    printer = Printer(json=as_json)
+    chosen = machine_from(options)
+    printer = Printer(json=options.json)
     if save is not None:
         from vlfit.machine.model import save_machine
 
         save_machine(chosen, save)
-        printer.note(f"written to {save}")
-    if as_json:
+        printer.note(f"saved to {save}")
+    if options.json:
         printer.data(_facts(chosen))
     else:
         printer.line("\n".join(_page(chosen)))
@@ -144,7 +104,7 @@ def _list_cards(printer: Printer, as_json: bool) -> None:
 
 
 def _card_facts(each: "Card") -> dict[str, Any]:
-    """One card of the table, in bytes and bytes per second."""
+    """A card of the table as JSON, in bytes and bytes per second."""
     return {
         "name": each.name,
         "total": each.total * MIB,
@@ -156,7 +116,7 @@ def _card_facts(each: "Card") -> dict[str, Any]:
 
 
 def _facts(chosen: "Machine") -> dict[str, Any]:
-    """A machine file, and the advice, which a machine file may hold too."""
+    """The machine file, and advice, which a machine file may hold as well."""
     from vlfit.machine.desktop import advice
 
     tips = [
@@ -170,10 +130,10 @@ def _facts(chosen: "Machine") -> dict[str, Any]:
 def _page(chosen: "Machine") -> list[str]:
     lines = []
     for gpu in chosen.gpus:
-        lines += [f"GPU {gpu.index}: {gpu.name}", *_about_gpu(gpu), *_about_holders(gpu, chosen.host), ""]
+        lines += [f"GPU {gpu.index}: {gpu.name}", *_gpu_rows(gpu), *_process_rows(gpu, chosen.host), ""]
     if not chosen.gpus:
         lines += ["GPU: none", ""]
-    lines += ["Computer", *_about_host(chosen.host)]
+    lines += ["Computer", *_host_rows(chosen.host)]
     if chosen.notes:
         lines += ["", "Notes"]
     for note in chosen.notes:
@@ -187,13 +147,13 @@ def _row(name: str, text: str) -> str:
     return f"  {name:<12} {text}"
 
 
-def _about_gpu(gpu: "Gpu") -> list[str]:
+def _gpu_rows(gpu: "Gpu") -> list[str]:
     memory = f"{_mib(gpu.total)} in all, {_mib(gpu.free)} free, {_mib(gpu.desktop)} held by others"
     if gpu.reserved:
         memory += f" ({_mib(gpu.reserved)} of it by the driver itself)"
     bandwidth = "unknown"
     if gpu.bandwidth is not None:
-        bandwidth = f"{format_bandwidth(gpu.bandwidth)}, {_HOW[gpu.bandwidth_how]}".rstrip(", ")
+        bandwidth = f"{format_bandwidth(gpu.bandwidth)}, {_BANDWIDTH_SOURCES[gpu.bandwidth_how]}".rstrip(", ")
     link = "unknown"
     if gpu.pcie_bandwidth is not None:
         link = f"{format_bandwidth(gpu.pcie_bandwidth)} one way"
@@ -210,15 +170,15 @@ def _about_gpu(gpu: "Gpu") -> list[str]:
     return rows
 
 
-def _about_holders(gpu: "Gpu", host: "Host") -> list[str]:
+def _process_rows(gpu: "Gpu", host: "Host") -> list[str]:
     from vlfit.machine.desktop import advice, untold
 
     held = [(process.bytes, process.name or f"process {process.pid}") for process in gpu.processes]
     lines = [_amount(count, name, "N/A") for count, name in held]
     rest = untold(gpu)
     if gpu.driver and rest >= MIB:
-        lines.append(_amount(rest, "not told by the driver"))
-    tips = [line for tip in advice(gpu, host) for line in _tip(tip)]
+        lines.append(_amount(rest, "not reported by the driver"))
+    tips = [line for tip in advice(gpu, host) for line in _advice_rows(tip)]
     return [*_block("held by", lines), *_block("to free", tips)]
 
 
@@ -226,19 +186,19 @@ def _amount(count: int | None, text: str, otherwise: str = "unknown") -> str:
     return f"{otherwise if count is None else _mib(count):>10}  {text}"
 
 
-def _tip(tip: "Advice") -> list[str]:
+def _advice_rows(tip: "Advice") -> list[str]:
     first, *others = textwrap.wrap(tip.what, _WIDTH - 27, break_on_hyphens=False)
     return [_amount(tip.frees, first), *(f"{'':12}{line}" for line in others)]
 
 
 def _block(name: str, lines: list[str]) -> list[str]:
-    return [_row(name if place == 0 else "", line) for place, line in enumerate(lines)]
+    return [_row("" if index else name, line) for index, line in enumerate(lines)]
 
 
-def _about_host(host: "Host") -> list[str]:
+def _host_rows(host: "Host") -> list[str]:
     ram = f"{format_bytes(host.ram_total)} in all, {format_bytes(host.ram_available)} available"
     if host.memory_limit is not None:
-        ram += " (limited by a control group)"
+        ram += " (limited by a cgroup)"
     kinds = [kind for kind, true in (("WSL2", host.wsl2), ("container", host.container)) if true]
     return [
         _row("RAM", ram),
@@ -250,5 +210,5 @@ def _about_host(host: "Host") -> list[str]:
 
 
 def _mib(count: int) -> str:
-    """GPU memory as ``nvidia-smi`` counts it, so that numbers can be compared."""
+    """GPU memory in MiB, as ``nvidia-smi`` prints it."""
     return f"{round(count / MIB)} MiB"

@@ -1,7 +1,6 @@
-"""``vlfit``: the commands, and what becomes of what they raise.
+"""``vlfit``: the commands and the exit codes: 0 ok, 1 failed, 2 wrong usage, 3 does not fit, 130 interrupted.
 
-Knows exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not fit, 130 interrupted. Imports nothing slow, so
-that ``vlfit --help`` answers at once: each command imports what it needs when it runs.
+Imports nothing slow, so that ``vlfit --help`` is instant: each command imports what it needs when it runs.
 """
 
 import os
@@ -40,11 +39,11 @@ from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
 from vlfit.cli.top import top
 from vlfit.errors import VlfitError
 
-INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
+INTERRUPTED = 130  # exit code after Ctrl-C, by convention
 
 
 class _Commands(TyperGroup):
-    """The commands, read after ``--backend remote URL`` has become options that click knows."""
+    """The commands; rewrites ``--backend remote URL`` before click parses it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, server_behind_backend(args))
@@ -74,9 +73,9 @@ def vlfit(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Run Qwen3-VL on the GPU you already own: words about pictures.
+    """Run vision-language models on your own GPU: captions, answers, boxes.
 
-    Words go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not
+    Answers go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 does not
     fit in memory, 130 interrupted.
 
     \b
@@ -89,7 +88,7 @@ def vlfit(
       vlfit serve
     """
     if debug:
-        # The environment is where `main` looks, and where a server started from here would.
+        # `main` reads it there, and so do servers started from here.
         os.environ["VLFIT_DEBUG"] = "1"
 
 
@@ -106,7 +105,7 @@ Examples:
   vlfit caption photo.jpg --model "$(vlfit convert mini -w fp8)"
 """
 
-_MODELS_HELP = """List the checkpoints on this computer, or remove one.
+_MODELS_HELP = """List or remove checkpoints on this computer.
 
 \b
 Examples:
@@ -137,16 +136,16 @@ app.add_typer(models_app, name="models", help=_MODELS_HELP)
 
 
 def main() -> None:
-    """Run ``vlfit`` and end the process. Whatever is raised ends in a message and a hint, not a traceback."""
-    _let_streams_take_any_letter()
+    """Run ``vlfit`` and exit. Errors are printed as a message and a hint, without a traceback."""
+    _escape_unencodable()
     try:
         try:
             app(prog_name="vlfit")
         finally:
-            _flush_words()
+            _flush_stdout()
     except BrokenPipeError:
-        # Whoever read our words has read enough (`| head`).
-        _let_stdout_go_nowhere()
+        # The reader of stdout has closed it (`| head`).
+        _discard_stdout()
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -156,24 +155,24 @@ def main() -> None:
         sys.exit(error.exit_code)
     except Exception as error:
         _print_traceback_if_debugging()
-        hint = "this is a fault of vlfit: `vlfit --debug ...` shows where it happened"
+        hint = "this is a bug in vlfit: `vlfit --debug ...` shows the traceback"
         print_error(VlfitError(f"{type(error).__name__}: {error}", hint))
         sys.exit(1)
 
 
-def _flush_words() -> None:
-    """Write what stdout still holds, or say that it cannot be written."""
+def _flush_stdout() -> None:
+    """Flush stdout. Raises ``VlfitError`` if it cannot be written."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
-        _let_stdout_go_nowhere()
+        _discard_stdout()
         raise cannot_write(error) from error
 
 
-def _let_stdout_go_nowhere() -> None:
-    """The interpreter flushes once more on its way out, and would complain about what cannot be written."""
+def _discard_stdout() -> None:
+    """Redirect stdout to /dev/null: the interpreter flushes again at exit and would complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -182,10 +181,10 @@ def _print_traceback_if_debugging() -> None:
         traceback.print_exc()
 
 
-def _let_streams_take_any_letter() -> None:
-    """File names and words can hold letters that the terminal's encoding lacks: show them, do not fail."""
+def _escape_unencodable() -> None:
+    """Escape characters that the terminal's encoding lacks instead of failing."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a test or a host program may have put something else there
+        if isinstance(stream, TextIOWrapper):  # tests and host programs may replace them
             stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
 
 

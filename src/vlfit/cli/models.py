@@ -1,4 +1,4 @@
-"""``vlfit models``: the checkpoints on this computer, and ``vlfit models rm`` to make room."""
+"""``vlfit models``, ``vlfit models rm`` and ``vlfit pull``: checkpoints on this computer."""
 
 import json
 from dataclasses import asdict
@@ -6,17 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlfit.cli.options import Options, takes
+
 if TYPE_CHECKING:
     from vlfit.checkpoint.cache import LocalModel
 
 
-models_app = typer.Typer(help="List the checkpoints on this computer, or remove one.")
+models_app = typer.Typer(help="List or remove checkpoints on this computer.")
 
 
 @models_app.callback(invoke_without_command=True)
+@takes("json", json="Print a JSON list.")
 def models(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    *,
+    options: Options,
 ) -> None:
     """List the checkpoints on this computer: name, size, weights format, folder."""
     if context.invoked_subcommand is not None:
@@ -24,7 +28,7 @@ def models(
     from vlfit.checkpoint.source import local_models
 
     found = local_models()
-    if as_json:
+    if options.json:
         facts = [{**asdict(model), "folder": str(model.folder)} for model in found]
         typer.echo(json.dumps(facts, ensure_ascii=False))
     else:
@@ -38,15 +42,15 @@ def _print_table(found: "list[LocalModel]") -> None:
 
     rows = [("NAME", "SIZE", "FORMAT", "WHERE")]
     for model in found:
-        form = model.format if model.complete else f"{model.format}, incomplete"
-        rows.append((model.name, format_bytes(model.bytes), form, str(model.folder)))
+        label = model.format if model.complete else f"{model.format}, incomplete"
+        rows.append((model.name, format_bytes(model.bytes), label, str(model.folder)))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
         typer.echo("  ".join((*cells, row[3])))
     for model in found:
         if not model.complete and model.name != MINI:
-            typer.echo(f"vlfit pull {model.name} fetches what is missing", err=True)
+            typer.echo(f"finish the download: vlfit pull {model.name}", err=True)
     if all(model.name == MINI for model in found):
         typer.echo(f"a larger model: vlfit pull {SUGGESTION}", err=True)
 
@@ -56,42 +60,37 @@ def remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name as `vlfit models` prints it.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove a downloaded checkpoint from this computer. Asks first."""
+    """Remove a downloaded checkpoint. Asks first."""
     from vlfit.checkpoint.source import removable, remove_model
     from vlfit.units import format_bytes
 
     folder = removable(name)
     if not yes:
-        # The question is no output: it goes to stderr with everything else that is not data.
+        # On stderr: stdout is for data.
         typer.confirm(f"Remove {name} ({folder})?", abort=True, err=True)
     freed = remove_model(name)
     typer.echo(f"removed {name}: {format_bytes(freed)} freed", err=True)
 
 
-# ``vlfit pull``: fetch a checkpoint from the model hub, or go on with a download that was cut off.
-
-
 def pull(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="Name on the hub, such as Qwen/Qwen3-VL-2B-Instruct-FP8, or NAME@REVISION."
-        ),
+        typer.Argument(metavar="MODEL", help="Hub id, e.g. Qwen/Qwen3-VL-2B-Instruct-FP8, or ID@REVISION."),
     ],
 ) -> None:
-    """Download a checkpoint. Prints its folder; a download that was cut off goes on where it stopped.
+    """Download a checkpoint from the hub and print its folder. Resumes a download that was cut off.
 
-    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to all tools of the hub.
+    Respects HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
     """
     from vlfit.checkpoint import hub
     from vlfit.checkpoint.source import MINI, mini_folder, read_checkpoint
     from vlfit.units import format_bytes
 
     if model == MINI:
-        typer.echo("mini is part of vlfit: there is nothing to download", err=True)
+        typer.echo("mini ships with vlfit: nothing to download", err=True)
         typer.echo(str(mini_folder()))
         return
-    # Also checks every header: a checkpoint that is reported as here can be opened.
+    # Reading checks every header, so that what is reported complete can be opened.
     checkpoint = read_checkpoint(model, hub.download(model))
     typer.echo(
         f"{model} is here: {checkpoint.parameter_count / 1e6:,.0f} million parameters, "

@@ -1,247 +1,457 @@
-"""The options that caption, ask, scene and chat have in common, written down once.
+"""Every option that several commands share or that a variable can set, declared once.
 
-Knows their names, types and help. Does not know what they do: ``session.py`` carries them out.
+A command lists the options it takes (``takes``) and gets one ``Options``. ``Settings`` (vlfit/settings.py)
+has the defaults and checks of those with a variable, under the same names. An option of one command alone,
+without a variable, stands in that command's signature.
 """
 
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
-from copy import copy
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Annotated, Any, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from vlfit.errors import UsageError
 
+if TYPE_CHECKING:
+    from vlfit.api.engine_options import EngineOptions
+    from vlfit.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """How an option is written and explained.
+
+    ``flags``: empty for ``--name``. ``variable``: True for ``VLFIT_NAME``, or how the help shows it.
+    ``default``: in words. ``engine``: fixed when the model loads, so a running server cannot change it.
+    """
+
+    metavar: str | None
+    help: str
+    flags: tuple[str, ...] = ()
+    variable: bool | str = False
+    default: str = ""
+    engine: bool = False
+
+
+def option(metavar: str | None, help: str, *flags: str, default: str = "") -> Declaration:
+    """An option that only the command line sets. ``metavar``: None for a flag."""
+    return Declaration(metavar, help, flags, default=default)
+
+
+def setting(
+    metavar: str | None, help: str, *flags: str, variable: bool | str = True, default: str = ""
+) -> Declaration:
+    """An option that a variable sets, too."""
+    return Declaration(metavar, help, flags, variable, default)
+
+
+def engine_setting(
+    metavar: str | None, help: str, *flags: str, variable: bool | str = True, default: str = ""
+) -> Declaration:
+    """A setting of the engine, fixed when the model loads."""
+    return Declaration(metavar, help, flags, variable, default, engine=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommonOptions:
-    """What was typed. None: not typed, so the environment or a default decides (``vlfit.settings``)."""
+class Options:
+    """Options as typed. None: not typed, so the variable or the default counts."""
 
+    # Which model, and what runs it.
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="NAME",
-            help="auto (the best one here, else mini), mini, a folder, or a hub id.  [env VLFIT_MODEL]",
+        setting(
+            "NAME", "auto (the best that fits, else mini), mini, a folder, or a hub id.", "--model", "-m"
         ),
     ] = None
     backend: Annotated[
         str | None,
-        typer.Option(
-            "--backend",
-            metavar="NAME",
-            help="Who runs the model: native, vllm, transformers, or remote and behind it the URL of a"
-            " running server.  [default: native; env VLFIT_BACKEND]",
+        setting(
+            "NAME",
+            "native, vllm, transformers, or remote followed by the URL of a running server.",
+            default="native",
         ),
     ] = None
     server: Annotated[
         str | None,
-        typer.Option(
-            "--server",
-            metavar="URL",
-            help="The same as --backend remote URL: ask a running server instead of loading a model here; its"
-            " key goes into VLFIT_API_KEY.  [env VLFIT_SERVER]",
+        setting(
+            "URL",
+            "Use a running server instead of loading a model: same as --backend remote URL. Its key goes into"
+            " VLFIT_API_KEY.",
+        ),
+    ] = None
+    server_key: Annotated[
+        str | None,
+        setting(
+            "KEY",
+            "With --backend remote: API key of that server; never shown to clients. Other users can read the"
+            " command line: better set the variable.",
         ),
     ] = None
     trust_remote_code: Annotated[
         bool,
-        typer.Option(
-            "--trust-remote-code",
-            help="With --backend transformers: run the code that comes with the model. Only for a model whose"
-            " makers you trust.",
+        option(
+            None,
+            "With --backend transformers: run code that comes with the model. Only if you trust its authors.",
         ),
     ] = False
     vllm_python: Annotated[
         str | None,
-        typer.Option(
-            "--vllm-python",
-            metavar="PATH",
-            help="With --backend vllm: the Python that has vLLM, or the folder of its environment."
-            "  [env VLFIT_VLLM_PYTHON]",
+        setting(
+            "PATH",
+            "With --backend vllm: the Python that has vLLM, its environment, or the program vllm.",
+            default="beside vlfit, else on PATH",
         ),
     ] = None
-    device: Annotated[
+    url: Annotated[
         str | None,
-        typer.Option(
-            "--device",
-            metavar="NAME",
-            help="auto (GPU if there is one), cpu, cuda, cuda:1.  [env VLFIT_DEVICE]",
+        setting(
+            "URL",
+            "Server to ask. Its key goes into VLFIT_API_KEY.",
+            variable="VLFIT_SERVER",
+            default="the one on this computer",
         ),
+    ] = None
+
+    # The engine.
+    device: Annotated[
+        str | None, engine_setting("NAME", "auto (GPU if there is one), cpu, cuda, or cuda:1.")
     ] = None
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16.  [env VLFIT_DTYPE]"
-        ),
+        str | None, engine_setting("NAME", "Compute dtype: auto, float32, bfloat16, or float16.")
     ] = None
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "--context", metavar="N", help="Most tokens of prompt and answer together.  [env VLFIT_CONTEXT]"
+    context: Annotated[int | None, engine_setting("N", "Max tokens of prompt and answer together.")] = None
+    kv: Annotated[
+        str | None,
+        engine_setting(
+            "N",
+            "KV cache size in tokens, shared by all requests; auto: as many as free memory allows.",
+            default="2048 per sequence, at least one context",
         ),
     ] = None
     kv_dtype: Annotated[
         str | None,
-        typer.Option(
-            "--kv-dtype",
-            metavar="NAME",
-            help="Of the KV cache: auto (as computed), bf16, or fp8: half the bytes, rounded."
-            "  [env VLFIT_KV_DTYPE]",
+        engine_setting(
+            "NAME", "KV cache dtype: auto (as computed), bf16, or fp8 (half the size, less exact)."
         ),
     ] = None
     image_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--image-tokens",
-            metavar="N",
-            help="Most tokens of one picture (1024x1024 pixels are 1024); larger ones are scaled down."
-            "  [env VLFIT_IMAGE_TOKENS]",
+        engine_setting("N", "Max tokens per picture (1024x1024 pixels: 1024); larger ones are scaled down."),
+    ] = None
+    chunk: Annotated[
+        int | None,
+        engine_setting(
+            "N", "Max tokens per forward pass; fewer need less memory and more time.", default="1024"
         ),
     ] = None
     offload: Annotated[
         str | None,
-        typer.Option(
-            "--offload",
-            metavar="GIB",
-            help="Let text layers wait in RAM so that the GPU holds so much less (2, 800MiB); auto: as few as"
-            " make it fit. Slow: they are copied for every word.  [env VLFIT_OFFLOAD]",
+        engine_setting(
+            "GIB",
+            "Keep text layers of this size in RAM (2, 800MiB); auto: as few as make the model fit. Slow: they"
+            " are copied to the GPU for every token.",
+        ),
+    ] = None
+    no_prefix_cache: Annotated[
+        bool | None,
+        engine_setting(
+            None, "Do not reuse the KV cache of earlier prompts.", variable="VLFIT_PREFIX_CACHE=0"
         ),
     ] = None
     speculate: Annotated[
         bool | None,
-        typer.Option(
+        engine_setting(
+            None,
+            "Speculative decoding by prompt lookup; answers stay the same.",
             "--speculate/--no-speculate",
-            help="Check several tokens at once where text before tells what may come: the same words."
-            "  [default: speculate; env VLFIT_SPECULATE]",
-            show_default=False,
+            default="speculate",
         ),
     ] = None
-    max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.  [env VLFIT_MAX_TOKENS]"),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature", metavar="T", help="0 always takes the likeliest word; up to 2 is ever freer."
+    idle_sleep: Annotated[
+        str | None,
+        engine_setting(
+            "TIME",
+            "Sleep after so long without a request, e.g. 5m: weights move to RAM, and the next request wakes"
+            " the server.",
+            default="never",
         ),
     ] = None
+
+    # Answers.
+    max_tokens: Annotated[int | None, setting("N", "Max tokens per answer.")] = None
+    temperature: Annotated[float | None, option("T", "Sampling temperature, 0 (greedy) to 2.")] = None
     top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p", metavar="P", help="Choose among the likeliest words that make up this share."
-        ),
+        float | None, option("P", "Sample from the most likely tokens that add up to this probability.")
     ] = None
-    seed: Annotated[
+    seed: Annotated[int | None, option("N", "Seed: makes sampled answers repeatable.")] = None
+
+    # A server.
+    host: Annotated[
+        str | None,
+        setting("ADDRESS", "Address to listen on; 0.0.0.0 lets other computers in.", default="127.0.0.1"),
+    ] = None
+    port: Annotated[int | None, setting("N", "Port to listen on; 0 takes a free one.", default="8000")] = None
+    sequences: Annotated[
         int | None,
-        typer.Option("--seed", metavar="N", help="Makes sampled words repeatable."),
-    ] = None
-    json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print each answer as one line of JSON, with sizes seen, tokens and times."
+        setting(
+            "N",
+            "Max requests running at once, each at full context; more wait.",
+            default="4, with --backend remote 64",
         ),
-    ] = False
+    ] = None
+    queue: Annotated[
+        int | None,
+        setting(
+            "N",
+            "Max requests waiting; more get 429 with Retry-After.",
+            default="8 per sequence, at least 16",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        setting(
+            "KEY",
+            "Require this key from clients. Other users can read the command line: better set the variable.",
+        ),
+    ] = None
+    api_keys: Annotated[
+        Path | None, setting("FILE", "Require one of the keys in this file, one per line.")
+    ] = None
+    allow_anyone: Annotated[bool | None, setting(None, "Serve other computers without a key.")] = None
+    key_rate: Annotated[
+        int | None, setting("N", "Max requests per minute for each key.", default="no limit")
+    ] = None
+    key_at_once: Annotated[
+        int | None, setting("N", "Max requests running at once for each key.", default="no limit")
+    ] = None
+    allow_files: Annotated[
+        Path | None,
+        setting("FOLDER", "Let requests name pictures in this folder as file:///folder/name."),
+    ] = None
+    allow_private_urls: Annotated[
+        bool | None, setting(None, "Fetch pictures from loopback and private networks, too.")
+    ] = None
+    allow_origin: Annotated[
+        str | None,
+        setting("ORIGIN", "Let scripts of this web page call the server (CORS): https://example.org, or *."),
+    ] = None
+    allow_host: Annotated[
+        str | None,
+        setting("NAME", "Let browsers call the server by this host name, too, e.g. behind a reverse proxy."),
+    ] = None
+    drain: Annotated[
+        str | None, setting("TIME", "Time for running requests to finish after SIGTERM.", default="30s")
+    ] = None
+    log_format: Annotated[
+        str | None, setting("NAME", "text, or json (one object per line).", default="text")
+    ] = None
+    restart: Annotated[
+        bool | None,
+        setting(
+            None,
+            "Run the engine in a process of its own and restart it if it dies; requests get 503 meanwhile."
+            " Implied by --daemon and --systemd.",
+        ),
+    ] = None
+
+    # Which machine to plan for.
+    machine: Annotated[
+        Path | None,
+        option("FILE", "A machine saved by `vlfit machine --save` instead of this one; - reads stdin."),
+    ] = None
+    gpu: Annotated[
+        str | None,
+        option(
+            "NAME",
+            'This computer with another card, e.g. "RTX 5060" or "4060 Ti 16GB"; vlfit machine --cards lists'
+            " them.",
+        ),
+    ] = None
+    desktop: Annotated[
+        str | None,
+        option("SIZE", "With --gpu: memory that other programs hold, e.g. 951MiB.", default="0"),
+    ] = None
+    wsl2: Annotated[bool, option(None, "With --gpu: used under WSL2.")] = False
+
+    # Output.
+    json: Annotated[bool, option(None, "Print JSON.")] = False
     stream: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            None,
+            "Print the answer as it is generated.",
             "--stream/--no-stream",
-            help="Print words as they come.  [default: on a terminal]",
-            show_default=False,
+            default="on a terminal",
         ),
     ] = None
-    quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="Nothing on stderr but errors."),
-    ] = False
+    quiet: Annotated[bool, option(None, "Print only errors on stderr.", "--quiet", "-q")] = False
+
+    def settings(self, **instead: object) -> "Settings":
+        """The settings: what was typed, else the environment, else the default. ``instead`` replaces some.
+
+        Raises ``UsageError`` with the option and the variable of every wrong value.
+        """
+        from vlfit.settings import read_settings
+
+        typed = {name: getattr(self, name) for name in SETTINGS}
+        typed["prefix_cache"] = False if self.no_prefix_cache else None
+        return read_settings(**{**typed, **instead})
+
+    def refuse_engine_options(self, server: str) -> None:
+        """Raise ``UsageError`` if engine options were typed for a server that is running already."""
+        typed = [
+            f"--{'no-' if getattr(self, name) is False else ''}{name.replace('_', '-')}"
+            for name in ENGINE
+            if getattr(self, name) is not None
+        ]
+        if typed:
+            raise UsageError(
+                f"{', '.join(typed)} cannot change the running server at {server}",
+                "pass it to `vlfit serve`, or load the model here, without --server and VLFIT_SERVER",
+            )
 
 
-def takes_common_options(
-    command: Callable[..., None], *, without: tuple[str, ...] = (), **helps: str
-) -> Callable[..., None]:
-    """Give ``command`` the common options: typer sees each, ``command`` gets one record, ``options``.
+def declarations(record: type[Options]) -> dict[str, Declaration]:
+    """Every option of ``record`` by its name."""
+    return {field.name: get_args(field.type)[1] for field in fields(record)}
 
-    ``without``: names of those that it has no use for. ``helps``: what an option does where that is not what
-    it does elsewhere, by its name.
+
+SETTINGS = tuple(name for name, each in declarations(Options).items() if each.variable is True)
+ENGINE = tuple(name for name, each in declarations(Options).items() if each.engine)
+_MODEL = ("model", "backend", "server", "trust_remote_code", "vllm_python")
+_LOADED = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload", "speculate")
+_SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
+ANSWERING = (*_MODEL, *_LOADED, *_SAMPLING, "json", "stream", "quiet")  # caption, ask, scene, detect, chat
+MACHINE = ("machine", "gpu", "desktop", "wsl2")
+SERVING = (
+    *("model", "backend", "host", "port", "device", "dtype", "context", "kv", "kv_dtype", "sequences"),
+    *("queue", "image_tokens", "chunk", "offload", "max_tokens", "no_prefix_cache", "speculate"),
+    *("idle_sleep", "api_key", "server_key", "trust_remote_code", "api_keys", "allow_anyone", "key_rate"),
+    *("key_at_once", "allow_files", "allow_private_urls", "allow_origin", "allow_host", "drain"),
+    *("log_format", "restart", "vllm_python"),
+)
+
+
+def takes(
+    *names: str, planned: tuple[str, ...] = (), **helps: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: add the options ``names`` to a command, in this order, passed as one record ``options``.
+
+    The record's class is the annotation of ``options``: ``Options`` or a subclass with the command's own.
+    A name may also be a parameter of the command, to place it; parameters not named come first. ``planned``:
+    options with neither variable nor default here. ``helps``: help that differs for this command.
     """
-    own = list(inspect.signature(command).parameters.values())
-    shared = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=_explained(field.type, helps[field.name]) if field.name in helps else field.type,
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = dict(inspect.signature(command).parameters)
+        record: type[Options] = own.pop("options").annotation
+        declared = declarations(record)
+        types = {field.name: get_args(field.type)[0] for field in fields(record)}
+        defaults = {field.name: field.default for field in fields(record)}
+        parameters = {name: own[name] for name in own if name not in names}
+        for name in names:
+            parameters[name] = own.get(name) or inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults[name],
+                annotation=Annotated[
+                    types[name],
+                    _as_typer(name, declared[name], types[name], helps.get(name), noted=name not in planned),
+                ],
+            )
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            options = record(**{name: values.pop(name) for name in names if name not in own})
+            command(**values, options=options)
+
+        run.__dict__["__signature__"] = inspect.Signature(
+            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters.values()]
         )
-        for field in fields(CommonOptions)
-        if field.name not in without
-    ]
+        return run
 
-    @wraps(command)
-    def with_options(**typed: Any) -> None:
-        common = {option.name: typed.pop(option.name) for option in shared}
-        command(**typed, options=CommonOptions(**common))
-
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in own
-        if parameter.name != "options"
-    ]
-    with_options.__dict__["__signature__"] = inspect.Signature([*parameters, *shared])
-    return with_options
+    return decorate
 
 
-def _explained(option: Any, text: str) -> Any:
-    """``option``, an annotated type, with ``text`` for its help."""
-    kind, info = get_args(option)
-    info = copy(info)
-    info.help = text
-    return Annotated[kind, info]
+def _as_typer(name: str, declared: Declaration, kind: Any, text: str | None, *, noted: bool) -> Any:
+    """The option as typer takes it; ``noted``: its help ends with the default and the variable."""
+    variable = f"VLFIT_{name.upper()}" if declared.variable is True else declared.variable
+    notes = [f"default: {declared.default}"] if declared.default else []
+    notes += [f"env {variable}"] if variable else []
+    text = text or declared.help
+    if notes and noted:
+        text += f"  [{'; '.join(notes)}]"
+    is_flag = kind is bool or bool in get_args(kind)
+    flags = declared.flags or ((f"--{name.replace('_', '-')}",) if is_flag else ())
+    return typer.Option(*flags, metavar=declared.metavar, help=text, show_default=False)
 
 
-def refuse_engine_options(server: str, typed: Mapping[str, object]) -> None:
-    """A server's engine is what it is: an option that cannot act must not be accepted in silence.
+def engine_options(settings: "Settings", *names: str) -> "EngineOptions":
+    """Engine options from settings. ``names``: the settings to use; the others keep their defaults.
 
-    ``typed``: options of the engine by their names; None: not typed. Raises ``UsageError``.
+    Raises ``UsageError`` for wrong values.
     """
-    named = [
-        f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
-        for name, value in typed.items()
-        if value is not None
-    ]
-    if named:
-        raise UsageError(
-            f"{', '.join(named)} cannot change the server at {server}",
-            "give it to `vlfit serve`; or load the model here, without --server and VLFIT_SERVER",
-        )
+    from vlfit.api.engine_options import EngineOptions
+
+    if names:
+        others = {
+            name: field.default for name, field in type(settings).model_fields.items() if name not in names
+        }
+        settings = settings.model_copy(update=others)
+    options = EngineOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        max_model_len=settings.context,
+        max_num_seqs=settings.sequences,
+        kv_tokens=settings.kv,
+        kv_dtype=settings.kv_dtype,
+        max_num_batched_tokens=settings.chunk,
+        image_tokens=settings.image_tokens,
+        offload=settings.offload,
+        prefix_cache=settings.prefix_cache,
+        speculate=settings.speculate,
+        idle_sleep=settings.idle_sleep,
+    )
+    return options if settings.max_tokens is None else replace(options, max_tokens=settings.max_tokens)
+
+
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """The model, named by the argument or by ``--model``. Raises ``UsageError`` if they differ."""
+    if argument and option and argument != option:
+        raise UsageError(f"two models: {argument} and --model {option}", "name one")
+    return option or argument
 
 
 def server_behind_backend(arguments: list[str]) -> list[str]:
-    """``--backend remote URL`` as ``--backend remote --server URL``, which is what it means.
+    """Rewrite ``--backend remote URL`` as ``--backend remote --server URL``.
 
-    An option takes one word, so a URL behind it would be read as a picture's. That is what it is where a
-    server is named by ``--server`` or the environment; and ``vlfit serve`` takes the URL as its MODEL.
+    click gives an option one value, so the URL would be read as a picture. It is one if the server is named
+    by ``--server`` or the environment; and ``vlfit serve`` takes the URL as its MODEL.
     """
-    named = any(each.partition("=")[0] == "--server" for each in arguments) or os.environ.get("VLFIT_SERVER")
+    has_server = any(each.partition("=")[0] == "--server" for each in arguments) or os.environ.get(
+        "VLFIT_SERVER"
+    )
     command = next((each for each in arguments if not each.startswith("-")), "")
-    if command == "serve" or named:
+    if command == "serve" or has_server:
         return arguments
-    for place, word in enumerate(arguments):
+    for index, word in enumerate(arguments):
         is_remote = word == "--backend=remote" or (
-            word == "remote" and arguments[place - 1 : place] == ["--backend"]
+            word == "remote" and arguments[index - 1 : index] == ["--backend"]
         )
-        if is_remote and is_server(*arguments[place + 1 : place + 2]):
-            return [*arguments[: place + 1], "--server", *arguments[place + 1 :]]
+        if is_remote and _looks_like_url(*arguments[index + 1 : index + 2]):
+            return [*arguments[: index + 1], "--server", *arguments[index + 1 :]]
     return arguments
 
 
-def is_server(word: str = "") -> bool:
-    """Whether ``word`` is meant for a server's URL, with or without a scheme: ``127.0.0.1:8000``, ``http://box``.
+def _looks_like_url(word: str = "") -> bool:
+    """Whether ``word`` looks like a server's URL: ``http://box``, ``127.0.0.1:8000``, ``localhost``.
 
-    Also one that is wrong, so that its fault is named, and not that of a picture that is not there.
+    True for a malformed URL as well: the error is then about the URL, not about a missing picture.
     """
     return bool(re.match(r"[a-z][a-z0-9+.-]*://|[A-Za-z0-9.-]+:\d+(/|$)|localhost(/|$)", word, re.IGNORECASE))

@@ -1,4 +1,4 @@
-"""``vlfit plan``: what fits on this machine, where every MiB goes, how fast it will be, what to change."""
+"""``vlfit plan``: what fits on a machine, where every MiB goes, how fast it will be, what to change."""
 
 import os
 import sys
@@ -9,95 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.machine import DesktopSize, GpuName, MachineFile, UnderWsl2, chosen_machine
+from vlfit.cli.machine import machine_from
+from vlfit.cli.options import MACHINE, Options, takes
 from vlfit.cli.printing import Printer, cannot_write
 from vlfit.errors import DeviceError, DoesNotFit, UnknownArchitecture, UsageError, VlfitError
 from vlfit.units import MIB, format_bandwidth
 
 if TYPE_CHECKING:
-    from vlfit.machine.model import Machine
-    from vlfit.plan.calibration import Measured
-
-
-# ``vlfit plan --calibrate``: measures this machine's GPU, keeps the numbers, and says what they are.
-#
-# Knows words. Does not know how anything is measured (``tuning/calibration_run.py``, ``tuning/tune.py``) or
-# kept (``plan/calibration.py``, ``plan/native/tiles.py``).
-
-
-def measure(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None:
-    """Measure the GPU that is planned for. ``elsewhere``: the options name a machine that is not this one.
-
-    Raises ``UsageError`` for another machine, ``DeviceError`` where there is no GPU or no torch that sees it.
-    """
-    if elsewhere:
-        raise UsageError(
-            "--calibrate measures this machine; --machine and --gpu name another",
-            "run vlfit plan --calibrate on the machine itself",
-        )
-    if not machine.gpus:
-        raise DeviceError(
-            f"there is no GPU to measure: {machine.no_gpu_reason}",
-            "without one, the plan counts with the table of constants that ships with vlfit",
-        )
-    from vlfit.plan.calibration import save
-    from vlfit.plan.search import emptiest
-
-    try:
-        from vlfit.tuning.calibration_run import calibrate
-        from vlfit.tuning.tune import tune_gpu
-    except ImportError as error:
-        raise DeviceError(
-            f"measuring needs torch, which cannot be imported: {error}", "vlfit doctor looks for the cause"
-        ) from None
-    gpu = emptiest(machine)
-    printer.note(f"Measuring {gpu.name}. This takes less than a minute.")
-    measured = calibrate(gpu, lambda what: printer.note(f"  {what}"))
-    path = save(measured)
-    for line in summary(measured):
-        printer.note(f"  {line}")
-    printer.note(f"Kept in {path}; plans for this GPU, driver and torch count with it from now on.")
-    printer.note("Measuring its kernels, for one to sixteen rows at once.")
-    tiles = tune_gpu(gpu, lambda what: printer.note(f"  {what}"))
-    printer.note(f"Kept in {tiles}; the engine and its plans on such a GPU use it from now on.")
-
-
-def summary(measured: "Measured") -> list[str]:
-    """The numbers in words."""
-    link = measured.link_bandwidth
-    return [
-        f"CUDA and its libraries: {measured.context / MIB:,.0f} MiB; matrix products "
-        f"{measured.workspace / MIB:,.0f} MiB",
-        f"torch's pool above its tensors: {measured.vision_slack - 1:.0%} in the vision tower, "
-        f"{measured.text_slack - 1:.0%} in the text model",
-        f"copies at {format_bandwidth(round(measured.copy_bandwidth))}, "
-        f"{'' if link is None else f'from RAM at {format_bandwidth(round(link))}, '}"
-        f"{measured.multiplications / 1e12:,.0f} TFLOP/s in bf16, "
-        f"{measured.launch * 1e3:.2f} ms to launch a layer",
-    ]
-
-
-def warn_of_broken(machine: "Machine", printer: Printer) -> None:
-    """Say it where numbers that were measured cannot be used."""
-    from vlfit.plan.calibration import constants_for
-
-    for gpu in machine.gpus:
-        broken = constants_for(gpu).broken
-        if broken:
-            printer.note(
-                f"warning: {broken}. The table of constants that ships with vlfit is used instead; "
-                "measure again with vlfit plan --calibrate."
-            )
-
-
-if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vlfit.machine.model import Gpu, Machine
-    from vlfit.plan.search import Plan
+    from vlfit.plan.calibration import Measured
+    from vlfit.plan.plans import Plan
     from vlfit.plan.wishes import Wishes
 
-    Planner = Callable[[Machine], Plan]
 
 EXAMPLES = """\b
 Examples:
@@ -129,139 +54,122 @@ class Backend(StrEnum):
     transformers = "transformers"
 
 
+@takes(
+    *("context", "image_tokens", "sequences", "weights", "kv_dtype", "backend", "vllm_version"),
+    *("tensor_parallel", "data_parallel", "offload", *MACHINE, "what_if", "calibrate", "json", "svg"),
+    planned=("context", "image_tokens", "sequences", "offload"),
+    image_tokens="Max tokens per picture (1024x1024 pixels: 1024).",
+    sequences="Max requests running at once.",
+    offload="Keep text layers of this size in RAM (2, 800MiB); auto: as few as make the model fit, if nothing"
+    " else does.",
+    json="Print JSON, in bytes and seconds.",
+)
 def plan(
     model: Annotated[
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a hub id or its address, mini, or a name of the catalog; 4B leaves the weights to"
-            " the plan.  [default: all models of the catalog]",
+            help="A folder, a hub id or URL, mini, or a name of the catalog; 4B leaves the weights to the"
+            " plan.  [default: the whole catalog]",
             show_default=False,
         ),
     ] = None,
-    context: Annotated[
-        int | None, typer.Option(metavar="N", help="Most tokens of prompt and answer together.")
-    ] = None,
-    image_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Most tokens of one picture (1024x1024 pixels are 1024).")
-    ] = None,
-    sequences: Annotated[int | None, typer.Option(metavar="N", help="Requests that run at once.")] = None,
     weights: Annotated[
         Weights | None, typer.Option("--weights", "-w", help="Weights format.", show_default=False)
     ] = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of the KV cache: auto and bf16 are 16 bits; fp8: half the bytes, rounded."
-            "  [env VLFIT_KV_DTYPE]",
-        ),
-    ] = None,
     backend: Annotated[
         Backend | None,
-        typer.Option(help="Who runs the model.  [default: native]"),
+        typer.Option(help="native, vllm or transformers.  [default: native]"),
     ] = None,
     vllm_version: Annotated[
         str | None,
         typer.Option(
-            metavar="VERSION", help="With --backend vllm: plan for this one.  [default: the installed]"
+            metavar="VERSION", help="With --backend vllm: version to plan for.  [default: the installed one]"
         ),
     ] = None,
     tensor_parallel: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="With --backend vllm: cards that share each layer.  [default: as few as hold the model]",
+            help="With --backend vllm: GPUs per model.  [default: as few as hold it]",
         ),
     ] = None,
     data_parallel: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="With --backend vllm: copies of the model.  [default: as many as the cards hold]",
+            help="With --backend vllm: copies of the model.  [default: as many as fit]",
         ),
     ] = None,
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GIB",
-            help="Let text layers wait in RAM so that the card holds so much less (2, 800MiB); auto: as few"
-            " as make it fit, where nothing else does.",
-        ),
-    ] = None,
-    machine: MachineFile = None,
-    gpu: GpuName = None,
-    desktop: DesktopSize = None,
-    wsl2: UnderWsl2 = False,
     what_if: Annotated[
-        bool, typer.Option("--what-if", help="Also plan for this machine with more memory free, and others.")
+        bool, typer.Option("--what-if", help="Also plan for more free memory, and for other cards.")
     ] = False,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="First measure this GPU, in under a minute, and keep it."),
+        typer.Option("--calibrate", help="First measure this GPU (under a minute) and save the results."),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the ledger of MODEL into an SVG file.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the ledger of MODEL as SVG.")] = None,
+    *,
+    options: Options,
 ) -> None:
-    """Say what fits on a GPU before anything is downloaded or loaded, and where every MiB goes.
+    """Plan what fits on a GPU, before downloading anything.
 
-    What you fix stays fixed. The rest is chosen in this order: the better model, a longer context, more image
-    tokens, more requests at once, more exact weights; a context of 4096 and pictures of 1024 tokens before
-    either grows. Without a MODEL: everything in the catalog, best first.
-    Reads headers only. Exit code 0: it fits; 3: it does not, and the cheapest changes are listed.
+    Shows where every MiB goes. What you set stays set. The rest is chosen in this order: the better model, a
+    longer context, more image tokens, more requests at once, more exact weights; a context of 4096 and
+    pictures of 1024 tokens before either grows. Without MODEL: the whole catalog, best first. Reads only
+    headers.
+
+    Exit code 0: it fits; 3: it does not, and the cheapest changes are listed.
     """
-    from vlfit.plan.native.ram import parse_wish
-    from vlfit.plan.wishes import Wishes
+    from vlfit.plan.backends import check_wishes
+    from vlfit.plan.wishes import Wishes, parse_offload
 
     wishes = Wishes(
-        context,
-        image_tokens,
-        sequences,
+        options.context,
+        options.image_tokens,
+        options.sequences,
         weights.value if weights else None,
         backend.value if backend else None,
         vllm_version,
-        parse_wish(offload) if offload is not None else None,
-        _kv_dtype(kv_dtype),
+        parse_offload(options.offload) if options.offload is not None else None,
+        _kv_dtype(options),
         tensor_parallel=tensor_parallel,
         data_parallel=data_parallel,
     )
+    check_wishes(wishes)
     if svg is not None and model is None:
-        raise UsageError("--svg draws the ledger of one model", "name it: vlfit plan MODEL --svg FILE")
-    chosen = chosen_machine(machine, gpu, desktop, wsl2)
-    if machine is not None and not chosen.gpus:
+        raise UsageError("--svg needs a model", "vlfit plan MODEL --svg FILE")
+    chosen = machine_from(options)
+    if options.machine is not None and not chosen.gpus:
         raise DeviceError(
-            f"the machine in {machine} has no GPU",
-            "A plan is for a GPU's memory: name a file with one, or a card with --gpu (vlfit machine --cards "
-            "lists them).",
+            f"the machine in {options.machine} has no GPU",
+            "name a machine file with a GPU, or a card with --gpu (vlfit machine --cards lists them)",
         )
-    printer = Printer(json=json)
-    if backend == Backend.vllm and machine is None and gpu is None:
-        wishes, chosen = _as_it_would_start(wishes, chosen)
+    printer = Printer(json=options.json)
+    elsewhere = options.machine is not None or options.gpu is not None
+    if backend == Backend.vllm and not elsewhere:
+        wishes, chosen = _for_vllm_here(wishes, chosen)
         if what_if and not chosen.gpus:
             raise UsageError(
-                "--what-if is about cards, and this plan is for RAM",
+                "--what-if is for GPUs, but this plan is for RAM",
                 "leave it out, or name a card with --gpu",
             )
     elif backend == Backend.vllm and vllm_version is None:
-        wishes = _for_the_version_here(wishes, printer)
+        wishes = _for_vllm_version_here(wishes, printer)
     if calibrate:
-        measure(chosen, printer, elsewhere=machine is not None or gpu is not None)
-    warn_of_broken(chosen, printer)
+        _calibrate(chosen, printer, elsewhere=elsewhere)
+    _warn_broken_calibration(chosen, printer)
     fits = (
-        _everything(chosen, wishes, printer, what_if, json)
+        _plan_catalog(chosen, wishes, printer, what_if, options.json)
         if model is None
-        else _one(model, chosen, wishes, printer, what_if, json, svg)
+        else _plan_model(model, chosen, wishes, printer, what_if, options.json, svg)
     )
     if not fits:
         raise typer.Exit(DoesNotFit.exit_code)
 
 
-def _as_it_would_start(wishes: "Wishes", machine: "Machine") -> "tuple[Wishes, Machine]":
-    """The plan that ``vlfit serve`` would start here: for the vLLM that it finds, which may be a build for
-    processors; without one for the newest that is known.
-    """
+def _for_vllm_here(wishes: "Wishes", machine: "Machine") -> "tuple[Wishes, Machine]":
+    """Wishes and machine for the vLLM found here, as ``vlfit serve`` starts it; it may be a CPU build."""
     from vlfit.backends.vllm.installed import find
     from vlfit.backends.vllm.planning import machine_for
 
@@ -274,10 +182,8 @@ def _as_it_would_start(wishes: "Wishes", machine: "Machine") -> "tuple[Wishes, M
     return wishes, machine_for(installed, machine)
 
 
-def _for_the_version_here(wishes: "Wishes", printer: Printer) -> "Wishes":
-    """A plan for a card that was named is for the version of the vLLM that is found here, which is said: one
-    for processors stands for the same version for GPUs.
-    """
+def _for_vllm_version_here(wishes: "Wishes", printer: Printer) -> "Wishes":
+    """Wishes for the vLLM version found here, and say so; a CPU build counts as the same version for GPUs."""
     from vlfit.backends.vllm.installed import find
 
     try:
@@ -285,25 +191,25 @@ def _for_the_version_here(wishes: "Wishes", printer: Printer) -> "Wishes":
     except UsageError:
         return wishes
     version = installed.version.partition("+")[0]
-    what = "build for processors" if installed.on_cpu else "vLLM"
+    kind = "CPU build" if installed.on_cpu else "vLLM"
     printer.note(
-        f"planned for vLLM {version}: the {what} that was found ({installed.program[0]}) is of that version"
-        f"{', and runs on no GPU itself' if installed.on_cpu else ''}; --vllm-version names another"
+        f"planned for vLLM {version}, as the {kind} found here ({installed.program[0]}); --vllm-version names"
+        " another"
     )
     return replace(wishes, vllm_version=version)
 
 
-def _kv_dtype(given: str | None) -> str | None:
-    """The KV cache's dtype as ``given``, else as the environment has it; None for auto."""
-    if given is None and not os.environ.get("VLFIT_KV_DTYPE"):
-        return None  # the table of settings takes a fifth of a second to import
+def _kv_dtype(options: Options) -> str | None:
+    """KV cache dtype, typed or from the environment; None for auto."""
+    if options.kv_dtype is None and not os.environ.get("VLFIT_KV_DTYPE"):
+        return None  # importing settings takes 0.2 s
     from vlfit.settings import read_settings
 
-    chosen = read_settings(kv_dtype=given).kv_dtype
+    chosen = read_settings(kv_dtype=options.kv_dtype).kv_dtype
     return None if chosen == "auto" else chosen
 
 
-def _one(
+def _plan_model(
     name: str,
     machine: "Machine",
     wishes: "Wishes",
@@ -315,40 +221,40 @@ def _one(
     from vlfit.plan.search import plan
     from vlfit.plan.subjects import instead_of, named
 
-    _card(machine, wishes)  # without a GPU there is nothing to ask a hub for
+    _gpu_for(machine, wishes)  # fail without a GPU before asking the hub
     try:
-        found = named(name, wishes.weights)
+        subject = named(name, wishes.weights)
     except UnknownArchitecture:
         if wishes.backend != "transformers":
             raise
         from vlfit.cli.plan_page import plan_any
 
         return plan_any(name, machine, wishes, printer, json=json)
-    made = plan(found.exact, machine, wishes, lambda: instead_of(found.exact, name), found.makers)
+    result = plan(subject.exact, machine, wishes, lambda: instead_of(subject.exact, name), subject.makers)
     rows = (
-        _what_if(machine, lambda other: plan(found.exact, other, wishes, makers=found.makers))
+        _what_if(machine, lambda other: plan(subject.exact, other, wishes, makers=subject.makers))
         if what_if
         else []
     )
     if svg is not None:
-        _write(svg, made)
-        printer.note(f"drawn into {svg}")
+        _write_svg(svg, result)
+        printer.note(f"saved to {svg}")
     if json:
         from vlfit.plan.report import facts, what_if_facts
 
-        printer.data({**facts(made), **({"what_if": what_if_facts(rows)} if what_if else {})})
+        printer.data({**facts(result), **({"what_if": what_if_facts(rows)} if what_if else {})})
     else:
         from vlfit.cli.plan_page import page, what_if_page
 
-        _show([page(made), *([what_if_page(rows)] if rows else [])])
-    return made.fits
+        _print_pages([page(result), *([what_if_page(rows)] if rows else [])])
+    return result.fits
 
 
-def _everything(machine: "Machine", wishes: "Wishes", printer: Printer, what_if: bool, json: bool) -> bool:
-    gpu = _card(machine, wishes)
+def _plan_catalog(machine: "Machine", wishes: "Wishes", printer: Printer, what_if: bool, json: bool) -> bool:
+    gpu = _gpu_for(machine, wishes)
     plans = _all_plans(machine, wishes)
     if not plans:
-        raise UsageError("no model of the catalog can have all of these wishes", "wish for less at once")
+        raise UsageError("no model of the catalog supports all of these options", "set fewer at once")
     rows = _what_if(machine, lambda other: _all_plans(other, wishes)[0]) if what_if else []
     if json:
         from vlfit.plan.report import table_facts
@@ -357,13 +263,13 @@ def _everything(machine: "Machine", wishes: "Wishes", printer: Printer, what_if:
     else:
         from vlfit.cli.plan_page import table_page, what_if_page
 
-        _show([table_page(plans, gpu), *([what_if_page(rows)] if rows else [])])
+        _print_pages([table_page(plans, gpu), *([what_if_page(rows)] if rows else [])])
     return plans[0].fits
 
 
-def _card(machine: "Machine", wishes: "Wishes") -> "Gpu":
-    """What a plan is for. Raises ``DeviceError`` where there is no GPU, and the backend needs one."""
-    from vlfit.plan.search import emptiest
+def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
+    """The GPU to plan for, or RAM for vLLM on a CPU. Raises ``DeviceError`` without a GPU otherwise."""
+    from vlfit.plan.gpus import emptiest
     from vlfit.plan.vllm.cpu import ram_as_gpu
 
     in_ram = wishes.backend == Backend.vllm and not machine.gpus
@@ -371,7 +277,7 @@ def _card(machine: "Machine", wishes: "Wishes") -> "Gpu":
 
 
 def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
-    """A plan for each model of the catalog that can have the wishes at all, best first."""
+    """Plans for all models of the catalog that support the wishes, best first."""
     from vlfit.plan.search import plan
     from vlfit.plan.subjects import everything, makers_of
 
@@ -380,18 +286,18 @@ def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
         try:
             plans.append(plan([model], machine, wishes, makers=makers_of([model])))
         except UsageError:
-            continue  # a wish that only this model cannot have, such as pictures for a text-only one
+            continue  # a wish this model does not support, e.g. image tokens for a text-only one
     return sorted(plans, key=lambda each: each.rank)
 
 
-def _what_if(machine: "Machine", planned: "Planner") -> "list[tuple[str, Plan]]":
+def _what_if(machine: "Machine", planned: "Callable[[Machine], Plan]") -> "list[tuple[str, Plan]]":
     from vlfit.plan.search import variants
 
     return [(what, planned(other)) for what, other in variants(machine)]
 
 
-def _show(pages: list[str]) -> None:
-    """Pages as they are: they hold the terminal's colours, and what came from outside was made harmless."""
+def _print_pages(pages: list[str]) -> None:
+    """Print pages unescaped: they hold colours, and names in them are escaped already."""
     try:
         sys.stdout.write("\n".join(pages) + "\n")
         sys.stdout.flush()
@@ -401,12 +307,90 @@ def _show(pages: list[str]) -> None:
         raise cannot_write(error) from error
 
 
-def _write(file: Path, made: "Plan") -> None:
+def _write_svg(file: Path, made: "Plan") -> None:
     from vlfit.plan.svg import draw
 
     try:
         file.write_text(draw(made), encoding="utf-8")
     except OSError as error:
         raise VlfitError(
-            f"cannot write {file}: {error.strerror}", "name a file in a folder of yours"
+            f"cannot write {file}: {error.strerror}", "choose a folder you can write to"
         ) from None
+
+
+# --- vlfit plan --calibrate ----------------------------------------------------------------------------
+
+
+def _calibrate(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None:
+    """Measure this machine's GPU and save the constants. ``elsewhere``: the options name another machine.
+
+    Raises ``UsageError`` for another machine, ``DeviceError`` without a GPU or a torch that sees it.
+    """
+    if elsewhere:
+        raise UsageError(
+            "--calibrate measures this machine, but --machine and --gpu name another",
+            "run vlfit plan --calibrate on that machine",
+        )
+    if not machine.gpus:
+        raise DeviceError(
+            f"there is no GPU to measure: {machine.no_gpu_reason}",
+            "without one, plans use the constants that ship with vlfit",
+        )
+    from vlfit.plan.calibration import save
+    from vlfit.plan.gpus import emptiest
+
+    try:
+        from vlfit.tuning.calibration_run import calibrate
+        from vlfit.tuning.tune import tune_gpu
+    except ImportError as error:
+        raise DeviceError(
+            f"measuring needs torch, which cannot be imported: {error}", "vlfit doctor finds the cause"
+        ) from None
+    gpu = emptiest(machine)
+    printer.note(f"Measuring {gpu.name}. This takes less than a minute.")
+    measured = calibrate(gpu, lambda what: printer.note(f"  {what}"))
+    path = save(measured)
+    for line in _calibration_lines(measured):
+        printer.note(f"  {line}")
+    printer.note(f"Saved to {path}; plans for this GPU, driver and torch use it from now on.")
+    printer.note("Tuning kernels for 1 to 16 rows.")
+    tiles = tune_gpu(gpu, lambda what: printer.note(f"  {what}"))
+    printer.note(f"Saved to {tiles}; the engine and plans for this GPU use it from now on.")
+
+
+def _calibration_lines(measured: "Measured") -> list[str]:
+    """Calibration results, one line each."""
+    link = measured.link_bandwidth
+    return [
+        f"CUDA context: {measured.context / MIB:,.0f} MiB; GEMM workspace "
+        f"{measured.workspace / MIB:,.0f} MiB",
+        f"torch's allocator beyond its tensors: {measured.vision_slack - 1:.0%} in the vision tower, "
+        f"{measured.text_slack - 1:.0%} in the text model",
+        f"copies at {format_bandwidth(round(measured.copy_bandwidth))}, "
+        f"{'' if link is None else f'from RAM at {format_bandwidth(round(link))}, '}"
+        f"{measured.multiplications / 1e12:,.0f} TFLOP/s in bf16, "
+        f"{measured.launch * 1e3:.2f} ms to launch a layer",
+    ]
+
+
+def _warn_broken_calibration(machine: "Machine", printer: Printer) -> None:
+    """Warn about saved calibrations that cannot be read."""
+    from vlfit.plan.calibration import constants_for
+
+    for gpu in machine.gpus:
+        broken = constants_for(gpu).broken
+        if broken:
+            printer.note(
+                f"warning: {broken}. Using the constants that ship with vlfit instead; "
+                "vlfit plan --calibrate measures again."
+            )
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlfit.machine.model import Gpu, Machine
+    from vlfit.plan.plans import Plan
+    from vlfit.plan.wishes import Wishes
+
+    Planner = Callable[[Machine], Plan]

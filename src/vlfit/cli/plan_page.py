@@ -1,7 +1,4 @@
-"""Plans as a person reads them in a terminal or a pipe: a verdict, a stacked bar, the ledger, speed, changes.
-
-Knows words and columns. Does not know how a plan is made.
-"""
+"""Plans and ledgers as text: settings, a stacked bar, the ledger, the verdict, speed, what to change."""
 
 import io
 import shlex
@@ -16,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlfit.checkpoint.catalog import BF16
-from vlfit.cli.printing import Printer, plain
+from vlfit.cli.printing import Printer, escape_control
 from vlfit.machine.survey import BFLOAT16_FROM
 from vlfit.plan.actual import Row, off_plan, planned_for
 from vlfit.plan.svg import COLOURS
@@ -26,20 +23,20 @@ if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
     from vlfit.machine.model import Gpu, Machine
     from vlfit.plan.ledger import Line, Settings
-    from vlfit.plan.search import Plan
+    from vlfit.plan.plans import Plan
     from vlfit.plan.speed import Speed
     from vlfit.plan.wishes import Wishes
 
 
 _LEGEND = (
-    "Negative: too much, even at the smallest settings that are tried. Instruct and Thinking have one size. "
-    "A model's ledger: vlfit plan MODEL. Copies that are not on the hub are made by vlfit convert."
+    "Negative: does not fit, even with the smallest settings. Instruct and Thinking have the same size. "
+    "Ledger of a model: vlfit plan MODEL. What is not on the hub is made by vlfit convert."
 )
 _BAR = 72
 _WIDTH = 110
-_PLACES = ("first", "second", "third")
-_TABLE_WIDTH = 130  # names are long, and cut names are of no use
-# In a pipe there are no colours: each line has its letter.
+_ORDINALS = ("first", "second", "third")
+_TABLE_WIDTH = 130  # model names must not be cut
+# Letters of the bar, without colours.
 LETTERS = {
     "desktop": "d",
     "context": "c",
@@ -58,7 +55,7 @@ LETTERS = {
 
 
 def page(plan: "Plan", *, lively: bool | None = None) -> str:
-    """One plan, whole; ``lively``: for a terminal, None: if stdout is one."""
+    """A plan as a page; ``lively``: with colours; None: if stdout is a terminal."""
     console = new_console(lively=lively)
     console.print(Text(_head(plan), style="bold"))
     console.print(_settings(plan))
@@ -73,15 +70,18 @@ def page(plan: "Plan", *, lively: bool | None = None) -> str:
     if plan.flags:
         console.print(_flags(plan))
     for remark in plan.remarks:
-        console.print(plain(remark, terminal=True))
+        console.print(escape_control(remark, terminal=True))
     return text_of(console)
 
 
 def table_page(plans: "list[Plan]", gpu: "Gpu") -> str:
-    """Everything that fits, best first, then what does not and by how much."""
+    """The catalog: what fits, best first, then what does not and by how much."""
     console = new_console(_TABLE_WIDTH)
     console.print(
-        Text(f"{plain(gpu.name, terminal=True)}: {_mib(gpu.free)} free of {_mib(gpu.total)}", style="bold")
+        Text(
+            f"{escape_control(gpu.name, terminal=True)}: {_mib(gpu.free)} free of {_mib(gpu.total)}",
+            style="bold",
+        )
     )
     console.print()
     table = Table(box=None, pad_edge=False)
@@ -102,7 +102,7 @@ def table_page(plans: "list[Plan]", gpu: "Gpu") -> str:
 
 
 def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
-    """What would fit on other machines."""
+    """The best plan on other machines."""
     console = new_console(_TABLE_WIDTH)
     console.print(Text("What if", style="bold"))
     table = Table(box=None, pad_edge=False)
@@ -120,7 +120,7 @@ def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
 
 
 def new_console(width: int = _WIDTH, *, lively: bool | None = None) -> Console:
-    """Prints into memory; ``lively``: for a terminal, in colours."""
+    """A console that prints to memory; ``lively``: with colours."""
     lively = sys.stdout.isatty() if lively is None else lively
     if lively and width == _WIDTH:
         width = min(width, max(shutil.get_terminal_size().columns, _BAR + 2))
@@ -136,40 +136,44 @@ def new_console(width: int = _WIDTH, *, lively: bool | None = None) -> Console:
 
 
 def text_of(console: Console) -> str:
-    """What was printed."""
+    """What was printed on ``new_console``."""
     file = console.file
     written = file.getvalue() if isinstance(file, io.StringIO) else ""
     return "\n".join(line.rstrip() for line in written.splitlines())
 
 
 def _short(plan: "Plan") -> str:
-    return plain(plan.model.name.rpartition("/")[2], terminal=True)
+    return escape_control(plan.model.name.rpartition("/")[2], terminal=True)
 
 
 def _head(plan: "Plan") -> str:
     place = " under WSL2" if plan.wsl2 else ""
-    return plain(f"{plan.model.name} on {plan.gpu.name}{place}, {plan.backend} backend", terminal=True)
+    return escape_control(
+        f"{plan.model.name} on {plan.gpu.name}{place}, {plan.backend} backend", terminal=True
+    )
 
 
 def _settings(plan: "Plan") -> str:
     settings = plan.settings
     pictures = f", {settings.image_tokens} image tokens" if settings.image_tokens else ""
-    narrow = f", KV cache in {settings.kv_dtype}" if settings.kv_dtype != BF16 else ""
+    kv_cache = f", KV cache in {settings.kv_dtype}" if settings.kv_dtype != BF16 else ""
     return (
         f"{settings.weights} weights, context {settings.context}{pictures}, {settings.sequences} at once, "
-        f"{settings.chunk} tokens a pass{narrow}{_cards(plan)}"
+        f"{settings.chunk} tokens per pass{kv_cache}{_parallelism(plan)}"
     )
 
 
-def _cards(plan: "Plan") -> str:
-    """Over how many cards, where they are several."""
-    told = plan.settings.vllm
-    copies = f", {told.data} copies" if told.data > 1 else ""
-    return f"{copies}{f', {told.tensor} cards share each layer' if told.tensor > 1 else ''}"
+def _parallelism(plan: "Plan") -> str:
+    """Tensor and data parallelism, if there are several GPUs."""
+    from vlfit.plan.vllm.settings import args_of
+
+    vllm = args_of(plan.settings)
+    copies = f", {vllm.data} copies" if vllm.data > 1 else ""
+    return f"{copies}{f', {vllm.tensor} GPUs per model' if vllm.tensor > 1 else ''}"
 
 
 def _bar(plan: "Plan") -> Text:
-    """The card as one row of cells, what is too much behind its end."""
+    """The GPU as one row of cells; ``|`` marks its end if the plan does not fit."""
     scale = _BAR / max(plan.total, plan.gpu.total)
     bar, filled, spent = Text("["), 0, 0
     lively = sys.stdout.isatty()
@@ -204,42 +208,45 @@ def _ledger(plan: "Plan") -> Table:
 
 
 def _verdict(plan: "Plan") -> Text:
-    from vlfit.plan.vllm.lines import too_small
+    from vlfit.plan.vllm.lines import kv_cache_problem
 
-    if plan.fits and (words := too_small(plan)):
-        return Text(f"Memory is left, {_mib(plan.headroom)}, but {words}", style="bold red")
+    if plan.fits and (words := kv_cache_problem(plan)):
+        return Text(f"{_mib(plan.headroom)} are left, but {words}", style="bold red")
     if plan.fits:
         return Text(f"Fits, with {_mib(plan.headroom)} left.", style="bold green")
     return Text(f"Does not fit: {_mib(-plan.headroom)} too much.", style="bold red")
 
 
 def _speed(plan: "Plan") -> list[str]:
+    from vlfit.plan.vllm.settings import args_of
+
     speed = plan.speed
     if speed is None:
-        return [f"Speed: unknown, as {_why_unknown(plan.settings)}."]
+        return [f"Speed: unknown, {_why_unknown(plan.settings)}."]
+    each = " each" if args_of(plan.settings).tensor > 1 else ""
     first = speed.first_token
     lines = [
         f"Speed, predicted: {_between(speed)} tokens/s; first token after {format_seconds(first.low)} to "
         f"{format_seconds(first.high)}.",
-        f"  {format_bytes(speed.bytes_per_token)} are moved for a token; {_whose(plan)} limit is "
-        f"{speed.roof:.0f} tokens/s, each weight read once as it is stored "
-        f"({format_bandwidth(plan.gpu.bandwidth or 0)}{' each' if plan.settings.vllm.tensor > 1 else ''}).",
+        f"  {format_bytes(speed.bytes_per_token)} are read per token; {_whose(plan)} limit is "
+        f"{speed.roof:.0f} tokens/s, with each weight read once "
+        f"({format_bandwidth(plan.gpu.bandwidth or 0)}{each}).",
     ]
     if speed.offload is not None:
         lines.append(
-            f"  {format_bytes(speed.offloaded)} of weights in RAM, read over PCIe for each token, would "
-            f"allow {speed.offload:.1f} tokens/s at most{_how(plan)}."
+            f"  With {format_bytes(speed.offloaded)} of weights in RAM, read over PCIe for each token: at"
+            f" most {speed.offload:.1f} tokens/s{_how(plan)}."
         )
     if plan.gpu.compute_capability < BFLOAT16_FROM:
-        untried = "; nobody has tried vlfit on such a card" if plan.backend == "native" else ""
-        lines.append(
-            f"  This card has no units for bfloat16: all is computed in float16{untried}. Expect less."
-        )
+        untried = "; vlfit was never tried on such a card" if plan.backend == "native" else ""
+        lines.append(f"  This card has no bfloat16: it computes in float16{untried}. Expect less.")
     return lines
 
 
 def _whose(plan: "Plan") -> str:
-    cards = plan.settings.vllm.tensor
+    from vlfit.plan.vllm.settings import args_of
+
+    cards = args_of(plan.settings).tensor
     return "the card's" if cards == 1 else f"{cards} cards'"
 
 
@@ -257,61 +264,66 @@ def _between(speed: "Speed | None") -> str:
 
 
 def _changes(plan: "Plan") -> list[str]:
-    """What to change: what is enough alone, then what is not, and which two of those are enough together."""
+    """What to change: changes that are enough alone, those that are not, and two that are enough together."""
     from vlfit.plan.changes import enough_together
 
     enough = [change for change in plan.changes if change.enough]
     rest = [change for change in plan.changes if not change.enough]
     lines = []
-    for title, changes in (("What to change, any one of:", enough), ("Not enough alone:", rest)):
+    for title, changes in (("Change any one of:", enough), ("Not enough alone:", rest)):
         if changes:
             lines.append(title)
-            lines += [f"  {plain(change.what, terminal=True)}: {_mib(change.frees)}" for change in changes]
+            lines += [
+                f"  {escape_control(change.what, terminal=True)}: {_mib(change.frees)}" for change in changes
+            ]
     both = enough_together(rest, -plan.headroom)
     if both is not None:
         first, second = sorted(rest.index(change) for change in both)
         freed = _mib(sum(change.frees for change in both))
-        lines.append(f"The {_PLACES[first]} and the {_PLACES[second]} of these together: {freed}, enough.")
+        lines.append(f"The {_ORDINALS[first]} and the {_ORDINALS[second]} together are enough: {freed}.")
     return lines
 
 
 def _why_unknown(settings: "Settings") -> str:
-    if settings.vllm.in_ram or settings.vllm.dtype == "float32":
-        return f"nothing was measured {'on a processor' if settings.vllm.in_ram else 'in float32'}"
-    link = ", or that of its link to RAM," if settings.offload else ""
-    return f"the card's memory bandwidth{link} is not known"
+    from vlfit.plan.vllm.settings import args_of
+
+    vllm = args_of(settings)
+    if vllm.in_ram or vllm.dtype == "float32":
+        return f"nothing was measured {'on a CPU' if vllm.in_ram else 'in float32'}"
+    link = " or PCIe bandwidth" if settings.offload else ""
+    return f"as the card's memory bandwidth{link} is not known"
 
 
 def _advice(plan: "Plan") -> list[str]:
     lines = _changes(plan)
     if plan.fits and plan.model.converted_from:
-        lines.append(f"Make it with: {plain(plan.model.made_by, terminal=True)}")
+        lines.append(f"Make it with: {escape_control(plan.model.made_by, terminal=True)}")
     if plan.flags:
         lines += ["Start it with:", *_command_of_many_lines(plan)]
     elif plan.command is not None:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
         words = " ".join([*variables, shlex.join(plan.command)])
-        lines.append(f"Start it with: {plain(words, terminal=True)}")
+        lines.append(f"Start it with: {escape_control(words, terminal=True)}")
     return lines
 
 
 def _command_of_many_lines(plan: "Plan") -> list[str]:
-    """A long command so that it can be copied: a flag on each line, backslashes between them."""
+    """A command with one flag per line, to be copied."""
     words = plan.command or ()
     lines = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
     lines.append(shlex.join(words[:3]))
     lines += ["  " + shlex.join(flag.words) for flag in plan.flags if flag.flag not in plan.environment]
-    return [f"  {plain(line, terminal=True)}" + " \\" * (line is not lines[-1]) for line in lines]
+    return [f"  {escape_control(line, terminal=True)}" + " \\" * (line is not lines[-1]) for line in lines]
 
 
 def _flags(plan: "Plan") -> Table:
-    """What each flag is for: the line of the ledger that it moves, and why it is there."""
+    """Each flag with the ledger line it changes, and why."""
     table = Table(box=None, pad_edge=False)
     table.add_column("flag", no_wrap=True)
     table.add_column("moves", no_wrap=True)
     table.add_column("why", overflow="fold")
     for flag in plan.flags:
-        table.add_row(flag.flag, flag.line, plain(flag.why, terminal=True))
+        table.add_row(flag.flag, flag.line, escape_control(flag.why, terminal=True))
     return table
 
 
@@ -323,13 +335,11 @@ def _count(count: int) -> str:
     return f"{round(count / MIB):,}"
 
 
-# The ledger of a server that has started, in the form of the plan: line, planned, held.
-#
-# Knows words and columns. Does not know how either number came about (``plan/actual.py``).
+# --- the ledger of a running server, planned and held -----------------------------------------------------
 
 
 def ledger_page(found: Sequence[Row], total: Mapping[str, int | None], place: str) -> str:
-    """``found`` line by line. ``total``: bytes planned and actual. ``place``: what the memory is of."""
+    """Ledger with planned and held MiB. ``total``: bytes planned and actual. ``place``: of which memory."""
     page = new_console(lively=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -339,7 +349,7 @@ def ledger_page(found: Sequence[Row], total: Mapping[str, int | None], place: st
     table.add_column("known", no_wrap=True)
     table.add_column("what it is", overflow="fold")
     for row in found:
-        words = plain("; ".join(part for part in (row.note, row.remark) if part), terminal=True)
+        words = escape_control("; ".join(part for part in (row.note, row.remark) if part), terminal=True)
         sign = LETTERS.get(row.line, "")
         table.add_row(sign, row.line, _mib_or_blank(row.planned), _mib_or_blank(row.actual), row.how, words)
     table.add_row("", "total", _mib_or_blank(total["planned"]), _mib_or_blank(total["actual"]), "", place)
@@ -348,7 +358,7 @@ def ledger_page(found: Sequence[Row], total: Mapping[str, int | None], place: st
 
 
 def differences(found: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Lines that hold over 3 % more than planned, and lines that hold as much less, in words."""
+    """Lines that hold over 3 % more than planned, and over 3 % less, as sentences."""
     more: list[str] = []
     less: list[str] = []
     planned = {row.line: planned_for(row, found) for row in found}
@@ -364,37 +374,34 @@ def _mib_or_blank(count: int | None) -> str:
     return "-" if count is None else f"{count / MIB:,.0f}"
 
 
-# ``vlfit plan --backend transformers`` for a model that the native engine does not know: its ledger.
-#
-# Knows: where such a checkpoint is found, and how its ledger is shown. Does not know: what the lines are
-# made of (``plan/transformers/cost.py``).
+# --- --backend transformers, for models that the native engine does not know ------------------------------
 
 
-_WORDS = 128  # tokens of a question and a template, as the backend leaves them free
+_PROMPT_TOKENS = 128  # question and chat template, left free by the backend too
 _BF16_BYTES = 2
-_GUESSED = "What passes take is a guess until the model has run: vlfit serve measures it at its start."
+_GUESSED = "Memory of forward passes is a guess: vlfit serve measures it when it starts."
 
 
 def plan_any(name: str, machine: "Machine", wishes: "Wishes", printer: Printer, *, json: bool) -> bool:
-    """Show the ledger of ``name`` on the emptiest card of ``machine``, computed in bfloat16. Whether it fits.
+    """Print the ledger of ``name`` in bfloat16 on the emptiest GPU; returns whether it fits.
 
-    Raises what reading config and headers raises; weights are not fetched.
+    Raises what reading config and headers raises; does not download weights.
     """
-    from vlfit.plan.search import emptiest
-    from vlfit.plan.transformers.cost import Wish, context_of, lines_on_gpu, text_shape
+    from vlfit.plan.gpus import emptiest
+    from vlfit.plan.transformers.cost import RunOptions, context_of, lines_on_gpu, text_shape
 
     gpu = emptiest(machine)
     checkpoint = _headers_of(name)
     shape = text_shape(checkpoint.config)
     context = context_of(shape, wishes.context)
-    wish = Wish(context, min(wishes.image_tokens or context, context - _WORDS), _BF16_BYTES)
+    wish = RunOptions(context, min(wishes.image_tokens or context, context - _PROMPT_TOKENS), _BF16_BYTES)
     lines = lines_on_gpu(checkpoint, shape, gpu, wish)
     total = sum(line.bytes for line in lines)
     fits = total <= gpu.total
     if json:
-        printer.data(_facts(checkpoint, gpu, wish.image_tokens, context, lines))
+        printer.data(_any_facts(checkpoint, gpu, wish.image_tokens, context, lines))
     else:
-        printer.line(_page(checkpoint, name, gpu, context, lines))
+        printer.line(_any_page(checkpoint, name, gpu, context, lines))
     return fits
 
 
@@ -410,7 +417,7 @@ def _headers_of(name: str) -> "AnyCheckpoint":
     return read_any(name, cached) if cached is not None else read_remote_any(name)
 
 
-def _facts(
+def _any_facts(
     checkpoint: "AnyCheckpoint", gpu: "Gpu", image_tokens: int, context: int, lines: "tuple[Line, ...]"
 ) -> dict[str, Any]:
     total = sum(line.bytes for line in lines)
@@ -430,10 +437,17 @@ def _facts(
     }
 
 
-def _page(checkpoint: "AnyCheckpoint", name: str, gpu: "Gpu", context: int, lines: "tuple[Line, ...]") -> str:
+def _any_page(
+    checkpoint: "AnyCheckpoint", name: str, gpu: "Gpu", context: int, lines: "tuple[Line, ...]"
+) -> str:
     page = new_console()
-    kind, card = plain(checkpoint.model_type or "?", terminal=True), plain(gpu.name, terminal=True)
-    page.print(f"{plain(checkpoint.name, terminal=True)} ({kind}) with transformers in bfloat16 on {card}")
+    kind, card = (
+        escape_control(checkpoint.model_type or "?", terminal=True),
+        escape_control(gpu.name, terminal=True),
+    )
+    page.print(
+        f"{escape_control(checkpoint.name, terminal=True)} ({kind}) with transformers in bfloat16 on {card}"
+    )
     page.print(f"context {context} tokens, one request at a time\n")
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -443,15 +457,19 @@ def _page(checkpoint: "AnyCheckpoint", name: str, gpu: "Gpu", context: int, line
     table.add_column("what it is", overflow="fold")
     for line in lines:
         sign = LETTERS.get(line.line, "")
-        table.add_row(sign, line.line, f"{line.bytes / MIB:,.0f}", line.how, plain(line.note, terminal=True))
+        table.add_row(
+            sign, line.line, f"{line.bytes / MIB:,.0f}", line.how, escape_control(line.note, terminal=True)
+        )
     total = sum(line.bytes for line in lines)
     table.add_row("", "total", f"{total / MIB:,.0f}", "", f"of {gpu.total / MIB:,.0f} MiB")
     page.print(table)
     left = (gpu.total - total) / MIB
     page.print(
-        f"\nFits, with {left:,.0f} MiB left." if left >= 0 else f"\nDoes not fit: {-left:,.0f} MiB too few."
+        f"\nFits, with {left:,.0f} MiB left." if left >= 0 else f"\nDoes not fit: {-left:,.0f} MiB too much."
     )
     page.print(_GUESSED)
     command = f"vlfit serve {shlex.quote(name)} --backend transformers --context {context}"
-    page.print(f"Start it with: {plain(command, terminal=True)}{'' if left >= 0 else ' --offload auto'}")
+    page.print(
+        f"Start it with: {escape_control(command, terminal=True)}{'' if left >= 0 else ' --offload auto'}"
+    )
     return text_of(page)

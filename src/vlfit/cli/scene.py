@@ -1,4 +1,4 @@
-"""``vlfit scene``: what is in a picture, and where."""
+"""``vlfit scene`` and ``vlfit detect``: objects in pictures, with their boxes."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import CommonOptions, takes_common_options
+from vlfit.cli.options import ANSWERING, Options, takes
 
 if TYPE_CHECKING:
     from vlfit.cli.printing import Printer
@@ -14,46 +14,46 @@ if TYPE_CHECKING:
     from vlfit.tasks.objects import Detection, Scene
 
 
-@takes_common_options
+@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def scene(
     pictures: Annotated[
         list[str],
-        typer.Argument(metavar="PICTURE", help="Files, globs, URLs, or - for standard input."),
+        typer.Argument(metavar="PICTURE", help="Files, globs, URLs, or - for stdin."),
     ],
     *,
-    options: CommonOptions,
+    options: Options,
 ) -> None:
-    """List what is in a picture, and where.
+    """List the objects in each picture, with boxes.
 
-    Gives a summary, the objects with their boxes, and the words on it, for each picture. Boxes are
-    left, top, right, bottom in pixels of the original picture; beside them stand the model's own numbers, in
-    thousandths of width and height. What had to be mended or dropped of its answer is said on stderr. In
-    JSON that is under "warnings", the words seen under "words", and the answer as it came under "text".
+    Prints a summary, the objects with their boxes, and the text in the picture. Boxes are left, top, right,
+    bottom in pixels of the original picture; the model's own coordinates (0 to 1000) stand beside them. What
+    had to be repaired or dropped of the model's answer is said on stderr. In JSON that is "warnings", text in
+    the picture is "words", and the raw answer is "text".
 
     \b
     Examples:
       vlfit scene photo.jpg
       vlfit scene photo.jpg --json | jq '.objects[].label'
     """
-    from vlfit.cli.session import Session, for_each_picture, named_pictures
+    from vlfit.cli.session import Session, expand_patterns, for_each_picture
 
-    with Session(options, looks=True) as session:
-        names = named_pictures(pictures)
+    with Session(options, needs_pictures=True) as session:
+        names = expand_patterns(pictures)
 
         def work(name: str) -> None:
             from vlfit.tasks.pictures import load_picture, name_of
 
             found = session.model.scene(load_picture(name), **session.sampling)
             if options.json:
-                session.printer.data(_facts(name, found))
+                session.printer.data(_scene_facts(name, found))
             else:
-                session.printer.line(_words(found, f"{name_of(name)}: " if len(names) > 1 else ""))
-            _remarks(session.printer, found)
+                session.printer.line(_scene_text(found, f"{name_of(name)}: " if len(names) > 1 else ""))
+            _print_warnings(session.printer, found)
 
         for_each_picture(names, work)
 
 
-def _words(scene: "Scene", prefix: str) -> str:
+def _scene_text(scene: "Scene", prefix: str) -> str:
     lines = [prefix + (scene.summary or "(no summary)")]
     if scene.objects:
         width = max(len(thing.label) for thing in scene.objects)
@@ -64,13 +64,13 @@ def _words(scene: "Scene", prefix: str) -> str:
 
 
 def object_line(thing: "SceneObject", width: int) -> str:
-    """Its label in ``width`` letters, and its box."""
+    """Label, padded to ``width``, and box of an object."""
     pixels = ", ".join(map(str, thing.box))
     thousandths = ", ".join(f"{edge:g}" for edge in thing.box_1000)
     return f"{thing.label:{width}}  ({pixels}) pixels  [{thousandths}] of 1000"
 
 
-def _facts(name: str, scene: "Scene") -> dict[str, Any]:
+def _scene_facts(name: str, scene: "Scene") -> dict[str, Any]:
     from vlfit.cli.printing import answer_facts
 
     return {
@@ -83,35 +83,30 @@ def _facts(name: str, scene: "Scene") -> dict[str, Any]:
     }
 
 
-def _remarks(printer: "Printer", scene: "Scene") -> None:
+def _print_warnings(printer: "Printer", scene: "Scene") -> None:
     for warning in scene.warnings:
         printer.note(f"  {warning}")
-    printer.costs(scene.answer)
+    printer.print_costs(scene.answer)
 
 
-# ``vlfit detect``: where things are in a picture, in pixels, or drawn over it.
-
-
-@takes_common_options
+@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def detect(
-    picture: Annotated[
-        str, typer.Argument(metavar="PICTURE", help="A file, a URL, or - for standard input.")
-    ],
+    picture: Annotated[str, typer.Argument(metavar="PICTURE", help="A file, a URL, or - for stdin.")],
     things: Annotated[
-        str, typer.Argument(metavar="THINGS", help='What to look for: "cups", or "cups, plates".')
+        str, typer.Argument(metavar="THINGS", help='Objects to find: "cups", or "cups, plates".')
     ],
     draw: Annotated[
         Path | None,
-        typer.Option("--draw", metavar="FILE", help="Draw the boxes over the picture, into this file."),
+        typer.Option("--draw", metavar="FILE", help="Save the picture with its boxes to this file."),
     ] = None,
     *,
-    options: CommonOptions,
+    options: Options,
 ) -> None:
-    """Find things in a picture.
+    """Find objects in a picture.
 
-    Gives a line for each: its label, and its box as left, top, right, bottom in pixels of the original
-    picture (upright, as its EXIF says); beside them the model's own numbers, in thousandths of width and
-    height. Nothing found is no failure: there are no lines then, and stderr says so.
+    Prints a line per object: its label, and its box as left, top, right, bottom in pixels of the original
+    picture, upright as its EXIF says; the model's own coordinates (0 to 1000) stand beside them. If nothing
+    is found, it prints no line, says so on stderr, and exits with 0.
 
     \b
     Examples:
@@ -125,7 +120,7 @@ def detect(
         from vlfit.tasks.drawing import check_drawing
 
         check_drawing(draw, picture)
-    with Session(options, looks=True) as session:
+    with Session(options, needs_pictures=True) as session:
         from vlfit.tasks.pictures import load_picture
 
         loaded = load_picture(picture)
@@ -133,13 +128,13 @@ def detect(
         if options.json:
             session.printer.data(_detection_facts(picture, found))
         else:
-            for line in _lines(found):
+            for line in _detection_lines(found):
                 session.printer.line(line)
         if not found.objects:
             session.printer.note(f"  none found: {things}")
         for warning in found.warnings:
             session.printer.note(f"  {warning}")
-        session.printer.costs(found.answer)
+        session.printer.print_costs(found.answer)
         if draw is not None:
             from vlfit.tasks.drawing import draw_boxes, save_drawing
 
@@ -147,8 +142,7 @@ def detect(
             session.printer.note(f"  drawn: {draw}")
 
 
-def _lines(found: "Detection") -> list[str]:
-
+def _detection_lines(found: "Detection") -> list[str]:
     width = max((len(thing.label) for thing in found.objects), default=0)
     return [object_line(thing, width) for thing in found.objects]
 

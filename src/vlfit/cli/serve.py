@@ -1,8 +1,4 @@
-"""``vlfit serve``: a model behind OpenAI's API, until Ctrl-C.
-
-Knows: what may be asked for, and the ways to run it: here, in the background, by systemd. Does not know: the
-order of starting and stopping (``serving.py``), routes (``server``).
-"""
+"""``vlfit serve``: the command, and ways to run it: here, in the background, by systemd."""
 
 import json
 import os
@@ -10,71 +6,75 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer.core import TyperCommand
 
-from vlfit.cli import serve_options as options
-from vlfit.cli.options import refuse_engine_options
+from vlfit.cli.options import SERVING, Options, one_model, option, takes
 from vlfit.cli.printing import Printer
-from vlfit.cli.serve_options import OfServe, with_more
+from vlfit.cli.serving_vllm import VllmServeOptions
 from vlfit.errors import CannotListen, UsageError
 
 if TYPE_CHECKING:
     from vlfit.settings import Settings
 
 
-def serve(
-    model_argument: options.ModelArgument = None,
-    vllm_words: options.VllmWords = None,
-    model: options.Model = None,
-    backend: options.Backend = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    context: options.Context = None,
-    kv: options.Kv = None,
-    kv_dtype: options.KvDtype = None,
-    sequences: options.Sequences = None,
-    queue: options.Queue = None,
-    image_tokens: options.ImageTokens = None,
-    chunk: options.Chunk = None,
-    offload: options.Offload = None,
-    max_tokens: options.MaxTokens = None,
-    no_prefix_cache: options.NoPrefixCache = False,
-    speculate: options.Speculate = None,
-    idle_sleep: options.IdleSleep = None,
-    api_key: options.ApiKey = None,
-    server_key: options.ServerKey = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    api_keys: options.ApiKeys = None,
-    allow_anyone: options.AllowAnyone = None,
-    key_rate: options.KeyRate = None,
-    key_at_once: options.KeyAtOnce = None,
-    allow_files: options.AllowFiles = None,
-    allow_private_urls: options.AllowPrivateUrls = None,
-    allow_origin: options.AllowOrigin = None,
-    allow_host: options.AllowHost = None,
-    drain: options.Drain = None,
-    log_format: options.LogFormat = None,
-    restart: options.Restart = None,
-    vllm_python: options.VllmPython = None,
-    dry_run: options.DryRun = False,
-    no_retry: options.NoRetry = False,
-    daemon: options.Daemon = False,
-    systemd: options.Systemd = False,
-    json_line: options.JsonLine = False,
-    quiet: options.Quiet = False,
-) -> None:
-    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/models; /health,
-    /ready, /metrics; a page for people at /.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(Options):
+    """The options of ``vlfit serve``."""
 
-    Any OpenAI client can speak to it. Only this computer can reach it, unless --host says otherwise, which
-    then takes a key. The first Ctrl-C lets running answers finish for a moment and stops in under three
-    seconds; the second stops at once. SIGTERM lets them finish for --drain.
+    dry_run: Annotated[bool, option(None, "With --backend vllm: print the command and exit.")] = False
+    no_retry: Annotated[
+        bool,
+        option(
+            None, "With --backend vllm: exit if the start fails, instead of trying the next cheaper plan."
+        ),
+    ] = False
+    daemon: Annotated[
+        bool,
+        option(
+            None,
+            "Run in the background, and return when ready. See `vlfit status` and `vlfit stop`.",
+        ),
+    ] = False
+    systemd: Annotated[
+        bool,
+        option(None, "Print a systemd unit with these options and exit."),
+    ] = False
+
+
+@takes(
+    *SERVING,
+    *("dry_run", "no_retry", "daemon", "systemd", "json", "quiet"),
+    backend="native, vllm, transformers, or remote: MODEL is then the URL of a server to forward to.",
+    max_tokens="Max tokens per answer, if the request sets no limit.",
+    json="When ready, print one line of JSON: url, model, context, device, startup times.",
+    quiet="Print only warnings and errors on stderr.",
+)
+def serve(
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    ] = None,
+    vllm_args: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- ARGS...]",
+            help="With --backend vllm: options for vLLM itself; they replace planned ones.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    options: ServeOptions,
+) -> None:
+    """Serve a model with an OpenAI-compatible API.
+
+    Any OpenAI client works: /v1/chat/completions, /v1/models; also /health, /ready, /metrics, and a web page
+    at /. Only this computer can connect unless you set --host, which requires a key. The first Ctrl-C stops
+    in under three seconds, the second at once. SIGTERM lets running answers finish, for up to --drain.
 
     \b
     Examples:
@@ -92,84 +92,42 @@ def serve(
     """
     from vlfit.settings import read_settings
 
-    if systemd and daemon:
-        raise UsageError("--systemd and --daemon", "choose one: systemd runs it in the background itself")
-    model_argument, words = _apart(model_argument, vllm_words)
-    typed = read_settings(backend=backend)
-    server = model_argument if typed.backend == "remote" else None
-    if model_argument and model and server is None and model_argument != model:
-        raise UsageError(f"two models: {model_argument} and --model {model}", "name one")
-    settings = read_settings(
-        model=model or (None if server else model_argument),
-        backend=backend,
-        server=server,
-        host=host,
-        port=port,
-        device=device,
-        dtype=dtype,
-        context=context,
-        kv=kv,
-        kv_dtype=kv_dtype,
-        sequences=sequences,
-        queue=queue,
-        prefix_cache=False if no_prefix_cache else None,
-        speculate=speculate,
-        image_tokens=image_tokens,
-        chunk=chunk,
-        offload=offload,
-        max_tokens=max_tokens,
-        idle_sleep=idle_sleep,
-        api_key=api_key,
-        server_key=server_key,
-        api_keys=api_keys,
-        allow_anyone=allow_anyone,
-        key_rate=key_rate,
-        key_at_once=key_at_once,
-        allow_files=allow_files,
-        allow_private_urls=allow_private_urls,
-        allow_origin=allow_origin,
-        allow_host=allow_host,
-        drain=drain,
-        restart=restart,
-        log_format=log_format,
-        vllm_python=vllm_python,
-    )
-    asked = OfServe(words, dry_run, not no_retry)
-    _check_vllm(settings, asked, apart=daemon or systemd)
+    if options.systemd and options.daemon:
+        raise UsageError(
+            "--systemd and --daemon exclude each other",
+            "choose one: systemd runs it in the background itself",
+        )
+    model_argument, extra_args = _split_vllm_args(model_argument, vllm_args)
+    if read_settings(backend=options.backend).backend == "remote":
+        settings = options.settings(server=model_argument)
+    else:
+        settings = options.settings(model=one_model(model_argument, options.model))
+    vllm_serve = VllmServeOptions(extra_args, options.dry_run, not options.no_retry)
+    _check_vllm(settings, vllm_serve, detached=options.daemon or options.systemd)
     _check_transformers(settings)
     if settings.backend == "remote":
-        refuse_engine_options(
-            settings.server or "the URL",
-            {
-                "device": device,
-                "dtype": dtype,
-                "context": context,
-                "kv": kv,
-                "kv_dtype": kv_dtype,
-                "image_tokens": image_tokens,
-                "chunk": chunk,
-                "offload": offload,
-                "no_prefix_cache": no_prefix_cache or None,
-                "speculate": speculate,
-                "idle_sleep": idle_sleep,
-            },
-        )
-    if systemd:
-        print_unit(settings, sys.argv[1:])
-    elif daemon:
-        start_in_background(settings, sys.argv[1:], as_json=json_line)
+        options.refuse_engine_options(settings.server or "the URL")
+    if options.systemd:
+        print_systemd_unit(settings, sys.argv[1:])
+    elif options.daemon:
+        start_in_background(settings, sys.argv[1:], as_json=options.json)
     elif settings.backend == "vllm":
         from vlfit.cli.serving_vllm import serve_vllm
 
-        serve_vllm(settings, asked, json_line=json_line, quiet=quiet)
+        serve_vllm(settings, vllm_serve, json_line=options.json, quiet=options.quiet)
     else:
         from vlfit.cli.serving import serve_here
 
-        serve_here(settings, json_line=json_line, quiet=quiet, trust_remote_code=trust_remote_code)
+        serve_here(
+            settings,
+            json_line=options.json,
+            quiet=options.quiet,
+            trust_remote_code=options.trust_remote_code,
+        )
 
 
 class ServeCommand(TyperCommand):
-    """Options that are not vlfit's are vLLM's, where that runs the model: guides have them without ``--``."""
+    """With --backend vllm, accepts vLLM's options without ``--`` before them, as guides write them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.ignore_unknown_options = _names_vllm(args)
@@ -182,14 +140,14 @@ def _names_vllm(arguments: list[str]) -> bool:
     return [*named, os.environ.get("VLFIT_BACKEND", "")][0] == "vllm"
 
 
-def _apart(model: str | None, words: list[str] | None) -> tuple[str | None, tuple[str, ...]]:
-    """The model that was named, and words for vLLM: what stands first may be either, and so may be the last,
-    if it is no value of the flag before it.
+def _split_vllm_args(model: str | None, args: list[str] | None) -> tuple[str | None, tuple[str, ...]]:
+    """Split arguments into the model and options for vLLM: the model stands first, or last unless that is the
+    value of a flag.
     """
-    words = words or []
+    args = args or []
     if model is None or not model.startswith("-"):
-        return model, tuple(words)
-    *rest, last = [model, *words]
+        return model, tuple(args)
+    *rest, last = [model, *args]
     is_name = len(rest) > 1 and not last.startswith(("-", "{")) and not last[:1].isdigit()
     if is_name and not rest[-1].startswith("-"):
         return last, tuple(rest)
@@ -197,50 +155,50 @@ def _apart(model: str | None, words: list[str] | None) -> tuple[str | None, tupl
 
 
 def _check_transformers(settings: "Settings") -> None:
-    """Raises ``UsageError`` for more than the one request that transformers runs at once."""
+    """Raise ``UsageError`` for --sequences above 1: transformers runs one request at a time."""
     if settings.backend == "transformers" and "sequences" in settings.model_fields_set:
-        from vlfit.plan.wishes import check_one_at_once
+        from vlfit.plan.transformers.cost_model import check_one_at_once
 
         check_one_at_once(settings.sequences)
 
 
-def _check_vllm(settings: "Settings", asked: OfServe, *, apart: bool) -> None:
-    """Raises ``UsageError`` for what only vLLM has where something else runs the model."""
-    named = {"--dry-run": asked.dry_run, "--no-retry": not asked.retry}
+def _check_vllm(settings: "Settings", vllm_serve: VllmServeOptions, *, detached: bool) -> None:
+    """Raise ``UsageError`` for vLLM's options with another backend, and for those that do not go together."""
+    named = {"--dry-run": vllm_serve.dry_run, "--no-retry": not vllm_serve.retry}
     typed = [name for name, is_typed in named.items() if is_typed]
     if settings.backend != "vllm":
-        if asked.words and not any(word.startswith("-") for word in asked.words):
+        if vllm_serve.extra_args and not any(word.startswith("-") for word in vllm_serve.extra_args):
             if settings.backend == "remote":
-                urls = " and ".join([settings.server or "", *asked.words])
+                urls = " and ".join([settings.server or "", *vllm_serve.extra_args])
                 raise UsageError(
                     f"--backend remote takes one URL, not {urls}",
-                    "the server there has its model already; --model chooses one of several",
+                    "that server has its model already; --model chooses one of several",
                 )
-            raise UsageError(f"more than a model is named: {' '.join(asked.words)}", "name one")
-        if typed or asked.words:
-            what = ", ".join([*typed, *asked.words[:1]])
+            raise UsageError(f"more than one model: {' '.join(vllm_serve.extra_args)}", "name one")
+        if typed or vllm_serve.extra_args:
+            what = ", ".join([*typed, *vllm_serve.extra_args[:1]])
             instead = "add --backend vllm"
             if settings.backend in ("remote", "transformers"):
                 instead = f"leave it out, or use --backend vllm in place of {settings.backend}"
-            raise UsageError(f"{what} is for vLLM, which does not run here", instead)
-    elif any(word.partition("=")[0] == "--direct" for word in asked.words):
+            raise UsageError(f"{what} is for vLLM, but the backend is another", instead)
+    elif any(word.partition("=")[0] == "--direct" for word in vllm_serve.extra_args):
         raise UsageError(
-            "--direct was removed: vlfit's own server always stands before vLLM",
-            "leave it out; for vLLM's own server run the command that --dry-run prints",
+            "--direct was removed: vlfit's server always runs in front of vLLM",
+            "leave it out; for vLLM's own server, run the command that --dry-run prints",
         )
-    elif apart and typed:
-        raise UsageError(
-            f"{', '.join(typed)} is for a server in this terminal", "leave --daemon and --systemd out"
-        )
+    elif detached and typed:
+        raise UsageError(f"{', '.join(typed)} does not go with --daemon and --systemd", "leave them out")
 
 
-# ``vlfit serve --daemon``: a server that goes on when the terminal is closed.
-#
-# Knows: how to start the same command apart from this one, and to wait until it is ready. Does not know
-# what it serves.
+# --- vlfit serve --daemon ---------------------------------------------------------------------------------
+
+LOG_TAIL = 12  # lines of the log, if the server does not start
 
 
-LAST_LINES = 12  # of the log of a server that did not start
+def _with_flags(arguments: list[str], *flags: str) -> list[str]:
+    """``arguments`` with ``flags`` where they are missing, before ``--``: what follows that is vLLM's."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:end], *(flag for flag in flags if flag not in arguments[:end]), *arguments[end:]]
 
 
 def log_file() -> Path:
@@ -249,30 +207,30 @@ def log_file() -> Path:
 
 
 def start_in_background(settings: "Settings", arguments: list[str], *, as_json: bool) -> None:
-    """Start ``vlfit`` with ``arguments``, less ``--daemon``, and wait for it to be ready.
+    """Start ``vlfit`` with ``arguments`` but ``--daemon``, and wait until it is ready.
 
-    Raises ``CannotListen``, with the end of its log, if it ends instead. ``settings`` were read from the same
-    arguments, so that mistakes in them are told here.
+    ``settings``: from the same arguments, so that wrong ones are reported here. Raises ``CannotListen``
+    with the end of its log if it exits instead.
     """
-    from vlfit.cli.serving import keys_of
+    from vlfit.cli.serving import required_keys
 
-    keys_of(settings)
+    required_keys(settings)
     log = log_file()
     log.parent.mkdir(parents=True, exist_ok=True)
     kept = [each for each in arguments if each not in ("--daemon", "--restart")]
-    command = [sys.executable, "-m", "vlfit", *with_more(kept, "--restart", "--json")]
+    command = [sys.executable, "-m", "vlfit", *_with_flags(kept, "--restart", "--json")]
     with log.open("ab") as errors:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # what ends this terminal does not end it
+            start_new_session=True,  # survives the terminal
         )
     assert process.stdout is not None
     try:
         ready = process.stdout.readline()
-    except BaseException:  # Ctrl-C while it loads: nobody would know that it goes on
+    except BaseException:  # Ctrl-C while it loads must not leave it behind
         process.terminate()
         raise
     facts: dict[str, Any] = {}
@@ -280,8 +238,8 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
         facts = json.loads(ready)
     if "url" not in facts:
         process.wait()
-        end = "\n".join(log.read_text("utf-8", "replace").splitlines()[-LAST_LINES:])
-        raise CannotListen(f"the server did not start:\n{end}", f"all that it said is in {log}")
+        end = "\n".join(log.read_text("utf-8", "replace").splitlines()[-LOG_TAIL:])
+        raise CannotListen(f"the server did not start:\n{end}", f"the whole log: {log}")
     printer = Printer(json=as_json)
     if as_json:
         printer.data({**facts, "pid": process.pid, "log": str(log)})
@@ -291,13 +249,10 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
     printer.note(f"log:   {log}\nstop:  vlfit stop --port {port}")
 
 
-# ``vlfit serve --systemd``: a unit by which systemd starts the server, and starts it again if it falls.
-#
-# Knows: what a unit says, and how systemd quotes. Does not know what is served.
+# --- vlfit serve --systemd --------------------------------------------------------------------------------
 
-
-_OURS = ("--systemd", "--restart")
-_PATHS = ("--api-keys", "--allow-files", "--vllm-python")
+_DROPPED_FLAGS = ("--systemd", "--restart")
+_PATH_FLAGS = ("--api-keys", "--allow-files", "--vllm-python")
 ENVIRONMENT = "~/.config/vlfit/environment"
 NOTES = """\
 # vlfit: a server for Qwen3-VL. As a user's own service:
@@ -310,52 +265,52 @@ NOTES = """\
 """
 
 
-def print_unit(settings: "Settings", arguments: list[str]) -> None:
-    """With the options of this command, and the paths in them whole: systemd starts programs elsewhere.
+def print_systemd_unit(settings: "Settings", arguments: list[str]) -> None:
+    """Print a systemd unit for this command, with absolute paths, as systemd starts programs elsewhere.
 
-    Raises ``UsageError`` for a key among them: units can be read by everybody.
+    Raises ``UsageError`` for a key among the arguments: everybody can read a unit.
     """
-    from vlfit.cli.serving import keys_of
+    from vlfit.cli.serving import required_keys
 
-    for option, way in (("--api-key", ", or use --api-keys FILE"), ("--server-key", "")):
-        if any(each.partition("=")[0] == option for each in arguments):
-            variable = f"VLFIT_{option[2:].replace('-', '_').upper()}"
+    for flag, instead in (("--api-key", ", or use --api-keys FILE"), ("--server-key", "")):
+        if any(each.partition("=")[0] == flag for each in arguments):
+            variable = f"VLFIT_{flag[2:].replace('-', '_').upper()}"
             raise UsageError(
-                f"a unit can be read by everybody, and {option} would stand in it",
-                f"write {variable}=... into {ENVIRONMENT}{way}",
+                f"{flag} would be in the unit, which everybody can read",
+                f"write {variable}=... into {ENVIRONMENT}{instead}",
             )
-    keys_of(settings)
+    required_keys(settings)
     printer = Printer()
-    printer.line(unit(with_whole_paths(arguments, settings.model), settings.drain).rstrip("\n"))
+    printer.line(systemd_unit(with_absolute_paths(arguments, settings.model), settings.drain).rstrip("\n"))
     if settings.api_key:
         printer.note(f"note: VLFIT_API_KEY is not in the unit: write it into {ENVIRONMENT}")
 
 
-def with_whole_paths(arguments: list[str], model: str) -> list[str]:
-    """``arguments``, of which files, folders, and a ``model`` that is one, mean the same everywhere."""
+def with_absolute_paths(arguments: list[str], model: str) -> list[str]:
+    """``arguments`` with absolute paths of files, folders, and a ``model`` that is a folder."""
     from vlfit.checkpoint.source import MINI
 
     folder = model if model != MINI and Path(model).expanduser().is_dir() else None
     whole: list[str] = []
     for each in arguments:
         name, sign, value = each.partition("=")
-        if each == folder or (whole and whole[-1] in _PATHS):
-            whole.append(_whole(each))
-        elif sign and (name in _PATHS or (name == "--model" and value == folder)):
-            whole.append(f"{name}={_whole(value)}")
+        if each == folder or (whole and whole[-1] in _PATH_FLAGS):
+            whole.append(_absolute(each))
+        elif sign and (name in _PATH_FLAGS or (name == "--model" and value == folder)):
+            whole.append(f"{name}={_absolute(value)}")
         else:
             whole.append(each)
     return whole
 
 
-def _whole(path: str) -> str:
+def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def unit(arguments: list[str], drain: float) -> str:
-    """The unit for ``vlfit`` with ``arguments``, less ``--systemd``; ``drain`` in seconds."""
-    kept = [each for each in arguments if each not in _OURS]
-    start = " ".join(map(quoted, [sys.executable, "-m", "vlfit", *with_more(kept, "--restart")]))
+def systemd_unit(arguments: list[str], drain: float) -> str:
+    """The systemd unit for ``vlfit`` with ``arguments`` but ``--systemd``; ``drain`` in seconds."""
+    kept = [each for each in arguments if each not in _DROPPED_FLAGS]
+    start = " ".join(map(quote_for_systemd, [sys.executable, "-m", "vlfit", *_with_flags(kept, "--restart")]))
     return f"""{NOTES.format(command="vlfit serve ... --systemd")}
 [Unit]
 Description=vlfit: pictures and words over an OpenAI-compatible API
@@ -366,13 +321,13 @@ Type=exec
 ExecStart={start}
 # Keys and other settings, one VLFIT_NAME=value a line; chmod 600 it.
 EnvironmentFile=-%h/.config/vlfit/environment
-# SIGTERM lets running answers finish for {drain:g} s; the rest is for giving the GPU back.
+# SIGTERM lets running answers finish for {drain:g} s; the rest is for freeing the GPU.
 KillSignal=SIGTERM
 KillMode=mixed
 TimeoutStopSec={int(drain) + 15}
 Restart=on-failure
 RestartSec=2
-# 2: wrong usage, 3: does not fit. Starting again would change neither.
+# 2: wrong usage, 3: does not fit. A restart would not help.
 RestartPreventExitStatus=2 3
 NoNewPrivileges=yes
 ProtectSystem=full
@@ -383,8 +338,8 @@ WantedBy=default.target
 """
 
 
-def quoted(argument: str) -> str:
-    """As systemd reads a word of a command line: quotes, and no meaning for % and $."""
+def quote_for_systemd(argument: str) -> str:
+    """Quote an argument for systemd, and escape % and $."""
     plain = argument.replace("%", "%%").replace("$", "$$")
     if plain and all(letter.isalnum() or letter in "-_=/.,:+@%$" for letter in plain):
         return plain

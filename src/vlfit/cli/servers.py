@@ -1,7 +1,6 @@
-"""``vlfit status`` and ``vlfit stop``: the servers on this computer, and the end of one.
+"""``vlfit status``, ``stop``, ``sleep`` and ``wake``: servers that run on this computer.
 
-Knows: how to ask a server and to signal its process. Does not know: what a status means
-(``server/admin/status.py``).
+Each server leaves a small file for as long as it runs; ``sleep`` and ``wake`` also reach servers elsewhere.
 """
 
 import json
@@ -17,20 +16,18 @@ from urllib.parse import urlsplit
 
 import typer
 
+from vlfit.cli.options import Options, takes
 from vlfit.cli.printing import Printer
 from vlfit.errors import RemoteError, ServerUnreachable, UsageError
 from vlfit.units import format_bytes, format_seconds
 
-# Which servers run on this computer: each leaves a small file for as long as it does.
-#
-# Knows: where the files are, and whether the process of one is still there. Does not know: HTTP.
-
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A server that is ready, or is being started again. ``began``: when its process did, as the system
-    counts (None: it does not tell); a number alone may by now be another's. ``drain``: seconds that it lets
-    requests go on after SIGTERM.
+class ServerRecord:
+    """A server that is ready or restarting.
+
+    ``began``: when its process started, as /proc counts (None: unknown), because process ids are reused.
+    ``drain``: seconds that requests may run on after SIGTERM.
     """
 
     url: str
@@ -47,12 +44,12 @@ class Record:
         except ProcessLookupError:
             return False
         except OSError:
-            pass  # there, but another user's
-        return began(self.pid) == self.began
+            pass  # another user's process
+        return process_start(self.pid) == self.began
 
 
-def folder() -> Path:
-    """For this user alone, and gone with the session where the system has such a place."""
+def records_folder() -> Path:
+    """Folder of the records: per user, in the session's runtime folder if there is one."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
         return Path(runtime) / "vlfit"
@@ -60,69 +57,68 @@ def folder() -> Path:
 
 
 @contextmanager
-def recorded(
+def record_server(
     url: str,
     model: str,
     drain: float,
     pid: int | None = None,
     goes_on: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """``model`` is served at ``url`` for as long as the block lasts, by this process or the one that keeps it
-    (``pid``), and longer if at its end ``goes_on`` says that another process takes over. Where no file can be
-    left, none is.
+    """Record a server while the block lasts; does nothing if the file cannot be written.
+
+    ``pid``: the supervisor's, if not this process. ``goes_on``: whether another process takes over at the
+    end, so that the record stays.
     """
     pid = pid or os.getpid()
-    record = Record(url, model, pid, began(pid), time.time(), drain)
-    place = folder() / f"{record.pid}.json"
+    record = ServerRecord(url, model, pid, process_start(pid), time.time(), drain)
+    path = records_folder() / f"{record.pid}.json"
     with suppress(OSError):
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = place.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(record)), "utf-8")
-        fresh.replace(place)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(asdict(record)), "utf-8")
+        temporary.replace(path)
     try:
         yield
     finally:
         if not goes_on():
-            forget(record.pid)
+            delete_record(record.pid)
 
 
-def forget(pid: int) -> None:
-    """The server of this process, if it is known as one, runs no more."""
+def delete_record(pid: int) -> None:
+    """Delete the record of the server with this process id."""
     with suppress(OSError):
-        (folder() / f"{pid}.json").unlink()
+        (records_folder() / f"{pid}.json").unlink()
 
 
-def servers() -> list[Record]:
-    """Those that run, the oldest first. What others left behind is taken away."""
+def servers() -> list[ServerRecord]:
+    """Running servers, oldest first. Deletes records of dead ones."""
     found = []
-    for place in folder().glob("*.json"):
+    for path in records_folder().glob("*.json"):
         try:
-            record = Record(**json.loads(place.read_text("utf-8")))
+            record = ServerRecord(**json.loads(path.read_text("utf-8")))
             alive = record.alive
         except (OSError, ValueError, TypeError):
-            continue  # being written, or not ours
+            continue  # being written, or not a record
         if alive:
             found.append(record)
         else:
             with suppress(OSError):
-                place.unlink()
+                path.unlink()
     return sorted(found, key=lambda record: record.since)
 
 
-def began(pid: int) -> str | None:
-    """When a process began, in the system's own count; None where there is no /proc, or no such process: one
-    that has ended, and whose parent has not asked how, is none.
-    """
+def process_start(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot; None without /proc, and for dead processes."""
     try:
-        # The name of a program, in brackets, may hold anything; the 20th field after it is the time.
+        # The program's name, in brackets, may hold anything; the start time is the 20th field after it.
         state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else facts[18]
     except (OSError, IndexError):
         return None
 
 
-ASKING_SECONDS = 2.0
-GIVING_BACK_SECONDS = 10.0  # beside what requests are granted: a card's memory is freed, a process ends
+STATUS_TIMEOUT = 2.0  # seconds
+EXIT_SECONDS = 10.0  # after --drain: to free the GPU and exit
 
 STATUS_EXAMPLES = """\b
 Examples:
@@ -139,57 +135,60 @@ Examples:
   vlfit stop --all
 """
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each server.")]
-
-
 Port = Annotated[
-    int | None, typer.Option(metavar="N", help="That of the server, if several run.", show_default=False)
+    int | None, typer.Option(metavar="N", help="Port of the server, if several run.", show_default=False)
 ]
 
 
-def status(port: Port = None, as_json: Json = False) -> None:
-    """Show the servers of this user on this computer: where, which model, what they do and hold.
+@takes("json", json="Print JSON, one line per server.")
+def status(port: Port = None, *, options: Options) -> None:
+    """List your servers on this computer: URL, model, requests, memory.
 
-    Exit code 0 if at least one runs (on --port, if that is given), else 1.
+    Exit code 0 if at least one runs (on --port, if given), else 1.
     """
     from vlfit.settings import read_settings
 
     settings = read_settings()
     key = settings.api_key.get_secret_value() if settings.api_key else ""
     found = _servers(port)
-    printer = Printer(json=as_json)
+    printer = Printer(json=options.json)
     for record in found:
-        facts = _ask(record, key)
-        if as_json:
+        facts = _status(record, key)
+        if options.json:
             printer.data({**asdict(record), "status": facts})
         else:
-            printer.line(_line(record, facts))
+            printer.line(_status_line(record, facts))
 
 
 def stop(
     port: Port = None,
-    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    all_servers: Annotated[bool, typer.Option("--all", help="Stop all of them.")] = False,
     now: Annotated[
         bool,
-        typer.Option("--now", help="Cut what runs, instead of letting it finish for the server's --drain."),
+        typer.Option(
+            "--now", help="Cancel running requests instead of letting them finish for up to --drain."
+        ),
     ] = False,
 ) -> None:
-    """End a server on this computer: no new requests, running ones finish, the memory is given back."""
+    """Stop a server.
+
+    It refuses new requests, finishes running ones, and frees its memory.
+    """
     found = _servers(port)
-    if len(found) > 1 and not everything:
+    if len(found) > 1 and not all_servers:
         where = ", ".join(record.url for record in found)
-        raise UsageError(f"{len(found)} servers run: {where}", "name one with --port, or say --all")
+        raise UsageError(f"{len(found)} servers run: {where}", "choose one with --port, or use --all")
     printer = Printer()
     for record in found:
-        _end(record, now=now)
+        _stop(record, now=now)
         printer.line(f"stopped: {record.model} at {record.url}")
 
 
-def _end(record: Record, *, now: bool) -> None:
+def _stop(record: ServerRecord, *, now: bool) -> None:
     with suppress(ProcessLookupError):
-        # The way of Ctrl-C is the quick one.
+        # SIGINT cancels requests, SIGTERM drains.
         os.kill(record.pid, signal.SIGINT if now else signal.SIGTERM)
-    limit = time.monotonic() + (0 if now else record.drain) + GIVING_BACK_SECONDS
+    limit = time.monotonic() + (0 if now else record.drain) + EXIT_SECONDS
     while record.alive:
         if time.monotonic() > limit:
             with suppress(ProcessLookupError):
@@ -198,15 +197,15 @@ def _end(record: Record, *, now: bool) -> None:
         time.sleep(0.05)
 
 
-def _ask(record: Record, key: str) -> dict[str, Any] | None:
-    """What the server tells of itself, or who keeps it meanwhile; None if nobody does."""
+def _status(record: ServerRecord, key: str) -> dict[str, Any] | None:
+    """Status of a server, or of its supervisor while it restarts; None without an answer."""
     import httpx
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
-        # Never by a proxy: it is this computer.
+        # No proxy: it is this computer.
         answer = httpx.get(
-            f"{record.url}/v1/vlfit/status", headers=headers, timeout=ASKING_SECONDS, trust_env=False
+            f"{record.url}/v1/vlfit/status", headers=headers, timeout=STATUS_TIMEOUT, trust_env=False
         )
         if answer.status_code == 200:
             facts: dict[str, Any] = answer.json()
@@ -216,11 +215,11 @@ def _ask(record: Record, key: str) -> dict[str, Any] | None:
     return None
 
 
-def _line(record: Record, facts: dict[str, Any] | None) -> str:
+def _status_line(record: ServerRecord, facts: dict[str, Any] | None) -> str:
     up = format_seconds(max(time.time() - record.since, 0.0))
     line = f"{record.url}  {record.model}  process {record.pid}, up {up}"
     if facts is None:
-        return f"{line}, does not tell more (does it ask for a key? VLFIT_API_KEY)"
+        return f"{line}, no status (does it need a key? set VLFIT_API_KEY)"
     line += f", {facts['state']}"
     if "requests" in facts:
         requests, held = facts["requests"], facts["memory"]["held"]
@@ -229,23 +228,21 @@ def _line(record: Record, facts: dict[str, Any] | None) -> str:
     return line
 
 
-def _servers(port: int | None) -> list[Record]:
-    """Those that run, or the one on ``port``. Raises ``ServerUnreachable`` if there is none."""
+def _servers(port: int | None) -> list[ServerRecord]:
+    """Running servers, or the one on ``port``. Raises ``ServerUnreachable`` if there is none."""
     found = servers()
     if port is not None:
         found = [record for record in found if record.url.endswith(f":{port}")]
     if found:
         return found
     if port is None:
-        raise ServerUnreachable("no server of yours runs on this computer", "start one: vlfit serve --daemon")
-    raise ServerUnreachable(f"no server of yours runs on port {port}", "`vlfit status` shows those that do")
+        raise ServerUnreachable(
+            "you have no server running on this computer", "start one: vlfit serve --daemon"
+        )
+    raise ServerUnreachable(f"you have no server running on port {port}", "vlfit status lists those you have")
 
 
-# ``vlfit sleep`` and ``vlfit wake``: a running server gives its GPU memory back, and takes it again.
-#
-# Knows: how to ask, and what a person is told. Does not know: what sleeping is
-# (``engine/memory/sleep.py``).
-
+# --- sleep and wake ---------------------------------------------------------------------------------------
 
 CONNECT_SECONDS = 5.0
 
@@ -264,97 +261,89 @@ Examples:
   curl -X POST http://127.0.0.1:8000/v1/vlfit/wake
 """
 
-Url = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        help="The server; its key goes into VLFIT_API_KEY.  [default: the one on this computer; env"
-        " VLFIT_SERVER]",
-        show_default=False,
-    ),
-]
-AnswerJson = Annotated[
-    bool, typer.Option("--json", help="Print what the server answers, in bytes and seconds.")
-]
+_ANSWER_JSON = "Print the server's answer, in bytes and seconds."
 
 
+@takes("url", "park", "json", json=_ANSWER_JSON)
 def sleep(
-    url: Url = None,
     park: Annotated[
         str,
         typer.Option(
             metavar="WHERE",
-            help="Where weights wait: ram, files (to be read again, which takes no RAM), or auto: RAM if"
-            " there is enough.",
+            help="Where weights wait: ram, files (read again on waking, needs no RAM), or auto (RAM if there"
+            " is enough).",
         ),
     ] = "auto",
-    as_json: AnswerJson = False,
+    *,
+    options: Options,
 ) -> None:
-    """Let a running `vlfit serve` give the GPU back: weights wait in RAM, all but the CUDA context is freed.
+    """Put a server to sleep: it frees the GPU.
 
-    Requests that run or wait are answered first. The next request wakes the server, or `vlfit wake`; looking
-    at /health, at metrics or with `vlfit top` does not.
+    Weights wait in RAM; only the CUDA context stays on the GPU. Accepted requests are answered first. The
+    next request or `vlfit wake` wakes it; /health, /metrics and `vlfit top` do not.
     """
     if park not in ("auto", "ram", "files"):
         raise UsageError(f"--park is {park!r}", "use auto, ram or files")
-    facts = _post("sleep", url, {"park": park})
+    facts = _post("sleep", options.url, {"park": park})
     if facts["state"] != "asleep":
-        raise RemoteError("the server is awake: it was woken while it waited to sleep", "try again")
-    printer = Printer(json=as_json)
-    if as_json:
+        raise RemoteError("the server is awake: a request woke it before it slept", "try again")
+    printer = Printer(json=options.json)
+    if options.json:
         printer.data(facts)
         return
-    told = facts["sleep"]
-    where = f"{format_bytes(told['ram'])} of RAM" if told["ram"] else "their files"
-    after = f"after {format_seconds(told['seconds'])}" if facts["changed"] else "already"
-    printer.line(f"asleep {after}: {format_bytes(told['freed'])} given back, the weights are in {where}")
+    slept = facts["sleep"]
+    where = f"{format_bytes(slept['ram'])} of RAM" if slept["ram"] else "their files"
+    after = f"after {format_seconds(slept['seconds'])}" if facts["changed"] else "already"
+    printer.line(f"asleep {after}: {format_bytes(slept['freed'])} freed, the weights are in {where}")
 
 
-def wake(url: Url = None, as_json: AnswerJson = False) -> None:
-    """Let a running `vlfit serve` that sleeps take its GPU memory again, before a request does.
+@takes("url", "json", json=_ANSWER_JSON)
+def wake(*, options: Options) -> None:
+    """Wake a sleeping server before a request does.
 
-    If others have the memory by now it says how much is missing, and sleeps on (exit code 1).
+    If other programs have the memory now, prints how much is missing and stays asleep (exit code 1).
     """
-    facts = _post("wake", url, {})
-    printer = Printer(json=as_json)
-    if as_json:
+    facts = _post("wake", options.url, {})
+    printer = Printer(json=options.json)
+    if options.json:
         printer.data(facts)
         return
     printer.line(f"awake after {format_seconds(facts['seconds'])}" if facts["changed"] else "awake already")
 
 
-def _post(what: str, url: str | None, body: dict[str, str]) -> dict[str, Any]:
-    """The server's answer, checked. It waits for as long as the server does: requests may run."""
+def _post(action: str, url: str | None, body: dict[str, str]) -> dict[str, Any]:
+    """POST to the server and check its answer. No read timeout: running requests finish first."""
     import httpx
 
     from vlfit.backends.openai_replies import error_from
-    from vlfit.backends.server_url import base_url, failures_in_words
-    from vlfit.cli.top import default_url
+    from vlfit.backends.server_url import base_url, translate_errors
+    from vlfit.cli.watcher import default_url
     from vlfit.server.server_settings import is_loopback
     from vlfit.settings import read_settings
 
     settings = read_settings(server=url)
     base = base_url(settings.server or default_url(settings.host, settings.port))
     key = settings.api_key.get_secret_value() if settings.api_key else ""
-    with failures_in_words(base):
+    with translate_errors(base):
         answer = httpx.post(
-            f"{base}/vlfit/{what}",
+            f"{base}/vlfit/{action}",
             json=body,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            trust_env=not is_loopback(urlsplit(base).hostname or ""),  # a proxy's 127.0.0.1 is another
+            trust_env=not is_loopback(
+                urlsplit(base).hostname or ""
+            ),  # a proxy's 127.0.0.1 is another computer
         )
     if answer.status_code not in (200, 404, 405):
         raise error_from(answer.status_code, answer.text)
     try:
         facts: dict[str, Any] = answer.json()
-        known = facts["state"] in ("asleep", "ready") and "seconds" in facts
+        is_valid = facts["state"] in ("asleep", "ready") and "seconds" in facts
     except (ValueError, KeyError, TypeError):
-        known = False
-    if not known:
+        is_valid = False
+    if not is_valid:
         raise RemoteError(
-            f"a server answers at {base}, but it knows no {what}",
-            "another program, or an older vlfit; --url names another server",
+            f"the server at {base} does not support {action}",
+            "it is another program or an older vlfit; --url names another server",
         )
     return facts

@@ -1,7 +1,4 @@
-"""Serving a model in this process: the order of starting and stopping, and what a person is told about it.
-
-Does not know: options (``serve.py``), routes (``server``) or how a model runs (``backends``).
-"""
+"""``vlfit serve`` in this process: start, serve, stop, and what it prints meanwhile."""
 
 import asyncio
 import logging
@@ -15,23 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlfit.cli.options import engine_options
 from vlfit.cli.printing import Printer
-from vlfit.cli.servers import forget, recorded
+from vlfit.cli.servers import delete_record, record_server
 from vlfit.errors import UsageError, WrongApiKey
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
-    from vlfit.backends.base import OpenBackend, Phases
+    from vlfit.backends.base import Backend
+    from vlfit.backends.startup import Phases
     from vlfit.machine.model import Gpu
-    from vlfit.server.http.disconnect import Closing
+    from vlfit.server.http.disconnect import Shutdown
     from vlfit.server.server_settings import ServerSettings
-    from vlfit.server.supervisor import Kept
+    from vlfit.server.supervisor import WorkerContext
     from vlfit.settings import Settings
 
-    OpenModel = Callable[[Settings, Printer, Phases, Path | None], OpenBackend]
+    OpenModel = Callable[[Settings, Printer, Phases, Path | None], Backend]
 
-CRASHED = 70  # EX_SOFTWARE of sysexits.h: to be started again
-CLOSING_SECONDS = 0.7  # what is left of the three seconds of Ctrl-C when all requests are over
+CRASHED = 70  # EX_SOFTWARE of sysexits.h: the supervisor restarts it
 
 
 def serve_here(
@@ -42,33 +40,34 @@ def serve_here(
     open_model: "OpenModel | None" = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Until a signal ends it, and the process with it. ``open_model`` opens the model in another way than
-    here; it is given the file in which a server that died may have left word, None where none is kept.
+    """Serve until a signal; then exit the process.
+
+    ``open_model``: opens another backend; it gets the supervisor's handover file, None without a supervisor.
     """
-    from vlfit.backends.base import Phases
+    from vlfit.backends.startup import Phases
     from vlfit.loading import preload as head_start
-    from vlfit.server.http.listen import address_of, allow_many_connections, bind
+    from vlfit.server.http.listen import bind, raise_open_file_limit, url_of
     from vlfit.server.http.log import log_to_stderr
-    from vlfit.server.http.malloc import give_memory_back, keep_what_is_loaded
+    from vlfit.server.http.malloc import configure_malloc, freeze_gc
 
     phases = Phases()
-    told = LoggedPrinter if settings.log_format == "json" else Printer
-    printer = told(json=json_line, stream=False, quiet=quiet)
+    printer_class = LogPrinter if settings.log_format == "json" else Printer
+    printer = printer_class(json=json_line, stream=False, quiet=quiet)
     log_to_stderr(quiet, settings.log_format)
-    keys, folder = keys_of(settings), _folder(settings.allow_files)
-    give_memory_back()
-    allow_many_connections()
+    keys, folder = required_keys(settings), _folder(settings.allow_files)
+    configure_malloc()
+    raise_open_file_limit()
     with bind(settings.host, settings.port) as listener:
-        url = address_of(listener)
-        kept = _kept(listener) if settings.restart else None
-        if kept and kept.restarts:
-            phases = Phases()  # those of the one before are over
-        # The plan is made for GPUs as they are before the model.
-        gpus = head_start.make_context(settings.device) if settings.backend in (None, "native") else ()
+        url = url_of(listener)
+        worker = _fork_worker(listener) if settings.restart else None
+        if worker and worker.restarts:
+            phases = Phases()  # a restart: count its own
+        # The ledger needs the GPUs as they are before the model is loaded.
+        gpus = head_start.start_cuda_context(settings.device) if settings.backend in (None, "native") else ()
         if open_model is None:
             backend = _load(settings, printer, phases, trust_remote_code=trust_remote_code)
         else:
-            backend = open_model(settings, printer, phases, kept.word if kept else None)
+            backend = open_model(settings, printer, phases, worker.handover_file if worker else None)
         try:
             from vlfit.server.app import create_app
             from vlfit.server.http.listen import serve_until_stopped
@@ -77,39 +76,39 @@ def serve_here(
                 _server_settings(settings, backend, gpus),
                 api_keys=keys,
                 files=folder,
-                restarts=kept.restarts if kept else 0,
+                restarts=worker.restarts if worker else 0,
             )
-            _tell_ledger(settings, backend, server_settings, printer)
+            _print_ledger(settings, backend, server_settings, printer)
             app = create_app(backend, server_settings)
-            with ExitStack() as known:
+            with ExitStack() as records:
 
                 def goes_on() -> bool:
-                    return bool(kept and app.state.closing.crashed)
+                    return bool(worker and app.state.shutdown.crashed)
 
                 def announce() -> None:
-                    _watch(backend, app.state.closing)
+                    _watch(backend, app.state.shutdown)
                     phases.end()
-                    keeper = kept.keeper if kept else None
-                    known.enter_context(recorded(url, backend.model, settings.drain, keeper, goes_on))
-                    if kept:
-                        kept.tell_ready()
-                    again = bool(kept and kept.restarts)
+                    pid = worker.supervisor_pid if worker else None
+                    records.enter_context(record_server(url, backend.model, settings.drain, pid, goes_on))
+                    if worker:
+                        worker.mark_ready()
+                    again = bool(worker and worker.restarts)
                     _announce(url, backend, printer, phases, json_line and not again)
 
-                keep_what_is_loaded()
-                serve_until_stopped(app, kept.listener if kept else listener, server_settings, announce)
-                if kept and goes_on():
-                    kept.tell_lost()
+                freeze_gc()
+                serve_until_stopped(app, worker.listener if worker else listener, server_settings, announce)
+                if worker and goes_on():
+                    worker.mark_lost()
         finally:
             _close(backend)
-    if app.state.closing.crashed:
+    if app.state.shutdown.crashed:
         _leave(CRASHED)
     printer.note("stopped")
     _leave()
 
 
-class LoggedPrinter(Printer):
-    """What is said about the work goes into the log, where that is for programs: an object a line."""
+class LogPrinter(Printer):
+    """Writes notes to the log, for --log-format json."""
 
     @property
     def lively(self) -> bool:
@@ -122,91 +121,71 @@ class LoggedPrinter(Printer):
         logging.getLogger("vlfit.server").warning("%s", text)
 
 
-def _kept(listener: socket.socket) -> "Kept":
-    """Returns in the processes that serve; this one stays behind and keeps them."""
+def _fork_worker(listener: socket.socket) -> "WorkerContext":
+    """Fork a worker under a supervisor. Returns in each worker; this process becomes the supervisor."""
     if not hasattr(os, "fork"):
-        raise UsageError("this system cannot run a server apart", "leave --restart out")
-    from vlfit.server.supervisor import keep
+        raise UsageError("--restart needs fork, which this system lacks", "leave --restart out")
+    from vlfit.server.supervisor import supervise
 
     try:
-        return keep(listener)
-    except SystemExit:  # of the keeper: it may have been stopped while nobody served
-        forget(os.getpid())
+        return supervise(listener)
+    except SystemExit:  # of the supervisor, which may be stopped while no worker runs
+        delete_record(os.getpid())
         raise
 
 
-def _load(
-    settings: "Settings", printer: Printer, phases: "Phases", *, trust_remote_code: bool
-) -> "OpenBackend":
-    """The model, and meanwhile what serves it: while the GPU computes Python has time to import."""
-    from vlfit.api.engine_options import EngineOptions
-    from vlfit.backends.opening import Wanted, open_backend
-    from vlfit.cli.loading import files_for, import_beside, loading
+def _load(settings: "Settings", printer: Printer, phases: "Phases", *, trust_remote_code: bool) -> "Backend":
+    """Load the model, and import the server in a thread while the GPU warms up."""
+    from vlfit.backends.opening import BackendSpec, open_backend
+    from vlfit.cli.loading import files_for, import_in_thread, loading
     from vlfit.client import choose_model
 
     if settings.backend == "remote":
-        return _ask_for(settings, printer, phases)
+        return _connect(settings, printer, phases)
     name = settings.model
     if name == "auto":
         choice = choose_model(settings.backend or "native")
         name = choice.model
         printer.note(choice.reason)
-    options = EngineOptions(
-        device=settings.device,
-        dtype=settings.dtype,
-        context=settings.context,
-        kv_tokens=settings.kv,
-        kv_dtype=settings.kv_dtype,
-        keep_to_plan=True,
-        even=True,
-        sequences=settings.sequences,
-        image_tokens=settings.image_tokens,
-        chunk=settings.chunk,
-        offload=settings.offload,
-        prefix_cache=settings.prefix_cache,
-        speculate=settings.speculate,
-        idle_sleep=settings.idle_sleep,
-    )
-    if settings.max_tokens is not None:
-        options = replace(options, max_tokens=settings.max_tokens)
+    options = replace(engine_options(settings), enforce_plan=True, even_chunks=True)
     files = files_for(settings.backend, code=trust_remote_code)
     with loading(name, printer, phases, files) as progress:
         server: list[threading.Thread] = []
 
         def tell(what: str, share: float) -> None:
             progress(what, share)
-            if what == "rehearsing the worst case" and not server:
+            if what == "profiling the worst case" and not server:
                 server.append(
-                    import_beside("vlfit.server.app", "vlfit.server.http.listen", "vlfit.cli.plan_page")
+                    import_in_thread("vlfit.server.app", "vlfit.server.http.listen", "vlfit.cli.plan_page")
                 )
 
-        wanted = Wanted(
+        spec = BackendSpec(
             kind=settings.backend or "native",
             model=name,
             options=options,
             trust_remote_code=trust_remote_code,
         )
-        backend = open_backend(wanted, tell)
+        backend = open_backend(spec, tell)
     phases.begin("server")
     for thread in server:
         thread.join()
     return backend
 
 
-def _ask_for(settings: "Settings", printer: Printer, phases: "Phases") -> "OpenBackend":
-    """The model of another server, which is asked at once whether it is there."""
-    from vlfit.backends.opening import Wanted, open_backend
+def _connect(settings: "Settings", printer: Printer, phases: "Phases") -> "Backend":
+    """Connect to the model of another server."""
+    from vlfit.backends.opening import BackendSpec, open_backend
 
     if settings.server is None:
         raise UsageError(
-            "--backend remote stands before another server, and none is named",
-            "name its URL: vlfit serve --backend remote http://host:port",
+            "--backend remote needs the URL of a server",
+            "vlfit serve --backend remote http://host:port",
         )
-    printer.note(f"asking {settings.server}")
+    printer.note(f"connecting to {settings.server}")
     phases.begin("asking the server")
     key = settings.server_key.get_secret_value() if settings.server_key else None
     name = None if settings.model == "auto" else settings.model
-    wanted = Wanted(
+    spec = BackendSpec(
         kind="remote",
         model=name,
         server=settings.server,
@@ -216,9 +195,9 @@ def _ask_for(settings: "Settings", printer: Printer, phases: "Phases") -> "OpenB
         serves=True,
     )
     try:
-        backend = open_backend(wanted)
+        backend = open_backend(spec)
     except WrongApiKey as error:
-        raise WrongApiKey(error.message, "set VLFIT_SERVER_KEY to the key that it asks for") from None
+        raise WrongApiKey(error.message, "set VLFIT_SERVER_KEY to its key") from None
     phases.begin("server")
     return backend
 
@@ -229,23 +208,21 @@ def _gpus(device: str) -> "tuple[Gpu, ...]":
     return () if device == "cpu" else read_gpus()[0]
 
 
-def _server_settings(
-    settings: "Settings", backend: "OpenBackend", gpus: "tuple[Gpu, ...]"
-) -> "ServerSettings":
-    from vlfit.server.admin.status import expectation_of
+def _server_settings(settings: "Settings", backend: "Backend", gpus: "tuple[Gpu, ...]") -> "ServerSettings":
+    from vlfit.server.admin.status import expected_memory
     from vlfit.server.server_settings import ServerSettings, is_loopback
 
     return ServerSettings(
         aliases=(settings.model,),
         context=backend.context,
-        places=_sequences(settings, backend) + _queue(settings, backend),
-        own_names=_own_names(settings) if is_loopback(settings.host) else None,
-        a_minute=settings.key_rate,
-        at_once=settings.key_at_once,
+        max_completions=_sequences(settings, backend) + _queue(settings, backend),
+        own_hosts=_own_names(settings) if is_loopback(settings.host) else None,
+        requests_per_minute=settings.key_rate,
+        concurrent_requests=settings.key_at_once,
         term_seconds=settings.drain,
         allow_private_urls=settings.allow_private_urls,
         allow_origins=(settings.allow_origin,) if settings.allow_origin else (),
-        expectation=expectation_of(backend, gpus),
+        expectation=expected_memory(backend, gpus),
     )
 
 
@@ -253,17 +230,16 @@ def _own_names(settings: "Settings") -> tuple[str, ...]:
     return (settings.allow_host,) if settings.allow_host else ()
 
 
-def _queue(settings: "Settings", backend: "OpenBackend") -> int:
-    """Requests that may wait. By default each sequence has eight behind it: the last of them waits nine times
-    as long as an answer takes. 16 at least, as one request may ask for so many choices.
+def _queue(settings: "Settings", backend: "Backend") -> int:
+    """Max requests waiting. Default: eight per sequence, so that the last one waits for about nine answers;
+    at least 16, as one request may ask for that many choices.
     """
     return max(8 * _sequences(settings, backend), 16) if settings.queue is None else settings.queue
 
 
-def _sequences(settings: "Settings", backend: "OpenBackend | None" = None) -> int:
-    """Requests that run at once: of another server, which has its own idea of it, are as many sent on as
-    nobody minds to wait for at once, unless a number was asked for. vLLM's are the plan's, and
-    transformers runs one.
+def _sequences(settings: "Settings", backend: "Backend | None" = None) -> int:
+    """Max requests running at once: with vLLM as planned, with transformers 1, with another server
+    ``AT_ONCE`` unless set.
     """
     if settings.backend == "transformers":
         return 1
@@ -276,24 +252,23 @@ def _sequences(settings: "Settings", backend: "OpenBackend | None" = None) -> in
     return settings.sequences
 
 
-def _tell_ledger(
-    settings: "Settings", backend: "OpenBackend", server_settings: "ServerSettings", printer: Printer
+def _print_ledger(
+    settings: "Settings", backend: "Backend", server_settings: "ServerSettings", printer: Printer
 ) -> None:
-    """What was planned and what is held, as ``/v1/vlfit/ledger`` has it, and which lines differ."""
-    from vlfit.backends.base import Accountable
+    """Print planned and held memory, as ``/v1/vlfit/ledger`` has it, and the lines that differ."""
     from vlfit.cli.plan_page import differences, ledger_page
-    from vlfit.server.admin.status import gpu_of, ledger_facts, ledger_rows
+    from vlfit.server.admin.status import engine_gpu, ledger_json, ledger_rows
 
-    if not isinstance(backend, Accountable):
+    if not backend.capabilities.account:
         printer.note(server_settings.expectation.why_not)
         return
     account, expectation = backend.account(), server_settings.expectation
-    gpu = gpu_of(account, _gpus(settings.device))
-    found = ledger_rows(account, gpu, expectation)
-    total = ledger_facts(found, expectation, account)["total"]
+    gpu = engine_gpu(account, _gpus(settings.device))
+    rows = ledger_rows(account, gpu, expectation)
+    total = ledger_json(rows, expectation, account)["total"]
     place = f"of {gpu.total / MIB:,.0f} on {gpu.name}" if gpu else "of this process's RAM"
-    printer.note(ledger_page(found, total, place))
-    more, less = differences(found)
+    printer.note(ledger_page(rows, total, place))
+    more, less = differences(rows)
     for words in more:
         logging.getLogger("vlfit.server").warning("warning: %s", words)
     for words in [*less, expectation.why_not]:
@@ -301,11 +276,11 @@ def _tell_ledger(
             printer.note(words)
 
 
-def _announce(url: str, backend: "OpenBackend", printer: Printer, phases: "Phases", json_line: bool) -> None:
+def _announce(url: str, backend: "Backend", printer: Printer, phases: "Phases", json_line: bool) -> None:
     context = f", context {backend.context} tokens" if backend.context else ""
     printer.note(
         f"ready: {backend.model} on {backend.device}{context}, at {url}/v1\n"
-        f"after {phases.in_words()}\n"
+        f"after {phases.summary()}\n"
         f"try:   curl {url}/v1/chat/completions "
         """-d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
     )
@@ -315,26 +290,27 @@ def _announce(url: str, backend: "OpenBackend", printer: Printer, phases: "Phase
         printer.data({**facts, "ready_s": round(phases.total, 3), "phases_s": took})
 
 
-def keys_of(settings: "Settings") -> tuple[str, ...]:
-    """The keys that clients are asked for. Raises ``UsageError`` for one that cannot be sent, and if there is
-    none although others than this computer can reach the server.
+def required_keys(settings: "Settings") -> tuple[str, ...]:
+    """API keys to require from clients.
+
+    Raises ``UsageError`` for keys that no client can send, and for none if other computers can connect.
     """
-    from vlfit.server.http.auth import Keys, read_keys
+    from vlfit.server.http.auth import ApiKeys, read_keys
     from vlfit.server.server_settings import is_loopback
 
     keys: tuple[str, ...] = (settings.api_key.get_secret_value(),) if settings.api_key else ()
     if settings.api_keys is not None:
         keys += read_keys(settings.api_keys)
-    Keys(keys)
+    ApiKeys(keys)
     if keys or is_loopback(settings.host):
         return keys
     if not settings.allow_anyone:
         raise UsageError(
-            f"--host {settings.host} lets others use this server, and it asks for no key",
-            "set VLFIT_API_KEY or --api-keys FILE; or say --allow-anyone",
+            f"--host {settings.host} lets other computers use this server without a key",
+            "set VLFIT_API_KEY or --api-keys FILE, or allow it with --allow-anyone",
         )
     logging.getLogger("vlfit.server").warning(
-        "warning: anyone who can reach %s may use this server: it asks for no key", settings.host
+        "warning: anyone who can reach %s can use this server: it requires no key", settings.host
     )
     return keys
 
@@ -342,35 +318,31 @@ def keys_of(settings: "Settings") -> tuple[str, ...]:
 def _folder(path: Path | None) -> Path | None:
     if path is None or path.expanduser().is_dir():
         return path and path.expanduser().resolve()
-    raise UsageError(f"--allow-files {path} is no folder", "name one whose pictures requests may read")
+    raise UsageError(
+        f"--allow-files {path} is not a folder", "name a folder of pictures that requests may read"
+    )
 
 
-def _watch(backend: "OpenBackend", closing: "Closing") -> None:
-    """A model that dies in a process of its own ends the server, also while nobody asks. Called in its
-    loop.
-    """
-    from vlfit.backends.base import Perishable
-
-    if isinstance(backend, Perishable):
+def _watch(backend: "Backend", shutdown: "Shutdown") -> None:
+    """Stop the server when the backend's own process dies, even without requests. Call in the event loop."""
+    if backend.capabilities.own_process:
         loop = asyncio.get_running_loop()
 
-        def tell(why: Exception) -> None:
-            loop.call_soon_threadsafe(closing.judge, why)
+        def stop(error: Exception) -> None:
+            loop.call_soon_threadsafe(shutdown.stop_if_fatal, error)
 
-        backend.when_lost(tell)
+        backend.when_lost(stop)
 
 
-def _close(backend: "OpenBackend") -> None:
-    """Give the memory back. A forward pass under way cannot be stopped, and is not waited for very long."""
-    from vlfit.backends.base import Perishable
-
+def _close(backend: "Backend") -> None:
+    """Close the backend, waiting only briefly: a running forward pass cannot be stopped."""
     closing = threading.Thread(target=backend.close, daemon=True)
     closing.start()
-    closing.join(backend.closing_seconds if isinstance(backend, Perishable) else CLOSING_SECONDS)
+    closing.join(backend.closing_seconds)
 
 
 def _leave(code: int = 0) -> None:
-    """End the process now: taking torch apart can last a second, while the person at Ctrl-C waits."""
+    """Exit without Python's shutdown, in which torch can take a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,40 +1,49 @@
-"""``vlfit serve --backend vllm``: the plan shown, vLLM started and watched, planned and held side by side.
-
-Knows: what a person is told of it. Does not know how it is planned and started (``backends/vllm``) or how
-vlfit serves (``serving.py``).
-"""
+"""``vlfit serve --backend vllm``: show the plan, start vLLM, show planned and held memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlfit.cli.options import engine_options
 from vlfit.cli.printing import Printer
-from vlfit.cli.serve_options import ALONE, OfServe
 from vlfit.cli.signals import cleaned_up_when_terminated
 from vlfit.errors import UsageError, VllmFailed
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
-    from vlfit.api.engine_options import EngineOptions
-    from vlfit.backends.base import Phases
-    from vlfit.backends.vllm.attempts import Serving
+    from vlfit.api.progress import LoadProgress
+    from vlfit.backends.startup import Phases
+    from vlfit.backends.vllm.attempts import ServingVllm
     from vlfit.backends.vllm.backend import VllmBackend
     from vlfit.backends.vllm.installed import Installed
-    from vlfit.backends.vllm.planning import Planned
+    from vlfit.backends.vllm.planning import PlannedStart
     from vlfit.backends.vllm.serve_command import VllmOptions
     from vlfit.plan.actual import Row
     from vlfit.settings import Settings
 
-    Progress = Callable[[str, float], None]
+
+@dataclass(frozen=True, slots=True)
+class VllmServeOptions:
+    """Options of ``vlfit serve`` for ``--backend vllm`` alone.
+
+    ``extra_args``: for vLLM itself. ``dry_run``: print the command and end. ``retry``: after a failed start
+    go on with the next cheaper plan.
+    """
+
+    extra_args: tuple[str, ...] = ()
+    dry_run: bool = False
+    retry: bool = True
 
 
-def serve_vllm(settings: "Settings", asked: OfServe, *, json_line: bool, quiet: bool) -> None:
-    """Until a signal ends it. Raises what planning and starting raise."""
-    if asked.dry_run:
-        _print_command(settings, asked, Printer(json=json_line, stream=False, quiet=quiet), as_json=json_line)
+def serve_vllm(settings: "Settings", vllm_serve: VllmServeOptions, *, json_line: bool, quiet: bool) -> None:
+    """Serve until a signal, or print the command. Raises what planning and starting raise."""
+    if vllm_serve.dry_run:
+        _print_command(
+            settings, vllm_serve, Printer(json=json_line, stream=False, quiet=quiet), as_json=json_line
+        )
     else:
         from vlfit.cli.serving import serve_here
 
@@ -42,46 +51,55 @@ def serve_vllm(settings: "Settings", asked: OfServe, *, json_line: bool, quiet: 
             settings,
             json_line=json_line,
             quiet=quiet,
-            open_model=lambda settings, printer, phases, word: open_vllm(
-                settings, asked, printer, phases, word
+            open_model=lambda settings, printer, phases, handover_file: open_vllm(
+                settings, vllm_serve, printer, phases, handover_file
             ),
         )
 
 
 def open_vllm(
-    settings: "Settings", asked: OfServe, printer: Printer, phases: "Phases", word: "Path | None" = None
+    settings: "Settings",
+    vllm_serve: VllmServeOptions,
+    printer: Printer,
+    phases: "Phases",
+    handover_file: "Path | None" = None,
 ) -> "VllmBackend":
-    """The model under vLLM, with all that a person is told on the way. ``word``: a file in which one that
-    died left what of, for this one, which takes its place.
+    """Plan, show the plan, and start vLLM.
+
+    ``handover_file``: with ``--restart``, where a vLLM that died noted why, for its successor.
     """
-    from vlfit.backends.vllm.attempts import after_deaths, remember
+    from vlfit.backends.vllm.attempts import after_deaths, record_death
     from vlfit.backends.vllm.backend import VllmBackend
     from vlfit.checkpoint.source import locate
 
-    planned = planned_for(settings, asked, printer.note)
-    if word is not None:
-        planned = after_deaths(planned, word)
+    planned = planned_for(settings, vllm_serve, printer.note)
+    if handover_file is not None:
+        planned = after_deaths(planned, handover_file)
     show_plan(planned, printer)
-    locate(planned.plan.model.place)  # fetched now, with a line of its own, and not behind the bar
+    locate(planned.plan.model.place)  # download first: its progress bar would collide with the one below
     try:
         with cleaned_up_when_terminated(), starting(printer, phases) as (tell, progress):
-            options = vllm_options(settings, asked, tell)
-            if word is not None:
-                options = replace(options, died=partial(remember, word))
-            most = settings.max_tokens or engine_options(settings).max_tokens
-            backend = VllmBackend.launch(planned, options, progress, max_tokens=most)
+            options = vllm_options(settings, vllm_serve, tell)
+            if handover_file is not None:
+                options = replace(options, died=partial(record_death, handover_file))
+            max_tokens = engine_options(settings).max_tokens
+            backend = VllmBackend.launch(planned, options, progress, max_tokens=max_tokens)
     except VllmFailed:
         show_native(planned, printer)
         raise
-    show_held(backend.serving, backend.rows(), backend.lost_memory, printer)
+    show_held(backend.serving, backend.ledger_rows(), backend.process_bytes, printer)
     phases.begin("server")
     return backend
 
 
 def planned_for(
-    settings: "Settings", asked: OfServe, tell: Callable[[str], None], *, may_lack: bool = False
-) -> "Planned":
-    """The plan for what was asked. ``may_lack``: where there is no vLLM, for the newest that is known."""
+    settings: "Settings",
+    vllm_serve: VllmServeOptions,
+    tell: Callable[[str], None],
+    *,
+    assume_newest: bool = False,
+) -> "PlannedStart":
+    """The plan. ``assume_newest``: without an installed vLLM, for the newest known version."""
     from vlfit.backends.vllm.installed import find
     from vlfit.backends.vllm.planning import plan_start
     from vlfit.client import choose_model
@@ -91,7 +109,7 @@ def planned_for(
     try:
         installed = find(settings.vllm_python)
     except UsageError as error:
-        if not may_lack or settings.vllm_python:
+        if not assume_newest or settings.vllm_python:
             raise
         installed = _assumed(on_cpu=not machine.gpus)
         tell(f"{error.message}: planned for vLLM {installed.version}. {error.hint}")
@@ -100,90 +118,77 @@ def planned_for(
         choice = choose_model("vllm")
         name = choice.model
         tell(choice.reason)
-    options = vllm_options(settings, asked, tell)
+    options = vllm_options(settings, vllm_serve, tell)
     return plan_start(name, engine_options(settings), options, installed, machine)
 
 
 def vllm_options(
-    settings: "Settings", asked: OfServe = ALONE, tell: Callable[[str], None] | None = None
+    settings: "Settings",
+    vllm_serve: VllmServeOptions = VllmServeOptions(),
+    tell: Callable[[str], None] | None = None,
 ) -> "VllmOptions":
-    """What vLLM alone is told, by a command's settings; the doctor reads its log when it fails."""
+    """Options for vLLM from settings; the doctor reads its log if it fails."""
     from vlfit.backends.vllm.serve_command import VllmOptions
     from vlfit.doctor.diagnose import read_failure
 
     return VllmOptions(
         python=settings.vllm_python,
-        words=asked.words,
-        sequences=_typed(settings, "sequences"),
-        chunk=_typed(settings, "chunk"),
-        retry=asked.retry,
+        words=vllm_serve.extra_args,
+        sequences=_explicit(settings, "sequences"),
+        chunk=_explicit(settings, "chunk"),
+        retry=vllm_serve.retry,
         read_failure=read_failure,
         tell=tell,
     )
 
 
-def engine_options(settings: "Settings") -> "EngineOptions":
-    """What both engines are told."""
-    from vlfit.api.engine_options import EngineOptions
-
-    return EngineOptions(
-        device=settings.device,
-        dtype=settings.dtype,
-        context=settings.context,
-        kv_tokens=settings.kv,
-        kv_dtype=settings.kv_dtype,
-        image_tokens=settings.image_tokens,
-        offload=settings.offload,
-        prefix_cache=settings.prefix_cache,
-        idle_sleep=settings.idle_sleep,
-    )
-
-
-def show_plan(planned: "Planned", printer: Printer) -> None:
-    """The banner: settings, ledger, and what each flag is for."""
+def show_plan(planned: "PlannedStart", printer: Printer) -> None:
+    """Print the plan: settings, ledger, and each flag."""
     from vlfit.cli.plan_page import page
-    from vlfit.plan.vllm.lines import too_small
+    from vlfit.plan.vllm.lines import kv_cache_problem
 
     printer.note(page(planned.plan, lively=False))
-    for words in planned.said:
-        if words != too_small(planned.plan):  # the page has it already
+    for words in planned.notes:
+        if words != kv_cache_problem(planned.plan):  # already on the page
             printer.warn(words)
 
 
-def show_held(serving: "Serving", rows: "tuple[Row, ...]", lost: int | None, printer: Printer) -> None:
-    """Planned and held, line by line, as vLLM told it."""
+def show_held(
+    serving: "ServingVllm", rows: "tuple[Row, ...]", lost_memory: int | None, printer: Printer
+) -> None:
+    """Print the ledger, planned and held, from vLLM's own log."""
     from vlfit.cli.plan_page import ledger_page
 
     plan, resident = serving.plan, None
-    if plan.settings.vllm.in_ram:
-        resident = serving.started.guarded.resident()
-    held = resident if resident is not None else lost
+    from vlfit.plan.vllm.settings import args_of
+
+    if args_of(plan.settings).in_ram:
+        resident = serving.started.process.resident()
+    held = resident if resident is not None else lost_memory
     planned = sum(row.planned or 0 for row in rows if row.line != "desktop")
     place = (
-        "without desktop: RAM of all its processes, what they share counted once"
+        "without desktop: RAM of all its processes, shared memory counted once"
         if resident is not None
-        else f"without desktop, of {plan.gpu.total / MIB:,.0f} on {plan.gpu.name}: what is free no more"
+        else f"without desktop, of {plan.gpu.total / MIB:,.0f} on {plan.gpu.name}: what is no longer free"
     )
     printer.note(ledger_page(rows, {"planned": planned, "actual": held}, place))
     printer.note(f"vLLM started in {serving.started.seconds:.0f} s; its log: {serving.started.log.path}")
 
 
-def show_native(planned: "Planned", printer: Printer) -> None:
-    """Nothing cheaper is left: what the native engine would do with the same model."""
-    from vlfit.backends.vllm.planning import native_offer
+def show_native(planned: "PlannedStart", printer: Printer) -> None:
+    """After the last failed start: print the plan of the native engine for the same model."""
+    from vlfit.backends.vllm.planning import native_alternative
     from vlfit.cli.plan_page import page
 
-    offer = native_offer(planned)
+    offer = native_alternative(planned)
     if offer is not None:
-        printer.note("vLLM does not serve this here. The native engine does:")
+        printer.note("vLLM cannot serve this here. The native engine can:")
         printer.note(page(offer, lively=False))
 
 
 @contextmanager
-def starting(printer: Printer, phases: "Phases") -> "Iterator[tuple[Callable[[str], None], Progress]]":
-    """What shows a start: ``tell`` for sentences and ``progress`` for its phases, which are a bar on a
-    terminal and a line each where nobody watches.
-    """
+def starting(printer: Printer, phases: "Phases") -> "Iterator[tuple[Callable[[str], None], LoadProgress]]":
+    """Show a start: a bar on a terminal, else lines. Yields functions for messages and progress."""
     if not printer.lively:
         seen: list[str] = []
 
@@ -209,20 +214,24 @@ def starting(printer: Printer, phases: "Phases") -> "Iterator[tuple[Callable[[st
         yield lambda words: bar.console.print(words, markup=False, highlight=False), move
 
 
-def _print_command(settings: "Settings", asked: OfServe, printer: Printer, *, as_json: bool) -> None:
-    """The command that would be run, as it can be run by hand, and what it is for on stderr."""
-    from vlfit.backends.vllm.planning import check
-    from vlfit.backends.vllm.serve_command import KEY_VARIABLE, Front, assemble
+def _print_command(
+    settings: "Settings", vllm_serve: VllmServeOptions, printer: Printer, *, as_json: bool
+) -> None:
+    """Print the command on stdout, ready to run by hand, and the plan on stderr."""
+    from vlfit.backends.vllm.planning import check_fits
+    from vlfit.backends.vllm.serve_command import KEY_VARIABLE, VllmAddress, build_command
     from vlfit.plan.report import facts
 
-    planned = planned_for(settings, asked, printer.note, may_lack=True)
+    planned = planned_for(settings, vllm_serve, printer.note, assume_newest=True)
     show_plan(planned, printer)
-    check(planned)
-    front = Front(settings.host, settings.port, planned.plan.model.name, direct=True)
+    check_fits(planned)
+    front = VllmAddress(settings.host, settings.port, planned.plan.model.name, direct=True)
     program = planned.installed.program
-    command = assemble(planned.plan, program, front, planned.own, unset=planned.unset, pinned=planned.pinned)
-    for word in command.overrides:
-        printer.note(f"planned {word} gives way to what you typed")
+    command = build_command(
+        planned.plan, program, front, planned.extra_args, unset=planned.unset, pinned=planned.pinned
+    )
+    for flag in command.overrides:
+        printer.note(f"your own option replaces the planned {flag}")
     if as_json:
         words: dict[str, Any] = {"command": list(command.words), "environment": dict(command.added)}
         printer.data({**words, "plan": facts(planned.plan)})
@@ -238,6 +247,6 @@ def _assumed(*, on_cpu: bool) -> "Installed":
     return Installed(("vllm",), ".".join(map(str, NEWEST)), on_cpu)
 
 
-def _typed(settings: "Settings", name: str) -> Any:
-    """A setting that somebody made; None leaves it to the plan."""
+def _explicit(settings: "Settings", name: str) -> Any:
+    """A setting that is typed or in the environment; None leaves it to the plan."""
     return getattr(settings, name) if name in settings.model_fields_set else None

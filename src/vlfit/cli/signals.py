@@ -1,4 +1,4 @@
-"""Signals that end a command: one way for all of them. Knows nothing of what is ended."""
+"""Signals that end a command."""
 
 import os
 import signal
@@ -12,43 +12,45 @@ from typing import NoReturn
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[threading.Event]:
-    """Within the block SIGTERM is what Ctrl-C is, as in ``vlfit serve``: whoever cleans up after the one does
-    so after the other. Gives what is set once SIGTERM came.
+    """In the block SIGTERM raises ``KeyboardInterrupt``, so that one cleanup serves both.
+
+    Yields an event that is set on SIGTERM.
     """
-    came = threading.Event()
+    received = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield received
         return
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        came.set()
+        received.set()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield came
+        yield received
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def cleaned_up_when_terminated() -> Iterator[None]:
-    """Within the block SIGTERM lets whoever is in it clean up as after Ctrl-C, and then ends the process as
-    it does without: what started it (systemd, a keeper) sees no difference.
+    """In the block SIGTERM cleans up like Ctrl-C, and then kills the process as SIGTERM does by default.
+
+    The parent (systemd, the supervisor) sees no difference.
     """
-    came = threading.Event()
+    received = threading.Event()
     try:
-        with terminated_as_interrupted() as came:
+        with terminated_as_interrupted() as received:
             yield
     finally:
-        if came.is_set():
+        if received.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End the process now, for whoever has been asked a second time, with the terminal's cursor to be seen.
+    """Exit now, on the second signal, with the terminal's cursor shown.
 
-    Python's own end would wait for threads, and abort where one of them is inside of torch.
+    Python's own exit waits for threads, and aborts if one of them is inside torch.
     """
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), b"\x1b[?25h\r\n")

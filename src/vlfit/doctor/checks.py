@@ -1,6 +1,6 @@
 """Looks at this computer: what would keep a model from running here, each thing green, yellow or red.
 
-Knows: what to look at and what is enough. Does not import torch: its build is read from its files. Red means
+torch is not imported: its build is read from its files. Red means
 that something is broken or that nothing will run; yellow that it will run worse, or that a look is due.
 """
 
@@ -23,8 +23,6 @@ from vlfit.machine.model import Gpu, Host
 from vlfit.machine.problems import Problem, Surroundings
 from vlfit.units import GIB, format_bytes
 
-# What a check of this computer says. Does not know any check (``checks.py``, ``doctor/checks.py``).
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -39,8 +37,8 @@ class Check:
 # Whether Triton can build what launches its kernels: a C compiler, and Python's own headers.
 #
 # The native engine computes with Triton on every GPU, as vLLM does, and Triton compiles some lines of C
-# when it launches its first kernel. A fresh Ubuntu, under WSL2 most of all, has neither. Knows where Triton
-# looks (triton/runtime/build.py); a test holds it to what the engine asks for before it loads.
+# when it launches its first kernel. A fresh Ubuntu, under WSL2 most of all, has neither. Triton looks
+# where triton/runtime/build.py says; a test holds this to what the engine asks for before it loads.
 
 
 INSTALL = "sudo apt install build-essential python3-dev"
@@ -82,8 +80,7 @@ def _fix(asked: str | None) -> str:
 
 
 # Builds of PyTorch: which cards each has code for, which driver it needs, how to install it.
-#
-# Knows: the wheels of PyTorch 2.9 to 2.13. Does not know what is installed (``checks.py``).
+# The wheels of PyTorch 2.9 to 2.13.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""From a log to what is wrong: every rule over every piece of it, echoes out, the likeliest cause first.
-
-Knows: how findings relate. Does not know any rule (``rules/``) nor how a diagnosis is shown (``report.py``).
-"""
+"""From a log to what is wrong: every rule over every piece of it, echoes out, the likeliest cause first."""
 
 import re
 from dataclasses import asdict, dataclass, field
@@ -113,8 +110,6 @@ def _ranked(seen: list[_Seen], facts: Facts) -> list[_Seen]:
 # The bridge from the log of a start that failed to what is tried next: the likeliest cause with its
 # numbers.
 #
-# Knows: which diagnosis counts. Does not know the rules (``rules/``) or what follows of one
-# (``plan/vllm/step_down.py``).
 
 
 def read_failure(stream: BinaryIO, machine: Machine | None = None) -> tuple[Failure, Diagnosis | None]:
@@ -131,7 +126,6 @@ def read_failure(stream: BinaryIO, machine: Machine | None = None) -> tuple[Fail
 
 # Checks and diagnoses as a person reads them, and as JSON.
 #
-# Knows: words and their order. Does not know how they were found.
 
 
 UNKNOWN = (

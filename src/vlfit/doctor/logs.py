@@ -1,7 +1,7 @@
 """A pasted log as plain lines: any size, any encoding, whatever terminals and managers put around them.
 
-Knows: escape codes, carriage returns, and the prefixes that vLLM, Docker, journald and the kernel put before
-each line. Does not know what the lines mean (``rules/``). A log is read once, in pieces, so that its size
+Removes escape codes, carriage returns, and the prefixes that vLLM, Docker, journald and the kernel put before
+each line; what lines mean is in ``rules/``. A log is read once, in pieces, so that its size
 does not matter. What a terminal broke inside a word stays broken.
 """
 
@@ -114,9 +114,7 @@ def _with_end(blocks: Iterator[str]) -> Iterator[tuple[str, bool]]:
 
 # A run of llama.cpp as its log shows it, and its command written again with some flags changed.
 #
-# Knows: how llama.cpp's programs are spelt, which of their flags mean the same, and the lines in which they
-# say how large the model and its context are. Does not know what went wrong
-# (``doctor/rules/llama_cpp.py``).
+# Programs' names, flags that mean the same, and the lines that give the size of the model and its context.
 
 
 _LLAMA_SHELL = re.compile(
@@ -229,9 +227,7 @@ def _pairs(words: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
 
 
 # What a log says about the run that failed: which model, which version, which flags, how much memory.
-#
-# Knows: the lines in which vLLM writes its own settings, and the shell line that started it; those of
-# llama.cpp are in ``llama.py``. Does not know what went wrong (``rules/``).
+# Read from the lines in which vLLM writes its own settings, and from the shell line that started it.
 
 
 _NUMBER = r"-?\d+(?:\.\d+)?"

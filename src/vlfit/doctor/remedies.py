@@ -1,8 +1,4 @@
-"""What fits a machine where another program found no room: with vLLM, or with vlfit's own engine.
-
-Knows: how the planner is asked, and how a plan is told in a sentence. Does not know how plans are made
-(``vlfit.plan``).
-"""
+"""What fits a machine where another program found no room: with vLLM, or with vlfit's own engine."""
 
 import json
 import math
@@ -20,13 +16,11 @@ from vlfit.machine.model import Machine
 from vlfit.plan.native.cost import BLOCK_SIZE
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm.cost import SAMPLER_ROW as SAMPLER_ROW_BYTES
-from vlfit.plan.vllm.flags import LIVES
+from vlfit.plan.vllm.flags import FLAG_VERSIONS
 from vlfit.units import GIB, format_bytes
 
 # The command that a log came from, written again with some of its flags changed.
 #
-# Knows: how ``vllm serve`` is spelt. Does not know which flags to change (``rules/``) or since which
-# version it has them (``plan/vllm/flags.py``).
 
 
 NO_MODEL = "MODEL"
@@ -55,7 +49,7 @@ def serve(
 
 def _is_there(name: str, facts: Facts) -> bool:
     """Whether the version of the log has this flag; an unknown one counts as recent."""
-    life = LIVES.get("--" + name.replace("_", "-"))
+    life = FLAG_VERSIONS.get("--" + name.replace("_", "-"))
     return life is None or facts.at_least(*life.first)
 
 
@@ -122,7 +116,7 @@ def vllm_plan(
     known = [name for name in names if catalog.find(name) is not None]
     if machine is None or not machine.gpus or not known or facts.whole("tensor_parallel_size", 1) > 1:
         return None
-    from vlfit.plan.ledger import VLLM
+    from vlfit.plan.backends import VLLM
     from vlfit.plan.search import plan
     from vlfit.plan.subjects import subjects
     from vlfit.plan.wishes import Wishes
@@ -130,7 +124,7 @@ def vllm_plan(
     version = None if facts.version is None else ".".join(str(part) for part in facts.version)
     for name, context in product(known, tuple(contexts)):
         copies = facts.whole("data_parallel_size", 1)  # as many as there were: more are no remedy
-        wishes = Wishes(context=context, backend=VLLM, vllm_version=version, data_parallel=copies)
+        wishes = Wishes(context=context, backend=VLLM.name, vllm_version=version, data_parallel=copies)
         try:
             made = plan(subjects(name), machine, wishes)
         except VlfitError:
@@ -161,8 +155,8 @@ def _value(text: str) -> Any:
 
 # The sums behind remedies: what a flag of vLLM frees, what a share of the GPU is worth, what length fits.
 #
-# Knows: constants that were measured or counted, each with its source; where the planner has them, they are
-# the planner's. Does not know logs. All memory in GiB, because that is what vLLM prints. "Measured" means
+# Constants were measured or counted, each with its source; those that the planner has are the planner's. All
+# memory in GiB, because that is what vLLM prints. "Measured" means
 # vLLM 0.22.0 on one H200 with random weights at the true shapes and a budget of 7.2 GiB; other cards and
 # versions differ, so a remedy says what it counted on.
 

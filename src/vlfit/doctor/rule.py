@@ -1,8 +1,4 @@
-"""What a rule is: one cause of failure, as data.
-
-Knows: the parts of a rule and of what it finds. Does not know any rule (``rules/``) nor how a log is searched
-(``diagnose.py``).
-"""
+"""What a rule is: one cause of failure, as data."""
 
 import re
 from collections.abc import Callable, Mapping

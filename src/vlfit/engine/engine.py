@@ -1,225 +1,199 @@
-"""The engine: one checkpoint on one device, answering many requests at once, one forward pass at a time.
-
-Its constructor reads like the ledger, top to bottom: weights, then the KV pool. Knows nothing of threads
-(``loop.py`` drives it), of HTTP, or of what the words are for.
-"""
+"""The native engine: one checkpoint on one device, many requests at once, one forward pass per step."""
 
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from vlfit.api.engine_options import EngineOptions
-from vlfit.api.outputs import Chunk, Timings, Usage
+from vlfit.api.conversation import Conversation, Tool
+from vlfit.api.engine_options import EngineOptions, SleepLevel
+from vlfit.api.outputs import Chunk
+from vlfit.api.progress import ByteProgress, LoadProgress
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.api.stats import Counters, EngineAccount, EngineSettings, Holdings, Pool
+from vlfit.api.stats import Counters, EngineAccount, EngineSettings, KVPool, MemoryUsage, SleepState
 from vlfit.checkpoint.processor_files import GenerationDefaults, ImageProcessing
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.device import choose_device, choose_dtype, choose_kv_dtype
-from vlfit.engine.execution.encoder_cache import ImageCache
-from vlfit.engine.execution.model_runner import Runner
-from vlfit.engine.execution.step_executor import Done, Passes
+from vlfit.engine.execution.encoder_cache import EncoderCache
+from vlfit.engine.execution.model_runner import ModelRunner
+from vlfit.engine.execution.step_executor import ChunkResult, StepExecutor
 from vlfit.engine.memory.budget import Budget
-from vlfit.engine.memory.fit import Room, Wanted, find_room
-from vlfit.engine.memory.kv_resize import Pressure, no_memory_for_the_pool
-from vlfit.engine.memory.sleep import Sleep
-from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics, weight_holdings
+from vlfit.engine.memory.fit import MemoryFit, MemoryRequest, check_fit
+from vlfit.engine.memory.kv_resize import KVResizer, kv_pool_lost
+from vlfit.engine.memory.sleep import Sleeper
+from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics, weight_bytes_by_line
+from vlfit.engine.request import Listener, PreparedRequest
 from vlfit.engine.sampling.detokenizer import Detokenizer
-from vlfit.engine.sampling.grammar import Constraints
+from vlfit.engine.sampling.grammar import GrammarCompiler
 from vlfit.engine.sampling.output_processor import Completion
-from vlfit.engine.sampling.sampler import Sampled, is_plain_greedy
-from vlfit.engine.scheduling.block_manager import BlockPool
+from vlfit.engine.sampling.sampler import SampledToken, is_plain_greedy
+from vlfit.engine.scheduling.block_manager import BlockManager
 from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
-from vlfit.engine.scheduling.scheduler import Pace, Scheduler, Work
-from vlfit.engine.scheduling.sequence import Listener, PricedPrompt, Sequence
-from vlfit.engine.scheduling.speculative import WORTH_ON_CPU, WORTH_ON_GPU, Guesser, with_guesses
+from vlfit.engine.scheduling.scheduler import PrefillPacer, Scheduler
+from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
+from vlfit.engine.scheduling.speculative import (
+    MIN_ACCEPTANCE_CPU,
+    MIN_ACCEPTANCE_GPU,
+    NgramProposer,
+    add_draft_tokens,
+)
 from vlfit.errors import DoesNotFit, ModelFailed, UsageError
-from vlfit.kernels.gemm.quantized import provide
-from vlfit.layers.cpu_linear import halves_on
+from vlfit.kernels.gemm.quantized import set_dequant_config
+from vlfit.layers.cpu_linear import uses_half_weights
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.loader import Loader
 from vlfit.loading.offload import StreamedLayers
+from vlfit.models.base import PreparedImage, VisionEncoder, builders_of
+from vlfit.models.cache_spec import allows_prefix_sharing
 from vlfit.models.decoder import TextModel
-from vlfit.models.qwen3_vl.mrope import mrope_positions
-from vlfit.models.qwen3_vl.vision import VisionTower
+from vlfit.models.registry import cache_spec_of
 from vlfit.plan.calibration import RESERVE
-from vlfit.plan.native.cost import GUESS_ROWS
-from vlfit.prompt.builder import Prompt, PromptBuilder, too_long
-
-# The account of an engine, drawn up from what it has at this moment. Any thread may ask: nothing is waited
-# for, locked or woken. Knows where each figure lies. Does not know who looks (``account.py`` has the
-# records).
-
-
-def account_of(engine: "Engine") -> EngineAccount:
-    """What ``engine`` has done and what it holds."""
-    runner, scheduler, pool = engine.runner, engine.scheduler, engine.pool
-    asleep = engine.sleep.asleep
-    return EngineAccount(
-        time.perf_counter() - engine.built,
-        _settings(engine),
-        len(scheduler.running),
-        len(scheduler.waiting),
-        Pool(
-            pool.blocks,
-            pool.blocks - pool.free,
-            pool.block_size,
-            len(scheduler.prefixes or ()),
-            engine.pressure.planned,
-        ),
-        Holdings(
-            dict.fromkeys(engine.weights, 0) if asleep else engine.weights,
-            runner.cache.nbytes,
-            runner.image_cache.used_bytes,
-            runner.image_cache.limit_bytes,
-            resident=resident_bytes(),
-            resident_before=engine.resident_before,
-            graphs=sum(each.nbytes for each in (runner.graphs, runner.recorded) if each is not None),
-            **torch_statistics(engine.device),
-        ),
-        engine.counters,
-        scheduler.pauses,
-        asleep,
-    )
-
-
-def _settings(engine: "Engine") -> EngineSettings:
-    return EngineSettings(
-        device=str(engine.device),
-        gpu_uuid=engine.gpu_uuid,
-        dtype=str(engine.dtype).removeprefix("torch."),
-        value_bytes=engine.dtype.itemsize,
-        context=engine.context,
-        image_tokens=engine.image_tokens,
-        sequences=engine.options.sequences,
-        chunk=engine.options.chunk,
-        kv_tokens=engine.pool.blocks * engine.pool.block_size,
-        offload=len(engine.waiting_layers),
-        halves=halves_on(engine.device, engine.dtype),
-        kv_dtype=engine.kv_dtype,
-        speculate=engine.options.speculate,
-    )
-
-
-DEFAULT_CONTEXT = 8192
-TYPICAL_REQUEST = 2048  # tokens of a picture, a question and a long answer
+from vlfit.plan.ledger import DEFAULT_CONTEXT, TYPICAL_REQUEST
+from vlfit.plan.native.cost import MAX_DRAFT_ROWS
+from vlfit.prompt.builder import Prompt, PromptBuilder
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]  # what is being done, share done
 
+class NativeEngine:
+    """Each step is one forward pass over a batch of all requests that can run.
 
-class Engine:
+    The constructor goes in the order of the ledger: weights, KV cache, CUDA graphs.
+    """
+
+    prompt_class = PreparedPrompt
+
     def __init__(
         self,
         checkpoint: Checkpoint,
         options: EngineOptions,
-        progress: Progress | None = None,
+        progress: LoadProgress | None = None,
         loader_class: type[Loader] = Loader,
     ) -> None:
         config = checkpoint.config
         self.checkpoint = checkpoint
+        self.builders = builders_of(config)
         self.options = options
         self.counters = Counters()
+        self._arrivals: deque[Sequence] = deque()  # submitted since the last step
         self.built = time.perf_counter()
         self.resident_before = resident_bytes()
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.kv_dtype = choose_kv_dtype(options.kv_dtype, self.dtype)
-        self.context = _context(options.context, checkpoint)
+        self.context = _context(options.max_model_len, checkpoint)
         self.processing = ImageProcessing.read(checkpoint.folder) if config.vision else None
-        tell = progress or (lambda what, share: None)
-        tell("planning", 0.0)
-        room = self._room()
-        self.waiting_layers = room.waiting
-        provide(self.device, room.means)
-        budget = Budget(self.device, room.limit if options.keep_to_plan else None)
+        report = progress or (lambda what, share: None)
+        report("planning", 0.0)
+        fit = self._check_fit()
+        self.offloaded_layers = fit.offloaded_layers
+        set_dequant_config(self.device, fit.dequant_config)
+        budget = Budget(self.device, fit.limit if options.enforce_plan else None)
         self._budget = budget
         self._loader_class = loader_class
-        tell("loading weights", 0.0)
-        with self._loader(lambda read, total: tell("loading weights", read / total)) as loader:
-            text, vision = self._model(loader)
-            # Until the end of the block weights arrive where they stay: recording asks only for that.
+        report("loading weights", 0.0)
+        with self._open_loader(lambda read, total: report("loading weights", read / total)) as loader:
+            text, vision = self._build_model(loader)
+            # Weights keep arriving in place until the end of the block; capturing needs only their addresses.
             self.prompts = PromptBuilder(checkpoint.folder, config)
             self.generation = GenerationDefaults.read(checkpoint.folder)
-            self.constraints = Constraints(self.prompts.tokenizer, self.generation.eos_token_ids)
-            pool = BlockPool(room.kv_tokens, options.block_size)
+            self.grammar_compiler = GrammarCompiler(self.prompts.tokenizer, self.generation.eos_token_ids)
+            pool = BlockManager(fit.kv_tokens, options.block_size)
             narrow = self.kv_dtype == FP8
-            cache = KVCache(config.text, pool.blocks, pool.block_size, self.dtype, self.device, narrow=narrow)
-            self.runner = Runner(
+            spec = cache_spec_of(replace(config, text=config.text.limited_to(self.context)))
+            cache = KVCache(
+                spec,
+                pool.num_blocks,
+                pool.block_size,
+                self.dtype,
+                self.device,
+                narrow=narrow,
+                sequences=options.max_num_seqs,
+            )
+            self.runner = ModelRunner(
                 text,
                 vision,
-                self.processing,
+                self._image_patches if vision else None,
                 cache,
-                ImageCache(options.image_cache_bytes if vision else 0),
+                EncoderCache(options.image_cache_bytes if vision else 0),
                 self.device,
             )
-            if self.device.type == "cuda" and options.graphs and not self.waiting_layers:
-                tell("recording decode steps", loader.share)
-                rows = GUESS_ROWS if options.speculate else 0
-                self.runner.record_graphs(self.context, options.sequences, rows)
-        self.passes = Passes(self.runner, budget, self.prompts.token_text)
-        self.pool = pool
-        prefixes = PrefixCache() if options.prefix_cache else None
-        self.scheduler = Scheduler(pool, options.sequences, options.chunk, prefixes)
-        self.pace = Pace(options.chunk, options.even)
-        watched = options.keep_to_plan and self.device.type == "cuda"
-        self.pressure = Pressure(
+            if self.device.type == "cuda" and options.cuda_graphs and not self.offloaded_layers:
+                report("capturing CUDA graphs", loader.fraction_read)
+                rows = MAX_DRAFT_ROWS if options.speculate else 0
+                self.runner.capture_graphs(self.context, options.max_num_seqs, rows)
+        self.executor = StepExecutor(self.runner, budget, self.prompts.token_text)
+        self.block_manager = pool
+        prefixes = PrefixCache() if options.prefix_cache and allows_prefix_sharing(spec) else None
+        self.scheduler = Scheduler(pool, options.max_num_seqs, options.max_num_batched_tokens, prefixes)
+        self.prefill_pacer = PrefillPacer(options.max_num_batched_tokens, options.even_chunks)
+        watched = options.enforce_plan and self.device.type == "cuda"
+        self.kv_resizer = KVResizer(
             self.scheduler,
             cache,
             pool.blocks_for(self.context),
             budget.device_free if watched else None,
-            self._release,
+            self._release_workspaces,
         )
-        self.sleep = Sleep(
+        self.sleeper = Sleeper(
             checkpoint,
             self.runner,
             self.scheduler,
             budget,
             pool.blocks_for(self.context),
             RESERVE.bytes if watched else 0,
-            self._release,
-            self._load_again,
+            self._release_workspaces,
+            self._reload_weights,
         )
-        self.weights = weight_holdings(text, vision)
+        self.weights = weight_bytes_by_line(text, vision)
         self.gpu_uuid = gpu_uuid(self.device)
 
-    def _loader(self, report: Callable[[int, int], None] | None = None) -> Loader:
+    def _open_loader(self, report: ByteProgress | None = None) -> Loader:
         return self._loader_class(self.checkpoint, self.device, self.dtype, report)
 
-    def _model(self, loader: Loader, before: TextModel | None = None) -> tuple[TextModel, VisionTower | None]:
-        """Weights as they come to stay: of the text model, then of the vision tower, if there is one."""
+    def _build_model(
+        self, loader: Loader, before: TextModel | None = None
+    ) -> tuple[TextModel, VisionEncoder | None]:
+        """Text model and vision encoder (None for a text-only model), in the order of the ledger."""
         config = self.checkpoint.config
         with torch.inference_mode():
-            within = replace(config, text=config.text.within(self.context))
-            text = TextModel(within, loader, self.waiting_layers, before)
-            vision = config.vision
-            if vision is None:
+            within = replace(config, text=config.text.limited_to(self.context))
+            text = self.builders.text(within, loader, self.offloaded_layers, before)
+            vision, build = config.vision, self.builders.vision
+            if vision is None or build is None:
                 return text, None
-            return text, loader.together(lambda: VisionTower(vision, loader))
+            return text, loader.in_arena(lambda: build(vision, loader))
 
-    def _load_again(self) -> None:
-        with self._loader() as loader:
-            self.runner.text, self.runner.vision = self._model(loader, self.runner.text)
+    def _image_patches(self, image: PreparedImage) -> Iterator[Tensor]:
+        """Patches of a picture on the device, one time step after the other."""
+        if self.builders.image_patches is None or self.processing is None:
+            raise RuntimeError("a text-only model cannot take pictures")
+        return self.builders.image_patches(image.pixels, self.processing, self.device, self.dtype)
 
-    def _room(self) -> Room:
-        """The ledger of what comes now. Raises ``DoesNotFit``."""
+    def _reload_weights(self) -> None:
+        with self._open_loader() as loader:
+            self.runner.text, self.runner.vision = self._build_model(loader, self.runner.text)
+
+    def _check_fit(self) -> MemoryFit:
+        """Check the ledger of this engine against the free memory. Raises ``DoesNotFit``."""
         options = self.options
-        tokens = options.kv_tokens or options.sequences * min(self.context, TYPICAL_REQUEST)
-        whole = None if tokens == "auto" else -(-max(tokens, self.context) // options.block_size)
+        tokens = options.kv_tokens or options.max_num_seqs * min(self.context, TYPICAL_REQUEST)
+        num_blocks = None if tokens == "auto" else -(-max(tokens, self.context) // options.block_size)
         most_image_tokens = min(self.processing.most_tokens if self.processing else 0, self.context - 1)
-        for words in options.changed(self.context, most_image_tokens):
-            logger.warning("warning: %s", words)
-        wanted = Wanted(
+        for sentence in options.adjustments(self.context, most_image_tokens):
+            logger.warning("warning: %s", sentence)
+        request = MemoryRequest(
             self.context,
-            options.sequences,
-            options.chunk,
-            None if whole is None else whole * options.block_size,
+            options.max_num_seqs,
+            options.max_num_batched_tokens,
+            None if num_blocks is None else num_blocks * options.block_size,
             options.image_tokens,
             most_image_tokens,
             options.block_size,
@@ -227,216 +201,326 @@ class Engine:
             self.kv_dtype,
             options.speculate,
         )
-        room = find_room(self.checkpoint, self.device, self.dtype, wanted)
-        self.image_tokens = room.image_tokens
+        fit = check_fit(self.checkpoint, self.device, self.dtype, request)
+        self.image_tokens = fit.image_tokens
         self.image_limit = options.image_tokens
-        if options.image_tokens is None and room.image_tokens < most_image_tokens:
-            self.image_limit = room.image_tokens
-            logger.info(
-                "no room for larger pictures than of %d tokens: they are scaled down", room.image_tokens
-            )
-        return room
+        if options.image_tokens is None and fit.image_tokens < most_image_tokens:
+            self.image_limit = fit.image_tokens
+            logger.info("pictures of more than %d tokens do not fit: they are scaled down", fit.image_tokens)
+        return fit
 
-    def _release(self) -> None:
-        """Tensors of the cache move: graphs of where they were are of no use, and what was theirs is free."""
+    def _release_workspaces(self) -> None:
+        """The KV cache moves: drop the CUDA graphs, which hold its old address, and free their memory."""
         self.runner.release_graphs()
         layers = self.runner.text.layers
         if isinstance(layers, StreamedLayers):
-            layers.forget()
+            layers.reset()
         self._budget.release()
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        """Whether any request runs or waits."""
+        return bool(self._arrivals) or self.scheduler.busy
+
+    @property
+    def asleep(self) -> SleepState | None:
+        return self.sleeper.asleep
+
+    @property
+    def idle_interval(self) -> float | None:
+        """Seconds between checks of the free memory while no request runs; None: it is not watched."""
+        return self.kv_resizer.idle_interval
+
+    def sleep(self, level: SleepLevel = "auto") -> SleepState:
+        """Raises what ``Sleeper.fall_asleep`` raises."""
+        return self.sleeper.fall_asleep(level)
+
+    def wake(self) -> None:
+        """Raises what ``Sleeper.wake`` raises."""
+        self.sleeper.wake()
+
+    def interrupt(self) -> None:
+        """Nothing: steps are short."""
+
+    def close(self) -> None:
+        """Nothing: the memory goes with the engine."""
 
     def account(self) -> EngineAccount:
-        """What was done and what is held. Any thread may ask: nothing is waited for, locked or woken."""
-        return account_of(self)
+        """Work done and memory held. Any thread may call it: it takes no lock and waits for nothing."""
+        runner, scheduler, pool = self.runner, self.scheduler, self.block_manager
+        asleep = self.asleep
+        return EngineAccount(
+            time.perf_counter() - self.built,
+            self._settings(),
+            len(scheduler.running),
+            len(scheduler.waiting) + len(self._arrivals),
+            KVPool(
+                pool.num_blocks,
+                pool.num_blocks - pool.num_free,
+                pool.block_size,
+                len(scheduler.prefix_cache or ()),
+                self.kv_resizer.planned_blocks,
+            ),
+            MemoryUsage(
+                dict.fromkeys(self.weights, 0) if asleep else self.weights,
+                runner.cache.nbytes,
+                runner.encoder_cache.used_bytes,
+                runner.encoder_cache.limit_bytes,
+                resident=resident_bytes(),
+                resident_before=self.resident_before,
+                cuda_graphs=sum(
+                    each.nbytes for each in (runner.decode_graphs, runner.encoder_graph) if each is not None
+                ),
+                **torch_statistics(self.device),
+            ),
+            self.counters,
+            scheduler.num_preemptions,
+            asleep,
+        )
 
-    def price(self, prompt: Prompt) -> PricedPrompt:
-        """Positions and placeholders of ``prompt``. Raises ``DoesNotFit`` if no token could follow it."""
+    def _settings(self) -> EngineSettings:
+        return EngineSettings(
+            device=str(self.device),
+            gpu_uuid=self.gpu_uuid,
+            dtype=str(self.dtype).removeprefix("torch."),
+            value_bytes=self.dtype.itemsize,
+            context=self.context,
+            image_tokens=self.image_tokens,
+            sequences=self.options.max_num_seqs,
+            chunk=self.options.max_num_batched_tokens,
+            kv_tokens=self.block_manager.num_blocks * self.block_manager.block_size,
+            offload=len(self.offloaded_layers),
+            cpu_16_bit=uses_half_weights(self.device, self.dtype),
+            kv_dtype=self.kv_dtype,
+            speculate=self.options.speculate,
+        )
+
+    def prepare(
+        self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> PreparedRequest[PreparedPrompt]:
+        began = time.perf_counter()
+        prompt = self.prompts.build(conversation, self.image_limit, self.context, tools)
+        return self._prepared(prompt, params, began)
+
+    def prepare_text(
+        self, prompt: str | tuple[int, ...], params: SamplingParams
+    ) -> PreparedRequest[PreparedPrompt]:
+        began = time.perf_counter()
+        return self._prepared(self.prompts.raw(prompt, self.context), params, began)
+
+    def _prepared(
+        self, prompt: Prompt, params: SamplingParams, began: float
+    ) -> PreparedRequest[PreparedPrompt]:
+        prepared = self.prepare_prompt(prompt)
+        max_tokens = self.max_tokens(prepared.num_tokens, params)
+        self.grammar_compiler.matcher(params.grammar)  # a bad grammar is refused before the request waits
+        images = tuple(image.seen for image in prompt.images)
+        return PreparedRequest(prepared, images, max_tokens, began)
+
+    def prepare_prompt(self, prompt: Prompt) -> PreparedPrompt:
+        """Positions, placeholders and cache keys. Raises ``DoesNotFit`` without room for an answer token."""
         if len(prompt.token_ids) >= self.context:
-            raise too_long(prompt, self.context, self.processing, self._or_more_context())
+            raise self.prompts.too_long(prompt, self.context, self._context_hint())
         config = self.checkpoint.config
         token_ids = np.array(prompt.token_ids, dtype=np.int64)
         is_visual = np.isin(token_ids, (config.image_token_id, config.video_token_id))
         grids = [image.grid for image in prompt.images]
-        merge = config.vision.spatial_merge_size if config.vision else 1
-        positions, next_position = mrope_positions(is_visual, grids, merge)
-        places = np.flatnonzero(is_visual)
-        keys = prompt_keys(token_ids, places, prompt.images, self.options.block_size)
-        return PricedPrompt(token_ids, places, positions, next_position, prompt.images, keys)
+        positions, next_position = self.builders.positions(config, is_visual, grids)
+        placeholders = np.flatnonzero(is_visual)
+        keys = prompt_keys(token_ids, placeholders, prompt.images, self.options.block_size)
+        return PreparedPrompt(token_ids, placeholders, positions, next_position, prompt.images, keys)
 
-    def max_tokens(self, prompt_tokens: int, sampling: SamplingParams) -> int:
-        """How long the completion may become. Raises ``DoesNotFit`` if more was asked for than there is."""
-        room = self.context - prompt_tokens
-        if sampling.max_tokens is None:
-            return min(room, self.options.max_tokens)
-        if sampling.max_tokens > room:
+    def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """Most tokens of the completion. Raises ``DoesNotFit`` if ``params`` wants more than is left."""
+        left = self.context - prompt_tokens
+        if params.max_tokens is None:
+            return min(left, self.options.max_tokens)
+        if params.max_tokens > left:
             raise DoesNotFit(
-                f"max_tokens {sampling.max_tokens} and a prompt of {prompt_tokens} tokens are more than the "
+                f"max_tokens {params.max_tokens} and a prompt of {prompt_tokens} tokens are more than the "
                 f"context of {self.context}",
-                ", or ".join(filter(None, (f"ask for at most {room} tokens", self._or_more_context()))),
+                ", or ".join(filter(None, (f"ask for at most {left} tokens", self._context_hint()))),
                 param="max_tokens",
             )
-        return sampling.max_tokens
+        return params.max_tokens
 
-    def _or_more_context(self) -> str:
+    def _context_hint(self) -> str:
         most = self.checkpoint.config.text.max_position_embeddings
         return f"start with a larger --context (at most {most})" if self.context < most else ""
 
-    def sequence(
-        self, prompt: PricedPrompt, sampling: SamplingParams, listener: Listener, asked: float | None = None
+    def request(
+        self, prepared: PreparedRequest[PreparedPrompt], params: SamplingParams, listener: Listener
     ) -> Sequence:
-        """A request ready to be added. Touches no shared state, so any thread may call it.
+        return self.sequence(prepared.prompt, params, listener, prepared.submitted_at)
 
-        ``asked``: when its preparation began (``time.perf_counter``), for the time to the first token.
+    def sequence(
+        self,
+        prompt: PreparedPrompt,
+        params: SamplingParams,
+        listener: Listener,
+        submitted_at: float | None = None,
+    ) -> Sequence:
+        """A request ready to be submitted. Touches no shared state: any thread may call it.
+
+        ``submitted_at``: when its preparation began (``time.perf_counter``); None: now.
         """
-        asked = time.perf_counter() if asked is None else asked
-        max_tokens = self.max_tokens(prompt.tokens, sampling)
+        max_tokens = self.max_tokens(prompt.num_tokens, params)
         eos = frozenset(self.generation.eos_token_ids)
-        completion = Completion(Detokenizer(self.prompts.tokenizer), sampling, eos, max_tokens)
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        form = self.constraints.of(sampling.form)
-        guesser = None
-        if self.options.speculate and is_plain_greedy(sampling):
-            guesser = Guesser(prompt, WORTH_ON_CPU if self.device.type == "cpu" else WORTH_ON_GPU)
-        wishes = (prompt, sampling, max_tokens, completion, listener, asked)
-        return Sequence(*wishes, seed=seed, constraint=form, guesser=guesser)
+        proposer = None
+        if self.options.speculate and is_plain_greedy(params):
+            on_cpu = self.device.type == "cpu"
+            proposer = NgramProposer(prompt, MIN_ACCEPTANCE_CPU if on_cpu else MIN_ACCEPTANCE_GPU)
+        return Sequence(
+            prompt,
+            params,
+            max_tokens,
+            Completion(Detokenizer(self.prompts.tokenizer), params, eos, max_tokens),
+            listener,
+            time.perf_counter() if submitted_at is None else submitted_at,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            grammar_matcher=self.grammar_compiler.matcher(params.grammar),
+            proposer=proposer,
+        )
 
-    def add(self, sequence: Sequence) -> None:
-        self.scheduler.add(sequence)
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a request. Any thread may call it."""
+        self._arrivals.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a request before its next token. Any thread may call it."""
+        sequence.cancelled = True
 
     def step(self) -> None:
-        """One forward pass for whoever can run. What fails ends its own request, and no other."""
-        self._drop_cancelled()
+        """One forward pass over all that can run. A failure ends its own request and no other."""
+        self._queue_arrivals()
+        self._finish_cancelled()
         try:
-            self.pressure.relieve()
+            self.kv_resizer.step()
         except torch.OutOfMemoryError:
-            self.fail_all(no_memory_for_the_pool())
+            self.fail_all(kv_pool_lost())
             return
         for sequence in self.scheduler.admit():
-            if sequence.copy is not None:
-                self.runner.cache.copy(*sequence.copy)
-            if sequence.admitted is None:  # not one that was paused
-                sequence.admitted = time.perf_counter()
-                sequence.shared = sequence.cached
-                shared = self.counters.shared_tokens + sequence.shared
-                self.counters = replace(self.counters, shared_tokens=shared)
-        batch = self.scheduler.next_batch(self.pace.room())
+            if sequence.block_copy is not None:
+                self.runner.cache.copy(*sequence.block_copy)
+            if sequence.admitted_at is None:  # not one that was preempted
+                sequence.admitted_at = time.perf_counter()
+                sequence.num_shared_tokens = sequence.num_cached_tokens
+                shared = self.counters.cached_prompt_tokens + sequence.num_shared_tokens
+                self.counters = replace(self.counters, cached_prompt_tokens=shared)
+        batch = self.scheduler.schedule(self.prefill_pacer.prefill_budget())
         if not batch:
             return
-        alike = not self.scheduler.waiting
-        guessed = with_guesses(batch, min(GUESS_ROWS, self.options.chunk), self.pool.block_size)
-        if guessed is not batch:
-            # A pass that is under way already is taken as it is, but none behind it: guesses are next.
-            batch, alike = batch if self.runner.is_ahead(batch) else guessed, False
+        # If the next batch is expected to be identical, it is launched before this one's tokens are read.
+        same_next = not self.scheduler.waiting
+        with_drafts = add_draft_tokens(
+            batch, min(MAX_DRAFT_ROWS, self.options.max_num_batched_tokens), self.block_manager.block_size
+        )
+        if with_drafts is not batch:
+            # A batch that is launched already runs without drafts; the next one gets them.
+            batch, same_next = batch if self.runner.is_launched(batch) else with_drafts, False
         began = time.perf_counter()
-        outcome = self.passes.run(batch, alike=alike)
+        outcome = self.executor.run(batch, expect_same_batch=same_next)
         for sequence, error in outcome.failed:
             self._fail([sequence], error)
-        works = [done.work for done in outcome.done]
-        if not works:
+        chunks = [done.chunk for done in outcome.results]
+        if not chunks:
             return
-        prompt_tokens = sum(work.length for work in works if not work.sequence.decoding)
+        prompt_tokens = sum(chunk.num_tokens for chunk in chunks if not chunk.sequence.is_decoding)
         self.counters = self.counters.after_step(
             time.perf_counter() - began,
             prompt_tokens=prompt_tokens,
-            sampled=sum(done.sampled is not None for done in outcome.done),
-            cached=sum(work.sequence.cached for work in works),
-            again=outcome.again,
-            guessed=sum(len(work.guesses) for work in works),
+            sampled=sum(done.sampled is not None for done in outcome.results),
+            cached=sum(chunk.sequence.num_cached_tokens for chunk in chunks),
+            retried=outcome.num_retries,
+            drafted=sum(len(chunk.draft_tokens) for chunk in chunks),
         )
-        if outcome.seconds is not None and works[0].sequence.decoding:
-            self.pace.note(prompt_tokens, outcome.seconds)
-        for work in works:
-            self.scheduler.advance(work)
-        for done in outcome.done:
+        if outcome.seconds is not None and chunks[0].sequence.is_decoding:
+            self.prefill_pacer.record_step(prompt_tokens, outcome.seconds)
+        for chunk in chunks:
+            self.scheduler.advance(chunk)
+        for done in outcome.results:
             if isinstance(done.sampled, ModelFailed):
-                self._fail([done.work.sequence], done.sampled)
+                self._fail([done.chunk.sequence], done.sampled)
             elif done.sampled is not None:
-                self._deliver(done.work.sequence, done.sampled)
-                self._deliver_guessed(done)
+                self._deliver(done.chunk.sequence, done.sampled)
+                self._deliver_accepted(done)
 
     def fail_all(self, error: Exception) -> None:
-        """End every request with ``error``: the engine is going away."""
+        """End every request with ``error``."""
+        self._queue_arrivals()
         self._fail([*self.scheduler.running, *self.scheduler.waiting], error)
 
-    def _deliver(self, sequence: Sequence, sampled: Sampled) -> None:
-        now = time.perf_counter()
-        sequence.first_token = sequence.first_token or now
+    def _queue_arrivals(self) -> None:
+        while self._arrivals:
+            self.scheduler.add(self._arrivals[0])
+            self._arrivals.popleft()  # only now: a request that is nowhere would wait for ever
+
+    def _deliver(self, sequence: Sequence, sampled: SampledToken) -> None:
+        sequence.first_token_at = sequence.first_token_at or time.perf_counter()
         sequence.generated.append(sampled.token_id)
-        if sequence.constraint is not None:
-            sequence.constraint.take(sampled.token_id)
+        if sequence.grammar_matcher is not None:
+            sequence.grammar_matcher.accept_token(sampled.token_id)
         chunk = sequence.completion.add(sampled.token_id, sampled.logprobs)
         if chunk.finish_reason is None:
-            self._tell(sequence, chunk)
+            self._send(sequence, chunk)
         else:
-            self._finish(sequence, chunk, now)
+            self._finish(sequence, chunk)
 
-    def _deliver_guessed(self, done: Done) -> None:
-        """What was guessed and has come true, as if each had come of a pass of its own."""
-        sequence = done.work.sequence
-        if sequence.guesser is not None and done.work.guesses:
-            sequence.guesser.learn(len(done.more))
-        for sampled in done.more:
-            if sequence not in self.scheduler.running:  # one of them was its last
+    def _deliver_accepted(self, done: ChunkResult) -> None:
+        """Deliver accepted draft tokens, each as if from a step of its own."""
+        sequence = done.chunk.sequence
+        if sequence.proposer is not None and done.chunk.draft_tokens:
+            sequence.proposer.record_acceptance(len(done.accepted))
+        for sampled in done.accepted:
+            if sequence not in self.scheduler.running:  # an accepted token was its last
                 return
-            if sequence.constraint is not None and not sequence.constraint.allows(sampled.token_id):
-                return  # the next pass chooses another
-            self.counters = self.counters.after_guess()
-            self.scheduler.advance(Work(sequence, 1))
+            if sequence.grammar_matcher is not None and not sequence.grammar_matcher.allows(sampled.token_id):
+                return  # the next step samples another
+            self.counters = self.counters.after_accepted_token()
+            self.scheduler.advance(ScheduledChunk(sequence, 1))
             self._deliver(sequence, sampled)
 
-    def _finish(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
-        self._let_go(sequence)
+    def _finish(self, sequence: Sequence, chunk: Chunk) -> None:
+        self._release_request(sequence)
         ended = "cancelled" if chunk.finish_reason == "cancelled" else "finished"
         self.counters = replace(self.counters, **{ended: getattr(self.counters, ended) + 1})
-        prompt = sequence.prompt
-        usage = Usage(prompt.tokens, len(prompt.placeholders), len(sequence.generated), sequence.shared)
-        timings = Timings(
-            queued_s=(sequence.admitted or now) - sequence.arrived,
-            first_token_s=(sequence.first_token or now) - sequence.asked,
-            total_s=now - sequence.asked,
-            completion_tokens=len(sequence.generated),
-        )
-        self._tell(sequence, Chunk(chunk.text, chunk.logprobs, chunk.finish_reason, usage, timings))
+        self._send(sequence, sequence.final_chunk(chunk))
 
-    def _drop_cancelled(self) -> None:
+    def _finish_cancelled(self) -> None:
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             if sequence.cancelled:
-                self._finish(sequence, Chunk("", finish_reason="cancelled"), time.perf_counter())
+                self._finish(sequence, Chunk("", finish_reason="cancelled"))
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         for sequence in sequences:
-            self._let_go(sequence, failed=True)
+            self._release_request(sequence, failed=True)
             self.counters = replace(self.counters, failed=self.counters.failed + 1)
-            self._tell(sequence, error)
+            self._send(sequence, error)
 
-    def _tell(self, sequence: Sequence, arrival: Chunk | Exception) -> None:
-        """A listener that fails has gone away: its request ends, the others go on."""
+    def _send(self, sequence: Sequence, item: Chunk | Exception) -> None:
+        """A listener that raises has gone away: its request ends."""
         try:
-            sequence.listener(arrival)
+            sequence.listener(item)
         except Exception:
             logger.exception("a listener failed; its request is dropped")
-            self._let_go(sequence)
+            self._release_request(sequence)
 
-    def _let_go(self, sequence: Sequence, *, failed: bool = False) -> None:
-        """Blocks and tensors: whoever asked may keep the sequence itself for as long as they like."""
+    def _release_request(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Free its blocks and tensors: the caller may keep the sequence itself."""
         self.scheduler.remove(sequence, failed=failed)
         sequence.features.clear()
-        sequence.slots = None
-        sequence.guesser = None
+        sequence.slot_mapping = None
+        sequence.proposer = None
 
 
-def _context(wish: int | None, checkpoint: Checkpoint) -> int:
-    """Tokens of the longest sequence. Raises ``UsageError`` for more than the checkpoint was made for."""
+def _context(max_model_len: int | None, checkpoint: Checkpoint) -> int:
+    """Tokens of the longest sequence. Raises ``UsageError`` for more than the checkpoint supports."""
     text = checkpoint.config.text
     most = text.max_position_embeddings
-    if wish is not None and wish > most:
-        why = f": its attention slides over {most}, which vlfit does not do" if text.window == most else ""
+    if max_model_len is not None and max_model_len > most:
+        why = ": longer ones need sliding-window attention, which vlfit lacks" if text.window == most else ""
         raise UsageError(
-            f"a context of {wish} tokens was asked for; {checkpoint.name} runs with at most {most}{why}",
+            f"--context {max_model_len} is too long: {checkpoint.name} runs with at most {most} tokens{why}",
             f"use --context {most} or less",
         )
-    return wish or min(DEFAULT_CONTEXT, text.usual_context)
+    return max_model_len or min(DEFAULT_CONTEXT, text.default_context)

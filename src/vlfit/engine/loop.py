@@ -1,229 +1,298 @@
-"""The thread that drives an engine: builds it, takes requests from any thread, steps while there is work.
+"""The engine protocol, and the thread that drives any engine: builds it, hands it requests, steps it.
 
-When nothing has come for as long as the engine's options say, or somebody asks for it, it lets the engine
-sleep; the next request wakes it.
+After ``idle_sleep`` seconds without requests, or when told to, the engine sleeps; the next request wakes it.
 """
 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from vlfit.api.engine_options import Park
-from vlfit.api.stats import EngineAccount, Rest
-from vlfit.engine.device import keep_to_own_cores
-from vlfit.engine.engine import Engine, Progress
-from vlfit.engine.scheduling.sequence import Sequence
+from vlfit.api.conversation import Conversation, Tool
+from vlfit.api.engine_options import EngineOptions, SleepLevel
+from vlfit.api.progress import LoadProgress
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.stats import EngineAccount, SleepResult, SleepState
+from vlfit.checkpoint.processor_files import GenerationDefaults
+from vlfit.engine.device import limit_threads_to_cores
+from vlfit.engine.request import Listener, PreparedRequest, Request
 from vlfit.errors import EngineLost, EngineStopped, VlfitError
 from vlfit.units import format_bytes, format_seconds
 
-# How the thread of an engine begins: it builds the engine that it will run, if anybody still wants it.
-#
-# Knows: who waits for it. Does not know which engine it is, or what the thread does then (``loop.py``,
-# ``backends/transformers/engine_loop.py``).
-
-
-BuildProgress = Callable[[str, float], None]
-E = TypeVar("E")
-
-
-def build_here(
-    build: Callable[[BuildProgress], E],
-    progress: BuildProgress | None,
-    unwanted: Callable[[], bool],
-    built: Future[E],
-) -> E | None:
-    """What ``build`` builds, which ``built`` has then, too; None where it fails, and ``built`` has why.
-
-    ``progress``, if there is one, is told what ``build`` reports. The next report after the engine has become
-    ``unwanted`` ends it with ``EngineStopped``.
-    """
-
-    def report(what: str, share: float) -> None:
-        if unwanted():
-            raise stopped()
-        if progress is not None:
-            progress(what, share)
-
-    keep_to_own_cores()
-    try:
-        engine = build(report)
-    except BaseException as error:
-        built.set_exception(error)
-        return None
-    built.set_result(engine)
-    return engine
-
-
-def stopped() -> EngineStopped:
-    """What requests are told that end because the engine does, or come after it."""
-    return EngineStopped("the engine has stopped", "start it again")
-
-
 logger = logging.getLogger(__name__)
 
+INTERRUPT_SECONDS = 5.0  # for a start that was interrupted to end; transformers' loading cannot be stopped
 
-class EngineLoop:
-    """Everything that touches the engine's state happens on this thread; others hand over or set a flag.
 
-    The engine is built on it too. torch's OpenMP keeps a pool of threads for every thread that computes: with
-    weights loaded on one and run on another there would be two, together more than there are cores, and
+class Engine(Protocol):
+    """A model on a device.
+
+    Any thread may prepare, create, submit and cancel requests, ask for the account, and interrupt. All else
+    belongs to the engine's own thread. Requests and prompts are of the engine's own classes.
+    """
+
+    @property
+    def options(self) -> EngineOptions: ...
+    @property
+    def context(self) -> int:
+        """Most tokens of one request, prompt and completion."""
+        ...
+
+    @property
+    def device(self) -> Any: ...
+    @property
+    def generation(self) -> GenerationDefaults: ...
+    @property
+    def prompt_class(self) -> type:
+        """What ``PreparedRequest.prompt`` is an instance of."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request runs or waits."""
+        ...
+
+    @property
+    def asleep(self) -> SleepState | None: ...
+    @property
+    def idle_interval(self) -> float | None:
+        """Seconds between steps while no request runs; None: an idle engine needs none."""
+        ...
+
+    def prepare(
+        self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> PreparedRequest[Any]:
+        """Decode pictures, render the chat template, count tokens, check against the context.
+
+        Raises ``PictureError``, ``InvalidRequest`` or ``DoesNotFit``.
+        """
+        ...
+
+    def prepare_text(self, prompt: str | tuple[int, ...], params: SamplingParams) -> PreparedRequest[Any]:
+        """The same for plain text or token ids, without a template."""
+        ...
+
+    def request(
+        self, prepared: PreparedRequest[Any], params: SamplingParams, listener: Listener, /
+    ) -> Request:
+        """A request ready to be submitted. One prepared request may become several of them."""
+        ...
+
+    def submit(self, request: Any, /) -> None:
+        """Queue a request."""
+        ...
+
+    def cancel(self, request: Any, /) -> None:
+        """End a request before its next token. A request that has ended stays as it is."""
+        ...
+
+    def step(self) -> None:
+        """Compute the next tokens of one or more requests. A failure ends the requests it concerns."""
+        ...
+
+    def fail_all(self, error: Exception, /) -> None:
+        """End every request with ``error``."""
+        ...
+
+    def sleep(self, level: SleepLevel, /) -> SleepState:
+        """Give the device's memory back. No request may run or wait."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again. Raises ``CannotWake`` if it is not free; the engine then stays asleep."""
+        ...
+
+    def account(self) -> EngineAccount:
+        """Work done and memory held. Takes no lock and waits for nothing."""
+        ...
+
+    def interrupt(self) -> None:
+        """Cut the step under way short: the engine is about to close."""
+        ...
+
+    def close(self) -> None:
+        """Release what the end of the thread does not."""
+        ...
+
+
+E = TypeVar("E", bound=Engine)
+
+
+class EngineThread(Generic[E]):
+    """Everything that changes the engine's state happens on this thread.
+
+    The engine is built on it too: torch's OpenMP keeps a thread pool for every thread that computes. With
+    weights loaded on one thread and run on another there would be two pools, more threads than cores, and
     decoding took half as long again (docs/log.md).
     """
 
-    def __init__(self, build: Callable[[Progress], Engine], progress: Progress | None = None) -> None:
-        """Raises what ``build`` raises. It is called with a function to report to, which stops it when the
-        wait is interrupted.
+    def __init__(self, build: Callable[[LoadProgress], E], progress: LoadProgress | None = None) -> None:
+        """Returns when ``build`` has returned; raises what it raises.
+
+        If the caller is interrupted, the next progress report raises ``EngineStopped`` inside ``build``.
         """
-        self._inbox: deque[Sequence] = deque()
-        self._sleepers: list[tuple[Park, Future[Rest]]] = []
-        self._wakers: list[Future[Rest]] = []
-        self._active = time.monotonic()
-        self._wake = threading.Condition()
+        self._sleep_calls: list[tuple[SleepLevel, Future[SleepResult]]] = []
+        self._wake_calls: list[Future[SleepResult]] = []
+        self._last_active = time.monotonic()
+        self._condition = threading.Condition()
         self._closing = False
         self._lost: EngineLost | None = None
-        built: Future[Engine] = Future()
+        self._engine: E | None = None
+        built: Future[E] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(build, progress, built), name="vlfit-engine", daemon=True
         )
         try:
             self._thread.start()
-            self.engine = built.result()
-        except BaseException:  # also Ctrl-C while weights are loaded: they must not go on loading
-            self.close()
+            self._engine = built.result()
+        except BaseException:  # also Ctrl-C while weights are loaded: loading must not go on
+            self.close(INTERRUPT_SECONDS)
             raise
 
-    def submit(self, sequence: Sequence) -> None:
+    @property
+    def engine(self) -> E:
+        assert self._engine is not None  # else __init__ has raised
+        return self._engine
+
+    def submit(self, request: Request) -> None:
         """Hand a request to the engine. Raises ``EngineStopped`` after ``close``."""
-        with self._wake:
+        with self._condition:
             self._check_open()
-            self._inbox.append(sequence)
-            self._wake.notify()
+            self.engine.submit(request)
+            self._condition.notify()
 
-    def sleep(self, park: Park = "auto") -> "Future[Rest]":
-        """Let the engine sleep as soon as nothing runs or waits; at once if so. Cancelling the future in time
-        withdraws the wish, and so does ``wake``: the result says then that it is awake. Raises
-        ``EngineStopped`` after ``close``; the future has what ``Sleep.fall_asleep`` raises.
-        """
-        with self._wake:
-            self._check_open()
-            self._sleepers.append((park, Future()))
-            self._wake.notify()
-            return self._sleepers[-1][1]
+    def cancel(self, request: Request) -> None:
+        """End a request before its next token."""
+        with self._condition:
+            self.engine.cancel(request)
+            self._condition.notify()
 
-    def wake(self) -> "Future[Rest]":
-        """Wake the engine without a request. Raises ``EngineStopped`` after ``close``; the future has what
-        ``Sleep.wake`` raises.
+    def sleep(self, level: SleepLevel = "auto") -> "Future[SleepResult]":
+        """Let the engine sleep once no request runs or waits.
+
+        Cancelling the future in time withdraws the call, and so does ``wake``: the result then says that the
+        engine is awake. Raises ``EngineStopped`` after ``close``; the future, what ``Engine.sleep`` raises.
         """
-        with self._wake:
+        with self._condition:
             self._check_open()
-            self._wakers.append(Future())
-            self._wake.notify()
-            return self._wakers[-1]
+            self._sleep_calls.append((level, Future()))
+            self._condition.notify()
+            return self._sleep_calls[-1][1]
+
+    def wake(self) -> "Future[SleepResult]":
+        """Wake the engine without a request.
+
+        Raises ``EngineStopped`` after ``close``; the future has what ``Engine.wake`` raises.
+        """
+        with self._condition:
+            self._check_open()
+            self._wake_calls.append(Future())
+            self._condition.notify()
+            return self._wake_calls[-1]
 
     def account(self) -> EngineAccount:
-        """The engine's account, and who has come since its last step. Wakes nobody, waits for nobody."""
-        account = self.engine.account()
-        return replace(account, waiting=account.waiting + len(self._inbox))
+        """The engine's account. Takes no lock."""
+        return self.engine.account()
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Ask for the end of a request; its blocks are free before the next forward pass."""
-        with self._wake:
-            sequence.cancelled = True
-            self._wake.notify()
+    def close(self, timeout: float | None = None) -> None:
+        """End all requests with ``EngineStopped`` and stop. May be called more than once.
 
-    def close(self) -> None:
-        """End all requests with ``EngineStopped`` and stop. May be called more than once."""
-        with self._wake:
+        Waits at most ``timeout`` seconds for the thread to end; None: as long as it takes.
+        """
+        with self._condition:
             self._closing = True
-            self._wake.notify()
-        # One whose start was interrupted cannot be waited for, perhaps; it ends by itself.
+            self._condition.notify()
+        if self._engine is not None:
+            self._engine.interrupt()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout)
 
     def _check_open(self) -> None:
         if self._closing:
             raise self._lost or stopped()
 
     def _run(
-        self, build: Callable[[Progress], Engine], progress: Progress | None, built: Future[Engine]
+        self, build: Callable[[LoadProgress], E], progress: LoadProgress | None, built: "Future[E]"
     ) -> None:
-        engine = build_here(build, progress, lambda: self._closing, built)
-        if engine is None:
-            return
-        self._active = time.monotonic()
-        try:
-            while self._turn(engine):
-                pass
-        except BaseException as error:
-            # Nobody is to wait for an engine that is not there, neither who has come nor who comes now.
-            logger.exception("the engine's thread ended by a mistake of ours")
-            self._end_by(EngineLost(f"the engine is lost: {type(error).__name__}", "start it again"), engine)
+        def report(what: str, share: float) -> None:
+            if self._closing:
+                raise stopped()
+            if progress is not None:
+                progress(what, share)
 
-    def _end_by(self, error: EngineLost, engine: Engine) -> None:
-        with self._wake:
+        limit_threads_to_cores()
+        try:
+            engine = build(report)
+        except BaseException as error:
+            built.set_exception(error)
+            return
+        self._last_active = time.monotonic()
+        built.set_result(engine)
+        try:
+            while self._run_once(engine):
+                pass
+            engine.close()
+        except BaseException as error:
+            # A bug. No request may wait for an engine that is gone, neither those here nor those to come.
+            logger.exception("the engine's thread failed")
+            self._fail(EngineLost(f"the engine is lost: {type(error).__name__}", "start it again"), engine)
+
+    def _fail(self, error: EngineLost, engine: E) -> None:
+        with self._condition:
             self._closing, self._lost = True, error
-            late, wishes = [*self._inbox], [*self._wakers, *(wish for _, wish in self._sleepers)]
-        for sequence in late:
-            sequence.listener(error)
-        _settle(wishes, partial(_raise, error))
+            futures = [*self._wake_calls, *(future for _, future in self._sleep_calls)]
+        _settle(futures, partial(_raise, error))
         engine.fail_all(error)
 
-    def _turn(self, engine: Engine) -> bool:
-        """Wait for work, and do one step of it. False when it is time to end."""
-        with self._wake:
-            while not (self._inbox or self._closing or engine.busy or self._sleepers or self._wakers):
-                if not self._wake.wait(self._patience(engine)):
-                    break  # a step with nobody in it looks at the memory that is left
-            arrivals = list(self._inbox)
+    def _run_once(self, engine: E) -> bool:
+        """Wait for work and do one step of it. False: the thread is to end."""
+        with self._condition:
+            while not (engine.busy or self._closing or self._sleep_calls or self._wake_calls):
+                if not self._condition.wait(self._wait_seconds(engine)):
+                    break  # a step without requests checks the free memory
             closing = self._closing
-            wakers, self._wakers = self._wakers, []
-            sleepers: list[tuple[Park, Future[Rest]]] = []
-            if closing or wakers or not (arrivals or engine.busy):
-                sleepers, self._sleepers = self._sleepers, []
-        for sequence in arrivals:
-            engine.add(sequence)
-            self._inbox.popleft()  # not before: who is nowhere would wait for ever
+            wakes, self._wake_calls = self._wake_calls, []
+            sleeps: list[tuple[SleepLevel, Future[SleepResult]]] = []
+            if closing or wakes or not engine.busy:
+                sleeps, self._sleep_calls = self._sleep_calls, []
+        futures = [*wakes, *(future for _, future in sleeps)]
         if closing:
             engine.fail_all(stopped())
-            for wish in [*wakers, *(wish for _, wish in sleepers)]:
-                if wish.set_running_or_notify_cancel():
-                    wish.set_exception(stopped())
+            _settle(futures, partial(_raise, stopped()))
             return False
-        if wakers:
-            _settle([*wakers, *(wish for _, wish in sleepers)], lambda: self._awake(engine))
+        if wakes:
+            _settle(futures, lambda: self._wake_engine(engine))
         else:
-            for park, wish in sleepers:
-                _settle([wish], partial(self._asleep, engine, park))
-        if self._is_up(engine):
+            for level, future in sleeps:
+                _settle([future], partial(self._put_to_sleep, engine, level))
+        if self._ready_to_step(engine):
             self._step(engine)
         return True
 
-    def _patience(self, engine: Engine) -> float | None:
-        """Seconds to wait for somebody before something is to be done; None: nothing is."""
-        if engine.sleep.asleep is not None:
+    def _wait_seconds(self, engine: E) -> float | None:
+        """Seconds until an engine without requests has something to do; None: nothing."""
+        if engine.asleep is not None:
             return None
-        idle, look = engine.options.idle_sleep, engine.pressure.idle_seconds
-        left = None if idle is None else max(self._active + idle - time.monotonic(), 0.0)
-        return min((seconds for seconds in (left, look) if seconds is not None), default=None)
+        idle = engine.options.idle_sleep
+        until_sleep = None if idle is None else max(self._last_active + idle - time.monotonic(), 0.0)
+        times = (until_sleep, engine.idle_interval)
+        return min((seconds for seconds in times if seconds is not None), default=None)
 
-    def _is_up(self, engine: Engine) -> bool:
-        """Whether there is a step to take. A sleeping engine wakes if somebody wants it; one that nobody has
-        wanted for long falls asleep.
+    def _ready_to_step(self, engine: E) -> bool:
+        """Whether there is a step to run. Wakes a sleeping engine that has requests; puts one that has been
+        idle for long enough to sleep.
         """
-        asleep, idle = engine.sleep.asleep is not None, engine.options.idle_sleep
+        asleep, idle = engine.asleep is not None, engine.options.idle_sleep
         try:
             if engine.busy:
-                self._awake(engine)
+                self._wake_engine(engine)
                 return True
-            if not asleep and idle is not None and time.monotonic() >= self._active + idle:
-                self._active = time.monotonic()  # if it cannot, it tries again after as long
-                self._asleep(engine, "auto")
+            if not asleep and idle is not None and time.monotonic() >= self._last_active + idle:
+                self._last_active = time.monotonic()  # if it fails, the next attempt comes after as long
+                self._put_to_sleep(engine, "auto")
                 return False
         except Exception as error:
             logger.warning("%s", error, exc_info=not isinstance(error, VlfitError))
@@ -231,54 +300,58 @@ class EngineLoop:
             return False
         return not asleep
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: E) -> None:
         busy = engine.busy
         try:
             engine.step()
         except Exception as error:
-            # The engine ends failing requests itself; what gets here is a fault of ours. Nobody may wait for
-            # an answer that will not come.
+            # A bug: the engine itself ends requests that fail. No request may wait for ever.
             logger.exception("the engine failed in a step")
             engine.fail_all(error)
         if busy:
-            self._active = time.monotonic()
+            self._last_active = time.monotonic()
 
-    def _asleep(self, engine: Engine, park: Park) -> Rest:
-        if engine.sleep.asleep is not None:
-            return Rest(engine.sleep.asleep, False, 0.0)
-        asleep = engine.sleep.fall_asleep(park)
+    def _put_to_sleep(self, engine: E, level: SleepLevel) -> SleepResult:
+        if engine.asleep is not None:
+            return SleepResult(engine.asleep, False, 0.0)
+        asleep = engine.sleep(level)
         where = f"{format_bytes(asleep.ram)} of RAM" if asleep.ram else "their files"
         logger.info(
             "asleep: %s given back in %s, the weights are in %s",
             *(format_bytes(asleep.freed), format_seconds(asleep.seconds), where),
         )
-        return Rest(asleep, True, asleep.seconds)
+        return SleepResult(asleep, True, asleep.seconds)
 
-    def _awake(self, engine: Engine) -> Rest:
-        if engine.sleep.asleep is None:
-            return Rest(None, False, 0.0)
+    def _wake_engine(self, engine: E) -> SleepResult:
+        if engine.asleep is None:
+            return SleepResult(None, False, 0.0)
         began = time.monotonic()
-        engine.sleep.wake()
-        self._active = time.monotonic()
-        seconds = round(self._active - began, 3)
+        engine.wake()
+        self._last_active = time.monotonic()
+        seconds = round(self._last_active - began, 3)
         logger.info("awake again after %s", format_seconds(seconds))
-        return Rest(None, True, seconds)
+        return SleepResult(None, True, seconds)
 
 
-def _settle(wishes: list[Future[Rest]], do: Callable[[], Rest]) -> None:
-    """Do what all ``wishes`` that were not withdrawn ask for, and tell them what came of it."""
-    wanted = [wish for wish in wishes if wish.set_running_or_notify_cancel()]
-    if not wanted:
+def stopped() -> EngineStopped:
+    """The error of requests that end because the engine does, or that come after it."""
+    return EngineStopped("the engine has stopped", "start it again")
+
+
+def _settle(futures: list["Future[SleepResult]"], action: Callable[[], SleepResult]) -> None:
+    """Run ``action`` once and give its result, or its exception, to all futures not cancelled by now."""
+    pending = [future for future in futures if future.set_running_or_notify_cancel()]
+    if not pending:
         return
     try:
-        rest = do()
+        rest = action()
     except Exception as error:
-        for wish in wanted:
-            wish.set_exception(error)
+        for future in pending:
+            future.set_exception(error)
         return
-    for wish in wanted:
-        wish.set_result(rest)
+    for future in pending:
+        future.set_result(rest)
 
 
-def _raise(error: Exception) -> Rest:
+def _raise(error: Exception) -> NoReturn:
     raise error

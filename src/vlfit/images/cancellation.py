@@ -1,32 +1,31 @@
-"""Whether anybody still waits for what a thread computes. No torch.
+"""Cooperative cancellation of work in a thread.
 
-Whoever hands work to a thread says how to find out; work that takes long asks between its steps, and stops
-with ``Unwanted``. Knows nothing of clients or requests.
+The caller sets a condition with ``cancel_when``; long work calls ``check_cancelled`` between its steps.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_here = threading.local()
+_thread = threading.local()
 
 
-class Unwanted(Exception):
-    """Nobody waits for the result any more, so there is nobody to tell this either."""
+class Cancelled(Exception):
+    """Raised in a thread whose result is no longer needed; no one sees it."""
 
 
 @contextmanager
-def until(gone: Callable[[], bool]) -> Iterator[None]:
-    """In this thread, for as long as the block lasts: ``gone`` tells whether nobody waits any more."""
-    _here.gone = gone
+def cancel_when(is_cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Within the block, ``check_cancelled`` in this thread raises once ``is_cancelled()`` is true."""
+    _thread.is_cancelled = is_cancelled
     try:
         yield
     finally:
-        del _here.gone
+        del _thread.is_cancelled
 
 
-def check_wanted() -> None:
-    """Raises ``Unwanted`` if nobody waits for what this thread does."""
-    gone: Callable[[], bool] | None = getattr(_here, "gone", None)
-    if gone is not None and gone():
-        raise Unwanted
+def check_cancelled() -> None:
+    """Raise ``Cancelled`` if this thread's work has been cancelled."""
+    is_cancelled: Callable[[], bool] | None = getattr(_thread, "is_cancelled", None)
+    if is_cancelled is not None and is_cancelled():
+        raise Cancelled

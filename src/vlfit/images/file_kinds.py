@@ -1,7 +1,4 @@
-"""Says in words what some bytes are that were meant to be a picture. No torch, no Pillow.
-
-Knows: the first bytes of the things that people send by mistake. Does not know: how to decode anything.
-"""
+"""File types by their first bytes, for errors about files that are not pictures."""
 
 _PICTURES = (
     (b"\xff\xd8\xff", "a JPEG"),
@@ -12,7 +9,7 @@ _PICTURES = (
     (b"II*\x00", "a TIFF"),
     (b"MM\x00*", "a TIFF"),
 )
-_OTHERS = (
+_NOT_PICTURES = (
     (b"%PDF", "a PDF document"),
     (b"%!PS", "a PostScript document"),
     (b"PK\x03\x04", "a ZIP archive or an office document"),
@@ -25,18 +22,18 @@ _OTHERS = (
     (b"\x7fELF", "a program"),
     (b"8BPS", "a Photoshop document"),
 )
-_SIGNATURES = (*_PICTURES, *_OTHERS)
-_NO_PICTURES = frozenset(
+_SIGNATURES = (*_PICTURES, *_NOT_PICTURES)
+_NOT_PICTURE_KINDS = frozenset(
     (
         *("empty", "a web page (HTML)", "an SVG drawing", "XML", "JSON", "text", "a video"),
-        *(kind for _, kind in _OTHERS),
+        *(kind for _, kind in _NOT_PICTURES),
     )
 )
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 
-UNKNOWN = "of no kind that vlfit knows"
+UNKNOWN = "of an unknown type"
 
-HINT = "Give a JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF file."
+FORMATS_HINT = "Give a JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF file."
 _HINTS = {
     "a HEIC photo": "Convert it to JPEG first (on an iPhone: Settings, Camera, Formats, Most Compatible).",
     "an SVG drawing": "Export it as PNG first.",
@@ -47,12 +44,12 @@ _HINTS = {
 
 
 def hint_for(kind: str) -> str:
-    """What to do about bytes that are ``kind``, as ``kind_of`` names it."""
-    return _HINTS.get(kind, HINT)
+    """Hint for a file of ``kind``, as named by ``kind_of``."""
+    return _HINTS.get(kind, FORMATS_HINT)
 
 
 def kind_of(data: bytes) -> str:
-    """What ``data`` is, with its article: ``a web page (HTML)``, ``a PDF document``, ``a JPEG``, ``text``."""
+    """The type of ``data``, with its article: ``a web page (HTML)``, ``a JPEG``, ``text``."""
     if not data:
         return "empty"
     for signature, kind in _SIGNATURES:
@@ -61,9 +58,9 @@ def kind_of(data: bytes) -> str:
     return _kind_of_container(data) or _kind_of_text(data) or UNKNOWN
 
 
-def is_surely_no_picture(kind: str) -> bool:
-    """Whether ``kind`` (from ``kind_of``) rules out that a decoder could read it."""
-    return kind in _NO_PICTURES
+def rules_out_picture(kind: str) -> bool:
+    """Whether a file of ``kind`` (from ``kind_of``) cannot be a picture."""
+    return kind in _NOT_PICTURE_KINDS
 
 
 def _kind_of_container(data: bytes) -> str | None:
@@ -87,7 +84,7 @@ def _kind_of_text(data: bytes) -> str | None:
         return "a web page (HTML)" if b"<html" in head else "XML"
     if head.startswith((b"{", b"[")):
         return "JSON"
-    # Netpbm pictures start with printable bytes too, and may hold nothing else.
+    # Netpbm pictures start with printable bytes too, and may contain nothing else.
     if len(head) > 2 and head[:1] == b"p" and head[1:2] in b"123456f" and head[2:3].isspace():
         return None
     printable = all(byte >= 32 or byte in b"\t\n\r\f" for byte in head)
@@ -98,6 +95,6 @@ def _is_utf8(head: bytes) -> bool:
     try:
         head.decode("utf-8")
     except UnicodeDecodeError as error:
-        # A character may be cut by the end of the sample.
+        # The sample may end within a character.
         return error.start >= len(head) - 3 and error.reason == "unexpected end of data"
     return True

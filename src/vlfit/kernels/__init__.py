@@ -1,14 +1,13 @@
-"""Triton kernels for CUDA cards: products with narrow weights, and attention over the paged cache.
+"""Triton kernels for CUDA cards: quantized and dense GEMMs, paged attention, row operations, sampling.
 
-``linear.py`` and ``attention.py`` say what is computed, allocate what it takes and choose sizes; they import
-no Triton, so they run on torch's meta device, where the plan counts bytes. The modules beside them hold one
-kernel each and are imported when it is launched. On a CPU none of this runs: ``engine/layers/`` has the plain
-PyTorch that the kernels are held to.
+Each family has a host module, which allocates outputs and chooses tile sizes, and a module of kernels, which
+is imported at the first launch. Host modules import no Triton and run on torch's meta device, where the plan
+counts bytes. CPUs use none of this: ``layers/`` has the plain PyTorch that the kernels are tested against.
 """
 
 import torch
 
 
-def used_on(device: torch.device) -> bool:
-    """Whether the engine computes with kernels on ``device``: everywhere but on a CPU."""
+def enabled_on(device: torch.device) -> bool:
+    """Whether the engine uses kernels on ``device``: on everything but a CPU."""
     return device.type != "cpu"

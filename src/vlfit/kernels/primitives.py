@@ -1,9 +1,9 @@
-"""How a kernel begins while the one before it still runs, on cards that can do that (from Hopper on).
+"""Device functions that several kernels share: programmatic dependent launch and rows of an FP8 KV cache.
 
-Each kernel waits for the one before when it begins, and lets the next one be made ready from then on: what a
-launch costs is over when its turn comes. Starting more than one ahead, letting the next go later, or fetching
-weights before the wait, into registers or the second cache, was slower (docs/log.md). Host code:
-``launch.py``.
+Programmatic dependent launch (PDL, compute capability 9.0 and later): a kernel is launched while the one
+before it still runs, and waits for it on the device, which hides the launch latency. Launching more than one
+kernel ahead, releasing the next one later, or prefetching weights before the wait (into registers or L2) was
+slower (docs/log.md). Host side: ``launch.pdl_options``.
 """
 
 import triton
@@ -11,60 +11,61 @@ import triton.language as tl
 
 
 @triton.jit
-def wait(overlap: tl.constexpr):
-    """Go on when the kernel before has ended. The first thing that a kernel does."""
-    if overlap:
+def pdl_sync(USE_PDL: tl.constexpr):
+    """Wait until the previous kernel's writes are visible, then allow the next kernel to launch.
+
+    Comes before the first read of anything that the previous kernel wrote. Does nothing without ``USE_PDL``.
+    """
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
-# How keys and values lie in a cache of FP8: codes, and for each row a scale. Functions for kernels.
-#
-# The same numbers as ``layers/kv_cache.py`` makes, bit for bit. Codes are multiplied as they are: a key's
-# scale is a factor of its score; a value's makes its weight larger or smaller, by its logarithm before the
-# largest of them is taken, so that the largest weight is 1 whatever the values are; and the sum of weights
-# is taken without it.
-
-
-# As in ``layers/kv_cache.py``.
-LARGEST = tl.constexpr(448.0)
-LEAST = tl.constexpr(2.0**-40)
-ONE = tl.constexpr(0x3F80)  # 1 as bits of bfloat16
-NOT_A_NUMBER = tl.constexpr(0x7FC0)
+# FP8 KV cache: e4m3 codes and one bfloat16 scale per row (token and KV head), bit-equal to
+# ``layers/kv_cache.py``. Attention multiplies codes without dequantizing them: a key's scale multiplies its
+# score; log2 of a value's scale is added to the score before the running maximum is taken, so that the
+# largest softmax weight stays 1, and is taken out again in the sum of weights.
+FP8_MAX = tl.constexpr(448.0)
+MIN_KV_SCALE = tl.constexpr(2.0**-40)
+BF16_ONE = tl.constexpr(0x3F80)
+BF16_NAN = tl.constexpr(0x7FC0)
 
 
 @triton.jit
-def narrowed(rows):
-    """Codes [some, width] uint8 and scales [some, 1] int16 of ``rows`` [some, width]: rounded by hand, as
-    cards below compute capability 8.9 have no instruction for it.
+def quantize_kv_rows(rows):
+    """Quantize ``rows`` [num_rows, width] to FP8: codes [num_rows, width] uint8, scales [num_rows, 1] int16.
+
+    Scales are the bits of bfloat16. Rounding uses integer arithmetic, as compute capability below 8.9 has no
+    instruction for it.
     """
-    wide = rows.to(tl.float32)
-    largest = tl.max(tl.abs(wide), 1)[:, None]
-    bits = tl.maximum(tl.div_rn(largest, LARGEST), LEAST).to(tl.int32, bitcast=True)
+    x = rows.to(tl.float32)
+    amax = tl.max(tl.abs(x), 1)[:, None]
+    bits = tl.maximum(tl.div_rn(amax, FP8_MAX), MIN_KV_SCALE).to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    number = wide * tl.div_rn(1.0, (bits << 16).to(tl.float32, bitcast=True))
-    sign = (number.to(tl.int32, bitcast=True) >> 24) & 0x80
-    size = tl.minimum(tl.abs(number), LARGEST)
-    code = size.to(tl.int32, bitcast=True)
-    # 20 of float32's bits of fraction go, and exponents count from 7 instead of 127.
+    scaled = x * tl.div_rn(1.0, (bits << 16).to(tl.float32, bitcast=True))
+    sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(scaled), FP8_MAX)
+    code = magnitude.to(tl.int32, bitcast=True)
+    # Round off 20 of float32's mantissa bits; the exponent bias goes from 127 to 7.
     normal = ((code + 0x7FFFF + ((code >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes count 512ths: beside 2^23 float32 has no bits for less.
-    small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
-    code = sign | tl.where(size < 0.015625, small, normal)
-    # Not by the largest one: a maximum may pass NaN over.
-    finite = tl.min(tl.where(tl.abs(wide) < float("inf"), 1, 0), 1)[:, None] == 1
-    return code.to(tl.uint8), tl.where(finite, bits, NOT_A_NUMBER).to(tl.int16)
+    # Subnormal below 2^-6: codes count 512ths, and adding 2^23 rounds to whole ones.
+    small = (magnitude * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
+    code = sign | tl.where(magnitude < 0.015625, small, normal)
+    # Not ``amax``: a maximum may ignore NaN.
+    finite = tl.min(tl.where(tl.abs(x) < float("inf"), 1, 0), 1)[:, None] == 1
+    return code.to(tl.uint8), tl.where(finite, bits, BF16_NAN).to(tl.int16)
 
 
 @triton.jit
-def numbers(codes, dtype: tl.constexpr, hardware: tl.constexpr, by_hand: tl.constexpr):
-    """``codes`` in float16, or in float32 where the computation is: as they are, or a 256th of it where the
-    card does not convert float8 itself (``hardware``; see ``unpack.fp8_tile``). ``dtype``: of the rest.
+def fp8_to_float(codes, dtype: tl.constexpr, NATIVE_FP8: tl.constexpr, INLINE_PTX: tl.constexpr):
+    """Convert e4m3 ``codes`` to float16, or to float32 if ``dtype`` is float32.
 
-    ``by_hand``: four at a time with instructions of NVIDIA's cards. They count as impure: what is pure Triton
-    moves behind the exchange of a tile among threads, which then goes byte by byte.
+    With ``NATIVE_FP8`` the card's conversion is used. Without it the result is 2^-8 of the value (see
+    ``unpack.load_fp8``); ``kv_scale_to_float`` makes up for it. ``INLINE_PTX``: convert four codes at a time
+    with PTX instructions. They are marked impure because Triton moves pure code behind a layout conversion
+    through shared memory, which then goes byte by byte.
     """
-    if by_hand and hardware:
+    if INLINE_PTX and NATIVE_FP8:
         half = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
             " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
@@ -74,7 +75,7 @@ def numbers(codes, dtype: tl.constexpr, hardware: tl.constexpr, by_hand: tl.cons
             is_pure=False,
             pack=4,
         )
-    elif by_hand:
+    elif INLINE_PTX:
         half = tl.inline_asm_elementwise(
             "{ .reg .b32 low, high, size;"
             " prmt.b32 low, $2, 0, 0x1404; prmt.b32 high, $2, 0, 0x3424;"
@@ -89,30 +90,29 @@ def numbers(codes, dtype: tl.constexpr, hardware: tl.constexpr, by_hand: tl.cons
             pack=4,
         )
     else:
-        wide = codes.to(tl.uint16)
-        half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        bits = codes.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return half.to(tl.float32) if dtype == tl.float32 else half
 
 
 @triton.jit
-def factor_of(scale, hardware: tl.constexpr):
-    """What ``numbers`` are multiplied by, in float32."""
+def kv_scale_to_float(scale, NATIVE_FP8: tl.constexpr):
+    """Scale in float32 of what ``fp8_to_float`` returns."""
     factor = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return factor if hardware else factor * 256.0
-
-
-# A kernel that reads memory and does next to nothing else: how fast a card can read at all.
-#
-# Sums of whole numbers, so that nothing that was read can be left out. torch's own sum is slower than
-# reading is, and so is a copy, which writes as much as it reads. Host code: ``tuning/bandwidth.py``.
+    return factor if NATIVE_FP8 else factor * 256.0
 
 
 @triton.jit
-def sum_kernel(numbers, sums, block: tl.constexpr, steps: tl.constexpr):
-    """``numbers`` [programs * steps * block] int32 to ``sums`` [programs] int32, which may wrap around."""
-    program = tl.program_id(0).to(tl.int64)
-    place = program * (steps * block) + tl.arange(0, block)
-    total = tl.zeros([block], tl.int32)
-    for step in tl.static_range(steps):  # all on their way before the first is needed
-        total += tl.load(numbers + place + step * block)
-    tl.store(sums + program, tl.sum(total, 0))
+def sum_kernel(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """Read-bandwidth benchmark: sums ``x`` [programs * STEPS * BLOCK] int32 into ``out`` [programs].
+
+    Reads memory and computes next to nothing. Integer sums, which may wrap around, keep the compiler from
+    dropping loads. torch's own sum is slower than reading, and a copy writes as much as it reads. Host side:
+    ``tuning/bandwidth.py``.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    offsets = pid * (STEPS * BLOCK) + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int32)
+    for step in tl.static_range(STEPS):  # unrolled: all loads are in flight before the first is used
+        total += tl.load(x + offsets + step * BLOCK)
+    tl.store(out + pid, tl.sum(total, 0))

@@ -1,8 +1,7 @@
-"""Attention of a mixed batch over the paged KV cache: decoding sequences together, prefill chunks one by one.
+"""Grouped-query attention of a mixed batch over the paged KV cache.
 
-Grouped-query attention throughout: ``heads / kv_heads`` queries share each key and value head. A GPU reads
-the cache where it lies (``kernels/attention/paged.py``); here is what a CPU does, in plain PyTorch, on
-copies of the keys and values that are looked at unless they lie together.
+On a GPU by kernels that read the cache in place (``kernels/attention/paged.py``). On a CPU in plain PyTorch:
+decoding sequences in one batch, prefill chunks one by one, on gathered keys and values.
 """
 
 from dataclasses import dataclass
@@ -11,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlfit.kernels.attention.paged import BlockPlan, attend
-from vlfit.kernels.rows.row_ops import Fresh
+from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
+from vlfit.kernels.rows.row_ops import PackedQKV
 from vlfit.layers.kv_cache import KVCache
 from vlfit.layers.norm import rms_norm
-from vlfit.layers.rope import rotate
+from vlfit.layers.rope import apply_rope
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Rows ``start`` to ``start + length`` of the batch: the newest tokens of one sequence.
 
-    ``slots`` [past + length] are the sequence's slots up to and including these tokens; ``first`` is the
-    first of them if they follow each other. ``mask`` [length, past + length] is true where a token may look;
-    None when there is no past (plain causal).
+    ``slots`` [past + length]: of the sequence up to and including these tokens; ``first``: the first of them
+    if they are consecutive. ``mask`` [length, past + length]: true where a row attends; None without a past
+    (plain causal).
     """
 
     start: int
@@ -38,9 +37,9 @@ class PrefillChunk:
 class DecodeGroup:
     """Rows 0 to n of the batch: one new token of each of n sequences.
 
-    ``slots`` [n, longest] are padded with a slot of the same sequence; ``mask`` [n, longest] is true where
-    there is a token, or None when all are equally long. ``first``: of a single sequence, the first of its
-    slots if they follow each other.
+    ``slots`` [n, longest], padded with a slot of the same sequence; ``mask`` [n, longest]: true where there
+    is a token, None if all are equally long. ``first``: of a single sequence with consecutive slots, the
+    first of them.
     """
 
     slots: Tensor
@@ -49,42 +48,41 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPlan:
-    """Who attends to what in one forward pass. ``write_slots`` [rows]: where each row's key and value go."""
+class SlotAttentionMetadata:
+    """Attention metadata of one forward pass, by slots. ``slot_mapping`` [rows]: where keys and values go."""
 
-    write_slots: Tensor
+    slot_mapping: Tensor
     decode: DecodeGroup | None
     chunks: tuple[PrefillChunk, ...]
 
 
-AttentionPlan = SlotPlan | BlockPlan
+AttentionMetadata = SlotAttentionMetadata | BlockAttentionMetadata
 
 
-def paged_attention(fresh: Fresh, layer: int, cache: KVCache, plan: AttentionPlan) -> Tensor:
-    """What the queries of ``fresh`` find in the cache, to which its keys and values are added.
-
-    Gives [rows, heads * head_dim].
-    """
-    if isinstance(plan, BlockPlan):
-        return attend(fresh, cache.keys[layer], cache.values[layer], plan, cache.scales(layer))
-    query = rotate_and_store(fresh, plan.write_slots, layer, cache)
+def paged_attention(packed: PackedQKV, layer: int, cache: KVCache, plan: AttentionMetadata) -> Tensor:
+    """Attention output [rows, heads * head_dim]. Stores the keys and values of ``packed`` in ``cache``."""
+    if isinstance(plan, BlockAttentionMetadata):
+        return block_attention(
+            packed, *cache.layer(layer), plan, cache.scales(layer), window=cache.window(layer)
+        )
+    query = rotate_and_store(packed, plan.slot_mapping, layer, cache)
     return slot_attention(query, layer, cache, plan)
 
 
-def rotate_and_store(fresh: Fresh, slots: Tensor, layer: int, cache: KVCache) -> Tensor:
-    """Queries [rows, heads, head_dim] of ``fresh``; its keys and values go to ``slots`` of ``cache``."""
-    key_heads = cache.keys.shape[2]
-    both = fresh.joined[:, :-key_heads]
-    if fresh.norm_weight is not None:
-        both = rms_norm(both, fresh.norm_weight, fresh.eps)
-    turned = rotate(both, fresh.cosines, fresh.sines)
-    query, key = turned[:, :-key_heads], turned[:, -key_heads:]
-    cache.write(layer, slots, key, fresh.joined[:, -key_heads:])
+def rotate_and_store(packed: PackedQKV, slots: Tensor, layer: int, cache: KVCache) -> Tensor:
+    """Normalized, rotated queries [rows, heads, head_dim]; stores keys and values in ``slots``."""
+    key_heads = cache.layer(layer)[0].shape[1]
+    both = packed.qkv[:, :-key_heads]
+    if packed.norm_weight is not None:
+        both = rms_norm(both, packed.norm_weight, packed.eps)
+    rotated = apply_rope(both, packed.cos, packed.sin)
+    query, key = rotated[:, :-key_heads], rotated[:, -key_heads:]
+    cache.write(layer, slots, key, packed.qkv[:, -key_heads:])
     return query
 
 
-def slot_attention(query: Tensor, layer: int, cache: KVCache, plan: SlotPlan) -> Tensor:
-    """``query`` [rows, heads, head_dim] over the cache, which already holds the rows' own keys and values."""
+def slot_attention(query: Tensor, layer: int, cache: KVCache, plan: SlotAttentionMetadata) -> Tensor:
+    """Attention of ``query`` [rows, heads, head_dim] to the cache, which already holds the rows' own keys."""
     outputs = []
     if plan.decode is not None:
         outputs.append(_decode(query[: len(plan.decode.slots)], layer, cache, plan.decode))
@@ -95,7 +93,8 @@ def slot_attention(query: Tensor, layer: int, cache: KVCache, plan: SlotPlan) ->
 
 
 def _decode(query: Tensor, layer: int, cache: KVCache, group: DecodeGroup) -> Tensor:
-    """One query for each sequence: the queries that share a key head become the rows of one product."""
+    """One query per sequence: the queries that share a key head become the rows of one product."""
+    group = _windowed_group(group, cache.window(layer))
     keys, values = cache.read(layer, group.slots, group.first)  # [n, longest, kv_heads, head_dim]
     sequences, heads, head_dim = query.shape
     kv_heads = keys.shape[2]
@@ -108,7 +107,21 @@ def _decode(query: Tensor, layer: int, cache: KVCache, group: DecodeGroup) -> Te
     return mixed.reshape(sequences, heads, head_dim)
 
 
+def _windowed_group(group: DecodeGroup, window: int | None) -> DecodeGroup:
+    """Only the last ``window`` tokens of each sequence."""
+    longest = group.slots.shape[1]
+    if window is None or window >= longest:
+        return group
+    if group.mask is None:
+        first = None if group.first is None else group.first + longest - window
+        return DecodeGroup(group.slots[:, longest - window :], None, first)
+    lengths = group.mask.sum(1, keepdim=True)
+    inside = torch.arange(longest, device=lengths.device) >= lengths - window
+    return DecodeGroup(group.slots, group.mask & inside, group.first)
+
+
 def _prefill(query: Tensor, layer: int, cache: KVCache, chunk: PrefillChunk) -> Tensor:
+    chunk = _windowed_chunk(chunk, cache.window(layer))
     keys, values = cache.read(layer, chunk.slots, chunk.first)  # [context, kv_heads, head_dim]
     mixed = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
@@ -119,3 +132,17 @@ def _prefill(query: Tensor, layer: int, cache: KVCache, chunk: PrefillChunk) -> 
         enable_gqa=True,
     )
     return mixed[0].transpose(0, 1)
+
+
+def _windowed_chunk(chunk: PrefillChunk, window: int | None) -> PrefillChunk:
+    """``chunk`` without the slots that none of its tokens attends to, each token limited to ``window``."""
+    total = len(chunk.slots)
+    if window is None or window >= total:
+        return chunk
+    past = total - chunk.length
+    begin = max(past + 1 - window, 0)
+    columns = torch.arange(begin, total, device=chunk.slots.device)
+    rows = torch.arange(past, total, device=chunk.slots.device)[:, None]
+    mask = (columns <= rows) & (columns > rows - window)
+    first = None if chunk.first is None else chunk.first + begin
+    return PrefillChunk(chunk.start, chunk.length, chunk.slots[begin:], mask, first)

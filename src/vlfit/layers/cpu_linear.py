@@ -1,12 +1,10 @@
-"""Linear layers of a CPU that computes in float32: weights in float16, products and sums in float32.
+"""Linear layers for float32 on a CPU with weights in float16: half the bytes to read per token, half the RAM.
 
-Decoding reads all weights for each token, so half the bytes are half the time, and half the RAM. FBGEMM has
-such products in every torch for x86 with AVX2. They are the same numbers: of a bfloat16 weight float16 holds
-all 8 bits of the fraction, down to 2**-17; smaller ones lose what is below 2**-25. Where that could be seen,
-in a matrix of small numbers only, a power of two is taken out of it. Weights of 8 and 4 bits with scales are
-rounded to 11 bits, an eighth of what bfloat16 would lose.
-
-Which matrices are kept so, and what they take, ``plan/native/ram.py`` says. Knows nothing of files.
+The products are FBGEMM's, which every torch for x86 with AVX2 has; they accumulate in float32. float16 holds
+a bfloat16 weight exactly down to 2**-17, and loses what is below 2**-25; matrices of small values only are
+scaled by a power of two. Weights of 8 and 4 bits with scales are rounded to 11 bits, an eighth of bfloat16's
+error.
+``plan/native/ram.py`` decides which matrices are kept so.
 """
 
 import math
@@ -20,26 +18,26 @@ import torch
 from torch import Tensor
 
 from vlfit.layers.linear import Linear
-from vlfit.plan.native.ram import BLOCK_OUTPUTS, half_bytes
+from vlfit.plan.native.ram import BLOCK_OUTPUTS, packed_bytes
 
 # Largest weights with which numbers are taken as they are. Below, the weights that float16 cannot hold would
 # be more than one in a thousand; above lies the end of float16, 65,504.
 SMALL, LARGE = 2.0**-4, 2.0**15
 
-# Weights that are widened at a time on their way, and that wait to be laid out: 256 MiB and 1 GiB in float32.
-# The KV cache, whose pages are not taken before they are used, leaves room for as much.
+# Weights converted at a time, and most that wait to be packed: 256 MiB and 1 GiB in float32. There is room
+# for them, as the KV cache's pages are not resident before they are used.
 _PIECE = 2**26
 _WAITING = 2**28
 
 
-def halves_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether an engine that computes in ``dtype`` on ``device`` keeps large matrices so."""
+def uses_half_weights(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether large matrices are kept in float16 when computing in ``dtype`` on ``device``."""
     return device.type == "cpu" and dtype == torch.float32 and _available()
 
 
 @cache
 def _available() -> bool:
-    """Whether this torch has the products, and this CPU the units."""
+    """Whether this torch and this CPU have the products."""
     try:
         packed = torch.ops.quantized.linear_prepack_fp16(torch.ones(32, 512), None)
         found = torch.ops.quantized.linear_dynamic_fp16(torch.ones(1, 512), packed)
@@ -49,22 +47,25 @@ def _available() -> bool:
 
 
 def piece_rows(columns: int) -> int:
-    """How many rows of a large matrix make a piece."""
+    """Rows of a matrix of ``columns`` that are converted at a time."""
     return max(_PIECE // columns // BLOCK_OUTPUTS, 1) * BLOCK_OUTPUTS
 
 
-class Half:
-    """A matrix [rows, columns] laid out for products; where torch has it, no tensor knows."""
+class HalfMatrix:
+    """A packed matrix [rows, columns]; torch keeps it outside of any tensor."""
 
     __slots__ = ("_back", "_packed", "_size")
 
     def __init__(self, rows: int, columns: int) -> None:
-        self._size = half_bytes(rows, columns)
+        self._size = packed_bytes(rows, columns)
         self._packed: Any = None
-        self._back = 1.0  # what products are multiplied by
+        self._back = 1.0  # factor of products, if weights were scaled
 
     def fill(self, weight: Tensor) -> Callable[[], None]:
-        """What is left to do, by any thread, to hold ``weight`` [rows, columns] float32, which may change."""
+        """Scale ``weight`` [rows, columns] float32 in place if need be.
+
+        Returns the call that packs it, for any thread.
+        """
         largest = max(abs(float(end)) for end in weight.aminmax())
         if not (SMALL <= largest < LARGE) and 0 < largest < math.inf:
             power = 14 - math.frexp(largest)[1]
@@ -82,18 +83,18 @@ class Half:
         return found if self._back == 1.0 else found.mul_(self._back)
 
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of the packed matrix."""
         return 0 if self._packed is None else self._size
 
     def empty(self) -> None:
-        """Give them back. It must not be called any more."""
+        """Free the packed matrix. It cannot be called any more."""
         self._packed = None
 
 
 class HalfLinear:
-    """``parts`` on top of one another, and ``bias`` [out] or None."""
+    """Stacked ``parts``, and ``bias`` [out] or None."""
 
-    def __init__(self, parts: Sequence[Half], bias: Tensor | None = None) -> None:
+    def __init__(self, parts: Sequence[HalfMatrix], bias: Tensor | None = None) -> None:
         self.parts = parts
         self.bias = bias
 
@@ -104,10 +105,7 @@ class HalfLinear:
 
 
 class HalfEmbedding:
-    """A table of tokens ``weight`` [vocabulary, hidden] in 16 bits; ``head`` has the same numbers, if tied.
-
-    Rows come out in float32.
-    """
+    """Token embedding ``weight`` [vocabulary, hidden] in 16 bits, looked up in float32. ``head``: if tied."""
 
     def __init__(self, weight: Tensor, head: Linear | None) -> None:
         self.weight = weight
@@ -117,24 +115,24 @@ class HalfEmbedding:
         return self.weight[token_ids].float()
 
     def head(self) -> Linear:
-        """The output head that is this table (tied)."""
+        """The tied output head."""
         if self._head is None:
-            raise RuntimeError("this table was loaded without a head")
+            raise RuntimeError("this embedding was loaded without a tied head")
         return self._head
 
 
-class Packing:
-    """Lays matrices out beside whoever reads the next ones, on as many threads as torch has."""
+class HalfPacker:
+    """Packs matrices in the background while the next ones are read, on as many threads as torch has."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(torch.get_num_threads(), "vlfit-packing")
         self._changed = Condition()
-        self._waiting = 0  # weights that are not laid out yet
+        self._waiting = 0  # weights not packed yet
         self._pending: list[Future[None]] = []
 
-    def half(self, weight: Tensor) -> Half:
-        """``weight`` [rows, columns] float32, not to be used any more; to be called after ``settle``."""
-        half, count = Half(*weight.shape), weight.numel()
+    def half(self, weight: Tensor) -> HalfMatrix:
+        """Pack ``weight`` [rows, columns] float32, which is consumed. Usable after ``settle``."""
+        half, count = HalfMatrix(*weight.shape), weight.numel()
         pack = half.fill(weight)
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._waiting + count <= _WAITING)
@@ -152,11 +150,11 @@ class Packing:
         return half
 
     def head(self, table: Tensor) -> HalfLinear:
-        """The output head that is ``table`` [vocabulary, hidden], in 16 bits, once more."""
+        """The tied output head of ``table`` [vocabulary, hidden]: a packed copy."""
         return HalfLinear([self.half(some.float()) for some in table.split(piece_rows(table.shape[1]))])
 
     def settle(self) -> None:
-        """Wait until all is laid out."""
+        """Wait until all are packed."""
         while self._pending:
             self._pending.pop().result()
 

@@ -1,7 +1,6 @@
-"""The table of tokens: one class per weights format. Knows nothing of files; ``loader.py`` builds them.
+"""Token embeddings: one class per weights format, built by ``loading/loader.py``.
 
-A table gives rows for token ids, and where a model's output head is the same matrix, that head: both read the
-same bytes.
+A tied output head shares the embedding's weights.
 """
 
 from typing import Protocol
@@ -11,24 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit import kernels
-from vlfit.kernels.rows.row_ops import look_up
+from vlfit.kernels.rows.row_ops import embedding_lookup
 from vlfit.layers.linear import DenseLinear, Int8Linear, Linear, dequantize_int8
 
 
 class Embedding(Protocol):
-    """What the model calls, whatever the format of the table."""
+    """A token embedding in any weights format."""
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Rows [n, hidden] in the dtype of the computation for ``token_ids`` [n]."""
+        """Rows [n, hidden] of ``token_ids`` [n] in the computation's dtype."""
         ...
 
     def head(self) -> Linear:
-        """The output head that is this table (tied)."""
+        """The tied output head."""
         ...
 
 
 class DenseEmbedding:
-    """``weight`` [vocabulary, hidden] in the dtype of the computation."""
+    """``weight`` [vocabulary, hidden] in the computation's dtype."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -41,10 +40,9 @@ class DenseEmbedding:
 
 
 class Int8Embedding:
-    """``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups]: ``dequantize_int8`` takes them.
+    """``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups], as for ``dequantize_int8``.
 
-    Rows come out in ``dtype``. On a CPU looking n of them up takes 5 bytes more for each value: the codes and
-    a product in float32.
+    Rows are returned in ``dtype``. On a CPU a lookup takes 5 more bytes per value: code and float32 product.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
@@ -53,8 +51,8 @@ class Int8Embedding:
         self.dtype = dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        if kernels.used_on(self.codes.device):
-            return look_up(token_ids, self.codes, self.scale, self.dtype)
+        if kernels.enabled_on(self.codes.device):
+            return embedding_lookup(token_ids, self.codes, self.scale, self.dtype)
         return dequantize_int8(self.codes[token_ids], self.scale[token_ids], self.dtype)
 
     def head(self) -> Linear:

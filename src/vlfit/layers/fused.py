@@ -1,7 +1,7 @@
-"""Steps between products that a GPU does in one kernel each; here is what they mean, in plain PyTorch.
+"""What stands between a decoder layer's products: residual add, RMSNorm and SwiGLU, fused on a GPU.
 
-Knows: what is added, normalized and multiplied, and in which dtype it is rounded. Does not know the
-model: ``models/decoder.py`` puts the steps in order.
+In plain PyTorch on a CPU, in a kernel of their own on a GPU, and for one row on a GPU in the epilogue and
+prologue of the products themselves (``kernels/gemm/epilogue.py``), which differs in rounding alone.
 """
 
 from dataclasses import dataclass
@@ -15,120 +15,116 @@ from vlfit import kernels
 from vlfit.kernels.gemm import dense as few_rows
 from vlfit.kernels.gemm import fp8 as eight_bits
 from vlfit.kernels.gemm import quantized as linear
-from vlfit.kernels.gemm.dense import FEW_ROWS
-from vlfit.kernels.gemm.epilogue import Onto, Scaled
+from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS
+from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
 from vlfit.kernels.rows import row_ops as fused
-from vlfit.layers.linear import DenseLinear, Fp8Linear, Gated, Int4Linear, Int8Linear, Linear
+from vlfit.layers.linear import DenseLinear, Fp8Linear, GatedLinear, Int4Linear, Int8Linear, Linear
 from vlfit.layers.norm import rms_norm
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds ``delta`` to ``hidden`` [rows, width] in place; gives ``rms_norm`` of the sum."""
-    if kernels.used_on(hidden.device):
-        return fused.add_norm(hidden, delta, weight, eps)
+    """Add ``delta`` to ``hidden`` [rows, width] in place; return ``rms_norm`` of the sum."""
+    if kernels.enabled_on(hidden.device):
+        return fused.add_rms_norm(hidden, delta, weight, eps)
     if delta is not None:
         hidden.add_(delta)
     return rms_norm(hidden, weight, eps)
 
 
-def _in_eight_bits(layer: Linear, x: Tensor) -> TypeGuard[Fp8Linear]:
-    return isinstance(layer, Fp8Linear) and layer.in_eight_bits(x)
+def _takes_fp8_rows(layer: Linear, x: Tensor) -> TypeGuard[Fp8Linear]:
+    return isinstance(layer, Fp8Linear) and layer.takes_fp8_rows(x)
 
 
-def normed(layer: Linear, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """What ``layer`` makes of ``add_norm``, rounded where it is found if the layer takes its rows in FP8."""
-    if _in_eight_bits(layer, hidden):
-        return layer.multiply(eight_bits.add_norm(hidden, delta, weight, eps))
+def norm_linear(layer: Linear, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """``layer`` of ``add_norm``; the norm quantizes its rows if the layer takes them in FP8."""
+    if _takes_fp8_rows(layer, hidden):
+        return layer.multiply(eight_bits.add_rms_norm_quantize(hidden, delta, weight, eps))
     return layer(add_norm(hidden, delta, weight, eps))
 
 
 def feed_forward(
     gate_up: Linear, down: Linear, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """Adds ``delta`` to ``hidden`` [rows, width] in place; gives ``down`` of what the gates of ``gate_up``
-    let through of the norm of the sum.
-    """
-    if _in_eight_bits(gate_up, hidden) and _in_eight_bits(down, hidden):
-        # In one line, so that nothing outlives what reads it.
+    """Add ``delta`` to ``hidden`` [rows, width] in place; return SwiGLU feed-forward of the sum's norm."""
+    if _takes_fp8_rows(gate_up, hidden) and _takes_fp8_rows(down, hidden):
+        # In one expression, so that each tensor is freed once it was read.
         return down.multiply(
-            eight_bits.silu_and_multiply(gate_up.multiply(eight_bits.add_norm(hidden, delta, weight, eps)))
+            eight_bits.silu_and_mul_quantize(
+                gate_up.multiply(eight_bits.add_rms_norm_quantize(hidden, delta, weight, eps))
+            )
         )
-    return down(gated(gate_up, add_norm(hidden, delta, weight, eps)))
+    return down(linear_silu_mul(gate_up, add_norm(hidden, delta, weight, eps)))
 
 
-def gated(gate_up: Linear, x: Tensor) -> Tensor:
-    """``silu(gate) * up`` [rows, inner] of what ``gate_up`` makes of ``x`` [rows, hidden]."""
-    if kernels.used_on(x.device) and len(x) <= FEW_ROWS and isinstance(gate_up, Gated):
+def linear_silu_mul(gate_up: Linear, x: Tensor) -> Tensor:
+    """``silu(gate) * up`` [rows, inner] of the product of ``gate_up`` and ``x`` [rows, hidden]."""
+    if kernels.enabled_on(x.device) and len(x) <= DENSE_MAX_ROWS and isinstance(gate_up, GatedLinear):
         return gate_up.gated(x)
-    return silu_and_multiply(gate_up(x))
+    return silu_mul(gate_up(x))
 
 
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` [rows, inner] of ``gate_up`` [rows, 2 * inner], which may be overwritten."""
-    if kernels.used_on(gate_up.device):
-        return fused.silu_and_multiply(gate_up)
+    if kernels.enabled_on(gate_up.device):
+        return fused.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)
 
 
-# Layers whose products do what stands between them, for few rows on a GPU: residual and norm cost no
-# kernel.
-#
-# Knows: which layers can do that, and for which rows. What is computed, ``kernels/gemm/epilogue.py`` says;
-# the reference is the same layers without it (``fused.py``), from which this differs in rounding alone.
+# The fused decode path: residual add and norm in the products' epilogues and prologues.
+
+# Microseconds of a layer on one H100, with separate norms and fused: 54 and 52 (2B, bf16), 42 and 39 (2B,
+# FP8), 61 and 58 (4B, FP8), 56 and 50 (4B, int4), 73 and 69 (8B, int4); with eight rows 72 and 74 (2B, bf16),
+# 81 and 88 (8B, int4). Hence one row only, and above this width int4 only (docs/log.md).
+FUSED_MAX_ROWS = 1
+FUSED_MAX_WIDTH = 2560
+
+Fusable = DenseLinear | Fp8Linear | Int4Linear | Int8Linear
 
 
-# On one H100 a layer took, with norms of its own and without: 54 and 52 us (2B, bf16), 42 and 39 (2B, FP8),
-# 61 and 58 (4B, FP8), 56 and 50 (4B, int4), 73 and 69 (8B, int4); with eight rows 72 and 74 (2B, bf16), 81
-# and 88 (8B, int4). So it is done for one row, and of wider ones than these for int4 alone (docs/log.md).
-ROWS = 1
-WIDEST = 2560
+def uses_fused_decode(hidden: Tensor) -> bool:
+    """Whether ``hidden`` [rows, width] goes through the fused decode path.
 
-Foldable = DenseLinear | Fp8Linear | Int4Linear | Int8Linear
-
-
-def few(hidden: Tensor) -> bool:
-    """Whether rows like ``hidden`` [rows, width] are computed so.
-
-    Not in float16: rows times a norm's weight, before they are divided by their length, may exceed it.
+    Not in float16: rows times a norm's weight may overflow before they are divided by their norm.
     """
-    return kernels.used_on(hidden.device) and len(hidden) <= ROWS and hidden.dtype != torch.float16
+    return (
+        kernels.enabled_on(hidden.device) and len(hidden) <= FUSED_MAX_ROWS and hidden.dtype != torch.float16
+    )
 
 
-def foldable(layer: Linear) -> TypeGuard[Foldable]:
-    return isinstance(layer, Foldable)
+def is_fusable(layer: Linear) -> TypeGuard[Fusable]:
+    return isinstance(layer, Fusable)
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """The products of a decoder layer."""
+class FusedLayer:
+    """The products of a decoder layer that can be fused."""
 
-    qkv: Foldable
-    output: Foldable
-    gate_up: Foldable
-    down: Foldable
+    qkv: Fusable
+    output: Fusable
+    gate_up: Fusable
+    down: Fusable
 
 
-def folded(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> Folded | None:
-    """None if one of them cannot do more than multiply, or it does not pay."""
-    if not (foldable(qkv) and foldable(output) and foldable(gate_up) and foldable(down)):
+def fuse_layer(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> FusedLayer | None:
+    """None if a product cannot be fused, or fusing would be slower."""
+    if not (is_fusable(qkv) and is_fusable(output) and is_fusable(gate_up) and is_fusable(down)):
         return None
-    width = len(down.weight) if isinstance(down, DenseLinear) else down.weights.outputs
-    pays = width <= WIDEST or all(isinstance(part, Int4Linear) for part in (qkv, output, gate_up, down))
-    return Folded(qkv, output, gate_up, down) if pays else None
+    width = len(down.weight) if isinstance(down, DenseLinear) else down.weights.out_features
+    products = (qkv, output, gate_up, down)
+    pays = width <= FUSED_MAX_WIDTH or all(isinstance(part, Int4Linear) for part in products)
+    return FusedLayer(qkv, output, gate_up, down) if pays else None
 
 
-def product(layer: Foldable, x: Tensor | Scaled, gated: bool = False) -> Tensor:
-    """What ``layer`` makes of ``x`` [rows, in], or of the norm of such rows; ``gated``:
-    see ``Gated``.
-    """
+def fused_linear(layer: Fusable, x: Tensor | PreNormRows, gated: bool = False) -> Tensor:
+    """``layer`` of ``x`` [rows, in] or of rows whose norm is still to be applied; ``gated``: with SwiGLU."""
     if isinstance(layer, DenseLinear):
-        return few_rows.multiply(x, layer.weight, layer.bias, gated=gated)
-    return linear.linear(x, layer.weights, layer.bias, gated=gated)
+        return few_rows.dense_linear(x, layer.weight, layer.bias, swiglu=gated)
+    return linear.quantized_linear(x, layer.weights, layer.bias, swiglu=gated)
 
 
-def add_product(layer: Foldable, x: Tensor, onto: Onto) -> Scaled:
-    """Adds what ``layer`` makes of ``x`` [rows, in] to the rows of ``onto``, in place."""
+def linear_add_residual(layer: Fusable, x: Tensor, onto: ResidualEpilogue) -> PreNormRows:
+    """Add ``layer`` of ``x`` [rows, in] to the residual rows of ``onto`` in place, and prepare their norm."""
     if isinstance(layer, DenseLinear):
-        return few_rows.add_product(x, layer.weight, layer.bias, onto)
-    return linear.add_product(x, layer.weights, layer.bias, onto)
+        return few_rows.dense_linear_add(x, layer.weight, layer.bias, onto)
+    return linear.quantized_linear_add(x, layer.weights, layer.bias, onto)

@@ -1,6 +1,6 @@
-"""The paged KV cache: one pool of blocks, allocated once, and the account of who holds which.
+"""The paged KV cache: keys and values of all layers, in 16 or 32 bits or in FP8 with a scale per row.
 
-A sequence holds a block table (a list of block numbers). Token i of it lives in slot
+A sequence has a block table (a list of block numbers). Its token i lies in slot
 ``table[i // block_size] * block_size + i % block_size`` of every layer.
 """
 
@@ -12,56 +12,45 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.text_config import TextConfig
+from vlfit.models.cache_spec import CacheSpec, Paged, State, paged_shapes
 
-# Rows of numbers in FP8 (e4m3: four bits of exponent, three of fraction), each row with a scale of its own.
-#
-# The scale makes the largest number of a row the largest code, 448: keys have few large numbers, which
-# decide what is looked at, and so those are rounded least. (Powers of two for scales would take one byte
-# instead of two: mini then says five times as many bits of something else, docs/log.md.) It is a bfloat16,
-# as that has the range of all dtypes that are computed in. Here in plain PyTorch; the kernels do the same
-# bit for bit (``kernels/primitives.py``). Does not know what the rows are.
+# FP8 rows (e4m3), each with a bfloat16 scale that maps its largest value to the largest code: keys have few
+# large values, which decide attention, and these are rounded least. (Power-of-two scales would take one byte
+# instead of two, at five times the loss of bits in mini's answers, docs/log.md.) The kernels do the same bit
+# for bit (``kernels/primitives.py``).
 
-
-LARGEST = 448.0  # the largest code; one more exponent would be NaN
-LEAST = 2.0**-40  # of a scale: rows below 2^-31 of all are as good as 0, and one over it is a number
+FP8_MAX = 448.0  # the largest code of e4m3
+MIN_SCALE = 2.0**-40  # its reciprocal is finite; rows that need a smaller one are as good as 0
 SCALE_DTYPE = torch.bfloat16
 
 
-def narrowed(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [..., width] uint8 and scales [...] int16, bits of bfloat16, of ``rows`` [..., width].
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 codes [..., width] uint8 and scales [...] (bfloat16 bits as int16) of ``rows`` [..., width].
 
-    Numbers are rounded to the nearest code, halves to even ones. A row that has an infinity or NaN reads as
-    NaN, all of it.
+    Rounds to the nearest code, ties to even. A row with an infinity or NaN dequantizes to NaN throughout.
     """
     wide = rows.float()
     largest = wide.abs().amax(-1)
-    scale = (largest / LARGEST).clamp_min(LEAST).to(SCALE_DTYPE)
-    codes = (wide * (1.0 / scale.float())[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    scale = (largest / FP8_MAX).clamp_min(MIN_SCALE).to(SCALE_DTYPE)
+    codes = (wide * (1.0 / scale.float())[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     scale.masked_fill_(~largest.isfinite(), torch.nan)
     return codes.view(torch.uint8), scale.view(torch.int16)
 
 
-def widened(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``codes`` [..., width] stand for at ``scales`` [...]."""
+def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows that ``codes`` [..., width] with ``scales`` [...] stand for."""
     numbers = codes.view(torch.float8_e4m3fn).float()
     return numbers.mul_(scales.view(SCALE_DTYPE).float()[..., None]).to(dtype)
 
 
-# Keys, or values, of all layers as the cache holds them: numbers of the computation, or FP8 and scales.
-#
-# Knows where a row lies and what is done to it on its way in and out, in plain PyTorch; on a GPU kernels
-# read and write the same tensors. Does not know who holds which slot (``kv_cache.py``).
-
-
-_SCALE = 2  # bytes
+SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """``numbers`` [layers, slots, kv_heads, head_dim] of ``dtype``, the computation's.
+class CacheRows:
+    """Keys, or values, of several layers: ``numbers`` [layers, slots, kv_heads, head_dim] of ``dtype``.
 
-    With ``scales`` [layers, slots, kv_heads] int16 they are codes of FP8, uint8 (``layers/kv_cache.py``).
+    With ``scales`` [layers, slots, kv_heads] int16 the numbers are FP8 codes, uint8.
     """
 
     numbers: Tensor
@@ -72,29 +61,29 @@ class Rows:
     def empty(
         cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, narrow: bool
     ) -> Self:
-        """Unwritten, in one allocation, ``narrow``: in FP8."""
+        """Uninitialized, in one allocation. ``narrow``: in FP8."""
         if not narrow:
             return cls(torch.empty(shape, dtype=dtype, device=device), None, dtype)
-        return cls._within(torch.empty(_bytes(shape), dtype=torch.uint8, device=device), shape, dtype)
+        return cls._within(torch.empty(_fp8_bytes(shape), dtype=torch.uint8, device=device), shape, dtype)
 
     @classmethod
     def _within(cls, whole: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """Codes and scales in ``whole``, which has as many bytes as they take."""
+        """Codes and scales as views of ``whole`` [bytes]."""
         codes = prod(shape)
-        scales = whole[codes + codes % _SCALE :].view(torch.int16)
+        scales = whole[codes + codes % SCALE_BYTES :].view(torch.int16)
         return cls(whole[:codes].view(shape), scales.view(shape[:-1]), dtype)
 
     def resized(self, slots: int) -> Self:
-        """Others like these, unwritten, of ``slots``."""
+        """The same layers with ``slots`` slots, uninitialized."""
         layers, _, heads, head_dim = self.numbers.shape
         shape = (layers, slots, heads, head_dim)
         if self.scales is None:
             return replace(self, numbers=self.numbers.new_empty(shape))
-        return self._within(self.numbers.new_empty((_bytes(shape),)), shape, self.dtype)
+        return self._within(self.numbers.new_empty((_fp8_bytes(shape),)), shape, self.dtype)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What is to be moved where rows move; slots are the second dimension of each."""
+        """All tensors, with slots as their second dimension."""
         return (self.numbers,) if self.scales is None else (self.numbers, self.scales)
 
     @property
@@ -103,152 +92,205 @@ class Rows:
 
     @property
     def slot_bytes(self) -> int:
-        """What one slot takes in all layers."""
+        """Bytes of one slot in all layers."""
         return sum(len(part) * prod(part.shape[2:]) * part.dtype.itemsize for part in self.parts)
 
-    def taken_out(self, blocks: Mapping[int, int], size: int) -> dict[int, tuple[Tensor, ...]]:
-        """The blocks of ``size`` slots, given as new numbers by old, in RAM by their new numbers."""
+    def copy_to_host(self, blocks: Mapping[int, int], size: int) -> dict[int, tuple[Tensor, ...]]:
+        """Copies in RAM of ``blocks`` (new numbers by old) of ``size`` slots, by their new numbers."""
         return {
             new: tuple(part[:, old * size : (old + 1) * size].to("cpu", copy=True) for part in self.parts)
             for old, new in blocks.items()
         }
 
-    def put_in(self, blocks: Mapping[int, tuple[Tensor, ...]], size: int) -> None:
-        """What ``taken_out`` gave."""
+    def copy_from_host(self, blocks: Mapping[int, tuple[Tensor, ...]], size: int) -> None:
+        """Write what ``copy_to_host`` returned."""
         for number, block in blocks.items():
-            for part, waiting in zip(self.parts, block, strict=True):
-                part[:, number * size : (number + 1) * size] = waiting
+            for part, saved in zip(self.parts, block, strict=True):
+                part[:, number * size : (number + 1) * size] = saved
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """``count`` slots from ``source`` on to those from ``target`` on, in all layers."""
+        """Copy ``count`` slots from slot ``source`` on to slot ``target`` on, in all layers."""
         for part in self.parts:
             part[:, target : target + count].copy_(part[:, source : source + count])
 
     def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
-        """``rows`` [tokens, kv_heads, head_dim] into ``slots`` [tokens]."""
-        new = (rows,) if self.scales is None else narrowed(rows)
+        """Write ``rows`` [tokens, kv_heads, head_dim] to ``slots`` [tokens]."""
+        new = (rows,) if self.scales is None else quantize_rows(rows)
         for part, values in zip(self.parts, new, strict=True):
             part[layer].index_copy_(0, slots, values)
 
     def read(self, layer: int, slots: Tensor, first: int | None) -> Tensor:
-        """The rows of ``slots`` (any shape), [*slots.shape, kv_heads, head_dim].
+        """Rows of ``slots`` (any shape), [*slots.shape, kv_heads, head_dim].
 
-        Where the slots follow each other and ``first`` is the first, they are read where they lie; what is in
-        FP8 comes widened, as a copy.
+        Consecutive slots that begin at ``first`` are a view, unless they have to be dequantized.
         """
 
-        def found(part: Tensor) -> Tensor:
+        def select(part: Tensor) -> Tensor:
             if first is not None:
                 return part[layer, first : first + slots.numel()].view(*slots.shape, *part.shape[2:])
             return part[layer].index_select(0, slots.reshape(-1)).view(*slots.shape, *part.shape[2:])
 
         if self.scales is None:
-            return found(self.numbers)
-        return widened(found(self.numbers), found(self.scales), self.dtype)
+            return select(self.numbers)
+        return dequantize_rows(select(self.numbers), select(self.scales), self.dtype)
 
 
-def _bytes(shape: tuple[int, ...]) -> int:
-    """Of codes of that shape and their scales, which begin at an even byte."""
+def _fp8_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of FP8 codes of ``shape`` and their scales, which begin at an even byte."""
     codes = prod(shape)
-    return codes + codes % _SCALE + prod(shape[:-1]) * _SCALE
+    return codes + codes % SCALE_BYTES + prod(shape[:-1]) * SCALE_BYTES
 
 
-def slots_of(blocks: list[int], block_size: int) -> Tensor:
-    """All slots [len(blocks) * block_size] of a block table, in the order of the tokens."""
+def slots_of_blocks(blocks: list[int], block_size: int) -> Tensor:
+    """All slots [len(blocks) * block_size] of a block table, in token order."""
     starts = torch.tensor(blocks, dtype=torch.long) * block_size
     return (starts[:, None] + torch.arange(block_size)).reshape(-1)
 
 
-class KVCache:
-    """Keys and values of all layers: two tensors [layers, slots, kv_heads, head_dim] of ``dtype``.
+@dataclass(slots=True)
+class PagedLayers:
+    """Keys and values of the paged layers of one shape, each [layers, slots, kv_heads, head_dim]."""
 
-    ``narrow``: in FP8, each row with its scale (``kv_cache.py``). Left unwritten at first: nothing reads a
-    slot before its token has been written.
+    keys: CacheRows
+    values: CacheRows
+
+
+class KVCache:
+    """What the layers of a text model cache, as ``spec`` says: one entry for each layer.
+
+    Paged layers of one shape share two tensors [layers, slots, kv_heads, head_dim] of ``dtype``, keys and
+    values; ``narrow``: in FP8, each row with its scale. Layers with a state have a tensor [sequences, *shape]
+    each. Uninitialized: no slot is read before its token was written.
     """
 
     def __init__(
         self,
-        config: TextConfig,
+        spec: CacheSpec,
         blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         *,
         narrow: bool = False,
+        sequences: int = 0,
     ) -> None:
-        heads, head_dim = config.num_key_value_heads, config.head_dim
-        shape = (config.num_hidden_layers, blocks * block_size, heads, head_dim)
+        """``sequences``: most that run at once; layers with a state have a slot for each."""
+        self.spec = spec
         self.block_size = block_size
         self.dtype = dtype
-        self._keys = Rows.empty(shape, dtype, device, narrow=narrow)
-        self._values = Rows.empty(shape, dtype, device, narrow=narrow)
+        self.device = device
+        self._groups: list[PagedLayers] = []
+        self._places: dict[int, tuple[PagedLayers, int]] = {}  # of each paged layer: group, number in it
+        for (kv_heads, head_dim), layers in paged_shapes(spec).items():
+            shape = (len(layers), blocks * block_size, kv_heads, head_dim)
+            keys = CacheRows.empty(shape, dtype, device, narrow=narrow)
+            group = PagedLayers(keys, CacheRows.empty(shape, dtype, device, narrow=narrow))
+            self._groups.append(group)
+            self._places |= {layer: (group, number) for number, layer in enumerate(layers)}
+        self.states = {
+            index: torch.zeros((sequences, *layer.shape), dtype=getattr(torch, layer.dtype), device=device)
+            for index, layer in enumerate(spec)
+            if isinstance(layer, State)
+        }
+        self._windows = [layer.window if isinstance(layer, Paged) else None for layer in spec]
 
     @property
     def keys(self) -> Tensor:
-        """[layers, slots, kv_heads, head_dim]; in FP8 codes."""
-        return self._keys.numbers
+        """[layers, slots, kv_heads, head_dim], in FP8 codes: of the first shape, mostly the only one."""
+        return self._groups[0].keys.numbers
 
     @property
     def values(self) -> Tensor:
         """As ``keys``."""
-        return self._values.numbers
+        return self._groups[0].values.numbers
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each [slots, kv_heads, head_dim]; in FP8 codes."""
+        group, number = self._places[index]
+        return group.keys.numbers[number], group.values.numbers[number]
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Of the keys and of the values of one layer in FP8, [slots, kv_heads]; else None."""
-        if self._keys.scales is None or self._values.scales is None:
+        group, number = self._places[layer]
+        if group.keys.scales is None or group.values.scales is None:
             return None
-        return self._keys.scales[layer], self._values.scales[layer]
+        return group.keys.scales[number], group.values.scales[number]
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a token of this layer attends to, itself included; None: all before it."""
+        return self._windows[layer]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the tensors are: others after ``resize``."""
+        rows = [part for group in self._groups for part in (group.keys, group.values)]
+        return tuple(part.numbers.data_ptr() for part in rows)
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
+        paged = sum(group.keys.nbytes + group.values.nbytes for group in self._groups)
+        return paged + sum(state.nbytes for state in self.states.values())
 
     @property
     def block_bytes(self) -> int:
-        """What one block takes in all layers."""
-        return (self._keys.slot_bytes + self._values.slot_bytes) * self.block_size
+        """Bytes of one block in all layers."""
+        slots = sum(group.keys.slot_bytes + group.values.slot_bytes for group in self._groups)
+        return slots * self.block_size
 
     def resize(self, blocks: int, kept: Mapping[int, int], release: Callable[[], None]) -> None:
-        """Make room for ``blocks`` and carry over those in ``kept``, new numbers by old, through RAM.
+        """Change to ``blocks`` blocks and carry over those in ``kept`` (new numbers by old) through RAM.
 
-        First keys, then values, so that no more than one of the two waits there. ``release`` gives the
-        device what was freed. Raises ``torch.OutOfMemoryError`` where there is no room; then all is lost.
+        One tensor after the other, so that no more than one waits in RAM. ``release`` gives what was freed
+        back to the device. Raises ``torch.OutOfMemoryError`` when the new tensors do not fit; then all
+        blocks are lost.
         """
         try:
-            for name in ("_keys", "_values"):
-                self._resize(name, blocks, kept, release)
+            for group in self._groups:
+                for name in ("keys", "values"):
+                    self._resize(group, name, blocks, kept, release)
         except torch.OutOfMemoryError:
-            self._keys, self._values = self._keys.resized(0), self._values.resized(0)
+            for group in self._groups:
+                group.keys, group.values = group.keys.resized(0), group.values.resized(0)
             release()
             raise
 
-    def _resize(self, name: str, blocks: int, kept: Mapping[int, int], release: Callable[[], None]) -> None:
-        """``_keys`` or ``_values`` anew. The old ones are gone before there is room for both."""
-        old: Rows = getattr(self, name)
-        waiting = old.taken_out(kept, self.block_size)
-        nothing = old.resized(0)
-        setattr(self, name, nothing)
+    def _resize(
+        self,
+        group: PagedLayers,
+        name: str,
+        blocks: int,
+        kept: Mapping[int, int],
+        release: Callable[[], None],
+    ) -> None:
+        """``keys`` or ``values`` anew. The old ones are freed before the new ones are allocated."""
+        old: CacheRows = getattr(group, name)
+        saved = old.copy_to_host(kept, self.block_size)
+        empty = old.resized(0)
+        setattr(group, name, empty)
         del old
         release()
-        fresh = nothing.resized(blocks * self.block_size)
-        fresh.put_in(waiting, self.block_size)
-        setattr(self, name, fresh)
+        fresh = empty.resized(blocks * self.block_size)
+        fresh.copy_from_host(saved, self.block_size)
+        setattr(group, name, fresh)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put ``keys`` and ``values`` [tokens, kv_heads, head_dim] into ``slots`` [tokens]."""
-        self._keys.write(layer, slots, keys)
-        self._values.write(layer, slots, values)
+        group, number = self._places[layer]
+        group.keys.write(number, slots, keys)
+        group.values.write(number, slots, values)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """The first ``tokens`` tokens of block ``source`` into block ``target``, in all layers."""
+        """Copy the first ``tokens`` tokens of block ``source`` to block ``target``, in all layers."""
         if source == target:
             return
-        for rows in (self._keys, self._values):
-            rows.copy(source * self.block_size, target * self.block_size, tokens)
+        for group in self._groups:
+            for rows in (group.keys, group.values):
+                rows.copy(source * self.block_size, target * self.block_size, tokens)
 
     def read(self, layer: int, slots: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of ``slots`` (any shape), each [*slots.shape, kv_heads, head_dim].
 
-        Where the slots follow each other and ``first`` is the first, nothing is copied but what is widened.
+        With consecutive slots that begin at ``first`` nothing is copied, except to dequantize FP8.
         """
-        return self._keys.read(layer, slots, first), self._values.read(layer, slots, first)
+        group, number = self._places[layer]
+        return group.keys.read(number, slots, first), group.values.read(number, slots, first)

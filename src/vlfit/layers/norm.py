@@ -1,4 +1,4 @@
-"""Root-mean-square normalization, as Qwen3 applies it. Layer norm is torch's own."""
+"""RMSNorm. LayerNorm is torch's own."""
 
 from functools import cache
 
@@ -12,8 +12,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     ``weight`` is broadcast over the dimensions before it. The reference rounds to the model's dtype before it
     multiplies by ``weight``; in half precision that changes the last bit, so it is followed here.
     """
-    # Not torch's mean or its rms_norm, no scaling and adding apart, nothing asked to become what it is: on a
-    # CPU each is a small operation more, and one row of a decode step is all overhead.
+    # No torch mean or rms_norm, no separate scale and add, no cast to the same dtype: on a CPU each is one
+    # more small operation, and a decode step's single row is all overhead.
     wide = x if x.dtype == torch.float32 else x.float()
     squares = (wide * wide).sum(-1, keepdim=True)
     normalized = wide * torch.add(_scalar(eps), squares, alpha=1 / x.shape[-1]).rsqrt_()
@@ -22,5 +22,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @cache
 def _scalar(value: float) -> Tensor:
-    """``value`` as a tensor, which torch would make of a number at each call."""
+    """``value`` as a tensor, which torch would otherwise make at each call."""
     return torch.tensor(value, dtype=torch.float32)

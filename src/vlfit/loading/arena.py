@@ -1,9 +1,8 @@
-"""One allocation on a device in which many tensors lie side by side.
+"""One device allocation that holds many tensors.
 
-torch takes memory from the driver in pieces and rounds each up: for the tensors of a model, one by one, that
-comes to 36 to 101 MiB that nobody uses (``tests/plan/test_allocator.py``), for one allocation to 2 MiB at
-most. How large it must be is found by asking for all tensors twice: a ``Measure`` only adds up, a ``Shelf``
-gives room.
+torch rounds each allocation up: allocated one by one, the tensors of a model waste 36 to 101 MiB
+(``tests/plan/test_allocator.py``), in one allocation 2 MiB at most. The size is found by building the model
+twice: with an ``ArenaSizer`` that only adds up, then in the ``Arena``.
 """
 
 from collections.abc import Sequence
@@ -14,40 +13,40 @@ from torch import Tensor
 from vlfit.plan.allocator import UNIT
 
 
-def concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """``parts`` one behind the other in their first dimension.
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """``parts`` concatenated in their first dimension.
 
-    Not by ``torch.cat``, which on the meta device imports torch's compiler: three seconds of a start.
+    Not ``torch.cat``: on the meta device it imports torch's compiler, three seconds at start.
     """
-    heights = [len(part) for part in parts]
+    rows = [len(part) for part in parts]
     first = parts[0]
-    whole = torch.empty((sum(heights), *first.shape[1:]), dtype=first.dtype, device=first.device)
-    for target, part in zip(whole.split(heights), parts, strict=True):
+    joined = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
+    for target, part in zip(joined.split(rows), parts, strict=True):
         target.copy_(part)
-    return whole
+    return joined
 
 
-class Measure:
-    """Adds up the ``size`` of a shelf for what is asked of it, and gives tensors without bytes."""
+class ArenaSizer:
+    """Adds up the ``size`` of an arena. Returns tensors without memory."""
 
     def __init__(self) -> None:
         self.size = 0
 
-    def room(self, size: int) -> Tensor:
-        """``size`` bytes [size] uint8, on torch's meta device."""
+    def allocate(self, size: int) -> Tensor:
+        """``size`` bytes [size] uint8 on the meta device."""
         self.size += -(-size // UNIT) * UNIT
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
 
-class Shelf:
-    """``size`` bytes on ``device``, given out from the first on."""
+class Arena:
+    """``size`` bytes on ``device``, allocated from front to back."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
-        self._filled = 0
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._used = 0
 
-    def room(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         """The next ``size`` bytes [size] uint8, aligned as torch aligns tensors."""
-        first = self._filled
-        self._filled += -(-size // UNIT) * UNIT
-        return self._bytes[first : first + size]
+        start = self._used
+        self._used += -(-size // UNIT) * UNIT
+        return self._buffer[start : start + size]

@@ -1,8 +1,7 @@
-"""Streams a checkpoint's tensors from its files to the device, each byte read once.
+"""Builds layers from a checkpoint's tensors: dtypes, quantized formats, stacked projections, memory on the
+device.
 
-Knows: dtypes, narrow weights, stacking of projections with one input, where tensors lie on the device.
-Does not know: how bytes come there (``readers.py``), or the model. ``qwen3_vl/`` asks for tensors by name,
-in the order of the ledger.
+Each byte is read once. Models request tensors by name, in the order of the ledger.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vlfit import kernels
+from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4, INT8
 from vlfit.checkpoint.source import Checkpoint
@@ -25,10 +25,10 @@ from vlfit.checkpoint.tensors import (
     PACKED_SUFFIX,
     SCALE_SUFFIX,
     codes_per_word,
-    narrow_form,
+    quantized_format,
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
-from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, Packing, halves_on, piece_rows
+from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, piece_rows, uses_half_weights
 from vlfit.layers.embedding import DenseEmbedding, Embedding, Int8Embedding
 from vlfit.layers.linear import (
     DenseLinear,
@@ -36,8 +36,8 @@ from vlfit.layers.linear import (
     Int4Linear,
     Int8Linear,
     Linear,
-    Reordered,
-    Stacked,
+    ReorderedLinear,
+    StackedLinear,
     common_block_rows,
     dequantize_fp8,
     dequantize_int4,
@@ -45,27 +45,25 @@ from vlfit.layers.linear import (
     join_zero_points,
     signed_codes,
 )
-from vlfit.loading.arena import Measure, Shelf, concatenated
-from vlfit.loading.readers import Arrivals, Progress, torch_dtype
+from vlfit.loading.arena import Arena, ArenaSizer, concatenate
+from vlfit.loading.readers import WeightStreamer, torch_dtype
 from vlfit.loading.repack import column_order
-from vlfit.plan.allocator import SHELVED
-from vlfit.plan.native.ram import in_halves, matrix_shape, table_in_halves
+from vlfit.plan.allocator import ARENA_MIN_BYTES
+from vlfit.plan.native.ram import is_embedding_packed, is_packed, matrix_shape
 
 _HOST = torch.device("cpu")
-_WIDENED_ROWS = 4096  # of 8 bits, at a time: a whole table of tokens in float32 would be a second model
+_DEQUANTIZED_ROWS = 4096  # of 8 bits at a time: a whole embedding in float32 would be as large as the model
 
-Built = TypeVar("Built")
+T = TypeVar("T")
 
 
 class Loader:
-    """Reads tensors of one checkpoint. A context manager: leaving it waits for what is on its way, and unmaps
+    """Reads tensors of one checkpoint. A context manager: leaving it waits for asynchronous reads and closes
     the files.
 
-    On a GPU tensors are where they stay before they are what they will be: whoever needs no more than their
-    place need not wait.
-
-    ``dtype`` is what floating-point tensors become. On a GPU FP8, int8 and int4 weights stay as they are; a
-    CPU has no unit for them, so there they are widened while loading, large ones to 16 bits.
+    On a GPU a tensor's memory exists before its values are read: code that needs only the address need not
+    wait. ``dtype`` is that of floating-point tensors. On a GPU FP8, int8 and int4 weights stay quantized; a
+    CPU has no units for them, so they are dequantized while loading, large ones to float16.
     """
 
     def __init__(
@@ -73,19 +71,19 @@ class Loader:
         checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        progress: Progress | None = None,
+        progress: ByteProgress | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self._formats = checkpoint.config.quantization
         self.device = device
         self.dtype = dtype
-        self._keeps_narrow = kernels.used_on(device)
-        self._halves = halves_on(device, dtype)
-        self._packing = Packing()
-        self._arrivals = Arrivals(device, checkpoint.weight_bytes, progress)
+        self._keeps_quantized = kernels.enabled_on(device)
+        self._halves = uses_half_weights(device, dtype)
+        self._packing = HalfPacker()
+        self._streamer = WeightStreamer(device, checkpoint.weight_bytes, progress)
         self._orders: dict[str, Tensor] = {}
-        self._to_sign: list[Tensor] = []  # packed codes of 8 bits that are on their way
-        self._shelf: Measure | Shelf | None = None
+        self._unsigned_codes: list[Tensor] = []  # packed 8-bit codes being read
+        self._arena: ArenaSizer | Arena | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -95,50 +93,50 @@ class Loader:
     ) -> None:
         try:
             if error is None:
-                self._settle()
-                self._arrivals.tell()
+                self._synchronize()
+                self._streamer.log_throughput()
         finally:
-            self._arrivals.close()
+            self._streamer.close()
             self._packing.close()
 
-    def _settle(self) -> None:
-        """Wait for what ``_copy`` was allowed to bring later, and do what waited for it."""
-        self._arrivals.settle()
+    def _synchronize(self) -> None:
+        """Wait for asynchronous reads, then convert the codes that waited for them."""
+        self._streamer.synchronize()
         self._packing.settle()
         with torch.inference_mode():
-            while self._to_sign:
-                signed_codes(self._to_sign.pop())
+            while self._unsigned_codes:
+                signed_codes(self._unsigned_codes.pop())
 
     @property
-    def share(self) -> float:
-        """Of the bytes that are there."""
-        return self._arrivals.share
+    def fraction_read(self) -> float:
+        """Fraction of the checkpoint that has been read."""
+        return self._streamer.fraction_read
 
     @contextmanager
     def into_ram(self) -> Iterator[None]:
-        """Until it is left tensors go to RAM, as they would lie on the device: narrow weights stay narrow."""
+        """Load to RAM within the block, in the layout of the device: quantized weights stay quantized."""
         device, self.device = self.device, torch.device("cpu")
         try:
             yield
         finally:
             self.device = device
 
-    def together(self, build: Callable[[], Built]) -> Built:
-        """What ``build`` makes of tensors of this loader; on a GPU the large ones are one allocation.
+    def in_arena(self, build: Callable[[], T]) -> T:
+        """Result of ``build``, with its large tensors in one allocation on a GPU.
 
-        ``build`` then runs twice, the first time without bytes, to see how large that is.
+        ``build`` runs twice, first without memory to find the size.
         """
-        if not self._keeps_narrow:
+        if not self._keeps_quantized:
             return build()
         device, self.device = self.device, torch.device("meta")
-        self._shelf = measure = Measure()
+        self._arena = sizer = ArenaSizer()
         try:
             build()
             self.device = device
-            self._shelf = Shelf(measure.size, device)
+            self._arena = Arena(sizer.size, device)
             return build()
         finally:
-            self.device, self._shelf = device, None
+            self.device, self._arena = device, None
 
     def tensor(self, name: str) -> Tensor:
         """The tensor ``name`` on the device, in ``dtype``. Raises ``MissingTensor``."""
@@ -148,45 +146,45 @@ class Loader:
         return tensor
 
     def rows(self, name: str, count: int) -> Iterator[Tensor]:
-        """The matrix ``name`` in ``dtype``, ``count`` rows after the other. For matrices stored plainly."""
+        """The unquantized matrix ``name`` in ``dtype``, ``count`` rows at a time."""
         info = self._info(name)
         height, width = info.shape
         row_bytes = info.bytes // max(height, 1)
         for first in range(0, height, count):
-            some = min(count, height - first)
+            num_rows = min(count, height - first)
             start = info.start + first * row_bytes
-            part = replace(info, shape=(some, width), start=start, end=start + some * row_bytes)
+            part = replace(info, shape=(num_rows, width), start=start, end=start + num_rows * row_bytes)
             tensor = torch.empty(part.shape, dtype=self.dtype, device=self.device)
             self._copy(part, tensor)
             yield tensor
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
-        """One linear layer from the matrices ``names`` (each ``NAME.weight``) stacked in order.
+        """A linear layer from the matrices ``names`` (each ``NAME.weight``) stacked in order.
 
-        Several names make one product of what would be several: q, k and v share their input, as do gate
-        and up. On a GPU those that are stored unlike each other stay several.
+        Projections of the same input (q, k, v; gate, up) become one GEMM. On a GPU those stored differently
+        stay several.
         """
-        if self._keeps_narrow and len({self._stored_as(name) for name in names}) > 1:
-            return Stacked([self.linear(name, bias=bias) for name in names])
+        if self._keeps_quantized and len({self._storage_format(name) for name in names}) > 1:
+            return StackedLinear([self.linear(name, bias=bias) for name in names])
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
-        stacked_bias = concatenated(biases) if len(biases) > 1 else biases[0] if biases else None
-        form = self._form(names[0])
-        if form is not None and self._keeps_narrow:
+        stacked_bias = concatenate(biases) if len(biases) > 1 else biases[0] if biases else None
+        weights_format = self._format(names[0])
+        if weights_format is not None and self._keeps_quantized:
             build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
-            layer, order = build[form](names, stacked_bias), self._order(names[0])
-            return layer if order is None else Reordered(layer, order.to(torch.int32).to(self.device))
-        if self._halves and in_halves([self._info(self._weight_of(name)) for name in names], self._formats):
+            layer, order = build[weights_format](names, stacked_bias), self._order(names[0])
+            return layer if order is None else ReorderedLinear(layer, order.to(torch.int32).to(self.device))
+        if self._halves and is_packed([self._info(self._weight_of(name)) for name in names], self._formats):
             return HalfLinear([self._packing.half(part) for part in self._pieces(names)], stacked_bias)
         return DenseLinear(self._dense(names), stacked_bias)
 
     def _pieces(self, names: tuple[str, ...]) -> Iterable[Tensor]:
-        """As ``_dense``, in pieces if that is one matrix that is stored plainly."""
-        if len(names) > 1 or self._form(names[0]) is not None:
+        """``_dense`` in pieces, if it is one unquantized matrix."""
+        if len(names) > 1 or self._format(names[0]) is not None:
             return [self._dense(names)]
         return self.rows(f"{names[0]}.weight", piece_rows(self._shape(names[0])[1]))
 
     def _dense(self, names: tuple[str, ...]) -> Tensor:
-        """The matrices ``names`` on top of one another, widened."""
+        """The matrices ``names`` stacked and dequantized."""
         rows = [self._shape(name)[0] for name in names]
         weight = self._empty((sum(rows), self._shape(names[0])[1]), self.dtype)
         for name, part in zip(names, weight.split(rows), strict=True):
@@ -194,16 +192,16 @@ class Loader:
         return weight
 
     def embedding(self, name: str) -> Embedding:
-        """The table of tokens ``name``: in 8 bits where the files have it so and the device has kernels."""
-        if self._keeps_narrow and self._form(name) == INT8:
+        """The token embedding ``name``, in 8 bits if the files have it so and the device has kernels."""
+        if self._keeps_quantized and self._format(name) == INT8:
             return Int8Embedding(*self._int8_stacked((name,)), self.dtype)
-        if self._halves and table_in_halves(self._info(weight := self._weight_of(name)), self._formats):
+        if self._halves and is_embedding_packed(self._info(weight := self._weight_of(name)), self._formats):
             table, tied = self._stored(weight, self.device), self.checkpoint.config.tie_word_embeddings
             return HalfEmbedding(table, self._packing.head(table) if tied else None)
         return DenseEmbedding(self._dense((name,)))
 
     def _fp8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
-        """``names`` on top of one another in FP8. Where blocks would straddle two of them, lower blocks."""
+        """``names`` stacked in FP8. Scale blocks that would straddle two of them are split."""
         block = self._block(names[0])
         heights = [self._shape(name)[0] for name in names]
         block_rows = common_block_rows(block[0], heights)
@@ -214,8 +212,8 @@ class Loader:
             scale = self._stacked(scales, dtype)
         else:
             parts = [self._stacked([name], dtype) for name in scales]
-            self._settle()
-            scale = concatenated(
+            self._synchronize()
+            scale = concatenate(
                 [
                     part.repeat_interleave(block[0] // block_rows, dim=0)[: -(-height // block_rows)]
                     for part, height in zip(parts, heights, strict=True)
@@ -224,17 +222,17 @@ class Loader:
         return Fp8Linear(weight, scale, (block_rows, block[1]), bias)
 
     def _int8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
-        """``names`` on top of one another in 8 bits."""
+        """``names`` stacked in 8 bits."""
         return Int8Linear(*self._int8_stacked(names), bias)
 
     def _int8_stacked(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Codes and scales of ``names`` on top of one another."""
+        """Stacked codes and scales of ``names``."""
         if self._is_packed(names[0]):
             packed = self._stacked([f"{name}{PACKED_SUFFIX}" for name in names], torch.int32)
             codes = packed.view(torch.int8)
             if packed.device.type == "cuda":
-                self._to_sign.append(packed)
-            elif not packed.is_meta:  # where the operation would import torch's compiler, for seconds
+                self._unsigned_codes.append(packed)
+            elif not packed.is_meta:  # there the operation would import torch's compiler, for seconds
                 signed_codes(packed)
         else:
             codes = self._stacked([f"{name}.weight" for name in names], torch.int8)
@@ -242,7 +240,7 @@ class Loader:
         return codes, self._stacked(scales, torch_dtype(self._info(scales[0])))
 
     def _int4_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
-        """``names`` on top of one another in 4 bits."""
+        """``names`` stacked in 4 bits."""
         packed = self._stacked([f"{name}.weight_packed" for name in names], torch.int32)
         scales = [f"{name}.weight_scale" for name in names]
         scale = self._stacked(scales, torch_dtype(self._info(scales[0])))
@@ -250,13 +248,15 @@ class Loader:
         if not all(name in self.checkpoint.tensors for name in zeros):
             return Int4Linear(packed, scale, None, bias)
         heights = [self._shape(name)[0] for name in names]
-        if all(height % CODES_PER_WORD == 0 for height in heights[:-1]):  # no word is of two matrices
+        if all(
+            height % CODES_PER_WORD == 0 for height in heights[:-1]
+        ):  # no word holds codes of two matrices
             return Int4Linear(packed, scale, self._stacked(zeros, torch.int32), bias)
         parts = [self._stored(name, self.device) for name in zeros]
         return Int4Linear(packed, scale, join_zero_points(parts, heights), bias)
 
     def _order(self, name: str) -> Tensor | None:
-        """Which input stands where in the codes of ``name``, [in] in RAM; None: each in its own place."""
+        """Input order of the codes of ``name`` (GPTQ act-order), [in] in RAM; None: natural order."""
         stored = f"{name}{ORDER_SUFFIX}"
         if stored in self.checkpoint.tensors and name not in self._orders:
             groups = self._stored(stored, torch.device("cpu"))
@@ -265,35 +265,35 @@ class Loader:
         return self._orders.get(name)
 
     def _stacked(self, names: list[str], dtype: torch.dtype) -> Tensor:
-        """The matrices ``names`` on top of one another, allocated once and filled part by part."""
+        """The matrices ``names`` stacked, allocated once and filled one by one."""
         infos = [self._info(name) for name in names]
         rows = [info.shape[0] for info in infos]
         stacked = self._empty((sum(rows), infos[0].shape[1]), dtype)
         for info, part in zip(infos, stacked.split(rows), strict=True):
-            self._copy(info, part, later=True)
+            self._copy(info, part, asynchronous=True)
         return stacked
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room on the device."""
+        """An uninitialized tensor on the device, in the arena if there is one."""
         size = prod(shape) * dtype.itemsize
-        if self._shelf is None or size < SHELVED:
+        if self._arena is None or size < ARENA_MIN_BYTES:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        return self._shelf.room(size).view(dtype).view(shape)
+        return self._arena.allocate(size).view(dtype).view(shape)
 
-    def _form(self, name: str) -> str | None:
-        """``fp8``, ``int8`` or ``int4``; None for a matrix that is stored plainly."""
-        return narrow_form(self._info(self._weight_of(name)), self._formats)
+    def _format(self, name: str) -> str | None:
+        """``fp8``, ``int8`` or ``int4``; None for an unquantized matrix."""
+        return quantized_format(self._info(self._weight_of(name)), self._formats)
 
-    def _stored_as(self, name: str) -> tuple[object, ...]:
-        """What must be alike for matrices to be one: form, groups and type of scales, zero points or none,
-        and the order of their inputs.
+    def _storage_format(self, name: str) -> tuple[object, ...]:
+        """What must match for matrices to be stacked: format, groups and dtype of scales, zero points, input
+        order.
         """
         tensors = self.checkpoint.tensors
         scale = tensors.get(f"{name}{COMPRESSED_SCALE}")
         scales = (scale.shape[1], scale.dtype) if scale is not None else None
         order = self._order(name)
-        places = None if order is None else tuple(order.tolist())
-        return self._form(name), scales, f"{name}.weight_zero_point" in tensors, places
+        input_order = None if order is None else tuple(order.tolist())
+        return self._format(name), scales, f"{name}.weight_zero_point" in tensors, input_order
 
     def _weight_of(self, name: str) -> str:
         return f"{name}{PACKED_SUFFIX if self._is_packed(name) else '.weight'}"
@@ -302,52 +302,52 @@ class Loader:
         return f"{name}{PACKED_SUFFIX}" in self.checkpoint.tensors
 
     def _shape(self, name: str) -> tuple[int, int]:
-        """Rows and columns of the matrix ``name``, however it is stored."""
+        """Rows and columns of the matrix ``name``, in any format."""
         return matrix_shape(self._info(self._weight_of(name)), self._formats)
 
     def _fill(self, name: str, target: Tensor) -> None:
-        """The matrix ``name`` into ``target`` [out, in], widened if it is stored in fewer bits."""
+        """Fill ``target`` [out, in] with the matrix ``name``, dequantized."""
         order = self._order(name)
         if order is None:
-            self._widen(name, target)
+            self._dequantize(name, target)
         else:
             ordered = torch.empty_like(target)
-            self._widen(name, ordered)
+            self._dequantize(name, ordered)
             target.copy_(ordered[:, order.argsort().to(target.device)])
 
-    def _widen(self, name: str, target: Tensor) -> None:
-        """As ``_fill``, with the columns as ``_order`` says."""
-        form = self._form(name)
-        if form == INT4:
+    def _dequantize(self, name: str, target: Tensor) -> None:
+        """``_fill``, with columns in stored order."""
+        weights_format = self._format(name)
+        if weights_format == INT4:
             target.copy_(dequantize_int4(*self._int4_part(name), self.dtype))
-        elif form == INT8:
-            parts = (part.split(_WIDENED_ROWS) for part in (target, *self._int8_part(name)))
-            for some, codes, scale in zip(*parts, strict=True):
-                some.copy_(dequantize_int8(codes, scale, self.dtype))
-        elif form == FP8:
+        elif weights_format == INT8:
+            parts = (part.split(_DEQUANTIZED_ROWS) for part in (target, *self._int8_part(name)))
+            for rows, codes, scale in zip(*parts, strict=True):
+                rows.copy_(dequantize_int8(codes, scale, self.dtype))
+        elif weights_format == FP8:
             codes, scale = self._fp8_part(name)
             target.copy_(dequantize_fp8(codes, scale, self._block(name), self.dtype))
         else:
-            self._copy(self._info(f"{name}.weight"), target, later=True)
+            self._copy(self._info(f"{name}.weight"), target, asynchronous=True)
 
     def _fp8_scale(self, name: str) -> str:
-        """What the scales of the FP8 matrix ``name`` are called: there are two customs."""
+        """Name of the scales of the FP8 matrix ``name``: there are two conventions."""
         official = f"{name}.weight{SCALE_SUFFIX}"
         return official if official in self.checkpoint.tensors else f"{name}{COMPRESSED_SCALE}"
 
     def _fp8_part(self, name: str) -> tuple[Tensor, Tensor]:
-        """Weight and float32 scales of ``name``, in host memory."""
+        """Weight and float32 scales of ``name``, in RAM."""
         return self._stored(f"{name}.weight", _HOST), self._stored(self._fp8_scale(name), _HOST).float()
 
     def _int8_part(self, name: str) -> tuple[Tensor, Tensor]:
-        """Codes and scales of ``name``, in host memory."""
+        """Codes and scales of ``name``, in RAM."""
         scale = self._stored(f"{name}{COMPRESSED_SCALE}", _HOST)
         if self._is_packed(name):
             return signed_codes(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale
         return self._stored(f"{name}.weight", _HOST), scale
 
     def _int4_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, scales and zero points of ``name``, in host memory."""
+        """Codes, scales and zero points of ``name``, in RAM."""
         has_zero = f"{name}.weight_zero_point" in self.checkpoint.tensors
         return (
             self._stored(f"{name}.weight_packed", _HOST),
@@ -356,14 +356,14 @@ class Loader:
         )
 
     def _stored(self, name: str, device: torch.device) -> Tensor:
-        """The tensor ``name`` on ``device`` in the dtype that the files have it in."""
+        """The tensor ``name`` on ``device`` in the dtype of the file."""
         info = self._info(name)
         tensor = torch.empty(info.shape, dtype=torch_dtype(info), device=device)
         self._copy(info, tensor)
         return tensor
 
     def _block(self, name: str) -> tuple[int, int]:
-        """Rows and columns of the FP8 matrix ``name`` that share a scale."""
+        """Rows and columns that share a scale of the FP8 matrix ``name``."""
         config = self.checkpoint.config
         if config.fp8 is not None:
             return config.fp8.block_rows, config.fp8.block_columns
@@ -371,7 +371,7 @@ class Loader:
         if scheme is None:
             raise UnknownWeightsFormat(
                 "the files hold FP8 tensors, but config.json has no quantization_config",
-                "take config.json from the same place as the weights",
+                "use the config.json that belongs to the weights",
             )
         return scheme.block_rows, scheme.group_size or self._shape(name)[1]
 
@@ -384,14 +384,14 @@ class Loader:
             )
         return info
 
-    def _copy(self, info: TensorInfo, target: Tensor, *, later: bool = False) -> None:
-        """The numbers of ``info`` into ``target``, converted; none, for torch's meta device.
+    def _copy(self, info: TensorInfo, target: Tensor, *, asynchronous: bool = False) -> None:
+        """Fill ``target`` with the tensor ``info``, converted; does nothing on the meta device.
 
-        ``later``: a large tensor on a GPU may be there only after ``_settle``.
+        ``asynchronous``: a large tensor on a GPU may be complete only after ``_synchronize``.
         """
         if target.is_meta:
             return
         module, packed, _ = info.name.rpartition(PACKED_SUFFIX)
         order = self._order(module) if packed else None
         bits = 32 // codes_per_word(info.name, self._formats) if packed else 4
-        self._arrivals.bring(info, target, order, bits, later=later)
+        self._streamer.copy(info, target, order, bits, asynchronous=asynchronous)

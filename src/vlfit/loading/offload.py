@@ -1,9 +1,8 @@
-"""Layers that wait in RAM and come to the GPU one after the other, each while others compute.
+"""Weight offload: layers kept in pinned RAM and streamed to the GPU, each while others compute.
 
-A layer that waits is one run of bytes in RAM that is not swapped. On the device there are two slots, each as
-large as the largest of these layers. While one slot is computed with, the next layer is copied into the other
-by a stream of its own; behind the last layer of a pass the first ones of the next pass follow. Knows
-storages, slots and streams. Does not know what a layer computes, nor which wait (``plan/native/ram.py``).
+An offloaded layer is one run of bytes in pinned RAM. The device has two slots, each as large as the largest
+such layer: while one is computed with, the next layer is copied into the other on a side stream. After the
+last layer of a pass the first ones of the next pass follow.
 """
 
 import io
@@ -20,34 +19,34 @@ from vlfit.loading.loader import Loader
 from vlfit.loading.pinned import PinnedBytes, side_stream
 from vlfit.plan.native.ram import ALIGNMENT, SLOTS
 
-# A copy is made in pieces: what a step uploads meanwhile, a few kilobytes, waits for a piece and not for a
-# layer where a card has one unit for copies. At 25 GB/s a piece takes 0.3 ms, of which asking for it is 2 %.
+# Copies are made in pieces: on a card with one copy engine, the few kilobytes that a step uploads wait for a
+# piece and not for a layer. At 25 GB/s a piece takes 0.3 ms, 2 % of which is the launch.
 PIECE = 8 * 1024**2
 
 Layer = TypeVar("Layer")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor begins in the bytes of its layer, and its form."""
+class _TensorLayout:
+    """Offset of a tensor in the bytes of its layer, with dtype, shape and strides."""
 
     offset: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
 
-    def inside(self, slot: Tensor) -> Tensor:
-        """The tensor, if the bytes of its layer lie in ``slot`` [bytes] uint8."""
-        values = slot.view(self.dtype)
-        return values.as_strided(self.size, self.stride, self.offset // self.dtype.itemsize)
+    def view_in(self, slot: Tensor) -> Tensor:
+        """The tensor in ``slot`` [bytes] uint8, which holds the bytes of its layer."""
+        elements = slot.view(self.dtype)
+        return elements.as_strided(self.size, self.stride, self.offset // self.dtype.itemsize)
 
 
-class _Waiting(Generic[Layer]):
-    """A layer in RAM: its bytes, and the layer itself once for each slot, with tensors that lie there."""
+class _OffloadedLayer(Generic[Layer]):
+    """A layer in RAM: its bytes, and its skeleton to build it with tensors in a slot."""
 
     def __init__(self, layer: Layer, device: torch.device) -> None:
-        tensors, self._rest = _take_apart(layer)
-        starts: dict[int, int] = {}  # of each storage, by its address: tensors may share one
+        tensors, self._skeleton = _detach_tensors(layer)
+        starts: dict[int, int] = {}  # of each storage, by address: tensors may share one
         end = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -55,130 +54,128 @@ class _Waiting(Generic[Layer]):
                 starts[storage.data_ptr()] = end
                 end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         self.pinned = PinnedBytes(end, device)
-        self.places: list[_Place] = []
+        self.layouts: list[_TensorLayout] = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
             start = starts[storage.data_ptr()]
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            self.pinned.bytes[start : start + len(whole)].copy_(whole)
-            inside = int(tensor.storage_offset()) * tensor.element_size()
-            self.places.append(_Place(start + inside, tensor.dtype, tensor.size(), tensor.stride()))
+            contents = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.pinned.bytes[start : start + len(contents)].copy_(contents)
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            self.layouts.append(_TensorLayout(start + offset, tensor.dtype, tensor.size(), tensor.stride()))
 
     @property
     def size(self) -> int:
         return len(self.pinned.bytes)
 
-    def inside(self, slot: Tensor) -> Layer:
-        """The layer as it computes from ``slot``."""
-        layer: Layer = _put_together(self._rest, [place.inside(slot) for place in self.places])
+    def view_in(self, slot: Tensor) -> Layer:
+        """The layer with its tensors in ``slot``."""
+        layer: Layer = _attach_tensors(self._skeleton, [layout.view_in(slot) for layout in self.layouts])
         return layer
 
 
 class StreamedLayers(Sequence[Layer]):
-    """The layers of a model in their order, those ``waiting`` in RAM. ``build`` makes the layer of an index.
+    """The layers of a model in order; those in ``offloaded`` stay in RAM. ``build`` creates a layer by index.
 
-    ``before``: the same layers, which are to be replaced; those of them that wait in RAM are taken over.
-
-    Iterating yields each when its weights are on the device. They stay until the next layer is asked for, so
-    whoever computes has given the device all of a layer's work by then. A pass that is broken off costs only
-    what was copied ahead.
+    ``before``: the same layers of a model to be replaced, whose offloaded layers are reused. Iterating yields
+    each layer once its weights are on the device. They stay until the next layer is requested, so all work of
+    a layer must be launched by then. An interrupted pass costs only the copies made ahead.
     """
 
     def __init__(
         self,
         build: Callable[[int], Layer],
         count: int,
-        waiting: Collection[int],
+        offloaded: Collection[int],
         loader: Loader,
         before: Sequence[Layer] = (),
     ) -> None:
         self._device = device = loader.device
-        self._there: dict[int, Layer] = {}
-        self._waiting: dict[int, _Waiting[Layer]] = {}
+        self._resident: dict[int, Layer] = {}
+        self._offloaded: dict[int, _OffloadedLayer[Layer]] = {}
         for index in range(count):
-            if isinstance(before, StreamedLayers) and index in before._waiting:
-                self._waiting[index] = before._waiting[index]
-            elif index in waiting:
+            if isinstance(before, StreamedLayers) and index in before._offloaded:
+                self._offloaded[index] = before._offloaded[index]
+            elif index in offloaded:
                 with loader.into_ram():
-                    self._waiting[index] = _Waiting(build(index), device)
+                    self._offloaded[index] = _OffloadedLayer(build(index), device)
             else:
-                self._there[index] = build(index)
-        largest = max((each.size for each in self._waiting.values()), default=0)
+                self._resident[index] = build(index)
+        largest = max((each.size for each in self._offloaded.values()), default=0)
         self.slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._in_slots = {
-            index: [each.inside(slot) for slot in self.slots] for index, each in self._waiting.items()
+            index: [each.view_in(slot) for slot in self.slots] for index, each in self._offloaded.items()
         }
-        following = [*self._waiting][1:] + [*self._waiting][:1]
-        self._after = dict(zip(self._waiting, following, strict=True))
+        successors = [*self._offloaded][1:] + [*self._offloaded][:1]
+        self._next_offloaded = dict(zip(self._offloaded, successors, strict=True))
         self._on_gpu = device.type == "cuda"
         self._module: Any = torch.get_device_module(device)
-        self._copies = side_stream(device) if self._on_gpu else self._module.Stream()
-        self._turn = 0
-        self._coming: deque[tuple[int, int, Any]] = deque()  # layer, slot, and when it is there
+        self._copy_stream = side_stream(device) if self._on_gpu else self._module.Stream()
+        self._next_slot = 0
+        self._pending: deque[tuple[int, int, Any]] = deque()  # layer, slot, event of its copy
 
     def __len__(self) -> int:
-        return len(self._there) + len(self._waiting)
+        return len(self._resident) + len(self._offloaded)
 
     def __iter__(self) -> Iterator[Layer]:
         for index in range(len(self)):
-            if index in self._there:
-                yield self._there[index]
+            if index in self._resident:
+                yield self._resident[index]
             else:
-                yield self._arrived(index)
-                self._done(index)
+                yield self._wait_for(index)
+                self._release_slot(index)
 
     def __getitem__(self, index: Any) -> Any:
-        """One layer by itself, its weights on the device until another is asked for."""
-        return self._there[index] if index in self._there else self._arrived(range(len(self))[index])
+        """One layer, its weights on the device until another is requested."""
+        return self._resident[index] if index in self._resident else self._wait_for(range(len(self))[index])
 
     @property
-    def waiting_bytes(self) -> int:
-        """RAM that is locked for the layers that wait."""
-        return sum(each.size for each in self._waiting.values())
+    def offloaded_bytes(self) -> int:
+        """Pinned RAM of the offloaded layers."""
+        return sum(each.size for each in self._offloaded.values())
 
-    def forget(self) -> None:
-        """Wait for copies under way. Until the next pass the slots may hold something else, or be gone."""
+    def reset(self) -> None:
+        """Wait for pending copies. The slots may be reused or freed until the next pass."""
         if self._on_gpu:
-            self._copies.synchronize()
-        self._coming.clear()
+            self._copy_stream.synchronize()
+        self._pending.clear()
 
-    def _arrived(self, index: int) -> Layer:
-        """The layer ``index``: its weights are in a slot before the device does what is asked of it next."""
-        if not self._coming or self._coming[0][0] != index:
-            self._coming.clear()  # the first pass, or the pass before broke off
+    def _wait_for(self, index: int) -> Layer:
+        """The offloaded layer ``index``; the compute stream waits for its weights."""
+        if not self._pending or self._pending[0][0] != index:
+            self._pending.clear()  # the first pass, or the last one was interrupted
             following = index
             for _ in range(SLOTS):
                 self._fetch(following)
-                following = self._after[following]
-        _, slot, there = self._coming[0]
-        self._module.current_stream(self._device).wait_event(there)
+                following = self._next_offloaded[following]
+        _, slot, copied = self._pending[0]
+        self._module.current_stream(self._device).wait_event(copied)
         return self._in_slots[index][slot]
 
-    def _done(self, index: int) -> None:
-        """All of the work with layer ``index`` was asked for: its slot is next."""
-        self._coming.popleft()
-        newest = self._coming[-1][0] if self._coming else index
-        self._fetch(self._after[newest])
+    def _release_slot(self, index: int) -> None:
+        """All work of layer ``index`` is launched: reuse its slot for the next layer."""
+        self._pending.popleft()
+        newest = self._pending[-1][0] if self._pending else index
+        self._fetch(self._next_offloaded[newest])
 
     def _fetch(self, index: int) -> None:
-        """Copy the layer into the slot whose turn it is, once what was asked for so far is computed."""
-        slot, source = self.slots[self._turn], self._waiting[index].pinned.bytes
+        """Copy a layer into the next slot, after the work launched so far."""
+        slot, source = self.slots[self._next_slot], self._offloaded[index].pinned.bytes
         computing = self._module.current_stream(self._device)
-        with torch.inference_mode(), self._module.stream(self._copies):
-            self._copies.wait_stream(computing)  # whatever reads the slot now was asked for before
+        with torch.inference_mode(), self._module.stream(self._copy_stream):
+            self._copy_stream.wait_stream(computing)  # kernels that read the slot are launched already
             for start in range(0, len(source), PIECE):
                 piece = slice(start, min(start + PIECE, len(source)))
                 slot[piece].copy_(source[piece], non_blocking=True)
-            there = self._copies.record_event()
+            copied = self._copy_stream.record_event()
         if self._on_gpu:
-            # Should the slot be freed meanwhile, its memory is nobody else's before the copy has ended.
-            slot.record_stream(self._copies)
-        self._coming.append((index, self._turn, there))
-        self._turn = (self._turn + 1) % SLOTS
+            # If the slot is freed meanwhile, its memory is not reused before the copy ends.
+            slot.record_stream(self._copy_stream)
+        self._pending.append((index, self._next_slot, copied))
+        self._next_slot = (self._next_slot + 1) % SLOTS
 
 
-class _Taker(pickle.Pickler):
-    """Leaves tensors out, as pickle has it for what is kept elsewhere, and says which they were."""
+class _DetachingPickler(pickle.Pickler):
+    """Leaves tensors out (as persistent ids) and collects them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -191,7 +188,9 @@ class _Taker(pickle.Pickler):
         return len(self.tensors) - 1
 
 
-class _Giver(pickle.Unpickler):
+class _AttachingUnpickler(pickle.Unpickler):
+    """Inserts other tensors for those left out."""
+
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
@@ -200,14 +199,14 @@ class _Giver(pickle.Unpickler):
         return self._tensors[number]
 
 
-def _take_apart(thing: object) -> tuple[list[Tensor], bytes]:
-    """All tensors of ``thing``, and the rest of it."""
+def _detach_tensors(thing: object) -> tuple[list[Tensor], bytes]:
+    """All tensors of ``thing``, and its pickle without them."""
     file = io.BytesIO()
-    taker = _Taker(file)
-    taker.dump(thing)
-    return taker.tensors, file.getvalue()
+    pickler = _DetachingPickler(file)
+    pickler.dump(thing)
+    return pickler.tensors, file.getvalue()
 
 
-def _put_together(rest: bytes, tensors: list[Tensor]) -> Any:
-    """What was taken apart, with other tensors in the places of its own."""
-    return _Giver(io.BytesIO(rest), tensors).load()
+def _attach_tensors(skeleton: bytes, tensors: list[Tensor]) -> Any:
+    """The object of a pickle without tensors, with other ``tensors`` inserted."""
+    return _AttachingUnpickler(io.BytesIO(skeleton), tensors).load()

@@ -1,8 +1,8 @@
-"""What a start can do while Python still imports torch: CUDA's context, what Triton knows its kernels by, and
-files of weights into RAM.
+"""Work done while Python still imports torch: the CUDA context, Triton's cache key, weights into the page
+cache. And a part of torch that is not imported at all.
 
-Each takes a third of a second to several, and hardly any Python. Knows the driver's own calls and the page
-cache. Imports no torch. It is a favour: what does not work here is left to whoever needs it, who says why.
+Each takes a third of a second to several and hardly any Python. Imports no torch. Failures are ignored:
+whoever needs the result repeats the work and reports the error.
 """
 
 import ctypes
@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
+from types import ModuleType
+from typing import Any
 
 from vlfit.checkpoint.headers import shard_files
 from vlfit.errors import VlfitError
@@ -22,49 +24,80 @@ from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
 from vlfit.units import MIB
 
-_PIECE = 4 * MIB  # of a file, read at a time
-_LOOKED_AT = 4096  # bytes whose being in RAM stands for a piece
+_CHUNK = 4 * MIB  # of a file, read at a time
+_PROBE = 4096  # bytes tested to decide whether a chunk is cached
 
-_before: list[tuple[Gpu, ...]] = []  # one look, until it is taken
+# Shapes of operations, written in Python, for torch.compile and the meta device. With what it imports
+# (torch._decomp, _refs, _prims) it is a third of importing the engine (docs/log.md).
+_META_REGISTRATIONS = "torch._meta_registrations"
+_TESTED_TORCH = ("2.11.", "2.13.")
+
+_gpus_before: list[tuple[Gpu, ...]] = []  # at most one entry
 
 
-def make_context(device: str) -> tuple[Gpu, ...]:
-    """Begin to make CUDA's context on ``device`` (as in ``EngineOptions``), which torch will find and use.
+class _LazyModule(ModuleType):
+    """Stands in for a module until an attribute of it is read, which imports it."""
 
-    Gives the GPUs as they are before that: what is planned, is planned for that. None for a CPU. For a
-    process that does nothing else.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # what the import system asks of every module
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def defer_meta_registrations() -> None:
+    """Keep ``import torch`` from importing ``torch._meta_registrations`` until something reads it.
+
+    Does nothing if torch is imported already, or is a version that this was not tested with. For a process
+    that only runs the engine, which needs shapes on the meta device for views alone.
     """
+    if "torch" in sys.modules:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    with suppress(PackageNotFoundError):
+        if version("torch").startswith(_TESTED_TORCH):
+            sys.modules.setdefault(_META_REGISTRATIONS, _LazyModule(_META_REGISTRATIONS))
+
+
+def start_cuda_context(device: str) -> tuple[Gpu, ...]:
+    """Start creating the CUDA context on ``device`` (as in ``EngineOptions``), which torch will find and use.
+
+    Returns the GPUs as they were before, which is what the plan is based on; () for a CPU. For a process that
+    does nothing else.
+    """
+    defer_meta_registrations()
     if device == "cpu":
         return ()
     gpus = read_gpus()[0]
     _, _, number = device.partition(":")
     index = int(number) if number.isdecimal() else 0
-    if index < len(gpus) and _torch_wants_one():
-        _before[:] = [gpus]
-        # No daemon: a process that ends while CUDA starts may crash.
-        Thread(target=_make_context, args=(index,), name="vlfit-cuda").start()
+    if index < len(gpus) and _torch_has_cuda():
+        _gpus_before[:] = [gpus]
+        # Not a daemon thread: a process that exits while CUDA starts may crash.
+        Thread(target=_create_context, args=(index,), name="vlfit-cuda").start()
     return gpus
 
 
 def import_triton(device: str) -> None:
-    """Import Triton if kernels will run, and begin to take the fingerprint of all its files, which is part of
-    the name of every kernel that it has kept.
+    """Import Triton if kernels will run, and start hashing its files for the key of its kernel cache.
 
-    Not beside another import: two threads that run Python hinder each other more than one is ahead.
+    Not beside another import: two threads that run Python slow each other down.
     """
-    if device != "cpu" and _before and "triton" not in sys.modules:
+    if device != "cpu" and _gpus_before and "triton" not in sys.modules:
         with suppress(Exception):
             importlib.import_module("triton")
             Thread(target=_read_triton, name="vlfit-triton").start()
 
 
-def gpus_before() -> tuple[Gpu, ...]:
-    """The GPUs as they were before ``make_context``, once; none for who did not begin so."""
-    return _before.pop() if _before else ()
+def gpus_before_context() -> tuple[Gpu, ...]:
+    """The GPUs as they were before ``start_cuda_context``; returned once, () without it."""
+    return _gpus_before.pop() if _gpus_before else ()
 
 
 def read_ahead(folder: Path) -> None:
-    """Begin to read the weights in ``folder`` into the page cache, if RAM has room for all of them."""
+    """Start reading the weights in ``folder`` into the page cache, if all of them fit in RAM."""
     try:
         files = shard_files(folder)
         size = sum(file.stat().st_size for file in files)
@@ -74,8 +107,8 @@ def read_ahead(folder: Path) -> None:
         Thread(target=_read_ahead, args=(files,), name="vlfit-ahead", daemon=True).start()
 
 
-def _make_context(index: int) -> None:
-    # Before CUDA 12.2 all kernels of all libraries would be loaded at once.
+def _create_context(index: int) -> None:
+    # Before CUDA 12.2 the default loads all kernels of all libraries at once.
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     with suppress(OSError, AttributeError):
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -84,8 +117,8 @@ def _make_context(index: int) -> None:
             cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def _torch_wants_one() -> bool:
-    """Whether this torch computes on GPUs; not if it is here already, as there is nothing to be ahead of."""
+def _torch_has_cuda() -> bool:
+    """Whether torch is not imported yet and is a CUDA build."""
     spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -94,27 +127,27 @@ def _torch_wants_one() -> bool:
 
 def _read_triton() -> None:
     with suppress(Exception):
-        from triton.runtime.cache import triton_key  # remembers what it has found
+        from triton.runtime.cache import triton_key  # caches its result
 
         triton_key()
 
 
 def _read_ahead(files: Sequence[Path]) -> None:
-    buffer = bytearray(_PIECE)
+    buffer = bytearray(_CHUNK)
     with suppress(OSError):
         for file in files:
             descriptor = os.open(file, os.O_RDONLY)
             try:
-                for start in _missing(descriptor, file.stat().st_size):
+                for start in _uncached_chunks(descriptor, file.stat().st_size):
                     os.preadv(descriptor, [buffer], start)
             finally:
                 os.close(descriptor)
 
 
-def _missing(descriptor: int, size: int) -> Iterator[int]:
-    """Where pieces begin whose first bytes are not in RAM yet."""
-    first = bytearray(_LOOKED_AT)
-    for start in range(0, size, _PIECE):
+def _uncached_chunks(descriptor: int, size: int) -> Iterator[int]:
+    """Offsets of chunks whose first bytes are not in the page cache."""
+    first = bytearray(_PROBE)
+    for start in range(0, size, _CHUNK):
         try:
             os.preadv(descriptor, [first], start, os.RWF_NOWAIT)
         except BlockingIOError:

@@ -1,8 +1,8 @@
-"""How the numbers of a tensor come from its file to where they stay: at once, or while others go on.
+"""Reads tensors from safetensors files to the device.
 
-Large tensors that a GPU gets as they are in their file are read by threads (``reading.py``); the others are
-converted and put in order from a mapped file as they are asked for (``loading/readers.py``, ``repack.py``).
-Knows both ways and counts bytes. Does not know what a tensor is for (``loader.py``).
+Large tensors that a GPU stores as they are in the file are read by threads through pinned staging buffers,
+asynchronously. All others are read from memory-mapped files when requested, and converted or repacked
+(``repack.py``).
 """
 
 import logging
@@ -20,123 +20,115 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint.headers import Layout, TensorInfo
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
-from vlfit.loading.pinned import make_stage, side_stream
+from vlfit.loading.pinned import side_stream, staging_buffer
 from vlfit.loading.repack import repack, shape_in_file
 from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
 
-# Large tensors from files to a GPU: a few pieces at once, each read into RAM that the GPU copies from.
-#
-# One thread that reads and copies in turn brings about a gigabyte a second; the page cache has ten to give.
-# A mapped file is read page by page as it is touched, so files are read by ``pread`` here. Knows bytes,
-# files and threads. Does not know dtypes or what a tensor is for: ``loader.py`` converts what is not as in
-# the file.
-#
-# Whoever asks goes on with other work meanwhile, and waits once, at the end.
-
-
-PIECE_BYTES = 16 * MIB  # RAM that each thread has
+PIECE_BYTES = 16 * MIB  # staging buffer of each thread
 _THREADS = 4
-# Seconds for which a thread of Python keeps the others waiting. With Python's own 5 ms each piece would wait
-# for whoever computes meanwhile, four times.
-_TURN = 0.0005
+# GIL switch interval in seconds. With Python's default of 5 ms each piece waits for computing threads four
+# times.
+_SWITCH_INTERVAL = 0.0005
 
 
-class Reader:
-    """Fills tensors of ``device`` from files. What ``read`` was told is there after ``settle``."""
+class ThreadedReader:
+    """Fills tensors of ``device`` from files on a few threads. Complete after ``synchronize``.
+
+    One thread that reads and copies in turn reaches about a gigabyte a second, the page cache ten. Files are
+    read by ``pread``: mapped files fault page by page.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = ThreadPoolExecutor(_THREADS, "vlfit-read")
-        self._pending: deque[tuple[Future[None], int]] = deque()  # and how many bytes
-        self._own = threading.local()
+        self._pending: deque[tuple[Future[None], int]] = deque()  # with their sizes
+        self._thread_local = threading.local()
         self._files: dict[Path, int] = {}
-        self._first: float | None = None  # when something was first asked for
-        self._last = 0.0  # when something last arrived
-        self.bytes = 0  # asked for
-        self._turn = sys.getswitchinterval()
-        sys.setswitchinterval(min(_TURN, self._turn))
+        self._began: float | None = None  # time of the first read
+        self._ended = 0.0  # time of the last copy
+        self.bytes = 0  # requested
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_INTERVAL, self._switch_interval))
 
     def read(self, path: Path, start: int, target: Tensor) -> None:
-        """The bytes of ``path`` from ``start`` on into ``target`` (contiguous), as many as it has."""
+        """Fill ``target`` (contiguous) with the bytes of ``path`` from ``start`` on."""
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
-        if self._device.type == "cuda":  # what used this memory before has ended
+        if self._device.type == "cuda":  # earlier users of this memory must be done
             self._stream().wait_stream(torch.cuda.current_stream(self._device))
-        self._first = self._first or time.perf_counter()
-        whole = target.view(-1).view(torch.uint8)
-        self.bytes += len(whole)
-        for begin in range(0, len(whole), PIECE_BYTES):
-            piece = whole[begin : begin + PIECE_BYTES]
-            self._pending.append((self._pool.submit(self._piece, path, start + begin, piece), len(piece)))
+        self._began = self._began or time.perf_counter()
+        target_bytes = target.view(-1).view(torch.uint8)
+        self.bytes += len(target_bytes)
+        for begin in range(0, len(target_bytes), PIECE_BYTES):
+            piece = target_bytes[begin : begin + PIECE_BYTES]
+            self._pending.append(
+                (self._pool.submit(self._read_piece, path, start + begin, piece), len(piece))
+            )
 
-    def settle(self, arrived: Callable[[int], None] | None = None) -> None:
-        """Wait until all is there; ``arrived`` is told of each piece how many bytes it has.
+    def synchronize(self, on_read: Callable[[int], None] | None = None) -> None:
+        """Wait for all reads; ``on_read`` is called with the size of each piece.
 
-        Raises ``CheckpointError`` where a file ends too early.
+        Raises ``CheckpointError`` if a file ends too early.
         """
         while self._pending:
             piece, size = self._pending.popleft()
             piece.result()
-            if arrived is not None:
-                arrived(size)
+            if on_read is not None:
+                on_read(size)
 
     @property
     def seconds(self) -> float:
-        """From when something was first asked for until all was there."""
-        return max(self._last - self._first, 0.0) if self._first else 0.0
+        """Seconds from the first read to the last copy."""
+        return max(self._ended - self._began, 0.0) if self._began else 0.0
 
     def close(self) -> None:
-        """Stop: what was not begun is not read any more."""
+        """Stop; pending reads are cancelled."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        sys.setswitchinterval(self._turn)
+        sys.setswitchinterval(self._switch_interval)
         self._pending.clear()
         for file in self._files.values():
             os.close(file)
         self._files.clear()
 
-    def _piece(self, path: Path, start: int, target: Tensor) -> None:
+    def _read_piece(self, path: Path, start: int, target: Tensor) -> None:
         stage = self._stage()
         count, filled = len(target), 0
-        shown = stage.numpy().data
+        buffer = stage.numpy().data
         while filled < count:
-            got = os.preadv(self._files[path], [shown[filled:count]], start + filled)
-            if not got:
+            count_read = os.preadv(self._files[path], [buffer[filled:count]], start + filled)
+            if not count_read:
                 raise CheckpointError(
                     f"{path} ends after {start + filled} bytes, in the middle of a tensor",
                     "the download may be incomplete: `vlfit pull` fetches what is missing",
                 )
-            filled += got
+            filled += count_read
         # Inference mode and the current stream belong to a thread.
         with torch.inference_mode():
             if self._device.type != "cuda":
                 target.copy_(stage[:count])
-                self._last = time.perf_counter()
+                self._ended = time.perf_counter()
                 return
             stream = self._stream()
-            arrived = torch.cuda.Event()
+            copied = torch.cuda.Event()
             with torch.cuda.stream(stream):
                 target.copy_(stage[:count], non_blocking=True)
-                arrived.record(stream)
-            arrived.synchronize()
-        self._last = time.perf_counter()
+                copied.record(stream)
+            copied.synchronize()
+        self._ended = time.perf_counter()
 
     def _stream(self) -> torch.cuda.Stream:
-        """Not the one of recordings, which go on while weights arrive."""
+        """Not the stream of graph capture, which goes on while weights are read."""
         return side_stream(self._device, "reading")
 
     def _stage(self) -> Tensor:
-        """The calling thread's own."""
-        if not hasattr(self._own, "stage"):
-            self._own.stage = make_stage(PIECE_BYTES, self._device)
-        stage: Tensor = self._own.stage
+        """The calling thread's staging buffer."""
+        if not hasattr(self._thread_local, "stage"):
+            self._thread_local.stage = staging_buffer(PIECE_BYTES, self._device)
+        stage: Tensor = self._thread_local.stage
         return stage
-
-
-# Safetensors files mapped into memory: the numbers of one tensor after the other, each read once.
-#
-# Knows files, bytes and dtypes. Does not know what tensors are for, nor devices.
 
 
 TORCH_DTYPES = {
@@ -150,7 +142,7 @@ TORCH_DTYPES = {
 
 
 class MappedFiles:
-    """Files, each mapped when it is first read from, until ``close``."""
+    """Files, memory-mapped at the first read until ``close``."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
@@ -161,11 +153,11 @@ class MappedFiles:
         self._maps.clear()
 
     @contextmanager
-    def numbers(self, info: TensorInfo) -> Iterator[Tensor]:
-        """The numbers of ``info`` as they are in its file [count]; on leaving, the file's pages are let go.
+    def read_values(self, info: TensorInfo) -> Iterator[Tensor]:
+        """The elements of ``info`` as in the file [count]. Its pages are released on leaving.
 
-        Pages stay in the kernel's cache (the next start reads them from there) but no longer count as this
-        process's memory: while loading there is no second copy of the model.
+        They stay in the page cache for the next start but do not count as this process's memory: loading
+        holds no second copy of the model.
         """
         mapped = self._mapped(info.file)
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=info.bytes, offset=info.start)
@@ -180,13 +172,13 @@ class MappedFiles:
     def _mapped(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
             with file.open("rb") as handle:
-                # A private writable mapping: torch wants a writable buffer, and the file is never written.
+                # A private writable mapping, as torch wants a writable buffer; the file is never written.
                 self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
 
 
 def torch_dtype(info: TensorInfo) -> torch.dtype:
-    """What torch calls the type that ``info`` is stored in. Raises ``UnknownWeightsFormat``."""
+    """torch dtype of ``info``. Raises ``UnknownWeightsFormat``."""
     dtype = TORCH_DTYPES.get(info.dtype)
     if dtype is None:
         raise UnknownWeightsFormat(
@@ -197,53 +189,51 @@ def torch_dtype(info: TensorInfo) -> torch.dtype:
 
 logger = logging.getLogger(__name__)
 
-_LARGE = MIB  # bytes; smaller tensors are read when they are asked for
-
-Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+_ASYNC_MIN_BYTES = MIB  # smaller tensors are read at once
 
 
-class Arrivals:
-    """``total`` bytes are to come, to ``device`` most of them. ``progress`` is told of each that came."""
+class WeightStreamer:
+    """Copies tensors of a checkpoint to ``device``, ``total`` bytes in all, and reports ``progress``."""
 
-    def __init__(self, device: torch.device, total: int, progress: Progress | None) -> None:
+    def __init__(self, device: torch.device, total: int, progress: ByteProgress | None) -> None:
         self._files = MappedFiles()
-        self._reader = Reader(device) if device.type == "cuda" else None
+        self._reader = ThreadedReader(device) if device.type == "cuda" else None
         self._progress = progress
         self._read = 0
         self._total = total
 
     @property
-    def share(self) -> float:
-        """Of the bytes that are there."""
+    def fraction_read(self) -> float:
+        """Fraction of the bytes that has been read."""
         return self._read / self._total
 
-    def bring(
-        self, info: TensorInfo, target: Tensor, order: Tensor | None, bits: int, *, later: bool
+    def copy(
+        self, info: TensorInfo, target: Tensor, order: Tensor | None, bits: int, *, asynchronous: bool
     ) -> None:
-        """The numbers of ``info`` into ``target``, converted. With ``order`` its inputs, codes of ``bits``,
-        in that order.
+        """Fill ``target`` with the tensor ``info``, converted. With ``order``, its inputs, codes of ``bits``,
+        are reordered.
 
-        ``later``: a large tensor on a GPU may be there only after ``settle``.
+        ``asynchronous``: a large tensor on a GPU may be complete only after ``synchronize``.
         """
-        if later and order is None and self._reader is not None and _is_as_in_file(info, target):
+        if asynchronous and order is None and self._reader is not None and _is_plain_copy(info, target):
             self._reader.read(info.file, info.start, target)
             return
         if info.bytes:
-            with self._files.numbers(info) as numbers:
+            with self._files.read_values(info) as values:
                 if info.layout is Layout.AS_NAMED and order is None:
-                    target.copy_(numbers.view(info.shape))
+                    target.copy_(values.view(info.shape))
                 else:
-                    in_file = numbers.view(shape_in_file(info.shape, info.layout))
+                    in_file = values.view(shape_in_file(info.shape, info.layout))
                     repack(in_file, info.layout, target, order, bits)
         self._count(info.bytes)
 
-    def settle(self) -> None:
-        """Wait for what may come later."""
+    def synchronize(self) -> None:
+        """Wait for asynchronous copies."""
         if self._reader is not None:
-            self._reader.settle(self._count)
+            self._reader.synchronize(self._count)
 
-    def tell(self) -> None:
-        """Say in the log how fast files were read."""
+    def log_throughput(self) -> None:
+        """Log how fast files were read."""
         reader = self._reader
         if reader is not None and reader.seconds:
             speed = format_bandwidth(round(reader.bytes / reader.seconds))
@@ -251,23 +241,23 @@ class Arrivals:
             logger.info("%s of weights read in %s, %s", format_bytes(reader.bytes), took, speed)
 
     def close(self) -> None:
-        """Stop, and let go of the files."""
+        """Stop reading and close the files."""
         self._files.close()
         if self._reader is not None:
             self._reader.close()
 
     def _count(self, size: int) -> None:
-        """``size`` more bytes are there."""
+        """Report ``size`` more bytes."""
         self._read += size
         if self._progress:
             self._progress(self._read, self._total)
 
 
-def _is_as_in_file(info: TensorInfo, target: Tensor) -> bool:
-    """Whether ``target`` is large, on the GPU, and gets the bytes of ``info`` as they are."""
+def _is_plain_copy(info: TensorInfo, target: Tensor) -> bool:
+    """Whether ``target`` is a large GPU tensor that takes the bytes of ``info`` unchanged."""
     return (
         target.device.type == "cuda"
-        and info.bytes >= _LARGE
+        and info.bytes >= _ASYNC_MIN_BYTES
         and target.dtype == torch_dtype(info)
         and info.layout is Layout.AS_NAMED
         and target.is_contiguous()

@@ -1,7 +1,4 @@
-"""Looks a card up by the name that a person types or the driver gives, and makes a machine of it.
-
-Knows how names vary. Does not know the numbers (``machine/cards.py``) or which card is here (``survey.py``).
-"""
+"""Looks a card up by the name that a person types or the driver gives, and makes a machine of it."""
 
 import re
 from dataclasses import dataclass
@@ -13,8 +10,6 @@ from vlfit.machine.model import Gpu, Host, Machine
 from vlfit.units import MIB, format_bytes
 
 # Cards that people plan with: memory as the driver reports it, bandwidth, compute capability, PCIe link.
-#
-# Knows numbers and where they are from. Does not know how a name is looked up (``cards.py``).
 #
 # Sources. Total: the MiB that ``nvidia-smi`` prints for that card (NVML's total), as owners have published
 # it for each card here with drivers of 2023 to 2026; from Ada on, and with ECC, it is a little less than
@@ -144,8 +139,6 @@ CARDS = (
 
 
 # Speeds by arithmetic: a PCIe link's from its generation and lanes, a memory's from its clock and width.
-#
-# Knows the two formulas. Does not ask any device.
 
 
 # Transfers per second and lane, and the share of bits that carry data (PCI-SIG: 8b/10b coding in generations

@@ -1,6 +1,6 @@
 """Which programs hold a GPU's memory beside vlfit, and what a person can do to get it back.
 
-Knows programs of Linux desktops by name. Does not guess sizes: what the driver does not tell stays unknown.
+Programs of Linux desktops are recognized by name. Sizes that the driver does not report are None.
 """
 
 from collections import defaultdict

@@ -1,7 +1,7 @@
 """NVIDIA GPUs as the driver's management library (NVML) sees them.
 
-Knows: what NVML tells of each GPU that this process may use, and which of it a driver may leave untold.
-Does not know: CUDA. Asking NVML takes milliseconds and no GPU memory; a CUDA context takes hundreds of MB.
+NVML takes milliseconds and no GPU memory, where a CUDA context takes hundreds of MB. Some drivers leave some
+fields out.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The computer around the GPU: how much RAM there is and may be used, WSL2 or not, container or not.
 
-Knows: Linux' ``/proc`` and control groups. Does not know: GPUs (``gpu.py``), or who uses the RAM.
+Read from Linux' ``/proc`` and control groups.
 """
 
 import os
@@ -13,9 +13,7 @@ from vlfit.machine.model import Host
 from vlfit.units import KIB
 
 # Which display server draws the desktop of this computer, if any.
-#
-# Knows names of programs and two variables of the environment. Does not know who holds GPU memory
-# (``desktop.py``), nor Windows: under WSL2 it is Windows that draws.
+# Under WSL2 Windows draws the desktop, and none of this is asked.
 
 
 # Programs by the name that the kernel keeps of them (15 letters at most).

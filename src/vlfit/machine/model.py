@@ -1,7 +1,6 @@
 """What a machine is: its GPUs, the computer around them, and remarks, as frozen records.
 
-Knows the fields, their units, and the JSON form of a machine file. Does not know how a machine is looked at
-(``survey.py``) or where the table of cards is (``cards.py``).
+Also their JSON form: machine files, which ``vlfit machine --save`` writes and every planning command reads.
 """
 
 import json
@@ -15,8 +14,6 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from vlfit.errors import UsageError
 
 # Frozen records as JSON and back, each field checked against its declared type.
-#
-# Knows the types that the records of ``model.py`` use. Does not know what the fields mean.
 
 
 Record = TypeVar("Record")
@@ -241,8 +238,6 @@ def _check_size(size: int | None, where: str) -> None:
 
 
 # Machine files: a machine written down by ``vlfit machine --save``, to plan for it anywhere.
-#
-# Knows files and JSON. Does not know the fields (``model.py``).
 
 
 _MOST = 2**20  # real ones have some kilobytes

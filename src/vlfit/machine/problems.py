@@ -1,7 +1,6 @@
 """Why there is no GPU to be seen, in plain words, and what to do about it.
 
-Knows what NVML's error codes mean on a desktop, in WSL2 and in a container, and looks at a few files for
-evidence. Does not ask NVML (``gpu.py``).
+Explains NVML's error codes on a desktop, in WSL2 and in a container, with evidence from a few files.
 """
 
 import re

@@ -11,9 +11,6 @@ from vlfit.machine.problems import Problem, Surroundings
 from vlfit.units import format_bytes
 
 # What a person should know about this machine, in plain sentences: WSL2, a container, memory that is short.
-#
-# Knows what WSL2 hides and what limits mean. Does not know models: whether anything fits is the plan's
-# matter.
 
 
 # Turing. Older GPUs lack what the engine and current builds of torch need.
@@ -85,8 +82,7 @@ def survey() -> Machine:
 
 # GPUs looked at again and again, as ``vlfit top`` and a server's status page do.
 #
-# Knows: that NVML is opened once and stays open; opening it anew for every look can take a second where no
-# other program keeps the driver awake. Does not know what the numbers mean (``gpu.py`` reads them).
+# NVML stays open: opening it for every sample can take a second where nothing else keeps the driver awake.
 
 
 class Watch:

@@ -1,10 +1,9 @@
-"""A decoder, the text model of every architecture: rows in (embedded tokens, or a picture's features), logits
-out.
+"""The decoder of a text model: token ids and image features in, logits out.
 
-Reads top to bottom: embedding, decoder layers (grouped-query attention over the paged cache, gated
-feed-forward), deepstack added after the first layers, final norm, head. What differs between architectures,
-the config says: biases, normalized queries and keys, the kind of positions, which matrices the files join.
-Does not know pictures.
+Embedding, decoder layers (grouped-query attention over the paged KV cache, gated feed-forward), deepstack
+features added after the first layers, final norm, output head. ``TextConfig`` says what differs between
+families: biases, query and key norms, rotary embedding, fused projections. A family with another norm or
+layer passes a subclass of ``DecoderLayer``.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,32 +14,32 @@ from torch import Tensor
 from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.text_config import TextConfig
-from vlfit.kernels.gemm.epilogue import Onto, Scaled
-from vlfit.kernels.rows.row_ops import Fresh
-from vlfit.layers.attention import AttentionPlan, paged_attention
+from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
+from vlfit.kernels.rows.row_ops import PackedQKV
+from vlfit.layers.attention import AttentionMetadata, paged_attention
 from vlfit.layers.fused import (
-    Folded,
+    FusedLayer,
     add_norm,
-    add_product,
     feed_forward,
-    few,
-    foldable,
-    folded,
-    normed,
-    product,
+    fuse_layer,
+    fused_linear,
+    is_fusable,
+    linear_add_residual,
+    norm_linear,
+    uses_fused_decode,
 )
 from vlfit.layers.kv_cache import KVCache
 from vlfit.layers.linear import Linear
-from vlfit.layers.rope import TextRope
-from vlfit.loading.arena import concatenated
+from vlfit.layers.rope import RotaryEmbedding
+from vlfit.loading.arena import concatenate
 from vlfit.loading.loader import Loader
 from vlfit.loading.offload import StreamedLayers
 
 
 @dataclass(frozen=True, slots=True)
 class VisualRows:
-    """Where picture features stand in a batch: ``index`` [n] rows; ``rows`` [n, hidden] replace their
-    embeddings; ``deepstack[level]`` [n, hidden] is added after layer ``level``.
+    """Image features of a batch: ``rows`` [n, hidden] replace the embeddings of the rows ``index`` [n];
+    ``deepstack[level]`` [n, hidden] is added to them after layer ``level``.
     """
 
     index: Tensor
@@ -49,35 +48,42 @@ class VisualRows:
 
 
 class TextModel:
+    """Embedding, decoder layers, final norm, output head."""
+
     def __init__(
         self,
         config: ModelConfig,
         loader: Loader,
-        waiting: Collection[int] = (),
-        before: "TextModel | None" = None,
+        offloaded: Collection[int] = (),
+        previous: "TextModel | None" = None,
+        layer_class: "type[DecoderLayer] | None" = None,
     ) -> None:
-        """``waiting``: layers that wait in RAM, and are on the device only while they compute. ``before``:
-        what this one replaces, from the same files; what waits is not read again.
+        """``offloaded``: layers whose weights stay in RAM and are streamed in for each pass.
+
+        ``previous``: the model that this one replaces, from the same files; its offloaded weights are not
+        read again. ``layer_class``: replaces ``DecoderLayer``.
         """
         text = config.text
         self.vocabulary = text.vocab_size
         self.eps = text.rms_norm_eps
         layers = f"{text.prefix}.layers."
 
+        layer_class = layer_class or DecoderLayer
+
         def build(index: int) -> DecoderLayer:
-            return DecoderLayer(text, loader, index)
+            return layer_class(text, loader, index)
 
         count = text.num_hidden_layers
         self.layers: Sequence[DecoderLayer] = (
-            StreamedLayers(build, count, waiting, loader, before.layers if before else ())
-            if waiting
-            else loader.together(lambda: list(map(build, range(count))))
+            StreamedLayers(build, count, offloaded, loader, previous.layers if previous else ())
+            if offloaded
+            else loader.in_arena(lambda: list(map(build, range(count))))
         )
-        self.norm = loader.tensor(f"{text.prefix}.norm.weight")
+        self.norm = layer_class.load_norm(loader, f"{text.prefix}.norm.weight")
         self.embedding = loader.embedding(f"{text.prefix}.embed_tokens")
         self.head: Linear = self.embedding.head() if config.tie_word_embeddings else loader.linear("lm_head")
-        self.rope = TextRope(text, loader.device)
-        # One for each weight: what a row costs in all layers together.
+        self.rope = RotaryEmbedding(text, loader.device)
+        # One multiplication for each weight of the layers.
         self.multiplications_per_row = sum(
             count_weights(info, config.quantization)
             for info in loader.checkpoint.tensors.values()
@@ -90,27 +96,31 @@ class TextModel:
         positions: Tensor,
         visual: VisualRows | None,
         cache: KVCache,
-        plan: AttentionPlan,
-        wanted: Tensor | None,
+        plan: AttentionMetadata,
+        logit_rows: Tensor | None,
     ) -> Tensor:
-        """Logits [n, vocabulary] of the rows ``wanted`` [n]; None: of all.
+        """Logits [n, vocabulary] of the rows ``logit_rows`` [n]; None: of all rows.
 
-        The rows are ``token_ids`` [rows] at ``positions`` [3, rows]; their keys and values go into ``cache``
-        as ``plan`` says.
+        ``token_ids`` [rows], ``positions`` [3, rows]. Stores the rows' keys and values in ``cache``.
         """
         hidden = self.embedding(token_ids)
         if visual is not None:
             hidden[visual.index] = visual.rows
         tables = self.rope.tables(positions, hidden.dtype)
-        if visual is None and wanted is None and few(hidden) and (layers := self._folded()):
-            return self._few(layers, hidden, tables, cache, plan)
-        delta: Tensor | None = None  # what the last half of a layer found, not yet added
+        if (
+            visual is None
+            and logit_rows is None
+            and uses_fused_decode(hidden)
+            and (layers := self._fused_layers())
+        ):
+            return self._decode_fused(layers, hidden, tables, cache, plan)
+        delta: Tensor | None = None  # output of the last half layer, not yet added to the residual
         for index, layer in enumerate(self.layers):
             delta = layer.attend(hidden, delta, tables, cache, plan)
-            if index == len(self.layers) - 1 and wanted is not None:
-                # Past the last keys and values only the rows that will speak matter; a picture's never do,
-                # so that deepstack has nothing to add there.
-                hidden, delta, visual = hidden[wanted], delta[wanted], None
+            if index == len(self.layers) - 1 and logit_rows is not None:
+                # After the last attention only rows with logits matter. None of them is an image token, so
+                # there is no deepstack to add.
+                hidden, delta, visual = hidden[logit_rows], delta[logit_rows], None
             delta = layer.feed_forward(hidden, delta)
             if visual is not None and index < len(visual.deepstack):
                 hidden.add_(delta)
@@ -118,33 +128,33 @@ class TextModel:
                 hidden[visual.index] += visual.deepstack[index]
         return self.head(add_norm(hidden, delta, self.norm, self.eps))
 
-    def _folded(self) -> list[tuple["DecoderLayer", Folded]]:
-        """The layers, if products can do what stands between them; else none.
+    def _fused_layers(self) -> list[tuple["DecoderLayer", FusedLayer]]:
+        """The layers with their fused products, if all layers can be fused; else none.
 
-        A product then does what the next layer begins with, too, so that no layer may wait in RAM.
+        The last product of a layer prepares the next layer's norm, so offloaded layers cannot be fused.
         """
         if not isinstance(self.layers, list):
             return []
-        products = [folded(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers]
+        products = [fuse_layer(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers]
         pairs = zip(self.layers, products, strict=True)
         found = [(layer, parts) for layer, parts in pairs if parts is not None]
         return found if len(found) == len(self.layers) else []
 
-    def _few(
+    def _decode_fused(
         self,
-        layers: list[tuple["DecoderLayer", Folded]],
+        layers: list[tuple["DecoderLayer", FusedLayer]],
         hidden: Tensor,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
     ) -> Tensor:
-        """Logits of few rows ``hidden`` [rows, hidden], which are overwritten."""
-        before: Scaled | None = None
-        norms = [*(layer.input_norm for layer, _ in layers[1:]), self.norm]
-        for (layer, parts), following in zip(layers, norms, strict=True):
-            before = layer.few(parts, hidden, before, following, tables, cache, plan)
-        if before is not None and foldable(self.head):
-            return product(self.head, before)
+        """Logits by the fused decode path. Overwrites ``hidden`` [rows, hidden]."""
+        rows: PreNormRows | None = None
+        next_norms = [*(layer.input_norm for layer, _ in layers[1:]), self.norm]
+        for (layer, fused), next_norm in zip(layers, next_norms, strict=True):
+            rows = layer.decode_fused(fused, hidden, rows, next_norm, tables, cache, plan)
+        if rows is not None and is_fusable(self.head):
+            return fused_linear(self.head, rows)
         return self.head(add_norm(hidden, None, self.norm, self.eps))
 
 
@@ -155,19 +165,24 @@ class DecoderLayer:
         self.eps = config.rms_norm_eps
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         attention = f"{name}.self_attn"
-        self.input_norm = loader.tensor(f"{name}.input_layernorm.weight")
+        self.input_norm = self.load_norm(loader, f"{name}.input_layernorm.weight")
         projections = ("qkv_proj",) if config.joined else ("q_proj", "k_proj", "v_proj")
         self.qkv = loader.linear(*(f"{attention}.{part}" for part in projections), bias=config.attention_bias)
         self.query_key_norm: Tensor | None = None
         if config.query_key_norm:
-            query_norm = loader.tensor(f"{attention}.q_norm.weight").expand(self.heads[0], -1)
-            key_norm = loader.tensor(f"{attention}.k_norm.weight").expand(self.heads[1], -1)
-            self.query_key_norm = concatenated((query_norm, key_norm))  # a row for each head
+            query_norm = self.load_norm(loader, f"{attention}.q_norm.weight").expand(self.heads[0], -1)
+            key_norm = self.load_norm(loader, f"{attention}.k_norm.weight").expand(self.heads[1], -1)
+            self.query_key_norm = concatenate((query_norm, key_norm))  # a row for each head
         self.output = loader.linear(f"{attention}.o_proj", bias=config.output_bias)
-        self.post_attention_norm = loader.tensor(f"{name}.post_attention_layernorm.weight")
+        self.post_attention_norm = self.load_norm(loader, f"{name}.post_attention_layernorm.weight")
         gates = ("gate_up_proj",) if config.joined else ("gate_proj", "up_proj")
         self.gate_up = loader.linear(*(f"{name}.mlp.{part}" for part in gates))
         self.down = loader.linear(f"{name}.mlp.down_proj")
+
+    @staticmethod
+    def load_norm(loader: Loader, name: str) -> Tensor:
+        """The weight of an RMSNorm, as it is multiplied."""
+        return loader.tensor(name)
 
     def attend(
         self,
@@ -175,39 +190,42 @@ class DecoderLayer:
         delta: Tensor | None,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
     ) -> Tensor:
-        """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what attention would add."""
-        joined = normed(self.qkv, hidden, delta, self.input_norm, self.eps)
-        joined = joined.view(len(joined), sum(self.heads), -1)  # [rows, heads, head_dim]
-        fresh = Fresh(joined, self.query_key_norm, *tables, self.eps)
-        return self.output(paged_attention(fresh, self.index, cache, plan))
+        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return attention's output, not yet added."""
+        qkv = norm_linear(self.qkv, hidden, delta, self.input_norm, self.eps)
+        qkv = qkv.view(len(qkv), sum(self.heads), -1)  # [rows, heads, head_dim]
+        packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps)
+        return self.output(paged_attention(packed, self.index, cache, plan))
 
-    def few(
+    def decode_fused(
         self,
-        parts: Folded,
+        fused: FusedLayer,
         hidden: Tensor,
-        before: Scaled | None,
-        following: Tensor,
+        rows: PreNormRows | None,
+        next_norm: Tensor,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
-        plan: AttentionPlan,
-    ) -> Scaled:
-        """Adds what the layer finds to ``hidden`` [rows, hidden] in place, which ``before`` was left with.
+        plan: AttentionMetadata,
+    ) -> PreNormRows:
+        """Add the layer's output to ``hidden`` [rows, hidden] in place.
 
-        What it leaves is ready for the norm of weight ``following`` [hidden], the next.
+        ``rows``: the residual rows as the layer before prepared them, None for the first layer. Returns them
+        prepared for the next norm, of weight ``next_norm`` [hidden].
         """
-        if before is None:
-            joined = normed(self.qkv, hidden, None, self.input_norm, self.eps)
+        if rows is None:
+            qkv = norm_linear(self.qkv, hidden, None, self.input_norm, self.eps)
         else:
-            joined = product(parts.qkv, before)
-        joined = joined.view(len(joined), sum(self.heads), -1)
-        fresh = Fresh(joined, self.query_key_norm, *tables, self.eps)
-        found = paged_attention(fresh, self.index, cache, plan)
-        before = add_product(parts.output, found, Onto(hidden, self.post_attention_norm, self.eps))
-        found = product(parts.gate_up, before, gated=True)
-        return add_product(parts.down, found, Onto(hidden, following, self.eps))
+            qkv = fused_linear(fused.qkv, rows)
+        qkv = qkv.view(len(qkv), sum(self.heads), -1)
+        packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps)
+        attended = paged_attention(packed, self.index, cache, plan)
+        rows = linear_add_residual(
+            fused.output, attended, ResidualEpilogue(hidden, self.post_attention_norm, self.eps)
+        )
+        inner = fused_linear(fused.gate_up, rows, gated=True)
+        return linear_add_residual(fused.down, inner, ResidualEpilogue(hidden, next_norm, self.eps))
 
     def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Adds ``delta`` to ``hidden`` [rows, hidden] in place, and gives what the second half would add."""
+        """As ``attend``, for the feed-forward."""
         return feed_forward(self.gate_up, self.down, hidden, delta, self.post_attention_norm, self.eps)

@@ -1,7 +1,6 @@
-"""What goes wrong slowly while a model runs, told from samples of it: spilling, leaking, being crowded out.
+"""Alarms for what goes wrong slowly while a model runs: memory spilling, leaking, or taken by other programs.
 
-Knows: when a series of samples is worth a warning, and when it is not. Every alarm is a pure function of
-samples and limits. Does not know how a sample is taken, or how a warning looks.
+Each alarm is a pure function of samples and limits.
 """
 
 from collections.abc import Sequence
@@ -11,24 +10,24 @@ from itertools import pairwise
 from vlfit.plan.actual import Pace
 from vlfit.units import MIB, format_bytes, format_seconds
 
-# A step that takes this many times the slowest that the plan predicts has another cause than bad luck. People
-# report spilled models as 2 to 10 times slower (github.com/syv-ai/qwen38-27b-rtx3090/pull/83).
+# A decode step that takes this many times the slowest predicted. People report spilled models as 2 to 10
+# times slower (github.com/syv-ai/qwen38-27b-rtx3090/pull/83).
 SPILL_FACTOR = 2.0
-SPILL_STEPS = 16  # fewer steps are no average
-RECENT = 60.0  # seconds: what was longer ago is not said to be so now
-# Memory spills when the card is full. A driver stops a little before the end: a choice, not measured.
+SPILL_STEPS = 16  # to average over, at least
+RECENT = 60.0  # seconds; older samples are not used
+# Share of the card that is free at most when memory spills: a choice, not measured.
 FULL_SHARE = 0.06
 
-LEAK_SECONDS = 30.0  # of idleness that are looked at, at least
+LEAK_SECONDS = 30.0  # of idling, at least
 LEAK_SETTLE = 5.0  # seconds after the last request in which memory may still move
-LEAK_BYTES = 32 * MIB  # less may be the program's own coming and going
-LEAK_PARTS = 4  # growth in every quarter of the time: one jump is no leak
+LEAK_BYTES = 32 * MIB  # less may be normal fluctuation
+LEAK_PARTS = 4  # the growth must go on in every quarter of the time: one jump is no leak
 
-CROWDED_LOOKS = 3  # looks in a row, so that a video that starts and stops is no alarm
+CROWDED_SAMPLES = 3  # in a row, so that a video that starts and stops raises no alarm
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkCounters:
     """A server's counters at one moment (sums since it started), and whether requests run or wait."""
 
     busy: bool
@@ -42,11 +41,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look. ``at`` in seconds, on one clock for the whole series.
+    """The state at one moment: ``at`` seconds, on one clock for the whole series.
 
-    ``free`` and ``total`` are the card's, ``desktop`` what others hold of it; None without a card. ``held``
-    is what the server's process holds: of the card, or of RAM where it runs on a CPU. ``run`` names the
-    server process, so that a restart is no miracle; "" without a server, and ``work`` is None then.
+    ``free`` and ``total`` are the card's, ``desktop`` what other programs hold of it; None without a card.
+    ``held`` is what the server process holds of the card, or of RAM on a CPU. ``run`` identifies the server
+    process, so that a restart is noticed; "" without a server, and ``work`` is None then.
     """
 
     at: float
@@ -55,14 +54,15 @@ class Sample:
     free: int | None = None
     desktop: int | None = None
     held: int | None = None
-    work: Work | None = None
+    work: WorkCounters | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the plan said. ``ours`` are the bytes of all lines of the server itself, ``desktop`` and
-    ``reserve`` those lines. ``slowest`` is the pace that a decode step should not exceed. ``spills``: the
-    system moves GPU memory into RAM instead of refusing it (WSL2, Windows).
+    """The plan's numbers: bytes of the server's own lines (``ours``), of ``desktop`` and of ``reserve``.
+
+    ``slowest`` is the pace that a decode step should not exceed. ``spills``: the system moves GPU memory into
+    RAM instead of refusing it (WSL2, Windows).
     """
 
     ours: int | None = None
@@ -74,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """``id`` is for programs, ``what`` a sentence without its full stop, ``hint`` what to do."""
+    """A warning: ``id`` for programs, ``what`` happened (no full stop), ``hint`` what to do."""
 
     id: str
     what: str
@@ -83,7 +83,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Between two looks: tokens per second, and of the decode steps their mean seconds and cached tokens."""
+    """Between two samples: tokens per second, and the mean seconds and cached tokens of a decode step."""
 
     tokens: float
     prompt_tokens: float
@@ -92,14 +92,14 @@ class Rates:
 
 
 def alarms(samples: Sequence[Sample], limits: Limits) -> tuple[Alarm, ...]:
-    """All that ring now, over the samples of the server process that is there now."""
+    """All alarms that are raised now, over the samples of the current server process."""
     series = one_run(samples)
-    found = (spill(series, limits), leak(series), crowded(series, limits))
-    return tuple(alarm for alarm in found if alarm is not None)
+    raised = (spill(series, limits), leak(series), crowded(series, limits))
+    return tuple(alarm for alarm in raised if alarm is not None)
 
 
 def one_run(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """The samples at the end that are of one server process."""
+    """The latest samples that are of one server process."""
     start = len(samples)
     while start and samples[start - 1].run == samples[-1].run:
         start -= 1
@@ -107,7 +107,7 @@ def one_run(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 
 def rates(earlier: Sample, later: Sample) -> Rates | None:
-    """Speeds between two samples; None unless both are of one server process, at different moments."""
+    """Rates between two samples; None unless both are of one server process, at different moments."""
     before, after, seconds = earlier.work, later.work, later.at - earlier.at
     if before is None or after is None or earlier.run != later.run or seconds <= 0:
         return None
@@ -121,7 +121,7 @@ def rates(earlier: Sample, later: Sample) -> Rates | None:
 
 
 def spill(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
-    """Decode steps far slower than the card's bandwidth allows for, on a full card that may spill."""
+    """Decode steps far slower than the card's bandwidth explains, on a full card that may spill."""
     now = samples[-1] if samples else None
     if now is None or now.work is None or limits.slowest is None or not limits.spills:
         return None
@@ -155,15 +155,14 @@ def _steps_ago(samples: Sequence[Sample], steps: int, since: float) -> Sample | 
 
 
 def leak(samples: Sequence[Sample]) -> Alarm | None:
-    """Memory of the server that grows on and on while no request runs."""
+    """Server memory that keeps growing while no request runs."""
     idle = _idle(samples)
     if len(idle) <= LEAK_PARTS or idle[-1].at - idle[0].at < LEAK_SECONDS:
         return None
     seconds = idle[-1].at - idle[0].at
     marks = [_held_at(idle, idle[0].at + seconds * part / LEAK_PARTS) for part in range(LEAK_PARTS + 1)]
     growth = marks[-1] - marks[0]
-    # Growth that is uneven by more than a half of an even one in any part of the time has come to an end, or
-    # was one jump.
+    # If any part of the time has less than half of an even growth, it has ended, or was one jump.
     if growth < LEAK_BYTES or any(
         later - earlier < growth / (2 * LEAK_PARTS) for earlier, later in pairwise(marks)
     ):
@@ -177,7 +176,7 @@ def leak(samples: Sequence[Sample]) -> Alarm | None:
 
 
 def _idle(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples at the end in which nothing ran or came, less those in which memory may still settle."""
+    """The latest samples in which nothing ran, without those in which memory may still settle."""
     idle: list[Sample] = []
     for sample in reversed(samples):
         last = samples[-1].work
@@ -192,7 +191,7 @@ def _idle(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _held_at(samples: Sequence[Sample], at: float) -> int:
-    """What was held at the last sample not after ``at``."""
+    """Bytes held at the last sample not after ``at``."""
     held = samples[0].held or 0
     for sample in samples:
         if sample.at > at + 1e-6:
@@ -202,8 +201,8 @@ def _held_at(samples: Sequence[Sample], at: float) -> int:
 
 
 def crowded(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
-    """Others have grown into the reserve: what is free no longer covers it and what we may still take."""
-    recent = samples[-CROWDED_LOOKS:]
+    """Other programs took from the reserve: what is free no longer covers it and the server's own growth."""
+    recent = samples[-CROWDED_SAMPLES:]
     shortages = [_shortage(sample, limits) for sample in recent]
     if not recent or any(shortage is None or shortage <= 0 for shortage in shortages):
         return None
@@ -220,7 +219,7 @@ def crowded(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
 
 
 def _shortage(sample: Sample, limits: Limits) -> int | None:
-    """Bytes of the reserve that others have taken; None where it is not known or not their doing."""
+    """Bytes of the reserve that other programs have taken; None where that is not known."""
     if None in (sample.free, sample.desktop, sample.held, limits.ours, limits.desktop, limits.reserve):
         return None
     free, desktop, held = sample.free or 0, sample.desktop or 0, sample.held or 0

@@ -1,9 +1,9 @@
-"""What torch takes from the driver for a model's weights: more than they are, as it takes memory in pieces.
+"""What torch reserves from the driver for tensors: more than their bytes, as it takes memory in segments.
 
 The rules are those of torch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11, nothing
 set in ``PYTORCH_CUDA_ALLOC_CONF``), followed tensor by tensor in the order of loading. In 17 processes on a
-GPU that came within 0.3 MiB of what torch told (``tests/plan/test_allocator.py``). Knows sizes and their
-order. Does not know what comes and goes while the model runs: there ``calibration.py`` has a factor.
+GPU that came within 0.3 MiB of what torch reported (``tests/plan/test_allocator.py``). For what is allocated
+and freed while the model runs ``calibration.py`` has a factor instead.
 """
 
 import re
@@ -11,18 +11,18 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
+from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX, is_vision
 from vlfit.units import MIB
 
 UNIT = 512  # sizes are multiples of it
-_SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # up to the first, pieces of the second are shared
-_LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB  # below the first, pieces of the second are shared
-_OWN_SEGMENT = 2 * MIB  # from there on a tensor has a piece of its own, a multiple of this
-_LEFT_OVER = MIB  # of a shared piece; less than this stays with the tensor
+_SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # tensors up to the first share segments of the second
+_LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB  # tensors below the first share segments of the second
+_OWN_SEGMENT = 2 * MIB  # larger tensors have segments of their own, multiples of this
+_LEFT_OVER = MIB  # a remainder of a shared segment up to this stays with the tensor
 # Tensors of text layers from this size on share one allocation, and so do those of the tower
-# (``loading/arena.py``): a choice, as what is smaller torch itself puts close together.
-SHELVED = 64 * 1024
-BEGUN = SMALL_SEGMENT + _LARGE_SEGMENT  # one shared piece of each kind that is not full
+# (``loading/arena.py``): a choice, as torch itself packs what is smaller.
+ARENA_MIN_BYTES = 64 * 1024
+PARTIAL_SEGMENTS = SMALL_SEGMENT + _LARGE_SEGMENT  # one shared segment of each kind that is not full
 
 _PARTS_OF_A_LAYER = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -30,30 +30,29 @@ _PARTS_OF_A_LAYER = (
 )
 # The engine makes one matrix of those that share their input.
 _JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-_TOWER = "model.visual."
 _BLOCK = re.compile(r"\.blocks\.(\d+)\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class Pool:
-    """Torch's pool on one GPU: ``reserved`` bytes, of which ``_free`` are small and large free pieces."""
+    """Torch's caching allocator on one GPU: ``reserved`` bytes, with small and large free blocks."""
 
     def __init__(self) -> None:
         self.reserved = 0
         self._free: tuple[list[int], list[int]] = ([], [])
 
-    def take(self, size: int) -> None:
-        """Room for a tensor of ``size`` bytes: the smallest free piece that it fits, or a new segment."""
+    def allocate(self, size: int) -> None:
+        """Take ``size`` bytes from the smallest free block that is large enough, or from a new segment."""
         size = max(-(-size // UNIT), 1) * UNIT
         small = size <= _SMALL
         free = self._free[0 if small else 1]
-        at = bisect_left(free, size)
-        piece = free.pop(at) if at < len(free) else self._new(size)
-        left = piece - size
+        index = bisect_left(free, size)
+        block = free.pop(index) if index < len(free) else self._new_segment(size)
+        left = block - size
         if left >= UNIT if small else left > _LEFT_OVER:
             insort(free, left)
 
-    def _new(self, size: int) -> int:
+    def _new_segment(self, size: int) -> int:
         if size <= _SMALL:
             segment = SMALL_SEGMENT
         elif size < _LARGE:
@@ -64,21 +63,21 @@ class Pool:
         return segment
 
 
-def held_for(sizes: Iterable[int]) -> int:
-    """Bytes that torch takes from the driver for tensors of ``sizes``, in this order."""
+def reserved_bytes(sizes: Iterable[int]) -> int:
+    """Bytes that torch reserves for tensors of ``sizes``, allocated in this order."""
     pool = Pool()
     for size in sizes:
-        pool.take(size)
+        pool.allocate(size)
     return pool.reserved
 
 
-def beside(size: int) -> int:
-    """Bytes that torch takes more than one large tensor of ``size`` needs."""
+def rounding_bytes(size: int) -> int:
+    """Bytes by which torch rounds up one large tensor of ``size``."""
     return -size % _OWN_SEGMENT
 
 
-def joined(loaded: Mapping[str, int]) -> dict[str, int]:
-    """Tensors as the engine allocates them, by name and size, from those of the files; the tower last."""
+def engine_tensors(loaded: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of the tensors as the engine allocates them, from those of the files; the vision tower last."""
     sizes: dict[str, int] = {}
     for name in sorted(loaded, key=_turn_joined):
         whole = _whole(name)
@@ -88,26 +87,26 @@ def joined(loaded: Mapping[str, int]) -> dict[str, int]:
 
 @cache  # the models of the catalog have their names in common
 def _whole(name: str) -> str:
-    """What the tensor ``name`` of the files is a part of."""
+    """The name of the engine's tensor that ``name`` of the files becomes part of."""
     return ".".join(_JOINED.get(part, part) for part in name.split("."))
 
 
-def shelved(sizes: Mapping[str, int]) -> list[int]:
-    """Allocations as the engine makes them for the tensors of ``joined``, in its order.
+def arena_allocations(sizes: Mapping[str, int]) -> list[int]:
+    """Sizes of the engine's allocations for ``engine_tensors``, in order.
 
-    Large ones of all text layers are one, and so are those of the tower.
+    Large tensors of all text layers share one allocation, and so do those of the vision tower.
     """
-    found: dict[str, int] = {}
+    allocations: dict[str, int] = {}
     for name, size in sizes.items():
-        shelf = "tower" if name.startswith(_TOWER) else "layers" if _LAYER.search(name) else ""
-        if not shelf or size < SHELVED:
-            found[name] = size
+        arena = "tower" if is_vision(name) else "layers" if _LAYER.search(name) else ""
+        if not arena or size < ARENA_MIN_BYTES:
+            allocations[name] = size
         else:
-            found[shelf] = found.get(shelf, 0) + -(-size // UNIT) * UNIT
-    return list(found.values())
+            allocations[arena] = allocations.get(arena, 0) + -(-size // UNIT) * UNIT
+    return list(allocations.values())
 
 
-def apart(loaded: Mapping[str, int]) -> dict[str, int]:
+def separate_tensors(loaded: Mapping[str, int]) -> dict[str, int]:
     """Tensors as transformers moves them to the GPU: each by itself, the vision tower first."""
     return {name: loaded[name] for name in sorted(loaded, key=_turn_apart)}
 
@@ -123,8 +122,8 @@ def _turn_apart(name: str) -> tuple[int, int, int, int]:
 
 
 def _turn(name: str, vision: int) -> tuple[int, int, int, int]:
-    """When the tensor ``name`` is loaded; the tower, as a whole, at ``vision``, of -1 to 3."""
-    if name.startswith(_TOWER):
+    """Sort key of the order of loading; the vision tower, as a whole, at ``vision``, of -1 to 3."""
+    if is_vision(name):
         block = _BLOCK.search(name)
         # What is before the blocks in the files, then they, then the mergers.
         return vision, int(block[1]) if block else 2**31 if "merger" in name else -1, 0, 0

@@ -1,9 +1,9 @@
-"""The one table of numbers that only measurement can give, each with its source.
+"""Measured constants, each with its source: a table, and what ``vlfit plan --calibrate`` measured here.
 
-Knows numbers and where they come from: the table here, or what ``vlfit plan --calibrate`` measured on this
-very machine (``calibration.py``), which goes before the table. Does not know formulas: whatever follows from
-shapes is in ``costs.py``. A number marked ``modelled`` was not measured on the kind of card that it is used
-for; its source says so. Nothing in the table was measured on an 8 GB card yet.
+A machine's own numbers, kept in a JSON file for each GPU, driver and torch, replace the table's. A number
+marked ``modelled`` was not measured on the kind of card that it is used for; its source says so. Nothing in
+the table was measured on an 8 GB card yet. What follows from shapes is not here but in the backends'
+``cost.py``.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu
 from vlfit.units import GIB, KIB, MIB
 
-# Files of what was measured on this machine: where they lie and how they are written, not what they hold.
+# --- files of numbers measured on this machine -------------------------------------------------------------
 
 
-def kept_file(kind: str, *parts: str) -> Path:
-    """``$XDG_CACHE_HOME/vlfit/KIND/PARTS.json``, with ``parts`` joined as file systems allow."""
+def cache_file(kind: str, *parts: str) -> Path:
+    """``$XDG_CACHE_HOME/vlfit/KIND/PARTS.json``; characters that a file system may refuse become hyphens."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The standard ignores a relative path there.
     base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
@@ -33,8 +33,8 @@ def kept_file(kind: str, *parts: str) -> Path:
     return base / "vlfit" / kind / f"{name}.json"
 
 
-def write_whole(path: Path, words: str, what: str) -> None:
-    """Whole or not at all. Raises ``UsageError``, which calls it ``what``, if it cannot be written."""
+def write_atomically(path: Path, words: str, what: str) -> None:
+    """Write ``words`` to ``path``. Raises ``UsageError``, which calls them ``what``, if that fails."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,16 +49,9 @@ def write_whole(path: Path, words: str, what: str) -> None:
         ) from None
 
 
-# What ``vlfit plan --calibrate`` measured on this machine: a JSON file for each GPU, driver and torch.
-#
-# Knows the fields, their plausible bounds and where the files lie. Does not know how anything is measured
-# (``tuning/calibration_run.py``) or what the plan makes of it (``calibration.py``). Numbers that come from
-# a broken file are never used: who asks is told why.
-
-
 VERSION = 1
 _MOST = 2**20  # bytes of a file; real ones have some hundred
-# What no card comes near, below or above: a file with such numbers was not written by vlfit.
+# Plausible bounds; a file with other numbers was not written by vlfit.
 _BOUNDS = {
     "context": (16 * KIB**2, 8 * GIB),
     "workspace": (0, GIB),
@@ -69,20 +62,21 @@ _BOUNDS = {
     "launch": (1e-7, 1.0),
     "multiplications": (1e9, 1e17),
 }
-_MAY_LACK = {"link_bandwidth"}  # files of before it was measured are as good as ever for the rest
+_OPTIONAL = {"link_bandwidth"}  # missing in older files
 _AGAIN = "measure again: vlfit plan --calibrate"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One machine's own numbers. ``gpu``, ``driver`` and ``torch`` are what they hold for; ``date`` is ISO.
+    """One machine's own numbers, for one ``gpu``, ``driver`` and ``torch``; ``date`` is ISO.
 
-    ``context``: bytes that CUDA and its libraries hold beside torch's pool. ``workspace``: bytes in that pool
-    for matrix products. ``vision_slack`` and ``text_slack``: by how much more than its live tensors the pool
-    grew, in the tower and in a pass of the text model. ``copy_bandwidth``: bytes per second, read and
-    written together. ``launch``: seconds to launch one text layer. ``multiplications``: floating-point
-    operations per second of a large bf16 matrix product. ``link_bandwidth``: bytes per second of a copy from
-    locked RAM to the card; None in files of before it was measured.
+    - ``context``: bytes that CUDA and its libraries hold beside torch's pool.
+    - ``workspace``: bytes in that pool for matrix products.
+    - ``vision_slack``, ``text_slack``: growth of the pool / peak of live tensors, in tower and text model.
+    - ``copy_bandwidth``: bytes per second, read and written together.
+    - ``launch``: seconds to launch one text layer.
+    - ``multiplications``: floating-point operations per second of a large bf16 matrix product.
+    - ``link_bandwidth``: bytes per second of a copy from pinned RAM to the card; None in older files.
     """
 
     gpu: str
@@ -114,21 +108,21 @@ def _version_of_torch() -> str:
 
 def file_of(gpu: str, driver: str, torch: str) -> Path:
     """Where the numbers for this GPU, driver and torch are kept: ``$XDG_CACHE_HOME/vlfit/calibration``."""
-    return kept_file("calibration", gpu, driver, torch)
+    return cache_file("calibration", gpu, driver, torch)
 
 
 def save(measured: Measured) -> Path:
-    """Keep ``measured``, whole or not at all; the file. Raises ``UsageError`` if it cannot be written."""
+    """Write ``measured`` to its file and return the path. Raises ``UsageError`` if it cannot be written."""
     path = file_of(measured.gpu, measured.driver, measured.torch)
     words = json.dumps({"version": VERSION, **asdict(measured)}, indent=2) + "\n"
-    write_whole(path, words, "calibration")
+    write_atomically(path, words, "calibration")
     return path
 
 
 def load(gpu: str, driver: str, torch: str) -> Measured | None:
-    """What was kept for this GPU, driver and torch, None if nothing was.
+    """Numbers for this GPU, driver and torch, None if there are none.
 
-    Raises ``UsageError`` for a file that cannot be read or holds what vlfit does not write.
+    Raises ``UsageError`` for a file that cannot be read or that vlfit did not write.
     """
     path = file_of(gpu, driver, torch)
     try:
@@ -161,7 +155,7 @@ def _problem(facts: Any, gpu: str, driver: str, torch: str) -> str:
         return "it has no date"
     for name, (least, most) in _BOUNDS.items():
         value = facts.get(name)
-        if value is None and name in _MAY_LACK:
+        if value is None and name in _OPTIONAL:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return f"{name} is {value!r}, no number"
@@ -170,12 +164,15 @@ def _problem(facts: Any, gpu: str, driver: str, torch: str) -> str:
     return ""
 
 
-EXACT, MEASURED, MODELLED = "exact", "measured", "modelled"
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+EXACT, MEASURED, MODELLED = "exact", "measured", "modelled"  # how a number is known
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """``value`` in bytes, seconds or as a plain factor; ``how`` it is known; ``source`` in words."""
+    """A ``value`` in bytes, seconds or as a factor; ``how`` it is known; its ``source`` in words."""
 
     value: float
     how: str
@@ -186,7 +183,7 @@ class Constant:
         return round(self.value)
 
 
-_H200 = "one H200, driver 580.159.04, torch 2.11.0+cu130, 2026-11-21"
+H200 = "one H200, driver 580.159.04, torch 2.11.0+cu130, 2026-11-21"
 
 # What the process holds on the device beside torch's own pool: CUDA context, stacks, cuBLAS, loaded kernels.
 # It was 488 to 492 MiB; a driver takes 2 MiB and more at a time for a kernel.
@@ -194,60 +191,37 @@ _CONTEXT_MEASURED = {
     (9, 0): Constant(
         500 * MIB,
         MEASURED,
-        f"process less torch's pool, 492 MiB at most in five servers of 2B, 4B and 8B; {_H200}",
+        f"process less torch's pool, 492 MiB at most in five servers of 2B, 4B and 8B; {H200}",
     ),
 }
-_CONTEXT_ELSEWHERE = Constant(
+CONTEXT_ELSEWHERE = Constant(
     614 * MIB,
     MODELLED,
     "upper end of the 0.4-0.6 GiB that vLLM users see on small cards, whose stacks are four times as large "
     "as the engine leaves them; an H200 (132 multiprocessors, with which a context grows) measured 492 MiB",
 )
-# Without what the native engine does about stacks (``engine/device.py``).
-_TRANSFORMERS_CONTEXT = {
-    (9, 0): Constant(704 * MIB, MEASURED, f"process less torch's pool, 2B, 4B and 8B, bf16; {_H200}"),
-}
 # torch's workspace after the first matrix product, in its pool.
 CUBLAS_WORKSPACE = Constant(
     8.125 * MIB,
     EXACT,
     "2 x 4 MiB and 8 x 16 KiB: torch's own choice (aten/src/ATen/cuda/CublasHandlePool.cpp)",
 )
-_OF_SERVERS = Constant(32 * MIB, MEASURED, f"torch's own choice for compute capability 9 and 10; {_H200}")
+_OF_SERVERS = Constant(32 * MIB, MEASURED, f"torch's own choice for compute capability 9 and 10; {H200}")
 _WORKSPACES = {9: _OF_SERVERS, 10: _OF_SERVERS}
 # Of 17 processes that ``benchmarks/ledger.py`` ran 1.29 is the least that keeps the plan at or above each.
 ALLOCATOR_SLACK = Constant(
-    1.29, MEASURED, f"torch's pool grows by more than what lives in it, 2B, 4B and 8B with pictures; {_H200}"
+    1.29, MEASURED, f"torch's pool grows by more than what lives in it, 2B, 4B and 8B with pictures; {H200}"
 )
 # Held / planned peak, beside what stays: 126/94, 133/95 and 156/128 MiB in 4B FP8, 4B int4 and 8B int4 under
 # the whole load of ``benchmarks/memory.py``, in each of which passes of text took more than the tower.
 TEXT_SLACK = Constant(
-    1.5, MEASURED, f"torch's pool over the peak of passes, 1.41 at most in three models, and air; {_H200}"
+    1.5, MEASURED, f"torch's pool over the peak of passes, 1.41 at most in three models, and air; {H200}"
 )
 RESERVE = Constant(
     128 * MIB, MODELLED, "a choice, not a measurement: air for the desktop, whose share moves by the minute"
 )
 
-# transformers 5.17 as a backend (sdpa, bf16).
-TRANSFORMERS_VISION_PER_TOKEN = Constant(
-    0.162 * MIB,
-    MEASURED,
-    f"peak of the 2B's tower in transformers 5.17, linear from 256 to 16384 tokens; {_H200}",
-)
-
-# Reserved growth / peak of live tensors: 200/166, 802/665 and 3210/2660 MiB for 1024, 4096, 16384 image
-# tokens.
-TRANSFORMERS_VISION_SLACK = Constant(
-    1.21, MEASURED, f"torch's pool grows by more than what lives in it, the 2B's tower; {_H200}"
-)
-TRANSFORMERS_TEXT_SLACK = Constant(
-    1.4,
-    MEASURED,
-    "torch's pool over the peak of a pass: keys and values that stay are cut out of workspaces, which are "
-    f"then taken anew; 0.7-1.36 in five processes with one to eight requests, 2B, 4B and 8B in bf16; {_H200}",
-)
-
-# Share of the card's peak bandwidth that a decode step reaches when nothing else holds it up.
+# Share of the card's peak bandwidth that a decode step reaches.
 EFFICIENCY_LOW = Constant(0.42, MEASURED, "gpt-fast's README, Llama-2-7B int4 on an A100: 863 of 2039 GB/s")
 EFFICIENCY = Constant(
     0.65,
@@ -258,21 +232,21 @@ EFFICIENCY_HIGH = Constant(
     0.82, MEASURED, "llama.cpp, Llama-7B in 16 bits on an RTX 4090 (pull request 4766)"
 )
 # Seconds that the CPU takes to launch one layer's kernels without CUDA graphs.
-LAUNCH_LOW = Constant(11.5e-3 / 28, MEASURED, f"vLLM 0.22 eager, Qwen3-VL 2B: 11.5 ms for 28 layers; {_H200}")
+LAUNCH_LOW = Constant(11.5e-3 / 28, MEASURED, f"vLLM 0.22 eager, Qwen3-VL 2B: 11.5 ms for 28 layers; {H200}")
 LAUNCH = Constant(
     20.6e-3 / 36,
     MEASURED,
-    f"transformers eager, Qwen3-VL 4B: 20.6 ms for 36 layers (2B: 15.5 for 28); {_H200}",
+    f"transformers eager, Qwen3-VL 4B: 20.6 ms for 36 layers (2B: 15.5 for 28); {H200}",
 )
 # Seconds for each layer of a decode step of the native engine, whose kernels lie in a CUDA graph, where
 # reading weights takes less: kernels wait for one another. At best, what vLLM's take beside matrix products.
 STEP_OF_GRAPH = Constant(
-    2.19e-3 / 36, MEASURED, f"4B in FP8, 787 tokens and up to 64 more: 2.19 ms for 36 layers; {_H200}"
+    2.19e-3 / 36, MEASURED, f"4B in FP8, 787 tokens and up to 64 more: 2.19 ms for 36 layers; {H200}"
 )
 STEP_OF_GRAPH_LOW = Constant(
-    (2.17e-3 - 1.295e-3) / 28, MEASURED, f"vLLM 0.22, 2B in bf16: 2.17 ms less 1.295 ms of products; {_H200}"
+    (2.17e-3 - 1.295e-3) / 28, MEASURED, f"vLLM 0.22, 2B in bf16: 2.17 ms less 1.295 ms of products; {H200}"
 )
-# Share of the speed that the standard gives a PCIe link that copies from locked RAM to the card reach.
+# Share of a PCIe link's nominal bandwidth that copies from pinned RAM to the card reach.
 _LINKS = "github.com/ZaidQureshi/bam/issues/54"
 LINK_LOW = Constant(12 / 15.75, MEASURED, f"V100, generation 3 with 16 lanes: 12 of 15.75 GB/s ({_LINKS})")
 LINK = Constant(25 / 31.5, MEASURED, f"A100, generation 4 with 16 lanes: 25 of 31.5 GB/s ({_LINKS})")
@@ -281,9 +255,7 @@ LINK_HIGH = Constant(
 )
 # Multiplications per byte of bandwidth: how much arithmetic a card can do while it reads. The H200 measured
 # 750 TFLOP/s at 4.27 TB/s. No small card was measured: halving it is a guess, and so is the range around it.
-FLOPS_PER_BYTE_HIGH = Constant(
-    750e12 / 4.27e12, MEASURED, f"bf16 8192^3 matrix product against copy; {_H200}"
-)
+FLOPS_PER_BYTE_HIGH = Constant(750e12 / 4.27e12, MEASURED, f"bf16 8192^3 matrix product against copy; {H200}")
 FLOPS_PER_BYTE = Constant(85.0, MODELLED, "half of the H200's: a guess for consumer cards, not measured")
 FLOPS_PER_BYTE_LOW = Constant(30.0, MODELLED, "a guess: older cards, and products that reach a third")
 
@@ -298,15 +270,14 @@ WSL2_HIDES = Constant(
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The numbers for one GPU. ``copy_bandwidth`` on the card and ``link_bandwidth`` from locked RAM to it
-    (bytes per second) are None where they were not measured.
+    """The numbers for one GPU.
 
-    ``efficiency...`` are shares of the peak bandwidth, ``link...`` of the PCIe link's. ``broken`` says why
-    numbers that were measured are not used, "" if there is no such reason.
+    ``efficiency...`` are shares of the peak bandwidth, ``link...`` of the PCIe link's. ``copy_bandwidth`` on
+    the card and ``link_bandwidth`` from pinned RAM to it, in bytes per second, are None where they were not
+    measured. ``broken`` says why measured numbers are not used, "" if they are or there are none.
     """
 
     context: Constant
-    transformers_context: Constant
     workspace: Constant
     vision_slack: Constant
     text_slack: Constant
@@ -327,43 +298,47 @@ class Constants:
 
 
 def with_bandwidth(gpu: Gpu) -> Gpu:
-    """``gpu``; where its driver does not tell the memory's bandwidth, with that of a measured copy."""
+    """``gpu``, with the bandwidth of a measured copy where its driver does not report one."""
     copied = constants_for(gpu).copy_bandwidth
     if gpu.bandwidth is not None or copied is None:
         return gpu
     return replace(gpu, bandwidth=copied.bytes, bandwidth_how=MEASURED)
 
 
-def constants_for(gpu: Gpu) -> Constants:
-    """What was measured on this GPU with its driver and the installed torch; else the table.
+def with_default_launches(constants: Constants) -> Constants:
+    """``constants`` for another engine than the native one, whose launches ``--calibrate`` measures."""
+    return replace(constants, launch_low=LAUNCH_LOW, launch=LAUNCH)
 
-    A card of the table of cards has no driver: nobody measured it. A broken file is not used, and
+
+def constants_for(gpu: Gpu) -> Constants:
+    """Numbers measured on this GPU with its driver and the installed torch; else those of the table.
+
+    A card named on the command line has no driver and gets the table. So does one whose file is broken:
     ``Constants.broken`` says why.
     """
     if not gpu.driver:
-        return _of_the_table(gpu)
+        return _from_table(gpu)
     path = file_of(gpu.name, gpu.driver, torch_version())
     try:
         changed = path.stat().st_mtime_ns
     except OSError:
-        return _of_the_table(gpu)
-    return _kept(gpu.name, gpu.driver, torch_version(), str(path), changed, gpu)
+        return _from_table(gpu)
+    return _from_file(gpu.name, gpu.driver, torch_version(), str(path), changed, gpu)
 
 
-# The search asks some thousand times; a file that changed is read again.
+# A search asks some thousand times; ``changed`` is part of the key, so a file that changed is read again.
 @lru_cache(maxsize=8)
-def _kept(name: str, driver: str, torch: str, path: str, changed: int, gpu: Gpu) -> Constants:
+def _from_file(name: str, driver: str, torch: str, path: str, changed: int, gpu: Gpu) -> Constants:
     try:
         measured = load(name, driver, torch)
     except UsageError as error:
-        return replace(_of_the_table(gpu), broken=error.message)
-    return _of_the_table(gpu) if measured is None else _of_this_machine(measured, gpu)
+        return replace(_from_table(gpu), broken=error.message)
+    return _from_table(gpu) if measured is None else _from_measured(measured, gpu)
 
 
-def _of_the_table(gpu: Gpu) -> Constants:
+def _from_table(gpu: Gpu) -> Constants:
     return Constants(
-        context=_CONTEXT_MEASURED.get(gpu.compute_capability, _CONTEXT_ELSEWHERE),
-        transformers_context=_TRANSFORMERS_CONTEXT.get(gpu.compute_capability, _CONTEXT_ELSEWHERE),
+        context=_CONTEXT_MEASURED.get(gpu.compute_capability, CONTEXT_ELSEWHERE),
         workspace=_WORKSPACES.get(gpu.compute_capability[0], CUBLAS_WORKSPACE),
         vision_slack=ALLOCATOR_SLACK,
         text_slack=TEXT_SLACK,
@@ -378,8 +353,8 @@ def _of_the_table(gpu: Gpu) -> Constants:
     )
 
 
-def _of_this_machine(measured: Measured, gpu: Gpu) -> Constants:
-    """Nothing is read faster than by a copy; arithmetic is what was measured, half of it, or a third."""
+def _from_measured(measured: Measured, gpu: Gpu) -> Constants:
+    """The efficiency is at most a copy's; arithmetic ranges from a third of the measured to all of it."""
     source = f"measured on this machine, {measured.date}"
     bandwidth = gpu.bandwidth or measured.copy_bandwidth
     per_byte = measured.multiplications / bandwidth
@@ -387,9 +362,8 @@ def _of_this_machine(measured: Measured, gpu: Gpu) -> Constants:
     launch = Constant(measured.launch, MEASURED, f"one layer of mini in the native engine, {source}")
     return Constants(
         context=Constant(measured.context, MEASURED, source),
-        transformers_context=_of_the_table(gpu).transformers_context,  # it was the native engine's
         workspace=Constant(measured.workspace, MEASURED, source),
-        # It follows from shapes more than from the machine: what a few layers show may be too little.
+        # Slack depends on shapes more than on the machine, and a few layers may show too little of it.
         vision_slack=max(ALLOCATOR_SLACK, Constant(measured.vision_slack, MEASURED, source), key=_value),
         text_slack=max(TEXT_SLACK, Constant(measured.text_slack, MEASURED, source), key=_value),
         efficiency_low=min(EFFICIENCY_LOW, copy, key=_value),

@@ -1,23 +1,22 @@
 """What to change when a plan does not fit, and what each change frees.
 
-Knows: the changes that there are, in the order of what they cost a person: nothing of the answers first, then
-requests at once, a rounding of the KV cache, of the weights, smaller pictures, a shorter context, and another
-model last. Does not know how a plan was chosen.
+In the order of what they cost a person: memory of other programs, requests at once, the backend, a KV cache
+in FP8, weights of fewer bits, smaller pictures, a shorter context, and another model last.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from vlfit.checkpoint.quantization import FP8
 from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan import calibration
-from vlfit.plan.ledger import NATIVE, VLLM, Settings, held_by_others, ledger
+from vlfit.plan.cost_model import CostModel
+from vlfit.plan.ledger import Settings, held_by_others, total_bytes
+from vlfit.plan.plans import Change
 from vlfit.plan.shapes import Model
 
-# What options of `vlfit convert` mean for the answers, in words. Knows the options; does not know sizes.
-
-
+SHOWN = 3
+# Options of ``vlfit convert`` that save bytes at the cost of exactness.
 _TABLE, _HEAD, _TOWER, _GROUPS, _COARSE_HEAD = (
     "--embedding int8",
     "--head int8",
@@ -27,67 +26,37 @@ _TABLE, _HEAD, _TOWER, _GROUPS, _COARSE_HEAD = (
 )
 
 
-def in_words(options: str) -> str:
-    """``options`` of a conversion as a person says them: ``embedding and vision tower in int8, ...``."""
-    eight = [("embedding", _TABLE), ("output head", _HEAD), ("vision tower", _TOWER)]
-    parts = [name for name, option in eight if option in options]
-    said = [f"{', '.join(parts[:-1])}{' and ' if len(parts) > 1 else ''}{parts[-1]} in int8"] if parts else []
-    if _GROUPS in options:
-        said.append(f"{options.partition(_GROUPS)[2].split()[0]} weights to a scale")
-    if _COARSE_HEAD in options:
-        said.append("the output head in int4 too")
-    return ", ".join(said)
-
-
-def cost_of(options: str) -> str:
-    """What is known of the loss: measured on mini by ``benchmarks/rounding.py``, and on no larger model."""
-    if _COARSE_HEAD in options:
-        return "Each word is chosen from scores of 4 bits; how much worse answers become was not measured."
-    if _GROUPS in options:
-        return "Measured on mini alone: int8 there changes next to nothing, larger groups are coarser."
-    return "Measured on mini alone: that changes next to nothing."
-
-
-SHOWN = 3
-_LEAST_CHUNK = 128  # the fewest tokens of a pass that plans of the native engine have
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """``what`` to change, in words, the bytes that it ``frees``, and whether that is ``enough`` alone.
-
-    ``others``: what is freed is other programs', so that it comes on top of any other change.
-    """
-
-    what: str
-    frees: int
-    enough: bool = False
-    others: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A plan that is ``deficit`` bytes short, and the other ``models`` that could be taken instead."""
+    """A plan that is ``deficit`` bytes short, and the other ``models`` that could be taken instead.
+
+    ``costs`` are those of its backend, ``own`` those of vlfit's own engine.
+    """
 
     model: Model
     gpu: Gpu
     host: Host
-    backend: str
+    costs: CostModel
+    own: CostModel
     settings: Settings
     deficit: int
     models: tuple[Model, ...] = ()
 
+    @property
+    def total(self) -> int:
+        """Bytes of its ledger."""
+        return self.total_of(self.model, self.settings)
 
-def total(model: Model, gpu: Gpu, backend: str, settings: Settings) -> int:
-    """Bytes of all lines of the ledger."""
-    return sum(line.bytes for line in ledger(model, gpu, backend, settings))
+    def total_of(self, model: Model, settings: Settings) -> int:
+        """Bytes of the ledger of ``model`` with ``settings``, on the same card."""
+        return total_bytes(self.costs.lines(model, self.gpu, settings))
 
 
 def can_be_freed(gpu: Gpu, host: Host) -> int:
-    """The most bytes of what others hold that a person can get back.
+    """The most bytes of other programs' memory that a person can free.
 
-    The driver keeps its own share. Under WSL2 a Linux process never sees all of the card, whatever Windows
-    does (``calibration.WSL2_HIDES``).
+    The driver keeps its own share, and under WSL2 a Linux process never sees all of the card
+    (``calibration.WSL2_HIDES``).
     """
     kept = max(gpu.reserved, calibration.WSL2_HIDES.bytes if host.wsl2 else 0)
     return max(held_by_others(gpu) - kept, 0)
@@ -101,22 +70,22 @@ def cheapest(
     *,
     most: int = SHOWN,
 ) -> tuple[Change, ...]:
-    """The cheapest changes that each make it fit; where fewer do, those that free the most besides.
+    """The cheapest changes that each make it fit; else also those that free the most.
 
-    ``contexts``, ``image_tokens`` and ``sequences`` are the steps that may be gone down to; above the largest
-    of them every double of it is a step too.
+    ``contexts``, ``image_tokens`` and ``sequences`` are the values to go down to; above the largest of them
+    every double of it is one too.
     """
-    found = _all(refused, tuple(contexts), tuple(image_tokens), tuple(sequences))
-    changes = [replace(each, enough=each.frees >= refused.deficit) for each in found if each.frees > 0]
+    every = _all(refused, tuple(contexts), tuple(image_tokens), tuple(sequences))
+    changes = [replace(each, enough=each.frees >= refused.deficit) for each in every if each.frees > 0]
     enough = [change for change in changes if change.enough]
     rest = sorted((change for change in changes if not change.enough), key=lambda change: -change.frees)
     return tuple([*enough, *rest][:most])
 
 
 def enough_together(changes: Iterable[Change], deficit: int) -> tuple[Change, Change] | None:
-    """Two changes that only together free ``deficit`` bytes; None where there are none, or one is enough.
+    """Two changes that only together free ``deficit`` bytes; None if there are none, or one is enough.
 
-    One of them is of other programs: of two settings nothing says that their bytes add up.
+    One of them is memory of other programs: bytes of two settings need not add up.
     """
     rest = [change for change in changes if not change.enough]
     for own in (change for change in rest if not change.others):
@@ -133,7 +102,7 @@ def _all(
     settings = refused.settings
     yield from _setting(refused, "sequences", settings.sequences, sequences)
     yield from _own_engine(refused)
-    yield from _narrow_cache(refused)
+    yield from _of_the_backend(refused)
     yield from _formats(refused)
     yield from _setting(refused, "image tokens", settings.image_tokens, image_tokens)
     yield from _setting(refused, "context", settings.context, contexts)
@@ -141,9 +110,9 @@ def _all(
 
 
 def _desktop(refused: Refused) -> Iterator[Change]:
-    """Single programs where the driver tells what they hold; else, and last, everything that can go."""
+    """Single programs whose memory the driver reports; last, everything that can be freed."""
     everything = "no desktop on this card (log out, or the screen on another GPU)"
-    if refused.host.wsl2:  # there is no desktop in WSL2 to log out of: it is Windows'
+    if refused.host.wsl2:  # the desktop is that of Windows
         everything = "in Windows, the screen on another GPU and nothing open on this one"
     for tip in advice(refused.gpu, refused.host):
         if tip.frees is not None:
@@ -154,7 +123,7 @@ def _desktop(refused: Refused) -> Iterator[Change]:
 
 
 def _setting(refused: Refused, name: str, now: int, steps: tuple[int, ...]) -> Iterator[Change]:
-    """The largest step down that is enough; where none is, the last."""
+    """The largest smaller value that is enough; if none is, the smallest."""
     field = name.replace(" ", "_")
     best: Change | None = None
     for step in _below(now, steps):
@@ -167,7 +136,7 @@ def _setting(refused: Refused, name: str, now: int, steps: tuple[int, ...]) -> I
 
 
 def _below(now: int, steps: tuple[int, ...]) -> list[int]:
-    """Steps below ``now``, the largest first, with the doubles of the largest that are below it too."""
+    """Values of ``steps`` below ``now``, the largest first, and doubles of the largest step below it."""
     doubles, double = [], 2 * max(steps)
     while double < now:
         doubles.append(double)
@@ -176,25 +145,20 @@ def _below(now: int, steps: tuple[int, ...]) -> list[int]:
 
 
 def _own_engine(refused: Refused) -> Iterator[Change]:
-    """The same settings without what only vLLM takes."""
-    if refused.backend == VLLM and refused.model.vision is not None:
-        settings = replace(refused.settings, chunk=_LEAST_CHUNK, graphs=False)
-        before = total(refused.model, refused.gpu, VLLM, refused.settings)
-        freed = before - total(refused.model, refused.gpu, NATIVE, settings)
-        yield Change("vlfit's own engine instead of vLLM (leave out --backend)", freed)
+    """The same settings in vlfit's own engine, without what only the refused backend takes."""
+    settings = refused.costs.in_own_engine(refused.settings)
+    if settings is not None and refused.model.vision is not None:
+        freed = refused.total - total_bytes(refused.own.lines(refused.model, refused.gpu, settings))
+        yield Change(f"vlfit's own engine instead of {refused.costs.title} (leave out --backend)", freed)
 
 
-def _narrow_cache(refused: Refused) -> Iterator[Change]:
-    """Of the native engine, which has it on every card."""
-    settings = refused.settings
-    if refused.backend == NATIVE and settings.kv_dtype != FP8:
-        narrow = replace(settings, kv_dtype=FP8)
-        what = f"KV cache {settings.kv_dtype} -> {FP8} (--kv-dtype {FP8})"
-        yield Change(what, _freed(refused, refused.model, narrow))
+def _of_the_backend(refused: Refused) -> Iterator[Change]:
+    for what, smaller in refused.costs.smaller(refused.settings):
+        yield Change(what, _freed(refused, refused.model, smaller))
 
 
 def _formats(refused: Refused) -> Iterator[Change]:
-    """Each smaller format; where none is enough, what more options make of one stands for it."""
+    """Each smaller weights format; where none is enough, one that is rounded further replaces its own."""
     model = refused.model
     smaller = [
         other
@@ -210,25 +174,29 @@ def _formats(refused: Refused) -> Iterator[Change]:
         if not other.convert_options
     }
     coarser = [other for other in smaller if other.convert_options]
-    if refused.backend == NATIVE and coarser and all(each.frees < refused.deficit for each in plain.values()):
+    if (
+        refused.costs.runs_rounded
+        and coarser
+        and all(each.frees < refused.deficit for each in plain.values())
+    ):
         other, change = _rounded_more(refused, coarser)
         plain[other.weights] = change
     yield from plain.values()
 
 
 def _rounded_more(refused: Refused, variants: list[Model]) -> tuple[Model, Change]:
-    """The mildest of ``variants`` that is enough, else the smallest; with the loss that it means."""
+    """The mildest of ``variants`` that is enough, else the smallest."""
     now = refused.model.weights
-    found = []
+    changes = []
     for other in sorted(variants, key=lambda each: -each.weight_bytes):
         begun = f"{now} rounded further" if now == other.weights else f"weights {now} -> {other.weights}"
-        what = f"{begun}, {in_words(other.convert_options)} ({other.made_by})"
-        found.append((other, Change(what, _instead(refused, other))))
-    return next((each for each in found if each[1].frees >= refused.deficit), found[-1])
+        what = f"{begun}, {conversion_words(other.convert_options)} ({other.made_by})"
+        changes.append((other, Change(what, _instead(refused, other))))
+    return next((each for each in changes if each[1].frees >= refused.deficit), changes[-1])
 
 
 def _models(refused: Refused) -> Iterator[Change]:
-    """A smaller model of the same kind, the largest first, in its most exact format that is enough."""
+    """The largest smaller model of the same kind that is enough, in its most exact format."""
     model = refused.model
     smaller = [
         other
@@ -250,5 +218,25 @@ def _instead(refused: Refused, other: Model) -> int:
 
 
 def _freed(refused: Refused, model: Model, settings: Settings) -> int:
-    before = total(refused.model, refused.gpu, refused.backend, refused.settings)
-    return before - total(model, refused.gpu, refused.backend, settings)
+    return refused.total - refused.total_of(model, settings)
+
+
+def conversion_words(options: str) -> str:
+    """Options of ``vlfit convert`` in words: ``embedding and vision tower in int8, ...``."""
+    eight = [("embedding", _TABLE), ("output head", _HEAD), ("vision tower", _TOWER)]
+    parts = [name for name, option in eight if option in options]
+    said = [f"{', '.join(parts[:-1])}{' and ' if len(parts) > 1 else ''}{parts[-1]} in int8"] if parts else []
+    if _GROUPS in options:
+        said.append(f"{options.partition(_GROUPS)[2].split()[0]} weights to a scale")
+    if _COARSE_HEAD in options:
+        said.append("the output head in int4 too")
+    return ", ".join(said)
+
+
+def conversion_cost(options: str) -> str:
+    """What is known of the loss: measured on mini by ``benchmarks/rounding.py``, and on no larger model."""
+    if _COARSE_HEAD in options:
+        return "Each word is chosen from scores of 4 bits; how much worse answers become was not measured."
+    if _GROUPS in options:
+        return "Measured on mini alone: int8 there changes next to nothing, larger groups are coarser."
+    return "Measured on mini alone: that changes next to nothing."

@@ -1,15 +1,12 @@
-"""A plan as JSON: version 1, in bytes and seconds, stable and described in docs/plan.md.
-
-Knows field names. Does not know terminals (``cli/plan.py``) or pictures (``svg.py``).
-"""
+"""A plan as JSON, version 1: bytes and seconds, stable, described in docs/plan.md."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from vlfit.machine.model import Gpu
-from vlfit.plan.ledger import VLLM, held_by_others, pool_tokens
-from vlfit.plan.native.ram import offload_of
-from vlfit.plan.search import Plan
+from vlfit.plan.backends import cost_model
+from vlfit.plan.ledger import held_by_others
+from vlfit.plan.plans import Plan
 from vlfit.plan.speed import Range, Speed
 
 VERSION = 1
@@ -17,7 +14,7 @@ VERSION = 1
 
 def facts(plan: Plan) -> dict[str, Any]:
     """One plan."""
-    settings = plan.settings
+    settings, costs = plan.settings, cost_model(plan.backend)
     return {
         "version": VERSION,
         "model": plan.model.name,
@@ -30,9 +27,9 @@ def facts(plan: Plan) -> dict[str, Any]:
             "image_tokens": settings.image_tokens,
             "sequences": settings.sequences,
             "chunk": settings.chunk,
-            "kv_tokens": pool_tokens(plan.backend, settings),
+            "kv_tokens": costs.pool_tokens(settings),
             "kv_dtype": settings.kv_dtype,
-            **({"graphs": settings.graphs} if plan.backend == VLLM else {}),
+            **costs.settings_facts(settings),
         },
         "ledger": [
             {"line": line.line, "bytes": line.bytes, "how": line.how, "note": line.note}
@@ -47,53 +44,14 @@ def facts(plan: Plan) -> dict[str, Any]:
             {"what": change.what, "frees": change.frees, "enough": change.enough} for change in plan.changes
         ],
         "remarks": list(plan.remarks),
-        **_flag_facts(plan),
-        **_card_facts(plan),
-        **_offload_facts(plan),
+        **costs.facts(plan),
     }
-
-
-def _flag_facts(plan: Plan) -> dict[str, Any]:
-    """What only plans for vLLM have: each flag with the line it moves."""
-    if plan.backend != VLLM:
-        return {}
-    return {
-        "flags": [
-            {"flag": flag.flag, "value": flag.value, "line": flag.line, "why": flag.why}
-            for flag in plan.flags
-        ]
-    }
-
-
-def _card_facts(plan: Plan) -> dict[str, Any]:
-    """What only plans for vLLM have where there are several cards: how the model goes over which."""
-    told = plan.settings.vllm
-    if told.cards < 2:
-        return {}
-    gpus = sorted(gpu.index for gpu in plan.gpus)
-    return {
-        "parallel": {
-            "tensor": told.tensor,
-            "data": told.data,
-            "tower": "split" if told.split_tower else "whole",
-            "gpus": gpus,
-            "sequences": plan.settings.sequences * told.data,
-        }
-    }
-
-
-def _offload_facts(plan: Plan) -> dict[str, Any]:
-    """What only plans with layers in RAM have: which, their bytes there, and what the card saves."""
-    if not plan.settings.offload:
-        return {}
-    apart = offload_of(plan.model, plan.settings.offload)
-    return {"offload": {"layers": list(apart.layers), "ram": apart.ram, "frees": apart.frees}}
 
 
 def table_facts(
     plans: Iterable[Plan], gpu: Gpu, wsl2: bool, what_if: Iterable[tuple[str, Plan]]
 ) -> dict[str, Any]:
-    """All plans for one machine, best first, and the best plan for each machine of ``what_if``."""
+    """All plans for one machine, best first, and the best plan for each other machine in ``what_if``."""
     return {
         "version": VERSION,
         "machine": machine_facts(gpu, wsl2),
@@ -103,7 +61,7 @@ def table_facts(
 
 
 def what_if_facts(what_if: Iterable[tuple[str, Plan]]) -> list[dict[str, Any]]:
-    """What would fit if the machine were another: each a description and a plan."""
+    """Plans for other machines: each a description and a plan."""
     return [{"what": what, "plan": facts(plan)} for what, plan in what_if]
 
 
@@ -133,10 +91,10 @@ def _speed_facts(speed: Speed) -> dict[str, Any]:
     }
 
 
-def _bounds(between: Range) -> list[float]:
-    return [_rounded(between.low), _rounded(between.high)]
+def _bounds(range_: Range) -> list[float]:
+    return [_rounded(range_.low), _rounded(range_.high)]
 
 
 def _rounded(value: float) -> float:
-    """Three figures: the prediction is no better than that."""
+    """Three digits: the prediction is no better than that."""
     return float(f"{value:.3g}")

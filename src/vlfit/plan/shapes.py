@@ -1,7 +1,6 @@
-"""A model as the plan sees it: shapes, and what its weights take once they are loaded.
+"""A model as the planner sees it: shapes, and the bytes of its weights as the native engine loads them.
 
-Knows: what the native engine's loader makes of each tensor (FP8 scales widened to float32, a head's norm
-repeated for each head, what is not loaded at all). Does not know: where the tensors were read, or machines.
+The loader keeps FP8 scales in float32, repeats a head's norm for each head, and skips some tensors.
 """
 
 import shlex
@@ -18,26 +17,32 @@ from vlfit.checkpoint.tensors import (
     ORDER_SUFFIX,
     PACKED_SUFFIX,
     SCALE_SUFFIX,
-    Alike,
-    alike,
+    TensorGroup,
     codes_per_word,
+    group_tensors,
     is_embedding,
-    narrow_form,
+    is_vision,
+    quantized_format,
 )
 from vlfit.checkpoint.text_config import TextConfig
-from vlfit.plan.allocator import apart, held_for, joined, shelved
-from vlfit.plan.native.tiles import fits_eight_bits
+from vlfit.models import cache_spec
+from vlfit.models.cache_spec import CacheSpec
+from vlfit.models.registry import cache_spec_of
+from vlfit.plan.allocator import arena_allocations, engine_tensors, reserved_bytes, separate_tensors
+from vlfit.plan.tower_cost import tower_cost
 from vlfit.units import MIB
 
 HALF = 2  # bytes of bfloat16 and float16, in which everything is computed on a GPU
 SINGLE = 4  # bytes of float32
+INDEX = 8  # bytes of an int64
+GROUP = 128  # inputs that share a scale, in rows that are rounded to FP8 and in weights
 LAYER_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 JOINED_PARTS = dict.fromkeys(LAYER_PARTS[:3], "qkv_proj") | dict.fromkeys(LAYER_PARTS[4:6], "gate_up_proj")
 _SHARE_INPUTS = ("k_proj", "v_proj", "up_proj")  # with the one before them
 HEAD = "lm_head"
-# In the files, but not part of what runs: shapes said twice, scales of activations, computed frequencies.
+# Not loaded: redundant shapes, scales of activations, rotary frequencies, which are computed.
 _NOT_LOADED = (".weight_shape", ".input_scale", ".inv_freq")
-# torch rounds what it takes from the driver: up to 2 MiB from this size on, below it from shared segments.
+# Tensors from the first size on have segments of their own, in multiples of the second (``allocator.py``).
 _ROUNDED_FROM, _ROUNDED_TO = 10 * MIB, 2 * MIB
 
 
@@ -45,8 +50,8 @@ _ROUNDED_FROM, _ROUNDED_TO = 10 * MIB, 2 * MIB
 class Matrix:
     """A linear layer of ``rows`` outputs and ``columns`` inputs, in ``form`` (bf16, fp8, int8 or int4).
 
-    ``ordered``: what comes in is put in another order first. ``eight_bits``: in FP8, and scaled in a way that
-    matrix units for FP8 can multiply.
+    ``ordered``: its inputs are reordered first. ``eight_bits``: in FP8, with scales that matrix units for FP8
+    can multiply with (``has_fp8_gemm_scales``).
     """
 
     rows: int
@@ -64,17 +69,19 @@ class Matrix:
 class Model:
     """What a plan has to know of a checkpoint. All sizes in bytes, as loaded on a GPU.
 
-    ``embedding_bytes`` are the table of tokens and, if it has weights of its own (``own_head``), the output
-    head. ``layer`` has the matrices of one text layer by name, each as large as in the largest layer.
-    ``rounding`` is what torch's allocator adds by rounding large tensors up; ``pool`` is all that it takes
-    more than the weights are once they are loaded, ``pool_apart`` that without joining what shares its input,
-    as in transformers, which is planned with bf16 alone: else 0. ``converted_from`` names the checkpoint that
-    ``vlfit convert`` has to make this one of, "" if it exists, and ``convert_options`` what it is told for
-    that, beside the format, at the cost of exactness. ``place`` is what a command names to load it: a
-    folder's path or a name on the hub. ``tower_is_narrow``: products of the vision tower have weights in
-    fewer than 16 bits. ``known_by`` says in words where the sizes were read. ``sizes`` are those of tensors
-    as the engine allocates them, in order. ``most_image_tokens``: of a picture, by the checkpoint's own
-    settings; None where they are not known.
+    - ``place``: what a command names to load it: a folder's path or a name on the hub.
+    - ``embedding_bytes``: the table of tokens and, if it has weights of its own (``own_head``), the output
+      head.
+    - ``layer``: the matrices of one text layer by name, each as large as in the largest layer.
+    - ``rounding``: what torch's allocator adds by rounding large tensors up.
+    - ``pool``: what torch reserves beyond the weights once they are loaded; ``pool_apart``: the same without
+      joining tensors that share their input, as in transformers, which is planned with bf16 alone: else 0.
+    - ``converted_from``: the checkpoint that ``vlfit convert`` has to make this one of, "" if it exists;
+      ``convert_options``: its options beside the format, which cost exactness.
+    - ``tower_is_narrow``: matrices of the vision tower have weights in fewer than 16 bits.
+    - ``known_by``: where the sizes were read, in words.
+    - ``sizes``: of tensors as the engine allocates them, in order.
+    - ``most_image_tokens``: of a picture, by the checkpoint's own settings; None where they are not known.
     """
 
     name: str
@@ -82,6 +89,7 @@ class Model:
     weights: str
     parameters: int
     text: TextConfig
+    cache_spec: CacheSpec
     vision: VisionConfig | None
     text_bytes: int
     vision_bytes: int
@@ -120,11 +128,16 @@ class Model:
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers, in bfloat16."""
-        return kv_bytes_per_token(self.text, BF16)
+        return kv_bytes_per_token(self.cache_spec, BF16)
+
+    @property
+    def state_bytes_per_sequence(self) -> int:
+        """Recurrent states of one sequence, in layers that keep one."""
+        return cache_spec.state_bytes_per_sequence(self.cache_spec)
 
     @property
     def head_and_layer_weights(self) -> int:
-        """Weights that each token is multiplied with: all text layers and the output head once."""
+        """Weights that each token is multiplied with: all text layers, and the output head once."""
         in_layer = sum(matrix.weights for matrix in self.layer.values())
         return in_layer * self.text.num_hidden_layers + self.head.weights
 
@@ -132,7 +145,7 @@ class Model:
 def model_of(
     name: str,
     config: ModelConfig,
-    tensors: Mapping[str, TensorInfo] | list[Alike],
+    tensors: Mapping[str, TensorInfo] | list[TensorGroup],
     known_by: str,
     *,
     family: str = "",
@@ -141,8 +154,8 @@ def model_of(
     convert_options: str = "",
     most_image_tokens: int | None = None,
 ) -> Model:
-    """The model that ``tensors`` (a checkpoint's headers, or their kinds) and ``config`` describe."""
-    kinds = tensors if isinstance(tensors, list) else alike(tensors, config.quantization)
+    """The model of a checkpoint's ``config`` and ``tensors`` (headers, or kinds of equal tensors)."""
+    kinds = tensors if isinstance(tensors, list) else group_tensors(tensors, config.quantization)
     text = config.text
     left_out = (f"{HEAD}.",) if config.tie_word_embeddings else ()  # then it is the embedding
     loaded: dict[str, int] = {}
@@ -155,7 +168,7 @@ def model_of(
         loaded |= dict.fromkeys(kind.names, size)
         parts[ledger_part(kind.one.name)] += count * size
         rounding += count * (-size % _ROUNDED_TO) if size >= _ROUNDED_FROM else 0
-    total, sizes = sum(parts.values()), joined(loaded)
+    total, sizes = sum(parts.values()), engine_tensors(loaded)
     weights = format_of(kinds)
     return Model(
         name=name,
@@ -163,13 +176,14 @@ def model_of(
         weights=weights,
         parameters=parameters_of(kinds, config.quantization),
         text=text,
+        cache_spec=cache_spec_of(config),
         vision=config.vision,
         text_bytes=parts["text"],
         vision_bytes=parts["vision"],
         embedding_bytes=parts["embedding"],
         rounding=rounding,
-        pool=held_for(shelved(sizes)) - total,
-        pool_apart=held_for(apart(loaded).values()) - total if weights == BF16 else 0,
+        pool=reserved_bytes(arena_allocations(sizes)) - total,
+        pool_apart=reserved_bytes(separate_tensors(loaded).values()) - total if weights == BF16 else 0,
         layer=_layer(text, kinds, config.quantization),
         head=_head(config, kinds),
         known_by=known_by,
@@ -183,12 +197,37 @@ def model_of(
     )
 
 
-def kv_bytes_per_token(text: TextConfig, kv_dtype: str, value_bytes: int = HALF) -> int:
+def kv_bytes_per_token(spec: CacheSpec, kv_dtype: str, value_bytes: int = HALF) -> int:
     """Keys and values of one token in all layers, in the engine's own cache: values of ``value_bytes`` or, in
     FP8, a byte each and two more for each row of a head (``layers/kv_cache.py``).
     """
-    row = text.head_dim + 2 if kv_dtype == FP8 else text.head_dim * value_bytes
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * row
+    return cache_spec.kv_bytes_per_token(spec, value_bytes, fp8=kv_dtype == FP8)
+
+
+def feature_bytes(vision: VisionConfig, image_tokens: int) -> int:
+    """What is kept of one encoded picture."""
+    return tower_cost(vision).feature_bytes(vision, image_tokens)
+
+
+def pass_inputs(model: Model, rows: int, logit_rows: int) -> int:
+    """What lives all along a pass of ``rows`` tokens, of which ``logit_rows`` get logits.
+
+    Hidden states, cosines and sines, five int64 a row; and a picture's features, if the model takes pictures.
+    """
+    text = model.text
+    size = rows * (HALF * text.hidden_size + 2 * HALF * text.head_dim + 5 * INDEX) + (logit_rows + 1) * INDEX
+    if model.vision is not None:
+        size += feature_bytes(model.vision, rows) + rows * INDEX
+    return size
+
+
+def has_fp8_gemm_scales(form: str, inputs: int, shared: int) -> bool:
+    """Whether matrix units for FP8 can multiply weights of so many ``inputs``.
+
+    ``shared`` inputs have one scale. The scales must change where those of the
+    rows do (every ``GROUP`` inputs), or not at all.
+    """
+    return form == FP8 and inputs % GROUP == 0 and (shared == GROUP or shared >= inputs)
 
 
 def _loaded(info: TensorInfo, text: TextConfig) -> int:
@@ -200,21 +239,23 @@ def _loaded(info: TensorInfo, text: TextConfig) -> int:
     if info.name.endswith(SCALE_SUFFIX):
         return info.count * SINGLE
     if info.name.endswith(ORDER_SUFFIX) and any(f".{part}." in info.name for part in _SHARE_INPUTS):
-        return 0  # the engine has one order for all who share their inputs
+        return 0  # matrices that share their inputs share the order
     if info.dtype in ("F8_E4M3", "I8") or info.name.endswith(COMPRESSED_SUFFIXES):
         return info.bytes
     return info.count * HALF
 
 
 def ledger_part(tensor: str) -> str:
-    """Which of the ledger's lines of weights ``tensor`` belongs to: text, vision or embedding."""
-    if tensor.startswith("model.visual."):
+    """The ledger line that ``tensor`` belongs to: text, vision or embedding."""
+    if is_vision(tensor):
         return "vision"
     return "embedding" if is_embedding(tensor) or tensor.startswith(f"{HEAD}.") else "text"
 
 
-def _layer(text: TextConfig, kinds: list[Alike], quantization: Quantization | None) -> dict[str, Matrix]:
-    """The matrices of a layer by ``LAYER_PARTS``; the files may have some of them as one (Phi-3)."""
+def _layer(
+    text: TextConfig, kinds: list[TensorGroup], quantization: Quantization | None
+) -> dict[str, Matrix]:
+    """The matrices of a layer by ``LAYER_PARTS``; files may store some of them joined (Phi-3)."""
     keys = text.num_key_value_heads * text.head_dim
     rows = {"q_proj": text.num_attention_heads * text.head_dim, "k_proj": keys, "v_proj": keys}
     rows |= {"gate_proj": text.intermediate_size, "up_proj": text.intermediate_size}
@@ -233,13 +274,13 @@ def _layer(text: TextConfig, kinds: list[Alike], quantization: Quantization | No
 def _largest(part: str, tensors: list[TensorInfo], quantization: Quantization | None) -> Matrix:
     endings = (f".{part}.weight", f".{part}{PACKED_SUFFIX}")
     found = [_matrix(info, quantization) for info in tensors if info.name.endswith(endings)]
-    # Layers may be stored in several forms (a converter skips what it cannot divide): the dearest counts.
-    dearest = max(found, key=lambda matrix: (matrix.form != BF16, not matrix.eight_bits, matrix.weights))
+    # Layers may be stored in several formats (a converter skips what it cannot divide): the costliest counts.
+    costliest = max(found, key=lambda matrix: (matrix.form != BF16, not matrix.eight_bits, matrix.weights))
     ordered = any(info.name.endswith(f".{part}{ORDER_SUFFIX}") for info in tensors)
-    return replace(dearest, ordered=ordered)
+    return replace(costliest, ordered=ordered)
 
 
-def _head(config: ModelConfig, kinds: list[Alike]) -> Matrix:
+def _head(config: ModelConfig, kinds: list[TensorGroup]) -> Matrix:
     """The output head: the table of tokens itself where they are tied."""
     for info in (kind.one for kind in kinds):
         name = info.name
@@ -253,13 +294,13 @@ def _matrix(info: TensorInfo, quantization: Quantization | None) -> Matrix:
     rows, columns = info.shape
     if info.name.endswith(PACKED_SUFFIX):
         columns *= codes_per_word(info.name, quantization)
-    form = narrow_form(info, quantization) or BF16
-    fits = form == FP8 and fits_eight_bits(form, columns, _shared(info.name, columns, quantization))
+    form = quantized_format(info, quantization) or BF16
+    fits = form == FP8 and has_fp8_gemm_scales(form, columns, _shared(info.name, columns, quantization))
     return Matrix(rows, columns, form, eight_bits=fits)
 
 
 def _shared(name: str, columns: int, quantization: Quantization | None) -> int:
-    """How many inputs of a matrix in FP8 share a scale (``loading/loader.py``)."""
+    """How many inputs of an FP8 matrix share a scale (``loading/loader.py``)."""
     if isinstance(quantization, Fp8Format):
         return quantization.block_columns
     scheme = None

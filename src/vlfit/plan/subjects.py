@@ -1,8 +1,6 @@
-"""What is planned for: from a name (folder, catalog entry, family, hub id) to models with exact sizes.
+"""From a name (folder, catalog entry, family, hub id) to models with exact sizes; and what ``auto`` means.
 
-Knows: in which order a name is looked up, and that a checkpoint can be converted. Does not know: machines.
-Nothing is downloaded here but headers, and those only of a hub model that is neither in the catalog nor on
-disk.
+Nothing is downloaded but headers, and those only of a hub model that is neither in the catalog nor on disk.
 """
 
 import shlex
@@ -28,31 +26,31 @@ _HINT = "Give a folder, a name on the hub (org/name), mini, or one of the catalo
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """What a name means: models, the most exact weights first; one, unless it leaves the format open.
+class NamedModels:
+    """The models that a name means, the most exact weights first; one, unless it leaves the format open.
 
-    ``makers`` make what is converted with options for fewer bytes, the mildest first, each at once.
+    ``makers`` make conversions with options for fewer bytes, the mildest first.
     """
 
     exact: list[Model]
     makers: Sequence[Callable[[], Model]] = ()
 
     def coarser(self) -> Iterator[Model]:
-        """What ``makers`` make, each counted when it is its turn (``Model.convert_options``)."""
+        """The models of ``makers``, each made when it is needed (``Model.convert_options``)."""
         return (make() for make in self.makers)
 
 
 def subjects(name: str, weights: str | None = None) -> list[Model]:
-    """The models that ``name`` may mean, but for those that are rounded further: ``named`` says more."""
+    """The models that ``name`` may mean, without those that are rounded further (``named``)."""
     return named(name, weights).exact
 
 
-def named(name: str, weights: str | None = None) -> Named:
-    """What ``name`` means. ``weights`` asks for a format; a checkpoint in bf16 is then planned as ``vlfit
-    convert`` would write it.
+def named(name: str, weights: str | None = None) -> NamedModels:
+    """The models that ``name`` means.
 
-    Raises ``CheckpointError`` and ``HubError`` for what cannot be read, ``UsageError`` for a format that this
-    checkpoint cannot be brought into.
+    ``weights``: a format; a checkpoint in bf16 is then planned as ``vlfit convert`` would write it. Raises
+    ``CheckpointError`` and ``HubError`` for what cannot be read, ``UsageError`` for a format that this
+    checkpoint cannot be converted to.
     """
     if name == MINI:
         return _in_wanted_format(read_checkpoint(MINI, mini_folder()), weights)
@@ -74,33 +72,33 @@ def named(name: str, weights: str | None = None) -> Named:
 
 
 def instead_of(models: list[Model], name: str) -> list[Model]:
-    """What could be taken where ``models``, which ``name`` means, do not fit: other formats, other models."""
+    """Alternatives where ``models``, which ``name`` means, do not fit: other formats, other models."""
     edition = "Thinking" if "-thinking" in models[0].name.lower() else "Instruct"
     family = models[0].family
-    found = everything(edition=edition)
-    found += [
+    alternatives = everything(edition=edition)
+    alternatives += [
         of_entry(each) for each in catalog.variants() if (each.family, each.edition) == (family, edition)
     ]
     folder = mini_folder() if name == MINI else _path(name)
     if not folder.is_dir():
-        return found
+        return alternatives
     checkpoint = read_checkpoint(MINI if name == MINI else folder.resolve().name, folder)
     stored = checkpoint.config.quantization
     if stored is not None and not isinstance(stored, Fp8Format):
-        return found
+        return alternatives
     place = "" if name == MINI else str(folder)
-    return found + [make() for form in FORMATS[1:] for make in _conversions(checkpoint, form, place)]
+    return alternatives + [make() for form in FORMATS[1:] for make in _conversions(checkpoint, form, place)]
 
 
-def _members(members: list[CatalogEntry], weights: str | None) -> Named:
-    """One model in the formats of ``members``, or in the one that was asked for."""
+def _members(members: list[CatalogEntry], weights: str | None) -> NamedModels:
+    """One model in the formats of ``members``, or in ``weights``."""
     chosen = [member for member in members if weights in (None, member.weights)]
     exact = [of_entry(entry) for entry in chosen or [_sibling(members[0], weights)]]
-    return Named(exact, makers_of(exact) if chosen else ())
+    return NamedModels(exact, makers_of(exact) if chosen else ())
 
 
 def makers_of(models: list[Model]) -> list[Callable[[], Model]]:
-    """What more options of ``vlfit convert`` make of models of the catalog, for each the mildest first."""
+    """Makers of the catalog's models rounded further by ``vlfit convert``, for each the mildest first."""
     return [
         partial(of_entry, entry)
         for model in models
@@ -110,7 +108,7 @@ def makers_of(models: list[Model]) -> list[Callable[[], Model]]:
 
 
 def everything(weights: str | None = None, *, edition: str = "Instruct") -> list[Model]:
-    """Each model of the catalog in every format, best first; both editions of Qwen3-VL have one size."""
+    """Each model of the catalog in every format, best first, in one edition: both have the same sizes."""
     return [
         of_entry(entry)
         for entry in catalog.entries()
@@ -140,8 +138,8 @@ def _sibling(entry: CatalogEntry, weights: str | None) -> CatalogEntry:
     return next(each for each in catalog.entries() if (each.family, each.edition, each.weights) == wanted)
 
 
-def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = "") -> Named:
-    """``place``: the folder that was named, "" for a name. A conversion of it will lie beside it."""
+def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = "") -> NamedModels:
+    """``place``: the folder that was named, "" for a name. A conversion is written beside it."""
     stored = checkpoint.weights_format
     if weights is None or weights == stored or (weights == BF16 and stored in ("fp16", "fp32")):
         exact = model_of(
@@ -152,7 +150,9 @@ def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = 
             place=place,
             most_image_tokens=_most_image_tokens(checkpoint),
         )
-        return Named([exact], _conversions(checkpoint, stored, place) if _is_official_fp8(checkpoint) else ())
+        return NamedModels(
+            [exact], _conversions(checkpoint, stored, place) if _is_official_fp8(checkpoint) else ()
+        )
     if weights == BF16 or not (checkpoint.config.quantization is None or _is_official_fp8(checkpoint)):
         raise UsageError(
             f"{checkpoint.name} is in {stored}; it cannot be made {weights} from that",
@@ -165,33 +165,33 @@ def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = 
             f"no plan for {weights}",
             "Plan for fp8, or convert it (vlfit convert) and plan for the new folder.",
         )
-    return Named([makers[0]()], makers[1:])
+    return NamedModels([makers[0]()], makers[1:])
 
 
 def _most_image_tokens(checkpoint: Checkpoint) -> int | None:
-    """Of a picture, by its preprocessor_config.json; None where there is none, or the model has no eyes."""
+    """Most tokens of a picture by preprocessor_config.json; None without one, or for a text-only model."""
     if checkpoint.config.vision is None:
         return None
     try:
         return ImageProcessing.read(checkpoint.folder).most_tokens
     except MissingFile:
-        return None  # of a model on the hub only what sizes need is fetched
+        return None  # it is not fetched for a model on the hub
 
 
 def _is_official_fp8(checkpoint: Checkpoint) -> bool:
-    """Whether it is in the form of the official FP8 checkpoints, of which less can be made."""
+    """Whether it is in the format of the official FP8 checkpoints, which can be rounded further."""
     return isinstance(checkpoint.config.quantization, Fp8Format)
 
 
 def _conversions(checkpoint: Checkpoint, weights: str, place: str) -> list[Callable[[], Model]]:
-    """What ``vlfit convert`` would write: plain, then by options that save bytes at the cost of exactness.
+    """What ``vlfit convert`` would write: plain, then with options that save bytes at the cost of exactness.
 
-    None where layers would stay in 16 bits, as int4 has no partial groups.
+    Nothing where layers would stay in 16 bits, as int4 has no partial groups.
     """
     config = checkpoint.config
     if weights == INT4 and not divides(config, GROUP_SIZE):
         return []
-    # What is in FP8 already is no conversion, unless other parts are rounded too.
+    # A checkpoint in FP8 is converted only to round other parts too.
     first = [] if weights == FP8 and _is_official_fp8(checkpoint) else [PLAIN]
     every = (*first, *roundings(config, weights))
     return [cache(partial(_converted, checkpoint, weights, each, place)) for each in every]
@@ -236,12 +236,12 @@ def _from_the_hub(name: str) -> Checkpoint:
 
 
 def _did_you_mean(name: str) -> str:
-    found = names.near(name)
-    return f"Did you mean {' or '.join(found)}? " if found else ""
+    names_near = names.near(name)
+    return f"Did you mean {' or '.join(names_near)}? " if names_near else ""
 
 
 def _path(name: str) -> Path:
-    """``name`` as a path, there or not. Raises ``NotACheckpoint`` for what no path can be."""
+    """``name`` as a path, which may not exist. Raises ``NotACheckpoint`` for what cannot be a path."""
     try:
         path = Path(name).expanduser()
         path.is_dir()
@@ -259,19 +259,16 @@ def _a_file(name: str, path: Path) -> NotACheckpoint:
     return NotACheckpoint(f"{name!r} is a file; a checkpoint is a folder with config.json", _HINT)
 
 
-# What ``--model auto`` means: the best checkpoint that is already here and fits this machine, else mini.
-#
-# Knows: sizes of checkpoints and of memory. Does not know: how to load or download anything.
-
+# --- ``--model auto``: the best checkpoint that is already here and fits this machine, else mini ------------
 
 _MINI = "mini"
 SUGGESTION = "Qwen/Qwen3-VL-2B-Instruct-FP8"
 
 # What a GPU holds beside the weights: about 0.5 GiB of CUDA context, 1.1 GiB of KV cache for 8192 tokens of
-# 4B or 8B, and 0.3 GiB of workspace. The ledger will count this; until then it is a stated margin.
+# 4B or 8B, and 0.3 GiB of workspace.
 GPU_MARGIN = 1900 * MIB
-# On a CPU a weight takes at most what float32 does (large matrices half of it, where the CPU multiplies with
-# them), and the system wants some air.
+# On a CPU a weight takes at most 4 bytes (large matrices 2, where the CPU can multiply with them); the margin
+# is for the system.
 CPU_BYTES_PER_PARAMETER = 4
 CPU_MARGIN = 2 * GIB
 # Each token reads every weight. Above the 2B model (2.13 G) that takes a desktop CPU seconds per token.
@@ -280,7 +277,7 @@ CPU_MOST_PARAMETERS = 2_500_000_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``model`` is what to open; ``reason`` is one line for the person."""
+    """The ``model`` to open, and the ``reason`` in one line for the person."""
 
     model: str
     reason: str
@@ -329,7 +326,7 @@ def _why_it_fits(machine: Machine, model: LocalModel) -> str:
 
 
 def _way_on(machine: Machine, real: Sequence[LocalModel], whole: Sequence[LocalModel]) -> str:
-    """Why none of the real models was taken, and what to do."""
+    """Why none of the real models was chosen, and what to do."""
     if whole:
         smallest = min(whole, key=lambda model: _need(machine, model))
         if _too_slow(machine, smallest):

@@ -1,18 +1,11 @@
-"""A plan's ledger as a picture for documents: one stacked bar and its lines, in SVG.
-
-Knows how it is drawn. Does not know where the numbers come from.
-"""
+"""A plan's ledger as an SVG picture: one stacked bar and its lines."""
 
 from html import escape
-from typing import TYPE_CHECKING
 
+from vlfit.plan.plans import Plan
 from vlfit.units import MIB
 
-if TYPE_CHECKING:
-    from vlfit.plan.search import Plan
-
-
-# One colour for each line, for people who see red and green alike too (after Okabe and Ito).
+# Distinguishable with red-green colour blindness (after Okabe and Ito).
 COLOURS = {
     "desktop": "#999999",
     "context": "#666666",
@@ -32,8 +25,8 @@ _FREE, _OVER = "#ffffff", "#d55e00"
 _WIDTH, _LEFT, _BAR, _ROW = 760, 20, 36, 22
 
 
-def draw(plan: "Plan") -> str:
-    """The picture as text. A line at the card's total shows what is left of it, or what is too much."""
+def draw(plan: Plan) -> str:
+    """The SVG. A line at the card's total shows what is left, or what is too much."""
     whole = max(plan.total, plan.gpu.total)
     scale = (_WIDTH - 2 * _LEFT) / whole
     lines = [line for line in plan.ledger if line.bytes]
@@ -62,13 +55,13 @@ def draw(plan: "Plan") -> str:
     return "\n".join(parts)
 
 
-def _title(plan: "Plan") -> str:
+def _title(plan: Plan) -> str:
     settings = plan.settings
     pictures = f", {settings.image_tokens} image tokens" if settings.image_tokens else ""
     return f"{plan.model.name} on {plan.gpu.name}: context {settings.context}{pictures}"
 
 
-def _verdict(plan: "Plan") -> str:
+def _verdict(plan: Plan) -> str:
     total = f"{plan.total / MIB:,.0f} of {plan.gpu.total / MIB:,.0f} MiB"
     if plan.fits:
         return f"fits: {total}, {plan.headroom / MIB:,.0f} MiB left"

@@ -1,48 +1,41 @@
-"""From a conversation to token ids and prepared pictures, as the checkpoint's own chat template has it.
+"""Conversations to token ids and prepared pictures, by the checkpoint's chat template.
 
-Knows: the order of the steps, and what a model without eyes or without a template does. Does not know:
-where pictures stand (``models/qwen3_vl/prompt.py``), tensors, the model, or what a request may cost
-(``engine/scheduling/scheduler.py`` judges that).
-
-The reference is transformers' ``apply_chat_template(..., tokenize=True)``. Names of control
-tokens in a person's text are read as text (``prompt/control_tokens.py``): otherwise a question could forge
-a turn, or take a picture's place.
+The reference is transformers' ``apply_chat_template(..., tokenize=True)``. Names of control tokens in a
+user's text stay text (``control_tokens.py``): otherwise a question could forge a turn or a picture.
 """
 
 import json
 import logging
 import unicodedata
-from collections.abc import Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from vlfit.api.conversation import Conversation, TextPart, Tool
 from vlfit.api.outputs import ImageSeen
-from vlfit.checkpoint.config import ModelConfig, no_eyes
-from vlfit.checkpoint.processor_files import ImageProcessing, read_chat_template
+from vlfit.checkpoint.config import ModelConfig, text_only_error
+from vlfit.checkpoint.processor_files import read_chat_template
 from vlfit.errors import DoesNotFit, InvalidRequest, MissingFile
-from vlfit.models.qwen3_vl.image_processor import PreparedImage, smart_resize
-from vlfit.models.qwen3_vl.prompt import PicturePlaces
+from vlfit.models.base import ImagePrompts, PreparedImage, builders_of
 from vlfit.prompt.chat_template import ChatTemplate
 from vlfit.prompt.control_tokens import ControlTokens
-from vlfit.prompt.tokenizer import Spelling, read_tokenizer, special_tokens
+from vlfit.prompt.tokenizer import TokenSpelling, read_tokenizer, special_tokens
 
 logger = logging.getLogger(__name__)
 
-# For models without a template: the text of all messages, a line after the other.
+# For models without a template: the text of all messages, one per line.
 _PLAIN = "{% for message in messages %}{{ message.content }}{{ '' if loop.last else '\\n' }}{% endfor %}"
-# Most text that is worth measuring exactly: no vocabulary has longer tokens on average.
+# No vocabulary has longer tokens on average: shorter texts are not measured before they are tokenized.
 _BYTES_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the engine runs. ``images`` stand in the order in which they appear.
+    """Token ids and the ``images`` of their placeholders, in order.
 
-    The k-th placeholder in ``token_ids`` (of a picture or a clip) takes the k-th row of all images' features,
-    concatenated in order. ``image_tokens`` of the tokens are placeholders.
+    The k-th placeholder in ``token_ids`` takes the k-th row of all images' features. ``image_tokens``: number
+    of placeholders.
     """
 
     token_ids: tuple[int, ...]
@@ -51,42 +44,41 @@ class Prompt:
 
     @property
     def seen(self) -> tuple[ImageSeen, ...]:
-        """How the model saw each picture."""
+        """How each picture was resized."""
         return tuple(image.seen for image in self.images)
 
 
 class PromptBuilder:
-    """Reads the small files of a checkpoint once; ``build`` may then be called from any thread.
+    """Reads a checkpoint's tokenizer, template and picture settings; ``build`` is thread-safe.
 
-    Raises ``CheckpointError`` (``MissingFile`` among them) for a tokenizer, template or picture settings
-    that are missing or that vlfit does not read.
+    Raises ``CheckpointError`` (or its ``MissingFile``) for files that are missing or not supported.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self.tokenizer = read_tokenizer(folder)
-        self._spelling = Spelling.of(self.tokenizer)
-        self._eyes = PicturePlaces(folder, config, self.tokenizer) if config.vision else None
-        self._placeholders = {config.image_token_id, config.video_token_id}
-        self._begin: list[int] = []  # what a text begins with that no template begins
+        self._spelling = TokenSpelling.of(self.tokenizer)
+        build = builders_of(config).image_prompts
+        self._image_prompts = build(folder, config, self.tokenizer) if build and config.vision else None
+        self._begin: list[int] = []  # beginning-of-text tokens, without a template
         self._template = ChatTemplate(self._read_template(folder), special_tokens(folder))
-        names = self._eyes.names if self._eyes else self._written_by_the_template()
-        self._control = ControlTokens(self.tokenizer, names, in_parts=self._eyes is not None)
+        names = self._image_prompts.names if self._image_prompts else self._written_by_the_template()
+        self._control = ControlTokens(self.tokenizer, names, in_parts=self._image_prompts is not None)
 
     def _read_template(self, folder: Path) -> str:
-        """A text-only model that was never taught to chat has none, which is said."""
+        """The chat template; base models of text-only families have none, which is logged."""
         try:
             return read_chat_template(folder)
         except MissingFile:
-            if self._eyes is not None:
+            if self._image_prompts is not None:
                 raise
         logger.warning(
-            "%s has no chat template: it goes on with the text that it is sent, and need not answer", folder
+            "%s has no chat template: it continues the text that it is sent, and may not answer", folder
         )
         self._begin = self.tokenizer.encode("", add_special_tokens=True).ids
         return _PLAIN
 
     def _written_by_the_template(self) -> tuple[str, ...]:
-        """Added tokens that are not called special, but that the template writes."""
+        """Added tokens that are not marked special but that the template writes."""
         added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
         return tuple(name for name in added if name.strip() and name in self._template.literals)
 
@@ -97,15 +89,13 @@ class PromptBuilder:
         context: int | None = None,
         tools: tuple[Tool, ...] = (),
     ) -> Prompt:
-        """Render and tokenize ``conversation`` up to where the model is to speak.
+        """Render and tokenize ``conversation`` up to the model's turn.
 
-        ``tools`` are told of first. ``max_image_tokens`` caps each picture (and each pair of frames);
-        ``seen.notes`` says where it did.
-        ``context`` lets text that cannot fit into so many tokens be refused before any work.
+        ``max_image_tokens`` caps each picture (and each pair of frames); ``seen.notes`` says where it did.
+        Text that cannot fit into ``context`` tokens is refused before any work.
 
-        Raises ``InvalidRequest`` (no messages, an order of roles that the template refuses, a picture where
-        the template has no place for one, or where the model has no eyes), ``PictureError``, or
-        ``DoesNotFit`` for text far over ``context``.
+        Raises ``InvalidRequest`` (no messages, roles in an order that the template refuses, a picture where
+        the template or the model takes none), ``PictureError``, or ``DoesNotFit``.
         """
         if not conversation:
             raise InvalidRequest("there are no messages", "Send at least one.", param="messages")
@@ -117,28 +107,27 @@ class PromptBuilder:
         _check_unicode(texts)
         if context is not None:
             self._check_length(texts, context)
-        if self._eyes is None and has_pictures(conversation):
-            raise no_eyes()
+        if self._image_prompts is None and has_pictures(conversation):
+            raise text_only_error()
         if not self._template.takes_tools and (
             tools or any(message.role == "tool" for message in conversation)
         ):
             raise InvalidRequest(
-                "the checkpoint's chat template has no place for tools", "leave them out", param="tools"
+                "the checkpoint's chat template does not take tools", "Leave them out.", param="tools"
             )
         marked, described, markers = self._control.mark(conversation, tools)
         rendered = self._template.render(marked, described)
-        if self._eyes is None:
+        if self._image_prompts is None:
             return Prompt((*self._begin, *self._control.encode(rendered, markers)), (), 0)
-        images = self._eyes.prepare(conversation, max_image_tokens)
-        rendered = self._eyes.write_out_clips(rendered, images, self._control, markers)
-        token_ids = self._eyes.expand(self._control.encode(rendered, markers), images)
+        images = self._image_prompts.prepare(conversation, max_image_tokens)
+        rendered = self._image_prompts.expand_clips(rendered, images, self._control, markers)
+        token_ids = self._image_prompts.expand(self._control.encode(rendered, markers), images)
         return Prompt(token_ids, images, sum(image.tokens for image in images))
 
     def raw(self, text: str | tuple[int, ...], context: int | None = None) -> Prompt:
-        """``text`` as it is, without a template: what a model goes on with. Names of control tokens in it are
-        those tokens. It may be token ids.
+        """``text``, or token ids, to be continued without a template. Names of control tokens are tokens.
 
-        Raises ``InvalidRequest`` for ids that there are not and for placeholders of pictures, ``DoesNotFit``.
+        Raises ``InvalidRequest`` for unknown ids and for image placeholders, ``DoesNotFit``.
         """
         if isinstance(text, str):
             _check_unicode([text])
@@ -146,29 +135,51 @@ class PromptBuilder:
                 self._check_length([text], context)
             text = tuple(self.tokenizer.encode(text, add_special_tokens=True).ids)
         if not text:
-            raise InvalidRequest("the prompt is empty", "send some text", param="prompt")
+            raise InvalidRequest("the prompt is empty", "Send some text.", param="prompt")
         size = self.tokenizer.get_vocab_size(with_added_tokens=True)
-        wrong = next((each for each in text if not 0 <= each < size), None)
-        if wrong is not None:
-            raise InvalidRequest(f"there is no token {wrong}", f"tokens are 0 to {size - 1}", param="prompt")
-        if self._eyes is not None and not self._placeholders.isdisjoint(text):
+        unknown = next((each for each in text if not 0 <= each < size), None)
+        if unknown is not None:
             raise InvalidRequest(
-                "the prompt holds the place of a picture, and no picture comes with it",
-                "use /v1/chat/completions for pictures",
+                f"there is no token {unknown}", f"Token ids are 0 to {size - 1}.", param="prompt"
+            )
+        if self._image_prompts is not None and not self._image_prompts.placeholder_ids.isdisjoint(text):
+            raise InvalidRequest(
+                "the prompt has an image placeholder but no picture",
+                "Use /v1/chat/completions for pictures.",
                 param="prompt",
             )
         return Prompt(text, (), 0)
 
+    def too_long(self, prompt: Prompt, context: int, remedy: str = "") -> DoesNotFit:
+        """The error for a ``prompt`` that leaves no token for an answer.
+
+        ``remedy``: what whoever started the engine can do.
+        """
+        tokens, of_pictures = len(prompt.token_ids), prompt.image_tokens
+        text, surplus = tokens - of_pictures, tokens - (context - 1)
+        ways: list[str] = []
+        if self._image_prompts is not None:
+            ways += _picture_remedies(prompt.images, context - 1 - text, self._image_prompts)
+        if text > surplus:
+            ways.append(f"shorten the text by {surplus} tokens")
+        if remedy:
+            ways.append(remedy)
+        return DoesNotFit(
+            f"the prompt is {tokens} tokens ({of_pictures} of them pictures); "
+            f"the context holds {context}, with at least one for the answer",
+            ", or ".join(ways) or "send less",
+        )
+
     def token_text(self, token_id: int) -> str:
-        """One token as text, special ones too; bytes that are no whole character show as U+FFFD."""
+        """One token as text, special ones too; incomplete UTF-8 shows as U+FFFD."""
         token = self.tokenizer.id_to_token(token_id)
         return "" if token is None else self._spelling.bytes_of(token).decode("utf-8", "replace")
 
     def _check_length(self, texts: list[str], context: int) -> None:
-        """Refuse text that cannot fit, before work that grows with it."""
+        """Refuse text that cannot fit, before any work that grows with it."""
         if sum(map(len, texts)) <= context * _BYTES_PER_TOKEN:
             return
-        # The tokenizer composes characters (NFC), which makes some texts shorter.
+        # The tokenizer normalizes to NFC, which shortens some texts.
         size = sum(len(unicodedata.normalize("NFC", text).encode()) for text in texts)
         least = size // self._longest_token
         if least > context:
@@ -180,12 +191,12 @@ class PromptBuilder:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Bytes of the longest token: so many bytes of text take at least one."""
+        """Bytes of the longest token."""
         return max(len(self._spelling.bytes_of(token)) for token in self.tokenizer.get_vocab())
 
 
 def has_pictures(conversation: Conversation) -> bool:
-    """Whether there is anything but text in it."""
+    """Whether it has pictures or clips."""
     return any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
 
 
@@ -195,49 +206,23 @@ def _check_unicode(texts: list[str]) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"the text holds half a character ({text[error.start]!r}, at {error.start})",
+                f"the text has a lone surrogate ({text[error.start]!r}, at {error.start})",
                 "Send whole Unicode characters: JSON writes one beyond U+FFFF as a pair of escapes.",
                 param="messages",
             ) from None
 
 
-# What a prompt longer than the context is told: how much shorter it must be, and which pictures would fit.
-#
-# Knows: tokens of text and pictures, and how pictures are resized, so that a size it names really fits.
-# Does not know: the model, nor who runs.
+# A prompt over the context: by how much, and which pictures would fit.
+
+_MARKERS_PER_STEP = 2  # tokens around each picture and each time step of a clip: start and end
 
 
-_AROUND = 2  # tokens that go with each picture, and with each time step of a clip: its start and its end
-
-
-def too_long(
-    prompt: Prompt, context: int, processing: ImageProcessing | None, or_else: str = ""
-) -> DoesNotFit:
-    """The error for a ``prompt`` that leaves no token for an answer.
-
-    ``processing``: None where the model has no eyes. ``or_else``: what whoever started the engine can do.
-    """
-    tokens, of_pictures = len(prompt.token_ids), prompt.image_tokens
-    text, surplus = tokens - of_pictures, tokens - (context - 1)
-    ways = list(_ways_with_pictures(prompt.images, context - 1 - text, processing)) if processing else []
-    if text > surplus:
-        ways.append(f"shorten the text by {surplus} tokens")
-    if or_else:
-        ways.append(or_else)
-    return DoesNotFit(
-        f"the prompt is {tokens} tokens ({of_pictures} of them pictures); "
-        f"the context holds {context}, with at least one for the answer",
-        ", or ".join(ways) or "send less",
-    )
-
-
-def _ways_with_pictures(images: Many[PreparedImage], room: int, processing: ImageProcessing) -> Iterator[str]:
-    """``room`` tokens are left for pictures beside the text: smaller ones, or fewer."""
-    least = -(-processing.min_pixels // (processing.patch_size * processing.merge_size) ** 2)
-    whole = most_pictures(images, room)
+def _picture_remedies(images: Sequence[PreparedImage], room: int, prompts: ImagePrompts) -> Iterator[str]:
+    """Smaller or fewer pictures, where the text leaves ``room`` tokens for them."""
+    whole = num_images_that_fit(images, room)
     for count in range(len(images), whole, -1):
-        level = largest_level(images[:count], room + _around(images[count:]))
-        size = _pixels(images[:count], level, processing) if level >= least else None
+        level = max_tokens_per_image(images[:count], room + _marker_tokens(images[count:]))
+        size = _pixels(images[:count], level, prompts) if level >= prompts.min_tokens else None
         if size is not None:
             yield f"{_first(count, len(images))} with at most {level} tokens{_each(images)}{size}"
             break
@@ -253,15 +238,13 @@ def _first(count: int, of: int) -> str:
     return "the first picture fits" if count == 1 else f"the first {count} pictures fit"
 
 
-def _around(images: Many[PreparedImage]) -> int:
-    """Tokens of text that go with ``images``."""
-    return sum(_AROUND * image.grid[0] for image in images)
+def _marker_tokens(images: Sequence[PreparedImage]) -> int:
+    """Start and end tokens of ``images``."""
+    return sum(_MARKERS_PER_STEP * image.grid[0] for image in images)
 
 
-def largest_level(images: Many[PreparedImage], room: int) -> int:
-    """The most tokens that each picture (and each time step of a clip) may have so that all together have
-    at most ``room``. Smaller ones stay as they are.
-    """
+def max_tokens_per_image(images: Sequence[PreparedImage], room: int) -> int:
+    """The cap per picture (and time step of a clip) under which all of them have at most ``room`` tokens."""
     steps = sorted(image.tokens // image.grid[0] for image in images for _ in range(image.grid[0]))
     for index, tokens in enumerate(steps):
         level = max(room, 0) // (len(steps) - index)
@@ -271,32 +254,30 @@ def largest_level(images: Many[PreparedImage], room: int) -> int:
     return steps[-1] if steps else 0
 
 
-def most_pictures(images: Many[PreparedImage], room: int) -> int:
-    """How many of ``images``, from the first on, fit as they are if the others are left out."""
+def num_images_that_fit(images: Sequence[PreparedImage], room: int) -> int:
+    """How many of ``images``, from the first on, fit unchanged without the others."""
     for count in range(len(images), 0, -1):
-        if sum(image.tokens for image in images[:count]) <= room + _around(images[count:]):
+        if sum(image.tokens for image in images[:count]) <= room + _marker_tokens(images[count:]):
             return count
     return 0
 
 
-def _each(images: Many[PreparedImage]) -> str:
+def _each(images: Sequence[PreparedImage]) -> str:
     if any(image.is_video for image in images):
         return " each (a clip: for every two frames)"
     return " each" if len(images) > 1 else ""
 
 
-def _pixels(images: Many[PreparedImage], level: int, processing: ImageProcessing) -> str | None:
+def _pixels(images: Sequence[PreparedImage], level: int, prompts: ImagePrompts) -> str | None:
     """A size of at most ``level`` tokens, in the shape of the largest picture.
 
-    None: it is below the checkpoint's least, and would be enlarged to more than ``level``.
+    None: it is below the checkpoint's smallest, and would be enlarged to more than ``level``.
     """
-    factor = processing.patch_size * processing.merge_size
     largest = max(images, key=lambda image: image.tokens // image.grid[0])
-    height, width = smart_resize(
-        largest.seen.height, largest.seen.width, factor, processing.min_pixels, level * factor**2
-    )
-    if height * width < processing.min_pixels:
+    size = prompts.resized(largest.seen.height, largest.seen.width, level)
+    if size is None:
         return None
-    if height * width > level * factor**2:
+    height, width = size
+    if height * width > level * prompts.pixels_per_token:
         return ""  # so long and thin that the formula gives more
     return f", {width}x{height} pixels"

@@ -1,7 +1,6 @@
-"""Renders a checkpoint's chat template as transformers does. No torch.
+"""Renders a checkpoint's chat template as transformers does.
 
-Knows: Jinja, its sandbox, and what templates expect to find in it. Does not know: tokens or pictures.
-A template is code of whoever made the checkpoint, so it runs in Jinja's sandbox and sees plain values only.
+A template is code by whoever made the checkpoint: it runs in Jinja's sandbox and sees plain values only.
 """
 
 import json
@@ -16,16 +15,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlfit.errors import CheckpointError, InvalidRequest
 
-# A message or a tool, as templates want them: strings, lists and dicts of them.
+# A message or a tool as templates take them: strings, lists and dicts.
 TemplateValue = dict[str, Any]
 
 
 class ChatTemplate:
-    """A compiled template. Raises ``CheckpointError`` for one that Jinja does not understand.
+    """A compiled template. Raises ``CheckpointError`` for a syntax error.
 
-    ``special_tokens`` (``eos_token`` and the like) are what the template may write by name. ``literals``: all
-    text that it may write from its own source, one piece after the other. ``takes_tools``: whether it has a
-    place for functions.
+    ``special_tokens`` (``eos_token`` etc.) can be used by name. ``literals``: all literal text in its source.
+    ``takes_tools``: whether it uses ``tools``.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -46,10 +44,10 @@ class ChatTemplate:
         self.takes_tools = "tools" in meta.find_undeclared_variables(parsed)
 
     def render(self, messages: list[TemplateValue], tools: list[TemplateValue] | None = None) -> str:
-        """The prompt, up to where the model is to speak.
+        """The prompt up to the model's turn.
 
-        Raises ``InvalidRequest`` if the template refuses the messages by its own ``raise_exception``, and
-        ``CheckpointError`` if it fails in any other way: that is no fault of who wrote them.
+        Raises ``InvalidRequest`` if the template refuses the messages by ``raise_exception``, and
+        ``CheckpointError`` if it fails in any other way.
         """
         try:
             return self._template.render(
@@ -62,7 +60,7 @@ class ChatTemplate:
         except _Refusal as error:
             raise InvalidRequest(
                 f"the checkpoint's chat template refuses these messages: {error}",
-                "Most templates want an optional system message first, then user and assistant in turn.",
+                "Most templates take an optional system message first, then user and assistant in turn.",
                 param="messages",
             ) from error
         except Exception as error:  # a template is code, and may fail in any way that code does
@@ -89,14 +87,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML; a prompt wants JSON as it is."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class _Refusal(TemplateError):
-    """What a template raises on purpose."""
+    """Raised by a template's ``raise_exception``."""
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -108,9 +106,7 @@ def _now(format: str) -> str:
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}`` marks what training learns; for a prompt it is its
-    content.
-    """
+    """``{% generation %} ... {% endgeneration %}`` marks training targets; a prompt takes its content."""
 
     tags = {"generation"}  # noqa: RUF012  (how Jinja's base class has it)
 

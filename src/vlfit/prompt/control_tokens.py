@@ -1,11 +1,8 @@
-"""Keeps what a person writes apart from what only a chat template may write. No torch.
+"""Control tokens (``<|im_start|>``, ``<|image_pad|>``) in a user's text stay text; only templates write them.
 
-Knows: the names of control tokens (``<|im_start|>``, ``<|image_pad|>``), and how to carry text through a
-template so that such a name in it comes out as text. Does not know: templates or pictures.
-
-Text without such names goes through untouched. Where there are some, each is put between two characters
-that the conversation does not hold; after rendering, what stands between them is encoded as plain text.
-That gives the token ids of transformers' ``apply_chat_template(..., sanitize_control_tokens=True)``.
+A name in the text is put between two marker characters that the conversation does not use; after rendering,
+what stands between markers is encoded as plain text. The token ids are those of transformers'
+``apply_chat_template(..., sanitize_control_tokens=True)``.
 """
 
 import json
@@ -23,17 +20,17 @@ from vlfit.prompt.chat_template import TemplateValue
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Two characters that no text of a conversation holds; a name in it stands between them."""
+    """Two characters that a conversation does not use, put around control tokens' names in its text."""
 
     start: str
     end: str
 
 
 class ControlTokens:
-    """Tells the control tokens that the template writes from those that a person spells out.
+    """Tells control tokens that the template writes from names in a user's text.
 
-    ``names`` are control tokens even where the tokenizer does not call them special. ``in_parts``: messages
-    are lists of parts, as templates with pictures want them; otherwise each is one text.
+    ``names``: control tokens that the tokenizer may not mark special. ``in_parts``: messages are lists of
+    parts, as templates with pictures take them; otherwise each is one text.
     """
 
     def __init__(self, tokenizer: Tokenizer, names: Iterable[str], *, in_parts: bool = True) -> None:
@@ -41,13 +38,13 @@ class ControlTokens:
         self._in_parts = in_parts
         added = tokenizer.get_added_tokens_decoder().values()
         every = {*names, *(token.content for token in added if token.special)}
-        # The longest first: a name takes priority over those it contains.
+        # Longest first: a name takes priority over those that it contains.
         self._names = "|".join(map(re.escape, sorted(every, key=len, reverse=True)))
 
     def mark(
         self, conversation: Conversation, tools: tuple[Tool, ...] = ()
     ) -> tuple[list[TemplateValue], list[TemplateValue], Markers | None]:
-        """Messages and tools as a template wants them, with control tokens' names in their text marked."""
+        """Messages and tools as a template takes them, with control tokens' names in their text marked."""
         described = [as_template_tool(tool) for tool in tools]
         called = [as_template_calls(message.calls) for message in conversation]
         texts = [_text_of(message) for message in conversation]
@@ -66,7 +63,7 @@ class ControlTokens:
         return messages, self._marked(described, markers), markers
 
     def _marked(self, value: Any, markers: Markers | None) -> Any:
-        """``value`` with the names in all its strings marked, those of keys too."""
+        """``value`` with the names marked in all strings and keys."""
         if markers is None:
             return value
         if isinstance(value, str):
@@ -78,7 +75,7 @@ class ControlTokens:
         return value
 
     def _mark_message(self, message: Message, markers: Markers) -> TemplateValue:
-        """Names are sought across the parts of a message, because a template may join them."""
+        """Finds names across parts, because a template may join them."""
         inserts = [
             place
             for match in re.finditer(self._names, _text_of(message))
@@ -88,7 +85,7 @@ class ControlTokens:
         for part in message.parts:
             if isinstance(part, TextPart):
                 end = offset + len(part.text)
-                # A start mark belongs to the part with the name's first character, an end mark to the last's.
+                # A start marker goes to the part with a name's first character, an end marker to the last's.
                 mine = [
                     (place - offset, marker)
                     for place, marker in inserts
@@ -112,7 +109,7 @@ class ControlTokens:
         """Token ids of the rendered prompt; marked names are encoded as plain text."""
         if markers is None:
             return self._encode(rendered)
-        # Gives text, name, text, name, ..., text; a mark that lost its partner in the template only splits.
+        # Alternates text and name; a marker that lost its partner in the template only splits.
         pattern = f"{markers.start}({self._names}){markers.end}|[{markers.start}{markers.end}]"
         pieces = re.split(pattern, rendered)
         ids = self._encode(pieces[0])
@@ -122,7 +119,7 @@ class ControlTokens:
         return ids
 
     def _encode_piece(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """``piece`` from the middle of a prompt: after a line break, so that no space is put before it."""
+        """Encode ``piece`` as mid-prompt: after a line break, so that no space is prepended."""
         line_break = self._encode("\n")
         ids = encode(f"\n{piece}")
         return ids[len(line_break) :] if ids[: len(line_break)] == line_break else encode(piece)
@@ -132,7 +129,7 @@ class ControlTokens:
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        """The tokenizer's steps without the one that looks for added tokens."""
+        """The tokenizer's steps without matching added tokens."""
         tokenizer = self._tokenizer
         if tokenizer.normalizer is not None:
             text = tokenizer.normalizer.normalize_str(text)
@@ -158,14 +155,14 @@ def _as_template_message(message: Message) -> TemplateValue:
 
 
 def as_template_tool(tool: Tool) -> TemplateValue:
-    """A function as chat templates want it."""
+    """A function as chat templates take it."""
     described = {"description": tool.description} if tool.description else {}
     function = {"name": tool.name, **described, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 def as_template_calls(calls: tuple[ToolCall, ...]) -> list[TemplateValue]:
-    """What the assistant asked to have called, as chat templates want it."""
+    """Tool calls as chat templates take them."""
     return [
         {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
         for call in calls
@@ -173,7 +170,7 @@ def as_template_calls(calls: tuple[ToolCall, ...]) -> list[TemplateValue]:
 
 
 def _arguments(text: str) -> Any:
-    """Templates write arguments in JSON anew, or as they are where they are none."""
+    """Arguments parsed, as templates serialize them again; as they are if they are not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -189,12 +186,12 @@ def _insert(text: str, places: list[tuple[int, str]]) -> str:
 
 
 def _unused_characters(text: str) -> Markers:
-    """Two private-use characters that ``text`` does not hold: nobody can forge a mark."""
+    """Two private-use characters that ``text`` does not use, so that markers cannot be forged."""
     used = set(text)
     unused = [char for char in map(chr, range(0xF0000, 0x10FFFE)) if char not in used][:2]
     if len(unused) < 2:
         raise InvalidRequest(
-            "the text holds every private-use character of Unicode and names of control tokens",
+            "the text uses every private-use character of Unicode and names of control tokens",
             "Leave out one or the other.",
             param="messages",
         )

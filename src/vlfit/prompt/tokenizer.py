@@ -1,8 +1,4 @@
-"""Reads a checkpoint's tokenizer as transformers reads it. No torch.
-
-Knows: ``tokenizer.json``, the special tokens that templates may write, and the one place where transformers 5
-goes by another rule than the file's. Does not know: templates or conversations.
-"""
+"""A checkpoint's tokenizer, as transformers reads it, and the bytes of each of its tokens."""
 
 import json
 import re
@@ -16,20 +12,13 @@ from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.processor_files import tokenizer_file
 from vlfit.errors import CheckpointError
 
-# How a vocabulary spells text: which bytes each token stands for, and what decoding takes away. No torch.
-#
-# Knows: byte-level vocabularies (Qwen's, Llama 3's), and those of SentencePiece (Llama 2's, Phi-3's), where
-# U+2581 stands for a space, and bytes that no token has are spelled ``<0xE2>``. Does not know: text that
-# comes in pieces (``detokenizer.py``).
-
-
 _SPELLED_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character by which a byte-level vocabulary writes each byte: GPT-2's table.
+    """GPT-2's table of a character for each byte.
 
-    Printable Latin-1 stands for itself; the other bytes take the code points from 256 on, in order.
+    Printable Latin-1 is itself; the other bytes take the code points from 256 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -40,12 +29,13 @@ BYTES = _byte_alphabet()
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
-    """``byte_level``: each character of a token is a byte. Otherwise ``space`` stands for a space, and where
-    ``spells_bytes`` a token may be one byte.
+class TokenSpelling:
+    """The bytes that tokens stand for.
 
-    Of a whole text ``leading`` spaces at its beginning are not said, and where ``first_word`` those that its
-    first token begins with: the tokenizer had put them before it.
+    ``byte_level`` (Qwen, Llama 3): each character of a token is a byte. Otherwise (SentencePiece: Llama 2,
+    Phi-3) ``space``, U+2581, is a space, and with ``spells_bytes`` tokens like ``<0xE2>`` are one byte.
+    Decoding a whole text drops ``leading`` spaces, and with ``first_word`` those of its first token, which
+    the tokenizer had prepended.
     """
 
     byte_level: bool = False
@@ -56,7 +46,7 @@ class Spelling:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        """By the tokenizer's decoder. Raises ``CheckpointError`` for one that vlfit does not follow."""
+        """From the tokenizer's decoder. Raises ``CheckpointError`` for one that is not supported."""
         decoder = tokenizer.decoder
         settings: dict[str, Any] = {} if decoder is None else json.loads(decoder.__getstate__())
         steps = settings.get("decoders", [settings])
@@ -83,25 +73,25 @@ class Spelling:
         return cls(**found)
 
     def bytes_of(self, token: str) -> bytes:
-        """The bytes for which ``token`` (as the vocabulary writes it) stands inside of a text."""
+        """The bytes of ``token`` (as the vocabulary spells it) inside a text."""
         if self.byte_level:
             if all(character in BYTES for character in token):
                 return bytes(BYTES[character] for character in token)
-            return token.encode("utf-8")  # an added token with characters outside the table is itself
+            return token.encode("utf-8")  # an added token with other characters is itself
         byte = self.byte_of(token)
         return token.replace(self.space, " ").encode("utf-8") if byte is None else bytes((byte,))
 
     def byte_of(self, token: str) -> int | None:
-        """The one byte that ``token`` spells, if it is such a token."""
+        """The byte of a token like ``<0xE2>``; None for others."""
         spelled = _SPELLED_BYTE.fullmatch(token) if self.spells_bytes else None
         return int(spelled[1], 16) if spelled else None
 
 
 def _unknown(step: dict[str, Any]) -> CheckpointError:
     return CheckpointError(
-        f"tokenizer.json: the decoder has {step.get('type', 'nothing')}, which vlfit does not follow",
+        f"tokenizer.json: the decoder has {step.get('type', 'nothing')}, which vlfit does not support",
         "vlfit reads byte-level vocabularies (Qwen, Llama 3) and SentencePiece's (Llama 2, Phi-3); is this "
-        "tokenizer of another model?",
+        "the tokenizer of another model?",
     )
 
 
@@ -109,28 +99,29 @@ _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Raises ``CheckpointError`` for one that is missing, broken, or of a kind that vlfit cannot read."""
+    """Read ``tokenizer.json``. Raises ``CheckpointError`` if it is missing, broken or not supported."""
     path = tokenizer_file(folder)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{path} cannot be read: {error}", "Fetch this file again.") from error
-    if Spelling.of(tokenizer).byte_level and tokenizer.pre_tokenizer is None:
+    if TokenSpelling.of(tokenizer).byte_level and tokenizer.pre_tokenizer is None:
         raise CheckpointError(f"{path} has no pre_tokenizer", "Fetch this file again.")
     _as_llama(tokenizer, folder)
-    # Settings of whoever saved it; a prompt is neither cut nor padded.
+    # Saved settings of whoever wrote the file; a prompt is neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _as_llama(tokenizer: Tokenizer, folder: Path) -> None:
-    """transformers 5 splits the text of Llama 2 by its ``LlamaTokenizer``, whatever the file says: with
-    ``legacy`` a space goes before every piece between special tokens, without only before the first.
+    """Split text as transformers 5's ``LlamaTokenizer`` does, whatever the file says (Llama 2).
+
+    With ``legacy`` a space is prepended to every piece between special tokens, else only to the first.
     """
     settings, config = _settings(folder), Fields.read(folder / "config.json")
     named = settings.text("tokenizer_class", "") in _LLAMA_CLASSES
-    if config.text("model_type", "") != "llama" or not named or Spelling.of(tokenizer).byte_level:
+    if config.text("model_type", "") != "llama" or not named or TokenSpelling.of(tokenizer).byte_level:
         return
     scheme = "always" if settings.flag("legacy", False) else "first"
     tokenizer.normalizer = None
@@ -142,7 +133,7 @@ def _as_llama(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """``bos_token``, ``eos_token`` and the like, which templates may write."""
+    """``bos_token``, ``eos_token`` etc., which templates may use by name."""
     values = _settings(folder).values
     named = {name: values[name] for name in values if name.endswith("_token")}
     contents = {name: v.get("content") if isinstance(v, dict) else v for name, v in named.items()}

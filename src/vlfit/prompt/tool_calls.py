@@ -1,7 +1,6 @@
-"""Calls of functions as Qwen writes them, in Hermes' form: JSON between ``<tool_call>`` and ``</tool_call>``.
+"""Tool calls in the Hermes format, as Qwen writes them: JSON between ``<tool_call>`` and ``</tool_call>``.
 
-Knows that form: how a grammar holds a model to it, and how calls are found in text that comes in pieces. Does
-not know: how tools are told to the model (its chat template does that), or what they do. No torch.
+A grammar that constrains a model to such calls, and a parser that finds them in streamed text.
 """
 
 import json
@@ -11,22 +10,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlfit.api.conversation import Tool, ToolCall
-from vlfit.api.sampling_params import SPACING, Form
+from vlfit.api.sampling_params import SPACING, Grammar
 from vlfit.api.schema_limits import check_schema
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_HALF = re.compile(
-    rf'{_OPEN}\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)', re.DOTALL
-)
+from vlfit.models.registry import HERMES_TOOL_CALLS, ToolCallSyntax
 
 
-def calls_form(
+def _partial_call(syntax: ToolCallSyntax) -> re.Pattern[str]:
+    """A call whose arguments may be cut off."""
+    return re.compile(
+        rf'{re.escape(syntax.open)}\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"'
+        r'\s*,\s*"arguments"\s*:(?P<arguments>.*)',
+        re.DOTALL,
+    )
+
+
+def tool_call_grammar(
     tools: tuple[Tool, ...],
     *,
     parallel: bool,
     required: bool,
     otherwise: dict[str, Any] | None = None,
-) -> Form:
+    syntax: ToolCallSyntax = HERMES_TOOL_CALLS,
+) -> Grammar:
     """A form with calls of ``tools``, their arguments by their schemas; several only if ``parallel``.
 
     ``required``: at least one call and nothing else. If not, any text may stand before, between and after,
@@ -36,7 +41,7 @@ def calls_form(
     check_schema([tool.parameters for tool in tools], "tools")
     check_schema(otherwise, "response_format")
     alone = required or otherwise is not None
-    rules = [_rule(number, tool, alone) for number, tool in enumerate(tools)]
+    rules = [_rule(number, tool, syntax, alone) for number, tool in enumerate(tools)]
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
     if alone:
         start = f"start: calls{'' if required else ' | answer'}"
@@ -45,33 +50,37 @@ def calls_form(
             rest.append(f"answer: %json {json.dumps({**(otherwise or {}), 'x-guidance': SPACING})}")
     else:
         start = f"start: call{'*' if parallel else '?'} text"
-        words = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{_OPEN}(.|\n)*/"
-        rest = ["text: TEXT", words, f"opened[lazy]: TEXT {json.dumps(_OPEN)}"]
-    return Form("grammar", "\n".join(["%llguidance {}", start, f"call: {call}", *rest, *rules]), "tools")
+        words = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{syntax.open}(.|\n)*/"
+        rest = ["text: TEXT", words, f"opened[lazy]: TEXT {json.dumps(syntax.open)}"]
+    return Grammar("grammar", "\n".join(["%llguidance {}", start, f"call: {call}", *rest, *rules]), "tools")
 
 
-def _rule(number: int, tool: Tool, alone: bool) -> str:
-    begin = json.dumps(_OPEN) if alone else "opened"
+def _rule(number: int, tool: Tool, syntax: ToolCallSyntax, alone: bool) -> str:
+    begin = json.dumps(syntax.open) if alone else "opened"
     head = json.dumps(f'\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
     schema = {"type": "object", **tool.parameters, "x-guidance": SPACING}
-    return f"call_{number}: {begin} {head} %json {json.dumps(schema)} {json.dumps('}' + chr(10) + _CLOSE)}"
+    return (
+        f"call_{number}: {begin} {head} %json {json.dumps(schema)} {json.dumps('}' + chr(10) + syntax.close)}"
+    )
 
 
 @dataclass(slots=True)
 class ToolCallReader:
-    """Follows one completion. ``names``: the functions that were offered; what calls others stays text.
-    ``forced``: the one that it can but call, however little of it comes.
+    """Parses one streamed completion. ``names``: the offered functions; calls of others stay text.
+
+    ``forced``: the one function that the completion has to call.
     """
 
     names: frozenset[str]
     forced: str | None = None
+    syntax: ToolCallSyntax = HERMES_TOOL_CALLS
     _held: str = ""
     _open: bool = False
-    _looked: int = 0  # of what is held, behind how much a closing tag is sought
-    _called: bool = False  # and nothing but spaces was said since
+    _looked: int = 0  # characters of the open call that were searched for a closing tag
+    _called: bool = False  # and only white space followed
 
     def add(self, text: str) -> Iterator[str | ToolCall]:
-        """Text that is safe to say and calls that are whole, in order."""
+        """Text that cannot be part of a call, and complete calls, in order."""
         self._held += text
         while True:
             said = "" if self._open else self._words()
@@ -85,14 +94,14 @@ class ToolCallReader:
             yield call
 
     def flush(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
-        """The end. A call that only lacks its closing tag is one; what is none was text after all.
+        """End of the completion. A call that only lacks its closing tag counts; anything else is text.
 
-        ``cut``: the answer was to go on. A call is then told with the part of its arguments that has come,
-        as OpenAI does; one of which not even the name has come is told only if it was ``forced``.
+        ``cut``: the answer was cut off. A call is then returned with its partial arguments, as OpenAI does;
+        without even its name only if it was ``forced``.
         """
         rest, self._held = self._held, ""
         if self._open:
-            call = self._read(rest[len(_OPEN) :]) or (self._half(rest) if cut else None)
+            call = self._read(rest[len(self.syntax.open) :]) or (self._half(rest) if cut else None)
             self._open = False
             if call is not None:
                 yield call
@@ -106,36 +115,36 @@ class ToolCallReader:
             yield rest
 
     def _words(self) -> str:
-        """What stands before the next opening tag; the line breaks right before it belong to the tag."""
-        place = self._held.find(_OPEN)
+        """Text before the next opening tag; line breaks right before it belong to the tag."""
+        place = self._held.find(self.syntax.open)
         if place >= 0:
             self._open, self._looked = True, 0
             said, self._held = self._held[:place].rstrip("\n"), self._held[place:]
             return said
-        keep = _may_open(self._held)
+        keep = _may_open(self._held, self.syntax.open)
         said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return said
 
     def _call(self) -> ToolCall | None:
-        """The call that is open, if it is whole: a closing tag inside of an argument does not close it."""
-        while (place := self._held.find(_CLOSE, max(self._looked, len(_OPEN)))) >= 0:
-            call = self._read(self._held[len(_OPEN) : place])
-            self._looked = place + len(_CLOSE)
+        """The open call, if complete: a closing tag inside an argument does not close it."""
+        while (place := self._held.find(self.syntax.close, max(self._looked, len(self.syntax.open)))) >= 0:
+            call = self._read(self._held[len(self.syntax.open) : place])
+            self._looked = place + len(self.syntax.close)
             if call is not None:
                 self._open, self._held = False, self._held[self._looked :]
                 return call
         return None
 
     def _half(self, text: str) -> ToolCall | None:
-        found = _HALF.match(text)
+        found = _partial_call(self.syntax).match(text)
         if found is None or found["name"] not in self.names:
             return None
         return ToolCall(found["name"], found["arguments"].lstrip())
 
     def _begins_call(self, text: str) -> bool:
-        """Whether ``text`` is how a call begins, line breaks before it and all, up to its arguments."""
+        """Whether ``text`` is a prefix of a call up to its arguments, after any line breaks."""
         text = text.lstrip("\n")
-        begins = (f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": ' for name in self.names)
+        begins = (f'{self.syntax.open}\n{{"name": {json.dumps(name)}, "arguments": ' for name in self.names)
         return any(begin.startswith(text) for begin in begins)
 
     def _read(self, text: str) -> ToolCall | None:
@@ -153,8 +162,8 @@ class ToolCallReader:
         return ToolCall(name, told)
 
 
-def _may_open(text: str) -> int:
-    """Length of the longest tail of ``text`` that may begin line breaks and an opening tag."""
-    tag = next((size for size in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:size])), 0)
+def _may_open(text: str, opening: str) -> int:
+    """Length of the longest suffix of ``text`` that may begin line breaks and an opening tag."""
+    tag = next((size for size in range(len(opening) - 1, 0, -1) if text.endswith(opening[:size])), 0)
     before = text[: len(text) - tag]
     return tag + len(before) - len(before.rstrip("\n"))

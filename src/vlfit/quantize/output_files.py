@@ -1,7 +1,5 @@
-"""The folder of a new checkpoint: written beside its place, and put there whole or not at all.
-
-Knows: safetensors files written piece by piece, the small files that go along, and how a folder appears at
-once. Does not know: what the pieces are or how they are made.
+"""Plan and write the files of a converted checkpoint: safetensors shards written piece by piece, the small
+files that are copied, and a folder that appears complete or not at all.
 """
 
 import errno
@@ -20,21 +18,15 @@ from vlfit.checkpoint.quantization import FLOAT_FORMAT, PACKED_FORMAT, Fp8Format
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import COMPRESSED_SCALE, SCALE_SUFFIX
 from vlfit.errors import UsageError, VlfitError
-from vlfit.quantize.recipe import HEAD, Form, Recipe, roundable
+from vlfit.quantize.recipe import HEAD, Recipe, TargetFormat, quantizable_weights
 from vlfit.units import MIB, format_bytes
-
-# What a converted checkpoint will hold, before anything is computed: tensors, files and their exact bytes.
-#
-# Knows: what becomes of each tensor, the names that the forms give their parts, and how tensors fill files.
-# Does not know: values, or what was chosen and why (``recipe.py``).
-
 
 _ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "I32": 4, "I64": 8}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One tensor of the new checkpoint. ``dtype`` is the word of the safetensors format."""
+class OutputTensor:
+    """One tensor of the new checkpoint. ``dtype`` is the name in the safetensors format."""
 
     name: str
     dtype: str
@@ -43,28 +35,28 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One tensor of the old checkpoint and what becomes of it.
+class TensorConversion:
+    """One tensor of the source checkpoint and what is written for it.
 
-    ``form``: its values are rounded, and ``pieces`` stand for them; None: there is one piece, its bytes as
-    they are, or in bfloat16 what they mean (``widened``). ``scale``: of a source in FP8, its scales.
+    ``target_format``: it is quantized, and ``outputs`` are its codes and scales. None: it has one output, its
+    bytes as they are, or ``dequantized`` to bfloat16. ``scale``: the scales of an FP8 source.
     """
 
     source: TensorInfo
-    pieces: tuple[Piece, ...]
-    form: Form | None = None
+    outputs: tuple[OutputTensor, ...]
+    target_format: TargetFormat | None = None
     scale: TensorInfo | None = None
-    widened: bool = False
+    dequantized: bool = False
 
     @property
     def bytes(self) -> int:
-        """Written."""
-        return sum(piece.bytes for piece in self.pieces)
+        """Bytes written."""
+        return sum(output.bytes for output in self.outputs)
 
     @property
     def stays_fp8(self) -> bool:
-        """Whether it is a weight in FP8 that keeps its bytes."""
-        return self.source.dtype == "F8_E4M3" and self.form is None and not self.widened
+        """Whether it is an FP8 weight that is copied."""
+        return self.source.dtype == "F8_E4M3" and self.target_format is None and not self.dequantized
 
     @property
     def bytes_read(self) -> int:
@@ -73,161 +65,173 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file: its name, its jobs, what stands before the first tensor, and where each piece goes."""
+    """One file: its tensors, the safetensors header, and the byte range of each output."""
 
     name: str
-    jobs: tuple[Job, ...]
-    head: bytes
-    places: dict[str, tuple[int, int]]  # first byte in the file, and the byte after the last
+    tensors: tuple[TensorConversion, ...]
+    header: bytes
+    offsets: dict[str, tuple[int, int]]  # first byte in the file, and the byte after the last
 
 
-def jobs(checkpoint: Checkpoint, recipe: Recipe) -> list[Job]:
-    """What becomes of each tensor, in the order of the old files."""
-    shapes = roundable(checkpoint)
-    # A copy of the embedding, which nobody reads, would stay behind in 16 bits.
+def plan_tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[TensorConversion]:
+    """What is written for each tensor, in the order of the source files."""
+    shapes = quantizable_weights(checkpoint)
+    # A redundant copy of a tied embedding would stay in 16 bits.
     copied_head = f"{HEAD}.weight" if checkpoint.config.tie_word_embeddings and recipe.embedding else None
-    found: list[Job] = []
+    tensors: list[TensorConversion] = []
     for name, info in checkpoint.tensors.items():
         if name != copied_head:
-            found += _jobs(checkpoint, recipe, info, shapes.get(name))
-    return found
+            tensors += _plan_tensor(checkpoint, recipe, info, shapes.get(name))
+    return tensors
 
 
-def _jobs(
+def _plan_tensor(
     checkpoint: Checkpoint, recipe: Recipe, info: TensorInfo, shape: tuple[int, int] | None
-) -> Iterator[Job]:
-    """What becomes of one tensor; of the scales of FP8 nothing, unless their weight keeps them."""
+) -> Iterator[TensorConversion]:
+    """What is written for one tensor; scales of FP8 are written only with weights that stay FP8."""
     name = info.name
     is_fp8 = info.dtype == "F8_E4M3"
-    if recipe.keeps_text and (is_fp8 or name.endswith(SCALE_SUFFIX)):
+    if recipe.keeps_fp8_text and (is_fp8 or name.endswith(SCALE_SUFFIX)):
         new_name = name.replace(f".weight{SCALE_SUFFIX}", COMPRESSED_SCALE)
-        yield Job(info, (Piece(new_name, info.dtype, info.shape, info.bytes),))
+        yield TensorConversion(info, (OutputTensor(new_name, info.dtype, info.shape, info.bytes),))
         return
     if name.endswith(SCALE_SUFFIX):
         return
     scale = checkpoint.tensors[name + SCALE_SUFFIX] if is_fp8 else None
-    form = recipe.form_of(name, shape[1]) if shape else None
-    if form is not None and shape is not None:
-        yield Job(info, tuple(_pieces(form, name, *shape)), form, scale)
+    target_format = recipe.format_for(name, shape[1]) if shape else None
+    if target_format is not None and shape is not None:
+        yield TensorConversion(
+            info, tuple(_quantized_outputs(target_format, name, *shape)), target_format, scale
+        )
     elif is_fp8:
-        yield Job(info, (_piece(name, "BF16", info.shape),), None, scale, widened=True)
+        yield TensorConversion(
+            info, (_output_tensor(name, "BF16", info.shape),), None, scale, dequantized=True
+        )
     else:
-        yield Job(info, (Piece(name, info.dtype, info.shape, info.bytes),))
+        yield TensorConversion(info, (OutputTensor(name, info.dtype, info.shape, info.bytes),))
 
 
-def _pieces(form: Form, name: str, rows: int, columns: int) -> Iterator[Piece]:
-    """What stands for a weight: codes, scales, and for packed codes the shape that they do not tell."""
-    if isinstance(form, Fp8Format):
-        yield _piece(name, "F8_E4M3", (rows, columns))
-        yield _piece(name + SCALE_SUFFIX, "BF16", form.scale_shape(rows, columns))
+def _quantized_outputs(
+    target_format: TargetFormat, name: str, rows: int, columns: int
+) -> Iterator[OutputTensor]:
+    """Outputs of a quantized weight: codes, scales, and the shape that packed codes do not tell."""
+    if isinstance(target_format, Fp8Format):
+        yield _output_tensor(name, "F8_E4M3", (rows, columns))
+        yield _output_tensor(name + SCALE_SUFFIX, "BF16", target_format.scale_shape(rows, columns))
         return
     module = name.removesuffix(".weight")
     dtypes = {
-        "weight": "F8_E4M3" if form.kind == FLOAT_FORMAT else "I8",
+        "weight": "F8_E4M3" if target_format.kind == FLOAT_FORMAT else "I8",
         "weight_packed": "I32",
         "weight_scale": "BF16",
     }
-    for part, shape in form.stored(rows, columns).items():
-        yield _piece(f"{module}.{part}", dtypes[part], shape)
-    if form.kind == PACKED_FORMAT:
-        yield _piece(f"{module}.weight_shape", "I64", (2,))
+    for part, shape in target_format.stored(rows, columns).items():
+        yield _output_tensor(f"{module}.{part}", dtypes[part], shape)
+    if target_format.kind == PACKED_FORMAT:
+        yield _output_tensor(f"{module}.weight_shape", "I64", (2,))
 
 
-def _piece(name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
-    return Piece(name, dtype, shape, prod(shape) * _ITEM_BYTES[dtype])
+def _output_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTensor:
+    return OutputTensor(name, dtype, shape, prod(shape) * _ITEM_BYTES[dtype])
 
 
-def shards(all_jobs: list[Job], limit: int) -> list[Shard]:
-    """Files of at most ``limit`` bytes of tensors (more only where one alone takes more), in order."""
-    files: list[list[Job]] = []
+def plan_shards(tensors: list[TensorConversion], limit: int) -> list[Shard]:
+    """Group tensors into files of at most ``limit`` bytes, in order; a larger tensor gets its own."""
+    groups: list[list[TensorConversion]] = []
     filled = limit
-    for job in all_jobs:
-        if not files or filled + job.bytes > limit:
-            files.append([])
+    for tensor in tensors:
+        if not groups or filled + tensor.bytes > limit:
+            groups.append([])
             filled = 0
-        files[-1].append(job)
-        filled += job.bytes
-    if len(files) == 1:
-        return [_shard(SINGLE_FILE, files[0])]
-    count = len(files)
+        groups[-1].append(tensor)
+        filled += tensor.bytes
+    if len(groups) == 1:
+        return [_plan_shard(SINGLE_FILE, groups[0])]
+    count = len(groups)
     return [
-        _shard(f"model-{number:05d}-of-{count:05d}.safetensors", file) for number, file in enumerate(files, 1)
+        _plan_shard(f"model-{number:05d}-of-{count:05d}.safetensors", group)
+        for number, group in enumerate(groups, 1)
     ]
 
 
-def _shard(name: str, file_jobs: list[Job]) -> Shard:
-    # Wide types first: then every tensor starts at a multiple of its type's size, as readers like it.
-    pieces = [piece for job in file_jobs for piece in job.pieces]
-    pieces.sort(key=lambda piece: -piece.bytes // max(prod(piece.shape), 1))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _plan_shard(name: str, tensors: list[TensorConversion]) -> Shard:
+    # Wide types first, so that every tensor is aligned to its item size.
+    outputs = [output for tensor in tensors for output in tensor.outputs]
+    outputs.sort(key=lambda output: -output.bytes // max(prod(output.shape), 1))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ends: dict[str, int] = {}
     end = 0
-    for piece in pieces:
-        offsets = [end, end + piece.bytes]
-        header[piece.name] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": offsets}
-        end = ends[piece.name] = end + piece.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    for output in outputs:
+        data_offsets = [end, end + output.bytes]
+        entries[output.name] = {
+            "dtype": output.dtype,
+            "shape": list(output.shape),
+            "data_offsets": data_offsets,
+        }
+        end = ends[output.name] = end + output.bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    places = {
-        piece.name: (len(head) + ends[piece.name] - piece.bytes, len(head) + ends[piece.name])
-        for piece in pieces
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {
+        output.name: (len(header) + ends[output.name] - output.bytes, len(header) + ends[output.name])
+        for output in outputs
     }
-    return Shard(name, tuple(file_jobs), head, places)
+    return Shard(name, tuple(tensors), header, offsets)
 
 
-def index(files: list[Shard]) -> dict[str, Any]:
-    """What ``model.safetensors.index.json`` says about several files."""
-    homes = {name: file.name for file in files for name in file.places}
-    total = sum(job.bytes for file in files for job in file.jobs)
-    return {"metadata": {"total_size": total}, "weight_map": homes}
+def shard_index(shards: list[Shard]) -> dict[str, Any]:
+    """The content of ``model.safetensors.index.json``."""
+    weight_map = {name: shard.name for shard in shards for name in shard.offsets}
+    total = sum(tensor.bytes for shard in shards for tensor in shard.tensors)
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 ORIGINAL_CARD = "README.original.md"
-_SMALL = (".json", ".jinja", ".txt", ".model")
-_LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
-_COPIED_AT_ONCE = 16 * MIB
-# The card, and that a file takes whole blocks of the disk: a few KiB. The weights' bytes are known exactly.
-_RESERVE = MIB // 4
+_SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_LICENSE_PREFIXES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
+_COPY_CHUNK = 16 * MIB
+# For the model card and partial disk blocks: a few KiB. The bytes of the weights are known exactly.
+_DISK_RESERVE = MIB // 4
 
 
 @contextmanager
-def new_folder(target: Path, source: Path, *, replace: bool) -> Iterator[Path]:
-    """A folder to write into; when the block ends well, it becomes ``target``, else it is removed.
+def atomic_folder(target: Path, source: Path, *, replace: bool) -> Iterator[Path]:
+    """A temporary folder that becomes ``target`` when the block ends without an error, and is removed
+    otherwise.
 
-    A program that is killed leaves a folder named ``.NAME.PID.incomplete``, which the next one to write
-    ``target`` removes, unless another process of that number runs by then.
-    Raises ``UsageError`` when ``target`` is taken and not to be replaced, or must not be.
+    A killed process leaves a folder ``.NAME.PID.incomplete``, which the next conversion to ``target``
+    removes, unless a process with that id is running. Raises ``UsageError`` if ``target`` exists and is not
+    to be replaced, or must not be.
     """
     target = target.resolve()
     _check_target(target, source.resolve(), replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
-    work = target.parent / f".{target.name}.{os.getpid()}.incomplete"
-    work.mkdir()
+    temporary = target.parent / f".{target.name}.{os.getpid()}.incomplete"
+    temporary.mkdir()
     try:
-        yield work
-        _put_in_place(work, target)
+        yield temporary
+        _publish(temporary, target)
     finally:
-        shutil.rmtree(work, ignore_errors=True)  # gone already when all went well
+        shutil.rmtree(temporary, ignore_errors=True)  # no longer there after success
 
 
 def _check_target(target: Path, source: Path, *, replace: bool) -> None:
     if target == source or target in source.parents or source in target.parents:
         raise UsageError(
-            f"{target} is, holds, or lies in the checkpoint that is to be converted ({source})",
-            "Give another folder with --out.",
+            f"{target} is, contains, or is inside the checkpoint to convert ({source})",
+            "Choose another folder with --out.",
         )
     if not os.path.lexists(target) or _is_empty_folder(target):
         return
     if not replace:
         raise UsageError(
-            f"{target} is there already", "Give another place with --out, or --force to replace it."
+            f"{target} already exists", "Choose another folder with --out, or replace it with --force."
         )
     if not (target / "config.json").is_file():
         raise UsageError(
-            f"{target} is no checkpoint: it holds no config.json, so --force does not delete it",
-            "Give another place with --out, or remove it yourself.",
+            f"{target} is not a checkpoint (it has no config.json), so --force does not delete it",
+            "Choose another folder with --out, or delete it yourself.",
         )
 
 
@@ -236,36 +240,36 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what conversions to the same place left that were killed."""
-    # An old checkpoint that was being replaced is the only one until the new one is there.
+    """Remove what killed conversions to the same target left behind."""
+    # Until the target exists, the old checkpoint that was being replaced is the only copy.
     kinds = ("incomplete", "old") if target.exists() else ("incomplete",)
     for path in target.parent.iterdir():
         number, _, kind = path.name.removeprefix(f".{target.name}.").partition(".")
         if path.name != f".{target.name}.{number}.{kind}" or kind not in kinds or not number.isdecimal():
             continue
-        # Ours, too: nothing has been written yet, and in a container numbers come again with every start.
+        # Including our own id: nothing is written yet, and process ids repeat in containers.
         if int(number) == os.getpid() or not _is_running(int(number)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_running(process: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
-        os.kill(process, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody else's, so there is one
+        pass  # it exists and belongs to another user
     return True
 
 
-def _put_in_place(work: Path, target: Path) -> None:
+def _publish(temporary: Path, target: Path) -> None:
     if not os.path.lexists(target) or _is_empty_folder(target):
-        work.rename(target)
+        temporary.rename(target)
         return
     old = target.parent / f".{target.name}.{os.getpid()}.old"
     try:
         target.rename(old)
-        work.rename(target)
+        temporary.rename(target)
     except BaseException:
         if old.exists() and not target.exists():
             old.rename(target)
@@ -273,115 +277,117 @@ def _put_in_place(work: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_disk(folder: Path, needed: int) -> None:
-    """Raises ``VlfitError`` when the disk of ``folder`` has no room for ``needed`` bytes and a few more."""
+def check_disk_space(folder: Path, needed: int) -> None:
+    """Raises ``VlfitError`` if the disk of ``folder`` has less than ``needed`` bytes and a reserve."""
     free = shutil.disk_usage(folder).free
-    if free < needed + _RESERVE:
+    if free < needed + _DISK_RESERVE:
         raise VlfitError(
-            f"{folder.parent} has {format_bytes(free)} free; the new checkpoint takes {format_bytes(needed)} "
-            f"(and {format_bytes(_RESERVE)} must be left for its card)",
-            "Make room, or give a place on another disk with --out.",
+            f"{folder.parent} has {format_bytes(free)} free; the new checkpoint takes "
+            f"{format_bytes(needed)}, plus {format_bytes(_DISK_RESERVE)} for its model card",
+            "Free disk space, or choose a folder on another disk with --out.",
         )
 
 
-def cannot_write(target: Path, error: OSError) -> VlfitError:
-    """What to tell a person when ``error`` ended the writing of ``target``; its folder is removed by then."""
+def write_error(target: Path, error: OSError) -> VlfitError:
+    """The error for an ``OSError`` while ``target`` was written; its folder is removed by then."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "Make room, or give a place on another disk with --out. What was written has been removed."
+        hint = (
+            "Free disk space, or choose a folder on another disk with --out. Partial files have been removed."
+        )
         return VlfitError(f"the disk is full: {target} was not written", hint)
     if error.errno == errno.EFBIG:
         hint = (
-            "A single file may not grow so large here (a limit of the shell, see `ulimit -f`, or of the file "
-            "system): write smaller ones with --shard-mib, or to another place with --out."
+            "Files of this size are not allowed here (`ulimit -f`, or a limit of the file system): write "
+            "smaller ones with --shard-mib, or choose another folder with --out."
         )
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        hint = "Give a folder that you may write to with --out."
+        hint = "Choose a folder that you can write to with --out."
     else:
-        hint = "Nothing was left behind. Try another place with --out."
+        hint = "Nothing was left behind. Try another folder with --out."
     named = f" ({error.filename})" if error.filename else ""
     return VlfitError(f"cannot write {target}: {error.strerror or error}{named}", hint)
 
 
-def small_bytes(source: Path) -> int:
-    """What ``copy_small_files`` will write."""
+def small_files_bytes(source: Path) -> int:
+    """Bytes that ``copy_small_files`` will write."""
     return sum(path.stat().st_size for path, _ in _small_files(source))
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Tokenizer, picture settings, templates and licences; not config.json, which changes, nor weights.
+    """Copy tokenizer, image processor, templates and licences; not config.json, which changes, nor weights.
 
-    The card is kept under another name: what it says of files and scores is about the original.
+    The source's model card is kept under another name: its files and scores are those of the original.
     """
     for path, name in _small_files(source):
         shutil.copyfile(path, folder / name)
 
 
 def _small_files(source: Path) -> Iterator[tuple[Path, str]]:
-    """Files that go along, each with its new name."""
+    """Files to copy, each with its new name."""
     for path in sorted(source.iterdir()):
         name = path.name
-        wanted = name.endswith(_SMALL) or name.upper().startswith(_LEGAL)
+        is_small_file = name.endswith(_SMALL_SUFFIXES) or name.upper().startswith(_LICENSE_PREFIXES)
         if name == "README.md":
             yield path, ORIGINAL_CARD
-        elif wanted and path.is_file() and name != "config.json" and not name.endswith(".index.json"):
+        elif is_small_file and path.is_file() and name != "config.json" and not name.endswith(".index.json"):
             yield path, name
 
 
 class ShardWriter:
-    """Writes one safetensors file whose sizes are known before. A context manager.
+    """Writes one safetensors file of known layout. A context manager.
 
-    Pieces may come in any order, and each in several parts one after the other, so that no more than one part
-    has to be in memory. Leaving the block brings the file to the disk.
+    Outputs may come in any order and in several parts each, so that only one part has to be in memory.
+    Leaving the block syncs the file to disk.
     """
 
     def __init__(self, folder: Path, shard: Shard) -> None:
         self._shard = shard
-        self._next = {name: start for name, (start, _) in shard.places.items()}
+        self._next = {name: start for name, (start, _) in shard.offsets.items()}
         self._file = (folder / shard.name).open("xb")
 
     def __enter__(self) -> "ShardWriter":
-        self._file.write(self._shard.head)
+        self._file.write(self._shard.header)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._check_whole()
+                self._check_complete()
                 self._file.flush()
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
 
     def append(self, name: str, part: bytes | memoryview) -> None:
-        """The next bytes of the piece ``name``."""
+        """Write the next bytes of the output ``name``."""
         view = memoryview(part).cast("B")
         start = self._next[name]
-        if start + len(view) > self._shard.places[name][1]:
-            raise ValueError(f"{name}: more bytes than its place in {self._shard.name} has")
+        if start + len(view) > self._shard.offsets[name][1]:
+            raise ValueError(f"{name}: more bytes than planned in {self._shard.name} has")
         self._file.seek(start)
         self._file.write(view)
         self._next[name] = start + len(view)
 
     def copy(self, info: TensorInfo, name: str) -> None:
-        """The tensor ``info`` as its file has it, under ``name``."""
+        """Copy the tensor ``info`` from its file to the output ``name``."""
         with info.file.open("rb") as source:
             source.seek(info.start)
             left = info.bytes
             while left:
-                part = source.read(min(left, _COPIED_AT_ONCE))
+                part = source.read(min(left, _COPY_CHUNK))
                 if not part:
-                    raise OSError(f"{info.file} ended early: it is being changed")
+                    raise OSError(f"{info.file} ended early; it changed while it was read")
                 self.append(name, part)
                 left -= len(part)
 
-    def _check_whole(self) -> None:
-        for name, (_, end) in self._shard.places.items():
+    def _check_complete(self) -> None:
+        for name, (_, end) in self._shard.offsets.items():
             if self._next[name] != end:
                 raise ValueError(f"{name}: {end - self._next[name]} bytes were never written")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file that takes part in the promise: on the disk before the folder has its name."""
+    """Write and sync a small file, so that it is on disk before the folder gets its final name."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

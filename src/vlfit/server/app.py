@@ -1,8 +1,4 @@
-"""The server's routes, put together around one backend.
-
-Knows: which path leads where. Does not know: how to listen (``listen``) or to load a model (the command
-line).
-"""
+"""The server's ASGI application: all routes around one backend."""
 
 import time
 from dataclasses import asdict
@@ -15,44 +11,40 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vlfit._version import __version__
-from vlfit.backends.base import LocalBackend, Sleeper
+from vlfit.backends.base import Backend
 from vlfit.errors import UnknownModel
 from vlfit.server.admin.estimate import PriceEndpoints
-from vlfit.server.admin.metrics import Meters, Metrics
-from vlfit.server.admin.status import SleepEndpoints, Status
-from vlfit.server.http.auth import Door
-from vlfit.server.http.disconnect import Closing
+from vlfit.server.admin.metrics import MetricsEndpoint, RequestMetrics
+from vlfit.server.admin.status import SleepEndpoints, StatusEndpoints
+from vlfit.server.http.auth import AuthMiddleware
+from vlfit.server.http.disconnect import Shutdown
 from vlfit.server.http.watchdog import Watchdog
 from vlfit.server.openai.chat_completions import ChatEndpoint
 from vlfit.server.openai.completions import CompletionsEndpoint
 from vlfit.server.openai.error_replies import JSONReply, routing_reply
-from vlfit.server.openai.generation import Workshop
+from vlfit.server.openai.generation import ServerContext
 from vlfit.server.openai.openapi import docs_routes
 from vlfit.server.openai.responses import ResponsesEndpoint
 from vlfit.server.page.routes import page_routes
 from vlfit.server.server_settings import ServerSettings
 
-# Routes that give words, and what they cost. Knows which path leads to which of them, and no more.
 
-
-def word_routes(workshop: Workshop) -> list[Route]:
-    """All of them; they share ``workshop``."""
-    prices = PriceEndpoints(workshop)
+def generation_routes(context: ServerContext) -> list[Route]:
+    """Completions in OpenAI's shapes, and estimates of their cost."""
+    prices = PriceEndpoints(context)
 
     async def embeddings(_: Request) -> Response:
-        """A model that was made to write gives vectors of its hidden states, which mean little: none is
-        better.
-        """
+        """Always 404: hidden states of a generative model make poor embeddings."""
         raise UnknownModel(
-            f"{workshop.backend.model!r} writes words and gives no embeddings",
-            "ask a model that was made for them",
+            f"{context.backend.model!r} generates text and has no embeddings",
+            "use an embedding model",
             param="model",
         )
 
     return [
-        Route("/v1/chat/completions", ChatEndpoint(workshop), methods=["POST"]),
-        Route("/v1/completions", CompletionsEndpoint(workshop), methods=["POST"]),
-        Route("/v1/responses", ResponsesEndpoint(workshop), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
+        Route("/v1/completions", CompletionsEndpoint(context), methods=["POST"]),
+        Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/vlfit/price", prices.price, methods=["POST"]),
         Route("/v1/vlfit/plan", prices.plan),
@@ -60,43 +52,45 @@ def word_routes(workshop: Workshop) -> list[Route]:
     ]
 
 
-def create_app(backend: LocalBackend, settings: ServerSettings | None = None) -> Starlette:
-    """The HTTP API over ``backend``. ``app.state.closing`` ends it: see ``Closing``."""
+def create_app(backend: Backend, settings: ServerSettings | None = None) -> Starlette:
+    """The HTTP API over ``backend``; ``app.state.shutdown`` stops it (see ``Shutdown``)."""
     settings = settings or ServerSettings()
-    closing = Closing(settings.drain_seconds)
-    meters = Meters(restarts=settings.restarts)
+    shutdown = Shutdown(settings.drain_seconds)
+    metrics = RequestMetrics(restarts=settings.restarts)
     card = _model_card(backend, settings)
 
     async def health(_: Request) -> Response:
-        """Alive, whatever it does."""
-        status = "stopping" if closing.draining else "ok"
-        rest = {"asleep": backend.asleep} if isinstance(backend, Sleeper) else {}
-        return JSONReply({"status": status, "model": backend.model, **rest})
+        """Liveness: 200 as long as the process answers."""
+        status = "stopping" if shutdown.draining else "ok"
+        asleep = {"asleep": backend.asleep} if backend.capabilities.sleep else {}
+        return JSONReply({"status": status, "model": backend.model, **asleep})
 
     async def ready(_: Request) -> Response:
-        """Whether it takes requests: asleep, too, as they wake it."""
-        closing.check()
+        """Readiness: 200 while requests are accepted, also asleep, since they wake the model."""
+        shutdown.check_accepting()
         return JSONReply({"status": "ready", "model": backend.model})
 
     async def models(_: Request) -> Response:
         return JSONReply({"object": "list", "data": [card]})
 
     async def model(request: Request) -> Response:
-        if not request.path_params["model"]:  # a slash too many
+        if not request.path_params["model"]:  # /v1/models/
             raise HTTPException(404)
-        workshop.check_model(request.path_params["model"])
+        context.check_model(request.path_params["model"])
         return JSONReply(card)
 
-    workshop = Workshop(backend, settings, closing, meters)
-    status = Status(backend, settings.expectation, closing, workshop.places)
-    sleep = SleepEndpoints(backend, closing)
+    context = ServerContext(backend, settings, shutdown, metrics)
+    status = StatusEndpoints(backend, settings.expectation, shutdown, context.admission)
+    sleep = SleepEndpoints(backend, shutdown)
     app = Starlette(
         routes=[
-            *word_routes(workshop),  # routes are looked through in turn, and words are what one waits for
+            *generation_routes(
+                context
+            ),  # first, since routes are matched in order and these are the hot ones
             *page_routes(backend, asks_key=bool(settings.api_keys)),
             Route("/health", health),
             Route("/ready", ready),
-            Route("/metrics", Metrics(status.facts, meters).answer),
+            Route("/metrics", MetricsEndpoint(status.facts, metrics).answer),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/v1/vlfit/status", status.status),
@@ -107,12 +101,12 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
         exception_handlers={HTTPException: routing_reply},
     )
     app.router.redirect_slashes = False
-    app.state.closing = closing
-    app.state.watchdog = Watchdog(backend, closing.judge)
-    meters.paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(Door, settings=settings, closing=closing, meters=meters)
+    app.state.shutdown = shutdown
+    app.state.watchdog = Watchdog(backend, shutdown.stop_if_fatal)
+    metrics.paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(AuthMiddleware, settings=settings, shutdown=shutdown, metrics=metrics)
     if settings.allow_origins:
-        # Outside the door: a browser's preflight request carries no key.
+        # Outside the authentication: a browser's preflight request carries no key.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origins,
@@ -123,16 +117,16 @@ def create_app(backend: LocalBackend, settings: ServerSettings | None = None) ->
     return app
 
 
-def _model_card(backend: LocalBackend, settings: ServerSettings) -> dict[str, object]:
-    """The model as ``/v1/models`` shows it. ``vlfit.default_sampling`` lets our own client know what is
-    left open.
-    """
+def _model_card(backend: Backend, settings: ServerSettings) -> dict[str, object]:
+    """The model as ``/v1/models`` shows it; ``vlfit.default_sampling`` tells our own client the defaults."""
+    sampling = asdict(backend.default_sampling())
+    sampling["form"] = sampling.pop("grammar")  # the name that clients know
     card: dict[str, object] = {
         "id": backend.model,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "vlfit",
-        "vlfit": {"version": __version__, "default_sampling": asdict(backend.default_sampling())},
+        "vlfit": {"version": __version__, "default_sampling": sampling},
     }
     if settings.context is not None:
         card["max_model_len"] = settings.context  # vLLM's name for it

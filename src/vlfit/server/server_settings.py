@@ -1,4 +1,4 @@
-"""What a server is told when it is built: limits, keys, names. Knows nothing of HTTP or of models."""
+"""Settings of a server: limits, keys, host names, timeouts."""
 
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -13,37 +13,37 @@ from vlfit.units import MIB
 class ServerSettings:
     """Fixed for the life of a server.
 
-    ``aliases``: other names that a request may call the model by (what was typed on the command line).
-    ``context``: tokens of one sequence, told to clients in ``/v1/models``; None leaves it out.
-    ``api_keys``: clients must send one of them as ``Authorization: Bearer``; none: nothing is asked.
-    ``own_names``: by which a browser may call the server, beside ``localhost`` and IP addresses: a page whose
-    name its owner lets lead here would else be taken for one of ours. None: any.
-    ``files``: the folder whose files requests may name as ``file:`` URLs; None: no file is read.
-    ``a_minute``, ``at_once``: requests that one key may begin in a minute and have running; None: any number.
-    ``allow_private_urls``: fetch pictures from loopback and private networks too. Off, because whoever can
-    reach the server could otherwise look around behind its firewall.
-    ``allow_origins``: web pages (``https://example.org``, or ``*``) whose scripts may call the server.
-    ``places``: completions that may run and wait at once; who comes then gets 429. None: no limit.
-    ``body_limit``: bytes of one request; larger ones get 413. ``bodies_limit``: of all that are under way.
-    ``body_seconds``: patience with a body that does not come.
+    ``aliases``: other names requests may use for the model (such as the one typed on the command line).
+    ``context``: tokens of one sequence, shown in ``/v1/models``; None leaves it out.
+    ``api_keys``: clients must send one of them as ``Authorization: Bearer``; empty: no key is needed.
+    ``own_hosts``: host names accepted beside ``localhost`` and IP addresses, against DNS rebinding by web
+    pages. None: any.
+    ``files``: the folder whose files requests may name as ``file:`` URLs; None: no files are read.
+    ``requests_per_minute``, ``concurrent_requests``: limits for one key; None: no limit.
+    ``allow_private_urls``: fetch pictures from loopback and private networks too. Off by default, so that
+    clients cannot use the server to probe the network behind its firewall (SSRF).
+    ``allow_origins``: web pages (``https://example.org``, or ``*``) whose scripts may call the server (CORS).
+    ``max_completions``: completions running and waiting at once; more get 429. None: no limit.
+    ``body_limit``: bytes of one request; larger ones get 413. ``bodies_limit``: bytes of all in progress.
+    ``body_seconds``: grace before a body must arrive at the minimum pace.
     ``picture_limit``: pictures and frames of one request.
-    ``drain_seconds``: how long running requests may go on after Ctrl-C before they are cut;
-    ``term_seconds``: the same after SIGTERM, where nobody sits and waits.
-    ``ping_seconds``: a silent stream sends a comment this often, so that proxies do not hang up.
-    ``restarts``: how often the server was started again, having died (``server/supervisor.py``).
-    ``expectation``: what the plan says that is held, for ``/v1/vlfit/ledger`` to compare.
+    ``drain_seconds``: how long running requests may continue after Ctrl-C before they are cancelled;
+    ``term_seconds``: the same after SIGTERM.
+    ``ping_seconds``: interval of keep-alive comments on a silent stream, so that proxies do not hang up.
+    ``restarts``: how often the supervisor has restarted the server after a crash.
+    ``expectation``: the plan that ``/v1/vlfit/ledger`` compares against.
     """
 
     aliases: tuple[str, ...] = ()
     context: int | None = None
     api_keys: tuple[str, ...] = ()
-    own_names: tuple[str, ...] | None = ()
+    own_hosts: tuple[str, ...] | None = ()
     files: Path | None = None
-    a_minute: int | None = None
-    at_once: int | None = None
+    requests_per_minute: int | None = None
+    concurrent_requests: int | None = None
     allow_private_urls: bool = False
     allow_origins: tuple[str, ...] = ()
-    places: int | None = None
+    max_completions: int | None = None
     body_limit: int = 64 * MIB
     bodies_limit: int = 512 * MIB
     body_seconds: float = 30.0
@@ -55,13 +55,24 @@ class ServerSettings:
     expectation: Expectation = field(default_factory=Expectation)
 
     def __post_init__(self) -> None:
-        for name in ("body_limit", "bodies_limit", "picture_limit", "a_minute", "at_once"):
+        for name in (
+            "body_limit",
+            "bodies_limit",
+            "picture_limit",
+            "requests_per_minute",
+            "concurrent_requests",
+        ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", f"{name} must be at least 1")
-        if self.places is not None and self.places < 1:
-            raise UsageError(f"places is {self.places}", "a server takes at least 1 completion")
+        if self.max_completions is not None and self.max_completions < 1:
+            raise UsageError(
+                f"max_completions is {self.max_completions}", "max_completions must be at least 1"
+            )
         if min(self.drain_seconds, self.term_seconds) < 0 or self.ping_seconds <= 0:
-            raise UsageError("drain_seconds or ping_seconds is negative", "use seconds above 0")
+            raise UsageError(
+                "drain_seconds, term_seconds or ping_seconds is out of range",
+                "drain_seconds and term_seconds must be at least 0, ping_seconds above 0",
+            )
 
 
 def is_loopback(host: str) -> bool:

@@ -1,10 +1,9 @@
-"""Keeps a server running: its engine in a process of its own, which is started again when it dies.
+"""The supervisor of a server: restarts its worker process when it crashes, while clients stay connected.
 
-Three processes, forked from one that has imported next to nothing and has one thread, so that they are there
-at once and share their memory: this one, which starts the others and waits; one that holds the connections of
-clients (``relay.py``); and one with HTTP, the engine and the model, as a server has it that nobody keeps.
-What goes wrong there (a fault of a decoder or a driver, a kill by the system) is seen by its end, explained,
-and costs the requests that were under way. Knows: processes, signals. Does not know what is served.
+Three processes: the supervisor; the relay, which holds the clients' connections (``relay.py``); and the
+worker, with HTTP, the engine and the model. They are forked before anything large is imported and while there
+is one thread, so that they start at once and share memory. A crash (a fault in a decoder or driver, the OOM
+killer) costs only the requests in progress.
 """
 
 import asyncio
@@ -26,129 +25,130 @@ from types import FrameType
 from typing import NoReturn
 
 from vlfit.server.http.listen import cannot_listen
-from vlfit.server.relay import DEAD, LAST_CALL, LEFT, LOST, SERVING, STARTING, relay
+from vlfit.server.relay import DEAD, FINISH_SIGNAL, LOST, SERVER_LEFT_SIGNAL, SERVING, STARTING, relay
 
 log = logging.getLogger("vlfit.server")
 
 BACKLOG = 2048
-# Not for another try: all is said, usage is wrong, it does not fit.
-FINAL = (0, 2, 3)
-MOST_IN_A_ROW = 5
-SOUND_SECONDS = 60.0  # who has run so long did not die of its start
-LONGEST_PAUSE = 30.0
+FINAL_EXIT_CODES = (0, 2, 3)  # no restart: success, usage error, does not fit
+MAX_CRASHES_IN_A_ROW = 5
+HEALTHY_SECONDS = 60.0  # a crash after this long is not counted as one in a row
+MAX_PAUSE_SECONDS = 30.0
 
-_WHY = {
-    signal.SIGKILL: "killed, perhaps by the system for want of memory (`dmesg` tells)",
-    signal.SIGSEGV: "it touched memory that is not its own: a fault of a library or a driver",
-    signal.SIGBUS: "a file that it had mapped is gone, or memory is broken",
-    signal.SIGABRT: "a library gave up",
+_SIGNAL_CAUSES = {
+    signal.SIGKILL: "killed, perhaps by the system's OOM killer (see `dmesg`)",
+    signal.SIGSEGV: "an invalid memory access in a library or driver",
+    signal.SIGBUS: "a memory-mapped file was removed or truncated, or RAM is faulty",
+    signal.SIGABRT: "a library aborted",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What the process that serves is given. ``listener``: for connections handed on. ``keeper``: the process
-    to signal. ``restarts``: how often it was started again. ``tell_ready`` lets clients in; ``tell_lost``
-    says that no more are taken, and that what follows is cleaning up before another try. ``word``: a file by
-    which one that serves may tell the next, and which goes with the keeper; nobody else can read it.
+class WorkerContext:
+    """What a worker process gets from its supervisor.
+
+    ``listener``: Unix socket for connections from the relay. ``supervisor_pid``: the process to signal.
+    ``restarts``: number of restarts before this worker. ``mark_ready``: let clients in. ``mark_lost``: accept
+    no more connections; what follows is cleanup before a restart. ``handover_file``: a private file through
+    which a worker can leave data for the next; removed with the supervisor.
     """
 
     listener: socket.socket
-    keeper: int
+    supervisor_pid: int
     restarts: int
-    tell_ready: Callable[[], None]
-    tell_lost: Callable[[], None]
-    word: Path
+    mark_ready: Callable[[], None]
+    mark_lost: Callable[[], None]
+    handover_file: Path
 
 
-def keep(listener: socket.socket) -> Kept:
-    """Returns only in processes that are to serve, again in each that takes over from one that has died.
+def supervise(listener: socket.socket) -> WorkerContext:
+    """Fork the relay and the worker, and restart crashed workers; returns only in worker processes.
 
-    In this process it ends with ``SystemExit`` when a server has ended as it was told, cannot start, or has
-    died too often in a row. ``listener`` is where clients come.
+    The supervisor itself leaves with ``SystemExit`` when the worker has stopped on request, cannot start, or
+    has crashed too often in a row. ``listener``: the socket that clients connect to.
     """
     try:
         listener.listen(BACKLOG)
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise cannot_listen(host, port, error) from error
-    folder = tempfile.mkdtemp(prefix="vlfit-")  # nobody else may look into it
-    inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    inside.bind(f"{folder}/server")
-    inside.listen(BACKLOG)
-    state = mmap.mmap(-1, 1)  # shared by all that are forked from here
-    life = os.pipe()  # whose writing end is open for as long as this process is there
-    keeper = _Keeper(listener, inside, folder, state, life)
+    folder = tempfile.mkdtemp(prefix="vlfit-")  # readable by this user only
+    worker_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    worker_listener.bind(f"{folder}/server")
+    worker_listener.listen(BACKLOG)
+    state = mmap.mmap(-1, 1)  # shared with the forked processes
+    life_pipe = os.pipe()  # its write end stays open for as long as this process lives
+    supervisor = _Supervisor(listener, worker_listener, folder, state, life_pipe)
     try:
-        return keeper.run()
-    except BaseException:  # SystemExit, unless the system has no process to give
-        if os.getpid() == keeper.pid:
+        return supervisor.run()
+    except BaseException:  # SystemExit, unless fork fails
+        if os.getpid() == supervisor.pid:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-class _Keeper:
+class _Supervisor:
     def __init__(
         self,
         listener: socket.socket,
-        inside: socket.socket,
+        worker_listener: socket.socket,
         folder: str,
         state: mmap.mmap,
-        life: tuple[int, int],
+        life_pipe: tuple[int, int],
     ) -> None:
         self.pid = os.getpid()
         self._listener = listener
-        self._inside = inside
+        self._worker_listener = worker_listener
         self._path = f"{folder}/server"
-        self._word = Path(folder, "word")
+        self._handover_file = Path(folder, "handover")
         self._state = state
-        self._life = life
-        self._server = 0
-        self._relaying = 0
+        self._life_pipe = life_pipe
+        self._worker_pid = 0
+        self._relay_pid = 0
         self._stopping = False
 
-    def run(self) -> Kept:
-        # A server may die before the relay listens to this signal, which would end it otherwise.
-        before = signal.signal(LEFT, signal.SIG_IGN)
-        self._relaying = relaying = os.fork()
-        if relaying == 0:
-            self._relay()
-        signal.signal(LEFT, before)
-        signal.signal(signal.SIGINT, self._pass_on)
-        signal.signal(signal.SIGTERM, self._pass_on)
+    def run(self) -> WorkerContext:
+        # Inherited by the relay: a worker may die before the relay has installed its handler.
+        before = signal.signal(SERVER_LEFT_SIGNAL, signal.SIG_IGN)
+        self._relay_pid = relay_pid = os.fork()
+        if relay_pid == 0:
+            self._become_relay()
+        signal.signal(SERVER_LEFT_SIGNAL, before)
+        signal.signal(signal.SIGINT, self._forward_signal)
+        signal.signal(signal.SIGTERM, self._forward_signal)
         restarts = in_a_row = 0
         while True:
             self._state[0] = DEAD if restarts else STARTING
-            self._server = os.fork()
-            if self._server == 0:
-                return self._serve(restarts)
-            if self._stopping:  # between the signal and the fork
-                os.kill(self._server, signal.SIGTERM)
+            self._worker_pid = os.fork()
+            if self._worker_pid == 0:
+                return self._become_worker(restarts)
+            if self._stopping:  # the signal came before the fork
+                os.kill(self._worker_pid, signal.SIGTERM)
             began = time.monotonic()
             ended, status = os.waitpid(-1, 0)
-            if ended == relaying:
-                log.error("the process that holds the connections died; the server stops")
+            if ended == relay_pid:
+                log.error("the relay process, which holds the connections, died; stopping the server")
                 with suppress(ProcessLookupError):
-                    os.kill(self._server, signal.SIGKILL)
+                    os.kill(self._worker_pid, signal.SIGKILL)
                 sys.exit(1)
-            self._server = 0
+            self._worker_pid = 0
             was_up, self._state[0] = self._state[0] in (SERVING, LOST), DEAD
             code = os.waitstatus_to_exitcode(status)
-            # Whoever could not even start at first has said why.
-            if self._stopping or code in FINAL or (not was_up and not restarts):
-                self._end_relay(relaying)
+            # A first worker that cannot start has reported why.
+            if self._stopping or code in FINAL_EXIT_CODES or (not was_up and not restarts):
+                self._end_relay(relay_pid)
                 sys.exit(code if code >= 0 else 128 - code)
-            in_a_row = 1 if was_up and time.monotonic() - began > SOUND_SECONDS else in_a_row + 1
-            if in_a_row > MOST_IN_A_ROW:
-                log.error("the server died %d times in a row; it is not started again", in_a_row)
-                self._end_relay(relaying)
+            in_a_row = 1 if was_up and time.monotonic() - began > HEALTHY_SECONDS else in_a_row + 1
+            if in_a_row > MAX_CRASHES_IN_A_ROW:
+                log.error("the server crashed %d times in a row; giving up", in_a_row)
+                self._end_relay(relay_pid)
                 sys.exit(1)
-            self._tell_left()
+            self._signal_server_left()
             restarts += 1
-            log.error("the server's process died: %s; it is started again", why(code))
-            self._pause(min(2.0 ** (in_a_row - 1) - 1, LONGEST_PAUSE))
+            log.error("the server's worker process died: %s; restarting it", describe_exit(code))
+            self._pause(min(2.0 ** (in_a_row - 1) - 1, MAX_PAUSE_SECONDS))
             if self._stopping:
-                self._end_relay(relaying)
+                self._end_relay(relay_pid)
                 sys.exit(0)
 
     def _pause(self, seconds: float) -> None:
@@ -156,68 +156,74 @@ class _Keeper:
         while not self._stopping and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, 0.1))
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True
-        if self._server:
-            with suppress(ProcessLookupError):  # it has just ended
-                os.kill(self._server, number)
+        if self._worker_pid:
+            with suppress(ProcessLookupError):  # it has just exited
+                os.kill(self._worker_pid, number)
 
     @staticmethod
     def _end_relay(pid: int) -> None:
-        """When clients have what they were sent last."""
-        os.kill(pid, LAST_CALL)
+        """End the relay once clients have received what was sent last."""
+        os.kill(pid, FINISH_SIGNAL)
         os.waitpid(pid, 0)
 
-    def _serve(self, restarts: int) -> Kept:
-        os.setsid()  # Ctrl-C is for the keeper, which passes it on
+    def _become_worker(self, restarts: int) -> WorkerContext:
+        os.setsid()  # Ctrl-C goes to the supervisor, which forwards it
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._listener.close()
-        self._watch_keeper()
+        self._exit_with_supervisor()
 
-        def tell_ready() -> None:
+        def mark_ready() -> None:
             self._state[0] = SERVING
 
-        def tell_lost() -> None:
+        def mark_lost() -> None:
             self._state[0] = LOST
-            self._tell_left()
+            self._signal_server_left()
 
-        return Kept(self._inside, self.pid, restarts, tell_ready, tell_lost, self._word)
+        return WorkerContext(
+            self._worker_listener, self.pid, restarts, mark_ready, mark_lost, self._handover_file
+        )
 
-    def _tell_left(self) -> None:
-        """The queue of connections is the keeper's as well, and outlives who served: nobody in it is told."""
+    def _signal_server_left(self) -> None:
+        """Tell the relay that the worker accepts no connections: its socket's queue belongs to the supervisor
+        too and outlives the worker, so connections in it would get no error.
+        """
         with suppress(ProcessLookupError):
-            os.kill(self._relaying, LEFT)
+            os.kill(self._relay_pid, SERVER_LEFT_SIGNAL)
 
-    def _relay(self) -> NoReturn:
+    def _become_relay(self) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self._inside.close()
-        self._watch_keeper()
+        self._worker_listener.close()
+        self._exit_with_supervisor()
         try:
             asyncio.run(relay(self._listener, self._path, lambda: self._state[0]))
         finally:
             os._exit(1)
 
-    def _watch_keeper(self) -> None:
-        """End with the process that started this one, however that ended."""
-        read, write = self._life
+    def _exit_with_supervisor(self) -> None:
+        """Exit when the supervisor does, however it ended."""
+        read, write = self._life_pipe
         os.close(write)
 
         def wait() -> None:
             os.read(read, 1)
-            shutil.rmtree(os.path.dirname(self._path), ignore_errors=True)  # if it was killed it could not
+            shutil.rmtree(
+                os.path.dirname(self._path), ignore_errors=True
+            )  # in case the supervisor was killed
             os._exit(1)
 
-        threading.Thread(target=wait, name="vlfit-keeper-watch", daemon=True).start()
+        threading.Thread(target=wait, name="vlfit-supervisor-watch", daemon=True).start()
 
 
-def why(code: int) -> str:
-    """How a process ended, in words. ``code`` below 0: minus the signal that ended it."""
+def describe_exit(code: int) -> str:
+    """How a process ended; a negative ``code`` is minus the signal that killed it."""
     if code >= 0:
-        return f"it ended by itself with {code}"
+        return f"it exited with code {code}"
     try:
         name = signal.Signals(-code)
     except ValueError:
         return f"signal {-code}"
-    return f"{name.name}, {_WHY[name]}" if name in _WHY else name.name
+    return f"{name.name}, {_SIGNAL_CAUSES[name]}" if name in _SIGNAL_CAUSES else name.name

@@ -1,8 +1,7 @@
-"""Boxes as models write them, and where they land: in pixels of the original picture.
+"""Boxes in model answers: their JSON schema, lenient parsing, and conversion to pixels of the original.
 
-Knows the form that Qwen3-VL answers in (``bbox_2d`` in thousandths of width and height, whatever the picture
-was resized to) and holds a model to it that runs here. What it has to drop or mend of an answer it says in
-``warnings``; it invents nothing.
+Qwen3-VL writes boxes as ``bbox_2d`` in thousandths of width and height, whatever size the picture was resized
+to. What is repaired or dropped in an answer is listed in ``warnings``; nothing is made up.
 """
 
 import json
@@ -12,20 +11,20 @@ from typing import Any
 
 from vlfit.api.conversation import ImagePart
 from vlfit.api.outputs import Answer
-from vlfit.api.sampling_params import Form
+from vlfit.api.sampling_params import Grammar
 from vlfit.errors import UnreadableAnswer
 
-# The prompts ask for the first of each; models that were taught otherwise write the others.
-BOX_NAMES = ("bbox_2d", "bbox", "box_2d", "box")
-_LABEL_NAMES = ("label", "name")
-_MOST_SHOWN = 500  # letters of an unreadable answer in the error's message; the error carries all of it
+# The prompts ask for the first of each; other models write the others.
+BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box")
+_LABEL_KEYS = ("label", "name")
+_MAX_QUOTED = 500  # characters of an unreadable answer in the message; the error has all of it
 
 _BOX = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 1000}}
 _EXACTLY_FOUR = {**_BOX, "minItems": 4, "maxItems": 4}
 
 
-def _ordered(*names: str) -> dict[str, Any]:
-    """A schema fixes the order of fields, and models have their own."""
+def _object_schema(*names: str) -> dict[str, Any]:
+    """Schema of an object with its fields in the given order, as a grammar fixes their order."""
     kinds = {"label": {"type": "string", "minLength": 1}, "bbox_2d": _EXACTLY_FOUR}
     return {
         "type": "object",
@@ -35,26 +34,28 @@ def _ordered(*names: str) -> dict[str, Any]:
     }
 
 
-BOXES: dict[str, Any] = {
+BOXES_SCHEMA: dict[str, Any] = {
     "type": "array",
-    "items": {"anyOf": [_ordered("label", "bbox_2d"), _ordered("bbox_2d", "label")]},
+    "items": {"anyOf": [_object_schema("label", "bbox_2d"), _object_schema("bbox_2d", "label")]},
 }
 
 
-def fenced_json(schema: dict[str, Any]) -> Form:
-    """JSON of ``schema``, bare or between fences as Qwen3-VL likes to put it, with any spaces."""
+def fenced_json(schema: dict[str, Any]) -> Grammar:
+    """A grammar for JSON of ``schema``, bare or in a ```json fence as Qwen3-VL writes it."""
     body = json.dumps({**schema, "x-guidance": {"whitespace_flexible": True}})
     grammar = f'%llguidance {{}}\nstart: "```json\\n" body "\\n```" | body\nbody: %json {body}'
     named = {"name": "answer", "schema": schema, "fenced": True}
-    return Form("grammar", grammar, wire={"response_format": {"type": "json_schema", "json_schema": named}})
+    return Grammar(
+        "grammar", grammar, wire={"response_format": {"type": "json_schema", "json_schema": named}}
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SceneObject:
-    """One thing in a picture.
+    """An object in a picture.
 
-    ``box`` is (left, top, right, bottom) in pixels of the original picture, inside it and at least one pixel
-    wide and high. ``box_1000`` holds the four numbers as the model gave them, meant as thousandths.
+    ``box`` is (left, top, right, bottom) in pixels of the original picture, within it and at least one pixel
+    wide and high. ``box_1000`` are the model's own numbers, in thousandths.
     """
 
     label: str
@@ -62,19 +63,22 @@ class SceneObject:
     box_1000: tuple[float, float, float, float]
 
 
-def unreadable(answer: Answer) -> UnreadableAnswer:
-    said = repr(answer.text.strip()[:_MOST_SHOWN]) + ("..." if len(answer.text) > _MOST_SHOWN else "")
+def unreadable_answer(answer: Answer) -> UnreadableAnswer:
+    """The error for an answer without usable JSON."""
+    quoted = repr(answer.text.strip()[:_MAX_QUOTED]) + ("..." if len(answer.text) > _MAX_QUOTED else "")
     if answer.finish_reason == "length":
         tokens = answer.usage.completion_tokens
-        message = f"{answer.model} was cut off at {tokens} tokens, before any of its JSON was whole: {said}"
-        return UnreadableAnswer(message, "give it more room with max_tokens", answer=answer.text)
-    message = f"{answer.model} answered without JSON, so there are no boxes to read: {said}"
-    hint = "try a larger model, or ask for what you need in your own words"
+        message = (
+            f"{answer.model} was cut off at {tokens} tokens, before any JSON value was complete: {quoted}"
+        )
+        return UnreadableAnswer(message, "raise max_tokens", answer=answer.text)
+    message = f"{answer.model} answered without JSON: {quoted}"
+    hint = "try a larger model, or ask a question in your own words"
     return UnreadableAnswer(message, hint, answer=answer.text)
 
 
 def original_size(answer: Answer, picture: ImagePart) -> tuple[int, int]:
-    """Width and height in pixels, from the backend; servers that are not ours do not tell it."""
+    """Width and height in pixels, from the backend, or decoded if the server does not report them."""
     if answer.images:
         return answer.images[0].width, answer.images[0].height
     from vlfit.images.decode import decode
@@ -84,7 +88,7 @@ def original_size(answer: Answer, picture: ImagePart) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class BoxReader:
-    """Takes what is sound for a picture of ``width`` x ``height`` pixels and notes the rest."""
+    """Reads objects in a picture of ``width`` x ``height`` pixels, with ``warnings`` for what is wrong."""
 
     width: int
     height: int
@@ -93,15 +97,15 @@ class BoxReader:
     def read_objects(self, value: Any) -> tuple[SceneObject, ...]:
         entries = [value] if isinstance(value, dict) else value or []
         if not isinstance(entries, list):
-            self.warnings.append(f"the objects are no list and are dropped: {value!r}")
+            self.warnings.append(f"the objects are not a list and are dropped: {value!r}")
             return ()
         objects = (self.read_object(number, entry) for number, entry in enumerate(entries, start=1))
         return tuple(thing for thing in objects if thing is not None)
 
     def read_object(self, number: int, entry: Any) -> SceneObject | None:
         fields = entry if isinstance(entry, dict) else {}
-        label = next((fields[name] for name in _LABEL_NAMES if isinstance(fields.get(name), str)), "").strip()
-        numbers = _four_numbers(next((fields[name] for name in BOX_NAMES if name in fields), None))
+        label = next((fields[name] for name in _LABEL_KEYS if isinstance(fields.get(name), str)), "").strip()
+        numbers = _four_numbers(next((fields[name] for name in BOX_KEYS if name in fields), None))
         if not label or numbers is None:
             missing = "box of four numbers" if label else "label"
             self.warnings.append(f"object {number} has no {missing} and is dropped: {entry!r}")
@@ -112,19 +116,25 @@ class BoxReader:
     def to_pixels(
         self, name: str, raw: tuple[float, float, float, float]
     ) -> tuple[int, int, int, int] | None:
-        """``raw`` thousandths as pixels: corners put in order, kept inside; None when no area is left."""
+        """``raw`` thousandths in pixels: corners ordered, clipped to the picture; None if no area is left."""
         left, right = sorted((raw[0], raw[2]))
         top, bottom = sorted((raw[1], raw[3]))
         if (left, top, right, bottom) != raw:
-            self.warnings.append(f"{name}: corners {_plain(raw)} were in the wrong order and are swapped")
+            self.warnings.append(
+                f"{name}: corners {_format_box(raw)} were in the wrong order and are swapped"
+            )
         kept = tuple(min(max(edge, 0), 1000) for edge in (left, top, right, bottom))
         if kept[0] == kept[2] or kept[1] == kept[3]:
-            self.warnings.append(f"{name}: box {_plain(raw)} has no area inside the picture and is dropped")
+            self.warnings.append(
+                f"{name}: box {_format_box(raw)} has no area inside the picture and is dropped"
+            )
             return None
         if kept != (left, top, right, bottom):
-            self.warnings.append(f"{name}: box {_plain(raw)} goes beyond 0-1000 and is cut to the picture")
-        left_edge, right_edge = _edges(kept[0], kept[2], self.width)
-        top_edge, bottom_edge = _edges(kept[1], kept[3], self.height)
+            self.warnings.append(
+                f"{name}: box {_format_box(raw)} exceeds 0-1000 and is clipped to the picture"
+            )
+        left_edge, right_edge = _pixel_edges(kept[0], kept[2], self.width)
+        top_edge, bottom_edge = _pixel_edges(kept[1], kept[3], self.height)
         return left_edge, top_edge, right_edge, bottom_edge
 
 
@@ -133,72 +143,69 @@ def _four_numbers(value: Any) -> tuple[float, float, float, float] | None:
         return None
     if any(isinstance(edge, bool) or not isinstance(edge, int | float) for edge in value):
         return None
-    # JSON as Python reads it knows NaN and Infinity, and integers too long for a float.
+    # Python's JSON parser accepts NaN, Infinity, and integers too long for a float.
     if any(abs(edge) > 1e9 or not math.isfinite(edge) for edge in value):
         return None
     left, top, right, bottom = value
     return left, top, right, bottom
 
 
-def _edges(start: float, end: float, length: int) -> tuple[int, int]:
-    """Thousandths of ``length`` pixels as whole pixels, at least one apart."""
+def _pixel_edges(start: float, end: float, length: int) -> tuple[int, int]:
+    """Thousandths of ``length`` as whole pixels, at least one apart."""
     first = min(round(start * length / 1000), length - 1)
     return first, max(round(end * length / 1000), first + 1)
 
 
-def _plain(numbers: tuple[float, ...]) -> str:
+def _format_box(numbers: tuple[float, ...]) -> str:
     return "[" + ", ".join(f"{number:g}" for number in numbers) + "]"
 
 
-# JSON as models write it: in a fence, with prose around it, cut off in the middle.
-#
-# Knows where JSON begins, where it breaks off and how much of it is sound. Knows nothing of what it means.
-
+# Lenient JSON parsing: in a fence, with prose around it, or cut off in the middle.
 
 _CLOSERS = {"{": "}", "[": "]"}
 _DECODER = json.JSONDecoder()
 
-# Both bound the work on text that is nothing but brackets and commas.
-_MOST_STARTS = 50
-_MOST_CUTS = 200
+# Limits of the work on text full of brackets and commas.
+_MAX_STARTS = 50
+_MAX_CUTS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class LooseJson:
-    """``value`` is a dict or a list. ``warnings`` says in words what had to be dropped to read it."""
+class LenientJson:
+    """``value`` is a dict or a list. ``warnings`` lists what had to be dropped to read it."""
 
     value: Any
     warnings: tuple[str, ...] = ()
 
 
-def find_json(text: str) -> LooseJson | None:
-    """The first JSON object or list of objects in ``text`` that is whole, else what is sound of a broken one.
+def find_json(text: str) -> LenientJson | None:
+    """The first JSON object or list of objects in ``text``, else the valid part of a broken one.
 
-    None when there is nothing of the kind.
+    None if there is neither.
     """
-    starts = [place for place, sign in enumerate(text) if sign in _CLOSERS]
+    starts = [index for index, character in enumerate(text) if character in _CLOSERS]
     fence = text.find("```json")
     if fence >= 0:
-        # What the model fenced is what it means; brackets in prose before it are not.
-        starts.sort(key=lambda place: place < fence)
+        # Prefer what is inside the fence to brackets in the prose before it.
+        starts.sort(key=lambda start: start < fence)
     unreadable = False
-    for start in starts[:_MOST_STARTS]:
-        value = _whole(text, start)
-        found = LooseJson(value) if value is not None else _saved(text[start:])
-        if found is not None and _means_something(found.value):
+    for start in starts[:_MAX_STARTS]:
+        value = _decode_at(text, start)
+        found = LenientJson(value) if value is not None else _repaired(text[start:])
+        if found is not None and _is_object_or_list(found.value):
             warning = f"the JSON before character {start} cannot be read and is dropped"
-            return LooseJson(found.value, (warning, *found.warnings)) if unreadable else found
+            return LenientJson(found.value, (warning, *found.warnings)) if unreadable else found
         unreadable = unreadable or value is None
     return None
 
 
-def _means_something(value: Any) -> bool:
-    """False for the brackets of prose, such as a footnote's [1]. An empty list says that nothing is there."""
+def _is_object_or_list(value: Any) -> bool:
+    """False for brackets in prose, such as a footnote [1]. An empty list means that nothing was found."""
     return isinstance(value, dict) or value == [] or any(isinstance(entry, dict) for entry in value)
 
 
-def _whole(text: str, start: int) -> Any | None:
-    """The value that begins at ``start``, or None if it is not whole, or nested too deep to be honest."""
+def _decode_at(text: str, start: int) -> Any | None:
+    """The value at ``start``; None if it is incomplete, or nested beyond the recursion limit."""
     try:
         value, _ = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -206,41 +213,41 @@ def _whole(text: str, start: int) -> Any | None:
     return value
 
 
-def _saved(text: str) -> LooseJson | None:
-    """The longest sound beginning of broken JSON: cut after its last complete value, then closed.
+def _repaired(text: str) -> LenientJson | None:
+    """The longest valid prefix of broken JSON: cut after its last complete value, then closed.
 
-    None when not even one value is sound.
+    None if not even one value is complete.
     """
-    for cut, open_brackets in reversed(_places_to_cut(text)[-_MOST_CUTS:]):
+    for cut, open_brackets in reversed(_cut_points(text)[-_MAX_CUTS:]):
         closers = "".join(_CLOSERS[bracket] for bracket in reversed(open_brackets))
-        value = _whole(text[:cut] + closers, 0)
+        value = _decode_at(text[:cut] + closers, 0)
         if value:
-            return LooseJson(
-                value, (f"the JSON breaks off or is wrong after character {cut}; the rest is dropped",)
+            return LenientJson(
+                value, (f"the JSON ends or is invalid after character {cut}; the rest is dropped",)
             )
     return None
 
 
-def _places_to_cut(text: str) -> list[tuple[int, str]]:
-    """Where a value has just ended and the brackets open there: at commas and after closing brackets."""
-    places: list[tuple[int, str]] = []
+def _cut_points(text: str) -> list[tuple[int, str]]:
+    """Ends of values (at commas, after closing brackets), each with the brackets open there."""
+    points: list[tuple[int, str]] = []
     brackets = ""
     in_string = escaped = False
-    for place, sign in enumerate(text):
+    for index, character in enumerate(text):
         if in_string:
-            in_string = escaped or sign != '"'
-            escaped = sign == "\\" and not escaped
-        elif sign == '"':
+            in_string = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+        elif character == '"':
             in_string = True
-        elif sign in _CLOSERS:
-            brackets += sign
-        elif sign == "," and brackets:
-            places.append((place, brackets))
-        elif sign in "]}":
-            if not brackets or _CLOSERS[brackets[-1]] != sign:
+        elif character in _CLOSERS:
+            brackets += character
+        elif character == "," and brackets:
+            points.append((index, brackets))
+        elif character in "]}":
+            if not brackets or _CLOSERS[brackets[-1]] != character:
                 break
             brackets = brackets[:-1]
-            places.append((place + 1, brackets))
+            points.append((index + 1, brackets))
             if not brackets:
                 break
-    return places
+    return points

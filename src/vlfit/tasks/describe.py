@@ -1,4 +1,4 @@
-"""A sentence, or a paragraph, about a picture. Knows the words to ask with, and nothing of models."""
+"""Captions, questions and chats about pictures, and the prompts of all tasks."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -11,21 +11,19 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Stream
 from vlfit.errors import InvalidRequest
 
-# The words that tasks put to the model. mini is trained on these very sentences, so a change here is a
-# change of its training text.
-
+# Prompts. mini is trained on these sentences: changing one means training it again.
 
 CAPTION_SHORT = "Describe this picture in one sentence."
 CAPTION_LONG = "Describe this picture in detail."
 
-# Qwen3-VL answers boxes as `bbox_2d` in thousandths of width and height, inside a ```json fence.
+# Qwen3-VL answers with boxes as `bbox_2d`, in thousandths of width and height, inside a ```json fence.
 SCENE = (
     'Analyse this picture. Answer with JSON: {"summary": "one sentence", '
     '"objects": [{"label": "name", "bbox_2d": [x1, y1, x2, y2]}], "text": ["words seen"]}. '
     "Boxes are in thousandths of the picture's width and height."
 )
 
-# The sentence of Qwen3-VL's own examples of grounding; `{}` stands for one thing, or several with commas.
+# From Qwen3-VL's own grounding examples; `{}` is one thing, or several separated by commas.
 DETECT = (
     'Locate every instance that belongs to the following categories: "{}". '
     "Report bbox coordinates in JSON format."
@@ -40,9 +38,9 @@ def stream_caption(
     detail: CaptionDetail = "short",
     sampling: SamplingParams | None = None,
 ) -> Stream:
-    """``caption`` while it is being said."""
+    """``caption`` as a stream."""
     prompt = CAPTION_LONG if detail == "long" else CAPTION_SHORT
-    # Greedy unless told otherwise: the same picture gives the same words tomorrow.
+    # Greedy by default, so that the same picture always gets the same caption.
     return backend.stream(as_messages(prompt, picture), sampling or SamplingParams())
 
 
@@ -52,14 +50,11 @@ def caption(
     detail: CaptionDetail = "short",
     sampling: SamplingParams | None = None,
 ) -> Answer:
-    """Say what ``picture`` shows: ``short`` is one sentence, ``long`` is as much as there is to say.
+    """Describe ``picture``, in one sentence (``short``) or in detail (``long``).
 
-    Raises ``PictureError`` for bytes that are no picture, ``DoesNotFit`` for one that is over the plan.
+    Raises ``PictureError`` if the bytes are not a picture, ``DoesNotFit`` if it exceeds the planned context.
     """
     return stream_caption(backend, picture, detail, sampling).answer()
-
-
-# A question about pictures, or about none. Knows the order that the parts go in, and nothing of models.
 
 
 def stream_ask(
@@ -69,7 +64,7 @@ def stream_ask(
     system: str = "",
     sampling: SamplingParams | None = None,
 ) -> Stream:
-    """``ask`` while it is being answered."""
+    """``ask`` as a stream."""
     if not question.strip():
         raise InvalidRequest(
             "the question is empty", "ask something, such as: what is this?", param="question"
@@ -84,65 +79,62 @@ def ask(
     system: str = "",
     sampling: SamplingParams | None = None,
 ) -> Answer:
-    """Answer ``question`` about ``pictures``, which stand before it in the prompt, in their order.
+    """Answer ``question`` about ``pictures``, which precede it in the prompt, in order.
 
-    Raises ``InvalidRequest`` for an empty question, ``PictureError`` for bytes that are no picture,
-    ``DoesNotFit`` when all of it together is over the plan.
+    Raises ``InvalidRequest`` for an empty question, ``PictureError`` for bytes that are not a picture,
+    ``DoesNotFit`` if the whole prompt exceeds the planned context.
     """
     return stream_ask(backend, question, *pictures, system=system, sampling=sampling).answer()
 
 
-# A conversation that goes on: remembers the turns and sends them all each time. Knows nothing of models.
-
-
 class Chat:
-    """Turns with one model. Samples as the checkpoint's own settings say, unless ``sampling`` is given.
+    """A conversation, sent in full with each turn. By default it samples as the checkpoint recommends.
 
-    A turn is remembered once its answer is whole, or was closed early with some words said. One that failed
-    is not remembered, so that the next can still work.
+    A turn is added to the history when its answer is complete, or was closed early with some text. A failed
+    turn is not, so that the next one can still succeed.
     """
 
     def __init__(self, backend: Backend, *, system: str = "", sampling: SamplingParams | None = None) -> None:
         self._backend = backend
         self._sampling = sampling or backend.default_sampling()
-        self._opening: Conversation = (Message("system", (TextPart(system),)),) if system else ()
-        self._history: Conversation = self._opening
+        self._initial: Conversation = (Message("system", (TextPart(system),)),) if system else ()
+        self._history: Conversation = self._initial
 
     @property
     def history(self) -> Conversation:
-        """Every message so far, the system's first."""
+        """All messages so far, the system message first."""
         return self._history
 
     def reset(self) -> None:
-        """Forget every turn; the system message stays."""
-        self._history = self._opening
+        """Remove all turns; the system message stays."""
+        self._history = self._initial
 
     def stream(self, text: str, *pictures: ImagePart | VideoPart) -> Stream:
-        """Say ``text`` about ``pictures`` and what went before; the answer while it is being said.
+        """Send the next message and stream the answer.
 
         Raises ``InvalidRequest`` for empty text, and what ``Backend.stream`` raises.
         """
         if not text.strip():
             raise InvalidRequest("the message is empty", "say something", param="messages")
         turn = (*self._history, Message("user", (*pictures, TextPart(text))))
-        return _Remembering(self._backend.stream(turn, self._sampling), self, turn)
+        return _RecordingStream(self._backend.stream(turn, self._sampling), self, turn)
 
     def ask(self, text: str, *pictures: ImagePart | VideoPart) -> Answer:
-        """``stream``, read to its end."""
+        """``stream``, read to the end."""
         return self.stream(text, *pictures).answer()
 
-    def _remember(self, turn: Conversation, words: str) -> None:
-        self._history = (*turn, Message("assistant", (TextPart(words),)))
+    def _append_turn(self, turn: Conversation, answer: str) -> None:
+        self._history = (*turn, Message("assistant", (TextPart(answer),)))
 
 
-class _Remembering:
-    """A stream that tells its chat what was said, when it ends."""
+class _RecordingStream:
+    """A stream that adds its turn to the chat's history when it ends."""
 
     def __init__(self, stream: Stream, chat: Chat, turn: Conversation) -> None:
         self._stream = stream
         self._chat = chat
         self._turn = turn
-        self._words: list[str] = []
+        self._text: list[str] = []
 
     @property
     def images(self) -> tuple[ImageSeen, ...]:
@@ -150,24 +142,23 @@ class _Remembering:
 
     def __iter__(self) -> Iterator[Chunk]:
         for chunk in self._stream:
-            self._words.append(chunk.text)
+            self._text.append(chunk.text)
             if chunk.finish_reason is not None:
-                self._remember("".join(self._words))
+                self._record("".join(self._text))
             yield chunk
 
     def answer(self) -> Answer:
         answer = self._stream.answer()
-        self._remember(answer.text)
+        self._record(answer.text)
         return answer
 
     def close(self) -> None:
         self._stream.close()
-        if said := "".join(self._words):
-            self._remember(said)
+        if text := "".join(self._text):
+            self._record(text)
 
-    def _remember(self, words: str) -> None:
-        # Only the first time: closing a finished stream again must not bring back a conversation that
-        # was reset or has gone on since.
+    def _record(self, text: str) -> None:
+        # Only once: closing a finished stream must not restore a history that was reset or continued since.
         if self._turn:
-            self._chat._remember(self._turn, words)
+            self._chat._append_turn(self._turn, text)
             self._turn = ()

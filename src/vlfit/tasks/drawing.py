@@ -1,7 +1,4 @@
-"""Boxes drawn over a picture, each with its label, in a file of one's own.
-
-Knows pixels and colours. Does not know where boxes come from.
-"""
+"""Draw labelled boxes over a picture, and save it as another file."""
 
 import os
 from collections.abc import Sequence
@@ -14,12 +11,12 @@ from vlfit.errors import UsageError
 from vlfit.images.decode import decode
 from vlfit.tasks.boxes import SceneObject
 
-# Told apart by most eyes that see few colours (Okabe and Ito, "Color universal design", 2008).
+# Distinguishable with most kinds of colour blindness (Okabe and Ito, "Color Universal Design", 2008).
 _COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 
 
 def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Image:
-    """``picture`` upright, at its own size, with every box outlined. Things of one label have one colour."""
+    """``picture``, upright and at full size, with all boxes outlined. One colour per label."""
     image = decode(picture.data, picture.label).image.convert("RGB")
     pen = ImageDraw.Draw(image)
     width = max(2, round(max(image.size) / 300))
@@ -31,7 +28,7 @@ def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Imag
         pen.rectangle((left, top, max(right - 1, left), max(bottom - 1, top)), outline=colour, width=width)
         text = _drawable(thing.label)
         _, _, text_width, text_height = pen.textbbox((0, 0), text, font=font)
-        # Above its box where there is room, else inside.
+        # Above the box if there is space, else inside.
         x = max(min(left, image.width - round(text_width) - 4), 0)
         y = top - round(text_height) - 4 if top >= text_height + 4 else top
         pen.rectangle((x, y, x + text_width + 4, y + text_height + 4), fill=colour)
@@ -40,27 +37,28 @@ def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Imag
 
 
 def check_drawing(path: Path, source: str) -> None:
-    """Raises ``UsageError`` if ``save_drawing`` could not write there, as far as that shows before: a model
-    may take minutes for what is to be drawn.
+    """Raises ``UsageError`` if ``save_drawing`` could not write to ``path``.
+
+    Called before the model runs, which may take minutes.
     """
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
-        raise UsageError(f"{path} has no name of a picture", "use .png, .jpg or .webp")
+        raise UsageError(f"{path} has no picture extension", "use .png, .jpg or .webp")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"{path} cannot be written", "choose another file")
     if Path(source).exists() and path.exists() and path.samefile(source):
-        raise UsageError(f"{path} is the picture itself", "draw into another file")
+        raise UsageError(f"{path} is the picture itself", "save the drawing to another file")
 
 
 def save_drawing(image: Image.Image, path: Path, source: str) -> None:
-    """Write ``image`` to ``path``, in the format of its name. Raises ``UsageError`` where that cannot be.
+    """Save ``image`` to ``path``, in the format of its extension. Raises ``UsageError`` if that fails.
 
-    ``source``: what the picture was called; a drawing does not take its place.
+    ``source``: the picture's own file, which is not overwritten.
     """
     check_drawing(path, source)
     try:
         image.save(path)
     except ValueError as error:
-        raise UsageError(f"{path} has no name of a picture", "use .png, .jpg or .webp") from error
+        raise UsageError(f"{path} has no picture extension", "use .png, .jpg or .webp") from error
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror or error}", "choose another file"
@@ -68,6 +66,6 @@ def save_drawing(image: Image.Image, path: Path, source: str) -> None:
 
 
 def _drawable(label: str) -> str:
-    """One line, no longer than a label is."""
+    """``label`` on one line, shortened to 60 characters."""
     line = " ".join(label.split())
     return line if len(line) <= 60 else f"{line[:57]}..."

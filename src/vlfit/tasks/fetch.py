@@ -1,8 +1,9 @@
-"""Fetches a picture from a URL, for a person at the keyboard or a server that strangers can reach. No torch.
+"""Download pictures by URL, with limits of size and time, and protection against SSRF for servers.
 
-Knows: redirects, limits of size and time. Does not know: which addresses are private and how a connection is
-kept from them (``tasks/fetch.py``), nor what a picture is beyond its first bytes
-(``images/file_kinds.py``).
+A server that fetches URLs for strangers could be used to probe its private network. So every name is
+resolved first, all its addresses must be public, and the connection goes to the very address that was
+checked: a second answer of the name server (DNS rebinding) changes nothing. One deadline covers the whole
+exchange, as a host could send one byte at a time for ever.
 """
 
 import socket
@@ -20,8 +21,8 @@ import httpx
 
 from vlfit._version import __version__
 from vlfit.errors import NotAPicture, PictureError, PictureNotFound, PictureTooLarge, PrivateAddress
-from vlfit.images.cancellation import check_wanted
-from vlfit.images.file_kinds import hint_for, is_surely_no_picture, kind_of
+from vlfit.images.cancellation import check_cancelled
+from vlfit.images.file_kinds import hint_for, kind_of, rules_out_picture
 from vlfit.units import MIB
 
 MAX_BYTES = 64 * MIB
@@ -29,53 +30,50 @@ MAX_REDIRECTS = 5
 _HEADERS = {
     "User-Agent": f"vlfit/{__version__}",
     "Accept": "image/*,*/*;q=0.5",
-    # Pictures are compressed already; a compressed answer could unpack to any size.
+    # Pictures are compressed already; a compressed response could expand to any size.
     "Accept-Encoding": "identity",
 }
 
-# "The picture itself": a file name from a person at the keyboard, a data: URL from a client of a server.
-_DOWNLOAD = "Check the address in a browser, or download the picture and send the picture itself."
+# Read by users of the command line and by clients of a server.
+_DOWNLOAD_HINT = "Check the address in a browser, or download the picture and send the file itself."
 
 
 def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0) -> bytes:
-    """The bytes behind an ``http:`` or ``https:`` URL, after at most ``MAX_REDIRECTS`` redirects.
+    """Download an ``http:`` or ``https:`` URL, following at most ``MAX_REDIRECTS`` redirects.
 
     Raises ``PrivateAddress`` if a hop leads into a private network and ``allow_private`` is off;
-    ``PictureNotFound`` for a host that does not answer (within ``timeout_s`` in all) or answers an error;
-    ``NotAPicture`` for an answer that is none; ``PictureTooLarge`` above ``MAX_BYTES``.
+    ``PictureNotFound`` if the host does not answer within ``timeout_s`` in all, or with an error;
+    ``NotAPicture`` if the response is not a picture; ``PictureTooLarge`` above ``MAX_BYTES``.
     """
-    import httpcore
-    import httpx
-
     deadline = time.monotonic() + timeout_s
     with _client(allow_private, deadline) as client:
         for _ in range(MAX_REDIRECTS + 1):
             label = label_of(url)
             try:
-                answer = _hop(client, httpx.URL(url), label, deadline)
+                answer = _request(client, httpx.URL(url), label, deadline)
             except PictureError:
                 raise
             except (httpx.TimeoutException, httpcore.TimeoutException) as error:
-                raise PictureNotFound(f"{label} did not answer within {timeout_s:g} s", _DOWNLOAD) from error
-            except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError, *FAILURES) as error:
-                raise PictureNotFound(f"{label} cannot be reached: {error}", _DOWNLOAD) from error
+                raise PictureNotFound(
+                    f"{label} did not answer within {timeout_s:g} s", _DOWNLOAD_HINT
+                ) from error
+            except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError, *CONNECTION_ERRORS) as error:
+                raise PictureNotFound(f"{label} cannot be reached: {error}", _DOWNLOAD_HINT) from error
             if isinstance(answer, bytes):
-                return _checked(answer, label)
+                return _checked_body(answer, label)
             url = str(answer)
-    raise PictureNotFound(f"{label_of(url)}: more than {MAX_REDIRECTS} redirects", _DOWNLOAD)
+    raise PictureNotFound(f"{label_of(url)}: more than {MAX_REDIRECTS} redirects", _DOWNLOAD_HINT)
 
 
-def _client(allow_private: bool, deadline: float) -> "httpx.Client":
-    import httpx
-
+def _client(allow_private: bool, deadline: float) -> httpx.Client:
     if allow_private:
         return httpx.Client(headers=_HEADERS)
-    # A proxy would resolve names itself, past our check.
+    # No proxy: it would resolve names itself, without the check.
     return httpx.Client(headers=_HEADERS, transport=PublicNetwork(deadline), trust_env=False)
 
 
 def label_of(url: str) -> str:
-    """A URL as errors show it: without password and query, which may be secrets, and not too long."""
+    """A URL for error messages: shortened, without credentials and query, which may be secret."""
     address = url.split("?", 1)[0].split("#", 1)[0]
     scheme, separator, rest = address.partition("://")
     host, slash, path = rest.partition("/")
@@ -83,44 +81,42 @@ def label_of(url: str) -> str:
     return short if len(short) <= 120 else short[:117] + "..."
 
 
-def _hop(client: "httpx.Client", url: "httpx.URL", label: str, deadline: float) -> "bytes | httpx.URL":
-    """One request: the body, or where a redirect leads."""
-    import httpx
-
+def _request(client: httpx.Client, url: httpx.URL, label: str, deadline: float) -> bytes | httpx.URL:
+    """One request. Returns the body, or the target of a redirect."""
     if url.scheme not in ("http", "https") or not url.host:
-        raise PictureNotFound(f"{label} is no http: or https: address", _DOWNLOAD)
-    request = client.build_request("GET", url, timeout=httpx.Timeout(left(deadline)))
+        raise PictureNotFound(f"{label} is not an http: or https: address", _DOWNLOAD_HINT)
+    request = client.build_request("GET", url, timeout=httpx.Timeout(time_left(deadline)))
     response = client.send(request, stream=True)
     try:
         if response.has_redirect_location:
             return url.join(response.headers["location"])
         _check_status(response, label)
-        _check_plain(response, label)
+        _check_uncompressed(response, label)
         return b"".join(_body(response, label, deadline))
     finally:
         response.close()
 
 
-def _check_status(response: "httpx.Response", label: str) -> None:
+def _check_status(response: httpx.Response, label: str) -> None:
     if response.status_code == 200:
         return
-    hint = _DOWNLOAD
+    hint = _DOWNLOAD_HINT
     if response.status_code in (401, 403):
-        hint = "It wants a login or refuses programs: download the picture and send the picture itself."
+        hint = "It requires a login or blocks programs: download the picture and send the file itself."
     raise PictureNotFound(f"{label} answers {response.status_code} {response.reason_phrase}", hint)
 
 
-def _check_plain(response: "httpx.Response", label: str) -> None:
-    """Nothing is unpacked: a few hundred bytes can stand for gigabytes, and twice packed for far more."""
-    packed = response.headers.get("content-encoding", "").strip()
-    if packed.lower() not in ("", "identity"):
+def _check_uncompressed(response: httpx.Response, label: str) -> None:
+    """Refuse compressed responses: a few hundred bytes can expand to gigabytes."""
+    encoding = response.headers.get("content-encoding", "").strip()
+    if encoding.lower() not in ("", "identity"):
         raise NotAPicture(
-            f"{label} answers with content packed by {packed[:40]!r}, which was not asked for", _DOWNLOAD
+            f"{label} answers with Content-Encoding {encoding[:40]!r}, which was not requested",
+            _DOWNLOAD_HINT,
         )
 
 
-def _body(response: "httpx.Response", label: str, deadline: float) -> Iterator[bytes]:
-
+def _body(response: httpx.Response, label: str, deadline: float) -> Iterator[bytes]:
     declared = response.headers.get("content-length", "")
     size = int(declared) if declared.isdigit() else 0
     _check_size(size, label)
@@ -128,7 +124,7 @@ def _body(response: "httpx.Response", label: str, deadline: float) -> Iterator[b
     for chunk in response.iter_raw():
         size += len(chunk)
         _check_size(size, label)
-        left(deadline)  # slow drips end too
+        time_left(deadline)  # for hosts that send slowly
         yield chunk
 
 
@@ -136,75 +132,71 @@ def _check_size(size: int, label: str) -> None:
     if size > MAX_BYTES:
         raise PictureTooLarge(
             f"{label} is larger than {MAX_BYTES // MIB} MiB",
-            "Download it, scale it down, and send the smaller picture itself.",
+            "Download it, scale it down, and send the smaller file itself.",
         )
 
 
-def _checked(data: bytes, label: str) -> bytes:
+def _checked_body(data: bytes, label: str) -> bytes:
     kind = kind_of(data)
-    if is_surely_no_picture(kind):
+    if rules_out_picture(kind):
         answer = "with nothing" if kind == "empty" else f"with {kind}"
         raise NotAPicture(f"{label} answers {answer}, not with a picture", hint_for(kind))
     return data
 
 
-# Connections to public addresses alone, in limited time: how a server fetches what a stranger names.
-#
-# A server that fetches URLs for strangers could be used to look around behind its firewall. So every name
-# is resolved first, all its addresses must be public, and the connection goes to the very address that was
-# checked: a name that answers differently the second time gains nothing. And whoever is asked could answer
-# a byte at a time for ever: one deadline holds for all that is sent and read.
-#
-# Knows: addresses and sockets. Does not know: redirects or pictures (``tasks/fetch.py``).
+# Connections to public addresses only, with a deadline.
 
 
 # IPv6 ranges whose last 32 bits are an IPv4 address that a gateway may reach: compatible (RFC 4291), mapped,
-# NAT64 (RFC 6052). 6to4 and Teredo carry theirs elsewhere.
-_IPV4_INSIDE = (IPv6Network("::/96"), IPv6Network("::ffff:0:0/96"), IPv6Network("64:ff9b::/96"))
-# What Python counts as global, in some of its versions, and nobody on the internet can reach: protocol
-# assignments (Oracle's metadata is 192.0.0.192) and the anycast of 6to4; translated addresses (RFC 2765),
-# NAT64 of one's own (RFC 8215), segments (RFC 9602), documentation (RFC 9637), site-local (RFC 3879).
+# NAT64 (RFC 6052). 6to4 and Teredo have theirs elsewhere.
+_EMBEDDED_IPV4 = (IPv6Network("::/96"), IPv6Network("::ffff:0:0/96"), IPv6Network("64:ff9b::/96"))
+# Ranges that some versions of Python consider global, but that are not on the internet: protocol assignments
+# (Oracle's metadata service is 192.0.0.192), 6to4 anycast; translated addresses (RFC 2765), local NAT64
+# (RFC 8215), segment routing (RFC 9602), documentation (RFC 9637), site-local (RFC 3879).
 _LOCAL_IPV4 = (IPv4Network("192.0.0.0/24"), IPv4Network("192.88.99.0/24"))
 _LOCAL_IPV6 = (
     *(IPv6Network("::ffff:0:0:0/96"), IPv6Network("64:ff9b:1::/48"), IPv6Network("5f00::/16")),
     *(IPv6Network("3fff::/20"), IPv6Network("fec0::/10")),
 )
-# The third word of eight bytes of an ISATAP address (RFC 5214), less the bit that says "unique".
+# Upper half of the interface identifier of an ISATAP address (RFC 5214), without the "universal" bit.
 _ISATAP = 0x00005EFE
-# Azure's host answers virtual machines here, in the middle of public space.
-_PLATFORM = frozenset({"168.63.129.16"})
+# Azure's host answers its virtual machines at this address, within public address space.
+_CLOUD_HOSTS = frozenset({"168.63.129.16"})
 
-FAILURES = (
+CONNECTION_ERRORS = (
     *(httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, httpcore.ProxyError),
     httpcore.ConnectionNotAvailable,
 )
 
 
 class PublicNetwork(httpx.BaseTransport):
-    """For one picture, until ``deadline`` (of ``time.monotonic``). Raises ``PrivateAddress``."""
+    """Transport for one picture, until ``deadline`` (``time.monotonic``). Raises ``PrivateAddress``."""
 
     def __init__(self, deadline: float) -> None:
         self._pool = httpcore.ConnectionPool(
-            ssl_context=_certificates(), network_backend=_Backend(deadline), max_keepalive_connections=0
+            ssl_context=_certificates(), network_backend=_PublicBackend(deadline), max_keepalive_connections=0
         )
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
-        asked = httpcore.Request(
+        core_request = httpcore.Request(
             request.method,
             httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path),
             headers=request.headers.raw,
         )
-        answer = self._pool.handle_request(asked)
+        answer = self._pool.handle_request(core_request)
         return httpx.Response(
-            answer.status, headers=answer.headers, stream=_Body(answer), extensions=answer.extensions
+            answer.status,
+            headers=answer.headers,
+            stream=_ResponseStream(answer),
+            extensions=answer.extensions,
         )
 
     def close(self) -> None:
         self._pool.close()
 
 
-class _Body(httpx.SyncByteStream):
+class _ResponseStream(httpx.SyncByteStream):
     def __init__(self, answer: httpcore.Response) -> None:
         self._answer = answer
 
@@ -215,7 +207,7 @@ class _Body(httpx.SyncByteStream):
         self._answer.close()
 
 
-class _Backend(httpcore.NetworkBackend):
+class _PublicBackend(httpcore.NetworkBackend):
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
         self._sockets = httpcore.SyncBackend()
@@ -231,27 +223,27 @@ class _Backend(httpcore.NetworkBackend):
         failure: Exception | None = None
         for address in checked_addresses(host, port, self._deadline):
             try:
-                stream = self._sockets.connect_tcp(address, port, left(self._deadline))
+                stream = self._sockets.connect_tcp(address, port, time_left(self._deadline))
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                failure = error  # the next address of the same name may answer
+                failure = error  # try the next address
                 continue
-            return _Stream(stream, self._deadline)
+            return _DeadlineStream(stream, self._deadline)
         raise failure or httpcore.ConnectError("the name has no address")
 
 
-class _Stream(httpcore.NetworkStream):
-    """A connection on which nothing waits past the deadline, nor for somebody who has gone."""
+class _DeadlineStream(httpcore.NetworkStream):
+    """A connection whose operations end at the deadline, and when the client has gone."""
 
     def __init__(self, stream: httpcore.NetworkStream, deadline: float) -> None:
         self._stream = stream
         self._deadline = deadline
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        check_wanted()
-        return self._stream.read(max_bytes, left(self._deadline))
+        check_cancelled()
+        return self._stream.read(max_bytes, time_left(self._deadline))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, left(self._deadline))
+        self._stream.write(buffer, time_left(self._deadline))
 
     def close(self) -> None:
         self._stream.close()
@@ -259,15 +251,15 @@ class _Stream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
-        inner = self._stream.start_tls(ssl_context, server_hostname, left(self._deadline))
-        return _Stream(inner, self._deadline)
+        inner = self._stream.start_tls(ssl_context, server_hostname, time_left(self._deadline))
+        return _DeadlineStream(inner, self._deadline)
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)
 
 
-def left(deadline: float) -> float:
-    """Seconds until ``deadline``. Raises ``httpcore.ReadTimeout`` when it has passed."""
+def time_left(deadline: float) -> float:
+    """Seconds until ``deadline``. Raises ``httpcore.ReadTimeout`` once it has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise httpcore.ReadTimeout("too slow")
@@ -276,56 +268,54 @@ def left(deadline: float) -> float:
 
 def checked_addresses(host: str, port: int, deadline: float) -> list[str]:
     """Every address of ``host``. Raises ``PrivateAddress`` unless all of them are public."""
-    addresses = _resolved_by(deadline, host, port)
+    addresses = _resolve_within(deadline, host, port)
     for address in addresses:
         if not is_public(address):
             raise PrivateAddress(
-                f"{host[:100]} leads to {address}, which is not a public address",
+                f"{host[:100]} resolves to {address}, which is not a public address",
                 "Send the picture itself as data:image/jpeg;base64,..., "
                 "or start the server with --allow-private-urls.",
             )
     return addresses
 
 
-def _resolved_by(deadline: float, host: str, port: int) -> list[str]:
-    """As ``resolve``, for as long as anybody waits: the system's resolver knows no deadline, and who owns a
-    name may let it ask for a long time. Raises ``httpcore.ConnectTimeout``.
-    """
+def _resolve_within(deadline: float, host: str, port: int) -> list[str]:
+    """``resolve`` with a deadline, which the system's resolver lacks. Raises ``httpcore.ConnectTimeout``."""
     answers: Queue[list[str] | Exception] = Queue()
 
-    def ask() -> None:
+    def run() -> None:
         try:
             answers.put(resolve(host, port))
         except Exception as error:
             answers.put(error)
 
-    Thread(target=ask, name="vlfit-resolve", daemon=True).start()
+    Thread(target=run, name="vlfit-resolve", daemon=True).start()
     try:
-        answer = answers.get(timeout=left(deadline))
+        answer = answers.get(timeout=time_left(deadline))
     except Empty:
-        raise httpcore.ConnectTimeout("the name is not resolved in time") from None
+        raise httpcore.ConnectTimeout("the name was not resolved in time") from None
     if isinstance(answer, Exception):
         try:
             raise answer
         finally:
-            del answer  # it holds this frame, which must not hold it
+            del answer  # avoids a reference cycle with this frame
     return answer
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Every address of ``host``. The resolver also reads forms such as ``2130706433`` and ``0x7f.1``."""
+    """All addresses of ``host``. The resolver also accepts forms such as ``2130706433`` and ``0x7f.1``."""
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_public(address: str) -> bool:
-    """Whether ``address`` is one that anybody on the internet could reach as well.
+    """Whether ``address`` is reachable from the internet.
 
-    Loopback, private, link-local (cloud metadata), shared, multicast and reserved ranges are not; neither are
-    IPv6 forms that carry such an IPv4 address.
+    Loopback, private, link-local (cloud metadata), shared, multicast and reserved ranges are not, nor are
+    IPv6 addresses that embed such an IPv4 address.
     """
     bare = ip_address(address.partition("%")[0])
-    return all(_is_public(one) for one in (bare, *_inside(bare)))
+    return all(_is_public(one) for one in (bare, *_embedded_ipv4(bare)))
 
 
 def _is_public(address: IPv4Address | IPv6Address) -> bool:
@@ -333,16 +323,16 @@ def _is_public(address: IPv4Address | IPv6Address) -> bool:
     return (
         address.is_global
         and not address.is_multicast
-        and str(address) not in _PLATFORM
+        and str(address) not in _CLOUD_HOSTS
         and not any(address in network for network in local)
     )
 
 
-def _inside(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address]:
+def _embedded_ipv4(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address]:
     if isinstance(address, IPv4Address):
         return
     last = IPv4Address(int(address) & 0xFFFFFFFF)
-    if any(address in network for network in _IPV4_INSIDE):
+    if any(address in network for network in _EMBEDDED_IPV4):
         yield last
     if int(address) >> 32 & 0xFDFFFFFF == _ISATAP:
         yield last
@@ -353,5 +343,5 @@ def _inside(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address]:
 
 @cache
 def _certificates() -> SSLContext:
-    """Read once: that takes some tens of milliseconds."""
+    """The system's certificates, read once: it takes tens of milliseconds."""
     return httpx.create_ssl_context(trust_env=False)

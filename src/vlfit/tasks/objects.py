@@ -1,7 +1,7 @@
-"""What is in a picture and where: asks for JSON, and reads what comes as generously as is sound.
+"""Scenes (summary, objects, visible text) and detection: objects with boxes, asked for as JSON.
 
-Knows the three parts of a scene. Does not know how boxes are read (``boxes.py``). A model that runs here is
-held to the form; what others answer is read all the same, and what is mended or dropped is said.
+Local models are held to the JSON schema by a grammar. Answers of other servers are parsed leniently; what is
+repaired or dropped is listed in ``warnings``.
 """
 
 from dataclasses import dataclass, replace
@@ -13,39 +13,39 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend
 from vlfit.errors import InvalidRequest
 from vlfit.tasks.boxes import (
-    BOX_NAMES,
-    BOXES,
+    BOX_KEYS,
+    BOXES_SCHEMA,
     BoxReader,
     SceneObject,
     fenced_json,
     find_json,
     original_size,
-    unreadable,
+    unreadable_answer,
 )
 from vlfit.tasks.describe import DETECT, SCENE
 
-SCENE_FORM = {
+SCENE_SCHEMA = {
     "anyOf": [
         {
             "type": "object",
             "properties": {
                 "summary": {"type": "string"},
-                "objects": BOXES,
+                "objects": BOXES_SCHEMA,
                 "text": {"type": "array", "items": {"type": "string"}},
             },
             "required": ["summary", "objects", "text"],
             "additionalProperties": False,
         },
-        BOXES,
+        BOXES_SCHEMA,
     ]
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture taken apart. ``width`` and ``height`` are the original's, in pixels, upright.
+    """Summary, objects and visible text of a picture of ``width`` x ``height`` pixels, upright.
 
-    ``warnings`` says in words what was mended or dropped of the model's answer.
+    ``warnings`` lists what was repaired or dropped in the model's answer.
     """
 
     summary: str
@@ -66,25 +66,25 @@ class Scene:
 
 
 def scene(backend: Backend, picture: ImagePart, sampling: SamplingParams | None = None) -> Scene:
-    """Ask for a summary, objects with boxes, and the words seen in ``picture``.
+    """Ask for a summary, objects with boxes, and the text visible in ``picture``.
 
-    Raises ``UnreadableAnswer`` if the model did not answer in JSON; ``PictureError`` and ``DoesNotFit`` as
-    every task does.
+    Raises ``UnreadableAnswer`` if the answer contains no JSON; ``PictureError`` and ``DoesNotFit`` as all
+    tasks do.
     """
-    wishes = replace(sampling or SamplingParams(), form=fenced_json(SCENE_FORM))
-    answer = backend.stream(ask(SCENE, picture), wishes).answer()
+    params = replace(sampling or SamplingParams(), grammar=fenced_json(SCENE_SCHEMA))
+    answer = backend.stream(ask(SCENE, picture), params).answer()
     return read_scene(answer, *original_size(answer, picture))
 
 
 def read_scene(answer: Answer, width: int, height: int) -> Scene:
-    """What ``answer`` says of a picture of ``width`` x ``height`` pixels.
+    """Parse the answer about a picture of ``width`` x ``height`` pixels.
 
-    It should be JSON with the three parts asked for, or a bare list of objects with boxes.
+    It should be JSON with the three parts asked for, or just a list of objects with boxes.
     """
     found = find_json(answer.text)
     if found is None:
-        raise unreadable(answer)
-    reader = _Reader(width, height, warnings=list(found.warnings))
+        raise unreadable_answer(answer)
+    reader = _SceneReader(width, height, warnings=list(found.warnings))
     if answer.finish_reason == "length":
         reader.warnings.append(f"the answer was cut off at {answer.usage.completion_tokens} tokens")
     parts = _as_parts(found.value)
@@ -100,45 +100,42 @@ def read_scene(answer: Answer, width: int, height: int) -> Scene:
 
 
 def _as_parts(value: Any) -> dict[str, Any]:
-    """The three parts, also when the model gave only its list of objects, or only one of them."""
+    """The three parts, also if the answer is only a list of objects, or a single object."""
     if isinstance(value, list):
         return {"objects": value}
-    if any(name in value for name in BOX_NAMES):
+    if any(name in value for name in BOX_KEYS):
         return {"objects": [value]}
     return dict(value)
 
 
-class _Reader(BoxReader):
-    """Of the other parts of a scene, too."""
+class _SceneReader(BoxReader):
+    """Reads the other parts of a scene, too."""
 
     def read_summary(self, value: Any) -> str:
         if isinstance(value, str):
             return value.strip()
         if value is not None:
-            self.warnings.append(f"the summary is no text and is dropped: {value!r}")
+            self.warnings.append(f"the summary is not a string and is dropped: {value!r}")
         return ""
 
     def read_text(self, value: Any) -> tuple[str, ...]:
-        words = [value] if isinstance(value, str) else value or []
-        if not isinstance(words, list):
-            self.warnings.append(f"the text seen is no list and is dropped: {value!r}")
+        entries = [value] if isinstance(value, str) else value or []
+        if not isinstance(entries, list):
+            self.warnings.append(f"the visible text is not a list and is dropped: {value!r}")
             return ()
-        dropped = [word for word in words if not isinstance(word, str)]
+        dropped = [entry for entry in entries if not isinstance(entry, str)]
         if dropped:
-            self.warnings.append(f"{len(dropped)} of the words seen are no text and are dropped: {dropped!r}")
-        return tuple(word for word in words if isinstance(word, str) and word.strip())
-
-
-# Where things are in a picture: asks as Qwen3-VL was taught to be asked, and gives boxes in pixels.
-#
-# Knows the question. Does not know how boxes are read (``boxes.py``) or drawn (``tasks/objects.py``).
+            self.warnings.append(
+                f"{len(dropped)} entries of the visible text are not strings and are dropped: {dropped!r}"
+            )
+        return tuple(entry for entry in entries if isinstance(entry, str) and entry.strip())
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What was found of what was asked for. ``width`` and ``height`` are the original picture's, upright.
+    """The objects found in a picture of ``width`` x ``height`` pixels, upright.
 
-    ``warnings`` says in words what was mended or dropped of the model's answer.
+    ``warnings`` lists what was repaired or dropped in the model's answer.
     """
 
     objects: tuple[SceneObject, ...]
@@ -156,33 +153,33 @@ class Detection:
 def detect(
     backend: Backend, picture: ImagePart, things: str, sampling: SamplingParams | None = None
 ) -> Detection:
-    """Ask where ``things`` (``"cups"``, or several with commas) are in ``picture``.
+    """Find ``things`` (``"cups"``, or several separated by commas) in ``picture``.
 
-    Raises ``InvalidRequest`` for no things, ``UnreadableAnswer`` if the model did not answer in JSON;
-    ``PictureError`` and ``DoesNotFit`` as every task does.
+    Raises ``InvalidRequest`` if ``things`` is empty, ``UnreadableAnswer`` if the answer contains no JSON;
+    ``PictureError`` and ``DoesNotFit`` as all tasks do.
     """
-    wishes = replace(sampling or SamplingParams(), form=fenced_json(BOXES))
-    answer = backend.stream(ask(detect_prompt(things), picture), wishes).answer()
+    params = replace(sampling or SamplingParams(), grammar=fenced_json(BOXES_SCHEMA))
+    answer = backend.stream(ask(detect_prompt(things), picture), params).answer()
     return read_detection(answer, *original_size(answer, picture))
 
 
 def detect_prompt(things: str) -> str:
-    """The question for ``things``. Raises ``InvalidRequest`` if there are none."""
-    wanted = " ".join(things.replace('"', " ").split())
-    if not wanted:
+    """The prompt for ``things``. Raises ``InvalidRequest`` if it is empty."""
+    cleaned = " ".join(things.replace('"', " ").split())
+    if not cleaned:
         raise InvalidRequest("there is nothing to look for", 'name it, such as "cups"', param="things")
-    return DETECT.format(wanted)
+    return DETECT.format(cleaned)
 
 
 def read_detection(answer: Answer, width: int, height: int) -> Detection:
-    """What ``answer`` says of a picture of ``width`` x ``height`` pixels: a list of boxes, or one box."""
+    """Parse the answer about a picture of ``width`` x ``height`` pixels: a list of boxes, or one box."""
     found = find_json(answer.text)
     if found is None:
-        raise unreadable(answer)
+        raise unreadable_answer(answer)
     reader = BoxReader(width, height, warnings=list(found.warnings))
     if answer.finish_reason == "length":
         reader.warnings.append(f"the answer was cut off at {answer.usage.completion_tokens} tokens")
     value = found.value
-    if isinstance(value, dict) and not any(name in value for name in BOX_NAMES):
-        value = value.get("objects")  # as a scene would be told
+    if isinstance(value, dict) and not any(name in value for name in BOX_KEYS):
+        value = value.get("objects")  # a scene instead of a list
     return Detection(reader.read_objects(value), width, height, answer, tuple(reader.warnings))

@@ -1,7 +1,7 @@
-"""From what a person calls a picture (a path, a URL, ``-``, bytes, a Pillow image) to its bytes. No torch.
+"""Load the bytes of a picture from a path, a URL, standard input, bytes, or a Pillow image.
 
-Knows: where bytes come from, and globs that the shell left alone. Does not know: how pictures are decoded
-(``images/decode.py``) or how URLs are fetched (``tasks/fetch.py``).
+Pictures are not decoded here; only their first bytes are checked. Servers read files only below the folder of
+``--allow-files``: neither ``..`` nor a link leads out of it, not even a link created between check and read.
 """
 
 import base64
@@ -18,7 +18,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from vlfit.api.conversation import ImagePart
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
-from vlfit.images.file_kinds import hint_for, is_surely_no_picture, kind_of
+from vlfit.images.file_kinds import hint_for, kind_of, rules_out_picture
 from vlfit.tasks.fetch import fetch, label_of
 from vlfit.units import MIB
 
@@ -26,71 +26,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-# A file of the server that a request may name, because it lies in a folder that was opened to requests.
-#
-# Knows: ``file:`` URLs, and that neither ``..`` nor a link may lead out of the folder, not even one that is
-# changed between the look and the reading. Does not know: what is in the file.
-
-
-_HINT = "Name a file in the folder that the server was started with (--allow-files), as file:///folder/name."
-
-
-def read_allowed(url: str, folder: Path, most: int) -> bytes:
-    """The bytes of the file that ``url`` (``file:///...``) names, at most ``most``, if it is in ``folder``.
-
-    Raises ``PrivateAddress`` for one outside, whether it is there or not; ``PictureNotFound`` for one that
-    cannot be read or is no ordinary file, ``PictureTooLarge``.
-    """
-    label = url[:120]
-    path = _path_of(url, label)
-    try:
-        root = folder.resolve(strict=True)
-        inside = Path(os.path.realpath(path)).relative_to(root)
-    except (ValueError, OSError):
-        raise PrivateAddress(f"{label} is not in the folder that requests may read from", _HINT) from None
-    try:
-        with os.fdopen(_open_below(root, inside), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise PictureNotFound(f"{label} is no ordinary file", _HINT)
-            data = file.read(most + 1)
-    except OSError as error:
-        raise PictureNotFound(f"{label}: {error.strerror}", _HINT) from None
-    if len(data) > most:
-        raise PictureTooLarge(f"{label} is larger than {most // MIB} MiB", "Scale the picture down first.")
-    return data
-
-
-def _path_of(url: str, label: str) -> str:
-    with suppress(ValueError):
-        parts = urlsplit(url)
-        path = unquote(parts.path)
-        sound = parts.netloc in ("", "localhost") and path.startswith("/") and "\0" not in path
-        if sound and not parts.query and not parts.fragment:
-            return path
-    raise PrivateAddress(f"{label} is no file:///path of this server", _HINT)
-
-
-def _open_below(root: Path, inside: Path) -> int:
-    """A descriptor of ``root / inside``, a path that has no links: one that has come since is not followed.
-
-    Not waiting: a pipe would keep whoever opens it.
-    """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    here = os.open(root, flags | os.O_DIRECTORY)
-    steps = inside.parts
-    for index, step in enumerate(steps):
-        below = flags if index == len(steps) - 1 else flags | os.O_DIRECTORY
-        try:
-            there = os.open(step, below, dir_fd=here)
-        finally:
-            os.close(here)
-        here = there
-    return here
-
-
-# Room for an uncompressed TIFF of a large camera; more is not a picture that somebody meant.
+# Enough for an uncompressed TIFF of a large camera.
 MAX_FILE_BYTES = 512 * MIB
-_PIECE = MIB // 16  # of what does not say how long it is
+_READ_BYTES = MIB // 16  # read size for pipes, whose length is unknown
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
@@ -101,15 +39,15 @@ def load_picture(
     files: Path | None = None,
     timeout_s: float = 20.0,
 ) -> ImagePart:
-    """The bytes of a picture and what to call it in errors.
+    """The bytes of a picture, with a label for error messages.
 
     ``source``: a path, an ``http(s):`` or ``data:`` URL, ``-`` (standard input), encoded bytes, or a Pillow
-    image. ``allow_private=False`` is for servers: it refuses paths, standard input, and URLs that lead into a
-    private network. ``files`` is for servers too: ``file:`` URLs are read, but only those in that folder.
-    ``timeout_s`` bounds a download.
+    image. ``allow_private=False``, for servers, refuses paths, standard input, and URLs that lead into a
+    private network. ``files``, for servers: the folder below which ``file:`` URLs may be read. ``timeout_s``
+    limits a download.
 
     Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge``, ``PrivateAddress``, or ``UsageError``
-    for a source of another type. Only the first bytes are looked at: damage shows when it is decoded.
+    for a source of another type. Only the first bytes are checked: damage shows when decoding.
     """
     if isinstance(source, bytes):
         return checked_picture(source, "picture")
@@ -131,21 +69,21 @@ def load_picture(
         return checked_picture(read_allowed(source, files, MAX_FILE_BYTES), name_of(source))
     if not allow_private:
         raise PrivateAddress(
-            f"{_short(source)!r} is no http:, https: or data: URL, and files of the server are not read",
+            f"{_short(source)!r} is not an http:, https: or data: URL, and this server does not read files",
             "Send the picture itself as data:image/jpeg;base64,... or give an https: address.",
         )
     if source == "-":
         return checked_picture(_from_stdin(), "standard input")
     if "://" in source[:16] or scheme.startswith("file:"):
         raise PictureNotFound(
-            f"{_short(source)}: of URLs, vlfit reads http:, https: and data:",
-            "Give a file by its plain path.",
+            f"{_short(source)}: this kind of URL is not supported (http:, https: and data: are)",
+            "Name a file by its plain path.",
         )
     return checked_picture(_from_file(source), _short(source))
 
 
 def name_of(source: str) -> str:
-    """``source`` as it is shown: of a URL no password and no query, of a ``data:`` URL none of its bytes."""
+    """``source`` for messages: a URL without credentials and query, a ``data:`` URL without its bytes."""
     scheme = source[:8].lower()
     if scheme.startswith("data:"):
         return "data: URL"
@@ -153,13 +91,13 @@ def name_of(source: str) -> str:
 
 
 def expand_pictures(patterns: list[str]) -> list[str]:
-    """File names, URLs and ``-`` as they are; globs (``'photos/**/*.jpg'``) as their files in order of name.
+    """Expand globs (``'photos/**/*.jpg'``) to sorted file names; keep file names, URLs and ``-``.
 
-    Raises ``PictureNotFound`` for a glob that matches no file. What exists by its literal name is no glob.
+    Raises ``PictureNotFound`` for a glob that matches no file. A name that exists literally is not a glob.
     """
     names: list[str] = []
     for pattern in patterns:
-        # A URL may hold ? and *, which mean something else there.
+        # In URLs ? and * have another meaning.
         is_url = "://" in pattern[:16] or pattern[:5].lower() == "data:"
         if is_url or not glob.has_magic(pattern) or _exists(pattern):
             names.append(pattern)
@@ -175,7 +113,7 @@ def expand_pictures(patterns: list[str]) -> list[str]:
 def _from_stdin() -> bytes:
     if sys.stdin is None or sys.stdin.isatty():
         raise PictureNotFound(
-            "- means standard input, and nothing is piped into it", "Write: vlfit caption - < photo.jpg"
+            "- means standard input, but nothing is piped into it", "Write: vlfit caption - < photo.jpg"
         )
     return _read(sys.stdin.buffer, "standard input")
 
@@ -192,33 +130,33 @@ def read_file(path: str | Path, label: str) -> bytes:
     except OSError as error:
         what, hint = f"cannot be read: {error.strerror}", "Check its name and permissions."
     except ValueError as error:  # a NUL in the name
-        what, hint = f"is no file name: {error}", "Check its name."
+        what, hint = f"is not a file name: {error}", "Check its name."
     raise PictureNotFound(f"{label}: {what}", hint)
 
 
 def _from_file(name: str) -> bytes:
     try:
         path = Path(name).expanduser()
-    except RuntimeError as error:  # a home of nobody
-        raise PictureNotFound(f"{_short(name)}: is no file name: {error}", "Check its name.") from None
+    except RuntimeError as error:  # ~ of an unknown user
+        raise PictureNotFound(f"{_short(name)}: is not a file name: {error}", "Check its name.") from None
     return read_file(path, _short(name))
 
 
 def _read(file: BinaryIO, label: str, size: int = 0) -> bytes:
-    """To its end. ``size``: how long it says to be; a pipe does not say.
+    """Read to the end. ``size``: length of the file; 0 for a pipe.
 
-    Never as much as there may be at once: Python asks the system for all that memory first, which took
-    longer than the rest of reading a small file.
+    Not with ``read(MAX_FILE_BYTES)``: Python allocates that much first, which took longer than reading a
+    small file.
     """
-    pieces: list[bytes] = []
-    total, room = 0, (size or _PIECE) + 1
+    blocks: list[bytes] = []
+    total, block_size = 0, (size or _READ_BYTES) + 1
     while size <= MAX_FILE_BYTES:
-        pieces.append(file.read(room))
-        total += len(pieces[-1])
+        blocks.append(file.read(block_size))
+        total += len(blocks[-1])
         if total > MAX_FILE_BYTES:
             break
-        if len(pieces[-1]) < room:
-            return b"".join(pieces)
+        if len(blocks[-1]) < block_size:
+            return b"".join(blocks)
     raise PictureTooLarge(
         f"{label} is larger than {MAX_FILE_BYTES // MIB} MiB", "Scale the picture down first."
     )
@@ -231,18 +169,20 @@ def _from_data_url(url: str) -> bytes:
     data = unquote_to_bytes(body)
     if not header.lower().rstrip().endswith(";base64"):
         return data
-    packed = b"".join(data.split())
+    encoded = b"".join(data.split())
     try:
-        # Many senders leave out the padding; it says nothing that the length does not.
-        return base64.b64decode(packed.rstrip(b"=") + b"=" * (-len(packed.rstrip(b"=")) % 4), validate=True)
+        # Many clients leave out the padding.
+        unpadded = encoded.rstrip(b"=")
+        return base64.b64decode(unpadded + b"=" * (-len(unpadded) % 4), validate=True)
     except binascii.Error as error:
         raise NotAPicture(
-            f"the data: URL is no valid base64: {error}", "Encode the bytes of the file: base64 -w0 photo.jpg"
+            f"the data: URL is not valid base64: {error}",
+            "Encode the bytes of the file: base64 -w0 photo.jpg",
         ) from error
 
 
 def _from_pillow(image: object) -> ImagePart:
-    """A Pillow image as a lossless file; its EXIF goes along and turns it upright, as with any file."""
+    """A Pillow image as a lossless file, with its EXIF, so that it is turned upright like any file."""
     from PIL import Image
 
     if not isinstance(image, Image.Image):
@@ -251,14 +191,14 @@ def _from_pillow(image: object) -> ImagePart:
             "Give a path, a URL, bytes, or a Pillow image (Image.fromarray makes one of a numpy array).",
         )
     if 0 in image.size:
-        raise NotAPicture(f"the Pillow image is {image.width}x{image.height}, it has no pixels")
+        raise NotAPicture(f"the Pillow image is {image.width}x{image.height}: it has no pixels")
     buffer = BytesIO()
     try:
         exif = image.getexif()
         if image.mode in _PNG_MODES:
             image.save(buffer, "PNG", compress_level=1, exif=exif)
         else:
-            # CMYK, floating point and the like, which PNG does not hold.
+            # CMYK, floating point and other modes that PNG does not support.
             image.save(buffer, "TIFF", exif=exif)
     except (OSError, ValueError, KeyError) as error:
         raise NotAPicture(
@@ -269,9 +209,9 @@ def _from_pillow(image: object) -> ImagePart:
 
 
 def checked_picture(data: bytes, label: str) -> ImagePart:
-    """``data`` as a picture called ``label``. Raises ``NotAPicture`` for what its first bytes rule out."""
+    """``data`` as a picture called ``label``. Raises ``NotAPicture`` if its first bytes rule that out."""
     kind = kind_of(data)
-    if is_surely_no_picture(kind):
+    if rules_out_picture(kind):
         what = "is empty" if kind == "empty" else f"is {kind}, not a picture"
         raise NotAPicture(f"{label} {what}", hint_for(kind))
     return ImagePart(data, label)
@@ -286,3 +226,65 @@ def _exists(name: str) -> bool:
 
 def _short(name: str) -> str:
     return name if len(name) <= 120 else name[:117] + "..."
+
+
+# Files that requests to a server may name, below the folder of --allow-files.
+
+_FILE_URL_HINT = (
+    "Name a file in the folder that the server was started with (--allow-files), as file:///folder/name."
+)
+
+
+def read_allowed(url: str, folder: Path, most: int) -> bytes:
+    """The bytes of ``url`` (``file:///...``), at most ``most``, if the file is below ``folder``.
+
+    Raises ``PrivateAddress`` for a path outside, existing or not; ``PictureNotFound`` for a file that cannot
+    be read or is not a regular file; ``PictureTooLarge``.
+    """
+    label = url[:120]
+    path = _path_of(url, label)
+    try:
+        root = folder.resolve(strict=True)
+        inside = Path(os.path.realpath(path)).relative_to(root)
+    except (ValueError, OSError):
+        raise PrivateAddress(
+            f"{label} is not in the folder that requests may read from", _FILE_URL_HINT
+        ) from None
+    try:
+        with os.fdopen(_open_below(root, inside), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise PictureNotFound(f"{label} is not a regular file", _FILE_URL_HINT)
+            data = file.read(most + 1)
+    except OSError as error:
+        raise PictureNotFound(f"{label}: {error.strerror}", _FILE_URL_HINT) from None
+    if len(data) > most:
+        raise PictureTooLarge(f"{label} is larger than {most // MIB} MiB", "Scale the picture down first.")
+    return data
+
+
+def _path_of(url: str, label: str) -> str:
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        path = unquote(parts.path)
+        sound = parts.netloc in ("", "localhost") and path.startswith("/") and "\0" not in path
+        if sound and not parts.query and not parts.fragment:
+            return path
+    raise PrivateAddress(f"{label} is not a file:///path of this server", _FILE_URL_HINT)
+
+
+def _open_below(root: Path, inside: Path) -> int:
+    """A file descriptor of ``root / inside``, without following links, which may have appeared meanwhile.
+
+    Non-blocking, as opening a pipe would wait for its writer.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    current = os.open(root, flags | os.O_DIRECTORY)
+    parts = inside.parts
+    for index, part in enumerate(parts):
+        part_flags = flags if index == len(parts) - 1 else flags | os.O_DIRECTORY
+        try:
+            following = os.open(part, part_flags, dir_fd=current)
+        finally:
+            os.close(current)
+        current = following
+    return current

@@ -1,7 +1,7 @@
-"""What whoever measures has to know of an engine: bytes that a step reads, what comes before a token.
+"""Instrumentation of an engine for ``bench/``: bytes that a decode step reads, and times of a request's image
+phases.
 
-Knows the engine's parts. An engine that nobody measures pays nothing: there are no clocks in it; the calls
-that are timed from inside are wrapped for as long as is asked. Does not know statistics (``bench/``).
+The engine has no clocks of its own; the timed calls are wrapped while they are measured.
 """
 
 import time
@@ -12,78 +12,78 @@ from typing import Any
 
 import torch
 
-from vlfit.engine.engine import Engine
-from vlfit.engine.memory.usage import bytes_of
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.memory.usage import tensor_bytes
 from vlfit.models.qwen3_vl import image_processor as images
 from vlfit.models.qwen3_vl import prompt as picture_places
 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that a decode step must read: ``weights`` once, however many speak, and ``per_cached_token`` of
-    the KV cache for each token that it holds of them.
+    """Bytes that a decode step reads: ``weights``, once per batch, and ``per_cached_token`` for each token in
+    the KV cache.
     """
 
     weights: int
     per_cached_token: int
 
-    def of(self, cached: float) -> float:
-        """With ``cached`` tokens in the cache, of all requests together."""
-        return self.weights + self.per_cached_token * cached
+    def total(self, cached_tokens: float) -> float:
+        """Bytes of a step with ``cached_tokens`` in the KV cache, of all sequences together."""
+        return self.weights + self.per_cached_token * cached_tokens
 
 
-def step_bytes(engine: Engine) -> StepBytes | None:
-    """Counted from the tensors that are loaded: layers, last norm, and the head, which may be the embedding.
+def step_bytes(engine: NativeEngine) -> StepBytes | None:
+    """Bytes of the loaded tensors: layers, final norm and head, which may be the embedding.
 
-    None where layers wait in RAM: then the link to the GPU is the limit, not its memory.
+    None with offloaded layers: their limit is the link to the GPU, not its memory.
     """
-    runner, pool = engine.runner, engine.pool
+    runner, pool = engine.runner, engine.block_manager
     if engine.account().settings.offload:
         return None
-    weights = bytes_of([runner.text.layers, runner.text.norm, runner.text.head])
-    return StepBytes(weights, runner.cache.nbytes // (pool.blocks * pool.block_size))
+    weights = tensor_bytes([runner.text.layers, runner.text.norm, runner.text.head])
+    return StepBytes(weights, runner.cache.nbytes // (pool.num_blocks * pool.block_size))
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Seconds of each call: ``decode`` the file of a picture; ``prepare`` it, which decodes and resizes it;
-    the tower's ``look`` at it.
+class RequestTimings:
+    """Seconds of each call: ``decode`` an image file; ``prepare`` it (decode and resize); ``encode`` it in
+    the vision tower.
     """
 
     decode: list[float]
     prepare: list[float]
-    look: list[float]
+    encode: list[float]
 
 
 @contextmanager
-def parts_of_requests(engine: Engine) -> Iterator[Parts]:
-    """Within the block what is done for pictures is timed; only one request at a time may run then.
+def time_requests(engine: NativeEngine) -> Iterator[RequestTimings]:
+    """Time the image phases of requests within the block; only one request at a time may run.
 
-    The device is waited for before and after the tower, so such a request takes a little longer than others.
+    The device is synchronized before and after the vision tower, so such a request takes slightly longer.
     """
-    parts = Parts([], [], [])
+    timings = RequestTimings([], [], [])
     with (
-        _timed(images, "decode", parts.decode),
-        _timed(picture_places, "prepare_image", parts.prepare),
-        _timed(engine.runner, "encode", parts.look, engine.device),
+        _record_calls(images, "decode", timings.decode),
+        _record_calls(picture_places, "prepare_image", timings.prepare),
+        _record_calls(engine.runner, "encode_image", timings.encode, engine.device),
     ):
-        yield parts
+        yield timings
 
 
 @contextmanager
-def _timed(
+def _record_calls(
     owner: object, name: str, seconds: list[float], device: torch.device | None = None
 ) -> Iterator[None]:
-    """What ``owner`` calls ``name`` adds its times to ``seconds``, with those of ``device`` if given."""
+    """Append the duration of each call of ``owner.name`` to ``seconds``, with ``device`` synchronized."""
     call = getattr(owner, name)
 
-    def timed(*arguments: Any, **named: Any) -> Any:
-        _wait(device)
+    def timed(*arguments: Any, **keywords: Any) -> Any:
+        _synchronize(device)
         start = time.perf_counter()
-        found = call(*arguments, **named)
-        _wait(device)
+        result = call(*arguments, **keywords)
+        _synchronize(device)
         seconds.append(time.perf_counter() - start)
-        return found
+        return result
 
     setattr(owner, name, timed)
     try:
@@ -92,6 +92,6 @@ def _timed(
         setattr(owner, name, call)
 
 
-def _wait(device: torch.device | None) -> None:
+def _synchronize(device: torch.device | None) -> None:
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,16 +1,14 @@
-"""Measures on a GPU which tiles are the fastest for products of few rows with narrow weights.
+"""Measure which GEMM tiles are fastest on a GPU, for few rows and quantized weights (``vlfit plan
+--calibrate``).
 
-Candidates are timed on the four matrices of a layer of Qwen3-VL-4B, in turn over more weights than caches
-hold. They are compiled beforehand in some processes, into Triton's cache on disk: alone that takes longer
-than all measurements. Nothing is searched for at a start: this is done when a person asks for it. Knows
-torch. Does not know where the choice is kept (``plan/native/tiles.py``) or what a kernel makes of it
-(``kernels/gemm/quantized.py``).
+Candidates are timed on the four matrices of a Qwen3-VL-4B layer, over more weights than caches hold. They are
+compiled beforehand by several processes into Triton's cache on disk, which would otherwise take longer than
+all measurements. The result is stored by ``plan/native/tiles.py``; nothing is searched at engine start.
 """
 
 import contextlib
 import io
 import statistics
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -20,217 +18,233 @@ import torch
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.errors import DeviceError
-from vlfit.kernels.gemm.quantized import NarrowWeights, card_of, linear
-from vlfit.loading.pinned import record
+from vlfit.kernels.gemm.quantized import QuantizedWeight, card_for_device, quantized_linear
+from vlfit.loading.pinned import capture_graph
 from vlfit.machine.host import own_cores
 from vlfit.machine.model import Gpu
-from vlfit.plan.native.tiles import BUILT_IN, FORMS, REGIMES, Table, Tiles, save, splits_for
-from vlfit.tuning.calibration_run import device_of
+from vlfit.plan.native.tiles import BUILT_IN, FORMS, REGIMES, GemmTiles, Table, save, splits_for
+from vlfit.tuning.calibration_run import StatusCallback, torch_device
 from vlfit.units import MIB
 
-# Outputs and inputs; gates and what they are for end in one kernel with their product.
+# Outputs and inputs. The GEMM of gate and up has SwiGLU in its epilogue.
 _MATRICES = {"qkv": (6144, 2560), "output": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)}
-_GATED = "gate_up"
-_GROUP = 32  # of int4, as `vlfit convert` makes it
-_BLOCK = 128  # of FP8, as in the official checkpoints
-_BUSY = (640, 1200)  # warps
+_SWIGLU_MATRIX = "gate_up"
+_INT4_GROUP = 32  # as `vlfit convert` makes it
+_FP8_BLOCK = 128  # as in the official checkpoints
+_BUSY_WARPS = (640, 1200)
 _REPLAYS = 5
-_NOISE = 0.02  # of what is measured twice
-_WORKER = 600 * MIB  # of the card's memory, at most: a context of CUDA and one matrix
-_MOST_WORKERS = 12
+_MIN_GAIN = 0.02  # the noise between two measurements
+_WORKER_BYTES = 600 * MIB  # of GPU memory, at most: a CUDA context and one matrix
+_MAX_WORKERS = 12
 
 # Outputs, inputs, warps, stages, parts: the best of larger searches (docs/log.md).
-_FEW: dict[str, tuple[tuple[int, ...], ...]] = {
+_CANDIDATES_8_ROWS: dict[str, tuple[tuple[int, ...], ...]] = {
     FP8: ((64, 128, 4, 3), (32, 128, 2, 4), (64, 128, 4, 4), (16, 512, 4, 3, 4)),
     INT8: ((64, 128, 4, 3), (32, 256, 2, 3), (32, 128, 2, 4), (64, 256, 4, 3)),
     INT4: ((64, 256, 4, 3), (32, 256, 2, 3), (64, 256, 2, 3), (16, 512, 4, 3, 4)),
 }
-_SOME: dict[str, tuple[tuple[int, ...], ...]] = {
+_CANDIDATES_16_ROWS: dict[str, tuple[tuple[int, ...], ...]] = {
     FP8: ((32, 128, 2, 4), (64, 128, 4, 4), (32, 256, 2, 3)),
     INT8: ((32, 128, 2, 4), (32, 128, 2, 6), (32, 256, 2, 3)),
     INT4: ((32, 256, 2, 4), (32, 128, 2, 4), (32, 256, 2, 4, 2)),
 }
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The fastest tiles for a form and regime; ``seconds`` of a layer's products, and with ``before``'s."""
+class TuningChoice:
+    """The fastest tiles for a weight format and regime, with seconds of a layer's GEMMs and the built-in
+    tiles' seconds.
+    """
 
-    form: str
+    weight_format: str
     regime: int
-    tiles: Tiles
+    tiles: GemmTiles
     seconds: float
-    before: float
+    built_in_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One product: a matrix of ``form`` times as many rows as the ``regime`` has at most."""
+    """One GEMM: a matrix in ``weight_format`` times the most rows of the ``regime``."""
 
-    form: str
+    weight_format: str
     regime: int
-    name: str
-    tiles: Tiles
+    matrix: str
+    tiles: GemmTiles
 
     @property
     def splits(self) -> int:
-        """Among how many programs it is shared out."""
-        return splits_for(self.regime, *_MATRICES[self.name], self.tiles)
+        """Split-K factor."""
+        return splits_for(self.regime, *_MATRICES[self.matrix], self.tiles)
 
     @property
-    def key(self) -> tuple[str, int, str, Tiles, int]:
-        """The same for trials that launch the same."""
-        return self.form, self.regime, self.name, replace(self.tiles, busy=1), self.splits
+    def key(self) -> tuple[str, int, str, GemmTiles, int]:
+        """Equal for trials that launch the same kernel in the same way."""
+        return self.weight_format, self.regime, self.matrix, replace(self.tiles, busy=1), self.splits
 
 
-def tune_gpu(gpu: Gpu, say: Say) -> Path:
-    """Measure ``gpu`` and keep what was found; the file. ``say`` is told what is being done.
+def tune_gpu(gpu: Gpu, on_status: StatusCallback) -> Path:
+    """Measure ``gpu`` and store the result; returns the file. ``on_status`` gets a line for each phase.
 
-    Raises ``DeviceError`` where torch does not see the GPU or too little of it is free.
+    Raises ``DeviceError`` if torch does not see the GPU or too little of its memory is free.
     """
-    device = device_of(gpu)
+    device = torch_device(gpu)
     try:
-        table, _ = tune(device, say)
+        table, _ = tune(device, on_status)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
-            f"the GPU ran out of memory while its kernels were measured: {error}",
+            f"the GPU ran out of memory while kernels were tuned: {error}",
             "close programs that use the GPU, and measure again",
         ) from None
-    return save(card_of(device), table)
+    return save(card_for_device(device), table)
 
 
-def tune(device: torch.device, say: Say) -> tuple[Table, list[Found]]:
-    """The table for ``device``, and how each choice was found. ``say`` is told what is being done.
+def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[TuningChoice]]:
+    """The tile table for ``device``, and how each choice was made. ``on_status`` gets a line for each phase.
 
-    A choice differs from what is built in only where it is faster by more than ``_NOISE``.
+    A choice differs from the built-in tiles only if it is faster by more than ``_MIN_GAIN``.
     """
-    every = {
-        (form, regime): [BUILT_IN[form, regime], *_candidates(form, regime)]
-        for form in FORMS
+    candidates = {
+        (weight_format, regime): [BUILT_IN[weight_format, regime], *_candidates(weight_format, regime)]
+        for weight_format in FORMS
         for regime in REGIMES
     }
-    trials = [Trial(*of, name, tiles) for of, some in every.items() for tiles in some for name in _MATRICES]
-    say(f"compiling kernels for {len({trial.key for trial in trials})} products")
-    _compile(trials, device)
+    trials = [
+        Trial(*key, matrix, tiles)
+        for key, options in candidates.items()
+        for tiles in options
+        for matrix in _MATRICES
+    ]
+    on_status(f"compiling kernels for {len({trial.key for trial in trials})} GEMMs")
+    _compile_all(trials, device)
     choices = []
-    for form in FORMS:
-        matrices = {name: _weights(form, *shape, device) for name, shape in _MATRICES.items()}
+    for weight_format in FORMS:
+        matrices = {
+            matrix: _random_weights(weight_format, *shape, device) for matrix, shape in _MATRICES.items()
+        }
         for regime in REGIMES:
-            found = _fastest(form, regime, every[form, regime], matrices, device)
-            faster = f"{found.seconds * 1e6:.1f} us a layer, {found.before * 1e6:.1f} as built in"
-            say(f"{form}, up to {regime} rows: {faster}: {in_words(found.tiles)}")
-            choices.append(found)
-    return {(found.form, found.regime): found.tiles for found in choices}, choices
+            options = candidates[weight_format, regime]
+            choice = _choose_tiles(weight_format, regime, options, matrices, device)
+            on_status(
+                f"{weight_format}, up to {regime} rows: {choice.seconds * 1e6:.1f} us a layer "
+                f"({choice.built_in_seconds * 1e6:.1f} built in): {describe_tiles(choice.tiles)}"
+            )
+            choices.append(choice)
+    return {(choice.weight_format, choice.regime): choice.tiles for choice in choices}, choices
 
 
-def in_words(tiles: Tiles) -> str:
-    """Short, for a person who measures."""
+def describe_tiles(tiles: GemmTiles) -> str:
+    """``tiles`` in a few words."""
     parts = f", {tiles.parts} parts" if tiles.parts > 1 else ""
     sizes = f"{tiles.outputs} x {tiles.inputs}"
     return f"{sizes}, {tiles.warps} warps, {tiles.stages} stages{parts}, {tiles.busy} busy"
 
 
-def _candidates(form: str, regime: int) -> list[Tiles]:
-    rows, sizes = (8, _FEW) if regime <= 8 else (16, _SOME)
+def _candidates(weight_format: str, regime: int) -> list[GemmTiles]:
+    rows, sizes = (8, _CANDIDATES_8_ROWS) if regime <= 8 else (16, _CANDIDATES_16_ROWS)
     return [
-        Tiles(rows, outputs, inputs, warps, stages, *parts, busy=busy)  # type: ignore[misc]
-        for outputs, inputs, warps, stages, *parts in sizes[form]
-        for busy in _BUSY
+        GemmTiles(rows, outputs, inputs, warps, stages, *parts, busy=busy)  # type: ignore[misc]
+        for outputs, inputs, warps, stages, *parts in sizes[weight_format]
+        for busy in _BUSY_WARPS
     ]
 
 
-def _compile(trials: list[Trial], device: torch.device) -> None:
+def _compile_all(trials: list[Trial], device: torch.device) -> None:
     free = torch.cuda.mem_get_info(device)[0]
-    workers = min(own_cores(), _MOST_WORKERS, free // (2 * _WORKER))
-    once = list({trial.key: trial for trial in trials}.values())
+    workers = min(own_cores(), _MAX_WORKERS, free // (2 * _WORKER_BYTES))
+    distinct = list({trial.key: trial for trial in trials}.values())
     if workers > 1:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            list(pool.map(_compiled, once, [str(device)] * len(once), chunksize=4))
+            list(pool.map(_compile_one, distinct, [str(device)] * len(distinct), chunksize=4))
 
 
-def _compiled(trial: Trial, device: str) -> None:
-    """Launched once, on weights that nobody has written, so that its kernel is in the cache."""
+def _compile_one(trial: Trial, device: str) -> None:
+    """Launch ``trial`` once on uninitialized weights, so that its kernel is in the cache."""
     where = torch.device(device)
-    # What is said of kernels that cannot be compiled is said again, and heeded, when they are measured.
+    # Kernels that fail to compile fail again, and are handled, when they are measured.
     with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
-        weights = _weights(trial.form, *_MATRICES[trial.name], where, count=1)
-        _product(trial, weights[0], torch.zeros((trial.regime, weights[0].inputs), device=where))
+        weights = _random_weights(trial.weight_format, *_MATRICES[trial.matrix], where, count=1)
+        _run_gemm(trial, weights[0], torch.zeros((trial.regime, weights[0].in_features), device=where))
         torch.cuda.synchronize(where)
 
 
-def _product(trial: Trial, weights: NarrowWeights, x: torch.Tensor) -> None:
-    linear(x.bfloat16(), weights, None, trial.tiles, trial.splits, gated=trial.name == _GATED)
+def _run_gemm(trial: Trial, weights: QuantizedWeight, x: torch.Tensor) -> None:
+    quantized_linear(
+        x.bfloat16(), weights, None, trial.tiles, trial.splits, swiglu=trial.matrix == _SWIGLU_MATRIX
+    )
 
 
-def _fastest(
-    form: str,
+def _choose_tiles(
+    weight_format: str,
     regime: int,
-    candidates: list[Tiles],
-    matrices: dict[str, list[NarrowWeights]],
+    candidates: list[GemmTiles],
+    matrices: dict[str, list[QuantizedWeight]],
     device: torch.device,
-) -> Found:
-    """Of all products of a layer together. The first of ``candidates`` is what is built in."""
-    known: dict[object, float] = {}
-    times = dict.fromkeys(candidates, 0.0)
-    for tiles in times:
-        for name, weights in matrices.items():
-            trial = Trial(form, regime, name, tiles)
-            if trial.key not in known:
-                known[trial.key] = _seconds(trial, weights, device)
-            times[tiles] += known[trial.key]
-    before, fastest = candidates[0], min(times, key=times.__getitem__)
-    if times[fastest] > times[before] * (1 - _NOISE):
-        fastest = before
-    return Found(form, regime, fastest, times[fastest], times[before])
+) -> TuningChoice:
+    """The tiles with the least time for all GEMMs of a layer. The first of ``candidates`` are the built-in
+    ones.
+    """
+    seconds: dict[object, float] = {}
+    totals = dict.fromkeys(candidates, 0.0)
+    for tiles in totals:
+        for matrix, weights in matrices.items():
+            trial = Trial(weight_format, regime, matrix, tiles)
+            if trial.key not in seconds:
+                seconds[trial.key] = _gemm_seconds(trial, weights, device)
+            totals[tiles] += seconds[trial.key]
+    built_in, fastest = candidates[0], min(totals, key=totals.__getitem__)
+    if totals[fastest] > totals[built_in] * (1 - _MIN_GAIN):
+        fastest = built_in
+    return TuningChoice(weight_format, regime, fastest, totals[fastest], totals[built_in])
 
 
-def _seconds(trial: Trial, matrices: list[NarrowWeights], device: torch.device) -> float:
-    """Of one product, over ``matrices`` in turn, recorded as a graph. Infinite if it cannot be compiled."""
-    x = torch.randn((trial.regime, matrices[0].inputs), device=device).bfloat16()
+def _gemm_seconds(trial: Trial, matrices: list[QuantizedWeight], device: torch.device) -> float:
+    """Seconds of one GEMM, over ``matrices`` in turn in a CUDA graph; infinite if it cannot be compiled."""
+    x = torch.randn((trial.regime, matrices[0].in_features), device=device).bfloat16()
     try:
-        _product(trial, matrices[0], x)
+        _run_gemm(trial, matrices[0], x)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # Triton and the driver have many words for too few registers or too little memory
+    except Exception:  # Triton and the driver raise many classes for too few registers or too little memory
         return float("inf")
 
     def products() -> None:
         for weights in matrices:
-            _product(trial, weights, x)
+            _run_gemm(trial, weights, x)
 
-    replay, _ = record(device, products)
-    seconds = []
+    replay, _ = capture_graph(device, products)
+    times = []
     for _ in range(_REPLAYS + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         replay()
         end.record()
         end.synchronize()
-        seconds.append(float(begin.elapsed_time(end)) / 1e3)
-    return statistics.median(seconds[1:]) / len(matrices)
+        times.append(float(start.elapsed_time(end)) / 1e3)
+    return statistics.median(times[1:]) / len(matrices)
 
 
-def _weights(
-    form: str, outputs: int, inputs: int, device: torch.device, count: int = 0
-) -> list[NarrowWeights]:
-    """``count`` made-up matrices; 0: as many as no cache holds, twice the largest there is, of 96 MiB."""
-    count = count or -(-192 * MIB // (outputs * inputs // (2 if form == INT4 else 1)))
+def _random_weights(
+    weight_format: str, outputs: int, inputs: int, device: torch.device, count: int = 0
+) -> list[QuantizedWeight]:
+    """``count`` random matrices; 0: enough for 192 MiB, twice the largest cache."""
+    count = count or -(-192 * MIB // (outputs * inputs // (2 if weight_format == INT4 else 1)))
     scale = torch.full((1, 1), 0.01, device=device)
-    if form == FP8:
+    if weight_format == FP8:
         codes = torch.randint(0, 256, (count, outputs, inputs), dtype=torch.uint8, device=device)
         codes &= 0xF7  # no NaN
-        blocks = scale.expand(outputs // _BLOCK, inputs // _BLOCK).contiguous()
+        block_scales = scale.expand(outputs // _FP8_BLOCK, inputs // _FP8_BLOCK).contiguous()
         return [
-            NarrowWeights(codes[i].view(torch.float8_e4m3fn), blocks, None, (_BLOCK, _BLOCK))
+            QuantizedWeight(codes[i].view(torch.float8_e4m3fn), block_scales, None, (_FP8_BLOCK, _FP8_BLOCK))
             for i in range(count)
         ]
-    if form == INT8:
+    if weight_format == INT8:
         codes = torch.randint(-128, 128, (count, outputs, inputs), dtype=torch.int8, device=device)
-        rows = scale.bfloat16().expand(outputs, 1).contiguous()
-        return [NarrowWeights(codes[i], rows, None, (1, inputs)) for i in range(count)]
+        row_scales = scale.bfloat16().expand(outputs, 1).contiguous()
+        return [QuantizedWeight(codes[i], row_scales, None, (1, inputs)) for i in range(count)]
     shape = (count, outputs, inputs // 8)
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
-    groups = torch.full((count, outputs, inputs // _GROUP), 0.01, dtype=torch.bfloat16, device=device)
-    return [NarrowWeights(words[i], groups[i], None, (1, _GROUP)) for i in range(count)]
+    group_scales = torch.full(
+        (count, outputs, inputs // _INT4_GROUP), 0.01, dtype=torch.bfloat16, device=device
+    )
+    return [QuantizedWeight(words[i], group_scales[i], None, (1, _INT4_GROUP)) for i in range(count)]

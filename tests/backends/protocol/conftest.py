@@ -15,9 +15,9 @@ from tests.server.harness import running
 from tests.vllm_parser import PYTHON
 from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
 from vlfit.api.engine_options import EngineOptions
-from vlfit.backends.base import OpenBackend
+from vlfit.backends.base import Backend
 from vlfit.backends.native import NativeBackend
-from vlfit.backends.opening import Kind, Wanted, kind_of, open_backend
+from vlfit.backends.opening import BackendSpec, Kind, open_backend, parse_kind
 from vlfit.backends.vllm.serve_command import VllmOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.server.server_settings import ServerSettings
@@ -25,7 +25,7 @@ from vlfit.tasks.objects import detect_prompt
 
 MODEL = "mini"
 CONTEXT = 1024
-OPTIONS = EngineOptions(device="cpu", dtype="float32", context=CONTEXT, sequences=2)
+OPTIONS = EngineOptions(device="cpu", dtype="float32", max_model_len=CONTEXT, max_num_seqs=2)
 
 BACKENDS = [
     "native",
@@ -47,7 +47,7 @@ class Opened:
     """A backend, and whether who runs behind it tells all that vlfit tells."""
 
     kind: Kind
-    backend: OpenBackend
+    backend: Backend
 
     @property
     def tells_all(self) -> bool:
@@ -55,14 +55,14 @@ class Opened:
 
 
 @contextmanager
-def opened(kind: Kind) -> Iterator[OpenBackend]:
+def opened(kind: Kind) -> Iterator[Backend]:
     """The bundled checkpoint over ``kind``; ``remote`` asks a server of ours in a thread."""
     if kind == "remote":
         with (
             NativeBackend.load(MODEL, OPTIONS) as behind,
             running(behind, ServerSettings(context=behind.context)) as server,
         ):
-            backend = open_backend(Wanted(kind=kind, server=server.url))
+            backend = open_backend(BackendSpec(kind=kind, server=server.url))
             try:
                 yield backend
             finally:
@@ -72,7 +72,7 @@ def opened(kind: Kind) -> Iterator[OpenBackend]:
     vllm = VllmOptions(python=PYTHON or None, words=("--enforce-eager",))
     # Plans for vLLM count 16 bits a number, and here it computes in 32, to have the reference's words.
     options = replace(OPTIONS, kv_tokens=4 * CONTEXT) if kind == "vllm" else OPTIONS
-    backend = open_backend(Wanted(kind=kind, model=MODEL, options=options, vllm=vllm))
+    backend = open_backend(BackendSpec(kind=kind, model=MODEL, options=options, vllm=vllm))
     try:
         yield backend
     finally:
@@ -84,13 +84,13 @@ def given(request: pytest.FixtureRequest) -> Iterator[Opened]:
     import torch
 
     torch.set_num_threads(1)
-    kind = kind_of(request.param)
+    kind = parse_kind(request.param)
     with opened(kind) as backend:
         yield Opened(kind, backend)
 
 
 @pytest.fixture(scope="module")
-def backend(given: Opened) -> OpenBackend:
+def backend(given: Opened) -> Backend:
     return given.backend
 
 

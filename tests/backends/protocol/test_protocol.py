@@ -14,11 +14,11 @@ import pytest
 from tests.backends.protocol.conftest import CONTEXT, CONVERSATIONS, MOST, Expected, Opened, jpeg
 from vlfit.api.conversation import Conversation, ImagePart, Tool, ask
 from vlfit.api.outputs import Answer, Chunk
-from vlfit.api.sampling_params import Form, SamplingParams
-from vlfit.backends.base import OpenBackend, Prepared, Ticket
+from vlfit.api.sampling_params import Grammar, SamplingParams
+from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import DoesNotFit, EngineStopped, InvalidRequest, PictureError
 from vlfit.images.decode import decode
-from vlfit.tasks.boxes import BOXES, fenced_json
+from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json
 
 GREEDY = SamplingParams(max_tokens=MOST)
 LONG = SamplingParams(max_tokens=600, ignore_eos=True)
@@ -28,11 +28,11 @@ SECONDS = 60.0
 Reference = Callable[[str], Expected]
 
 
-def said(backend: OpenBackend, conversation: Conversation, sampling: SamplingParams = GREEDY) -> Answer:
+def said(backend: Backend, conversation: Conversation, sampling: SamplingParams = GREEDY) -> Answer:
     return backend.stream(conversation, sampling).answer()
 
 
-def begun(backend: OpenBackend, prepared: Prepared, sampling: SamplingParams) -> tuple[Ticket, "Arrivals"]:
+def begun(backend: Backend, prepared: Prepared, sampling: SamplingParams) -> tuple[Ticket, "Arrivals"]:
     arrivals = Arrivals()
     return backend.start(prepared, sampling, arrivals.queue.put), arrivals
 
@@ -78,7 +78,7 @@ def test_greedy_words_are_those_of_the_reference(given: Opened, reference: Refer
         )
 
 
-def test_text_is_gone_on_with_as_it_is(backend: OpenBackend, reference: Reference) -> None:
+def test_text_is_gone_on_with_as_it_is(backend: Backend, reference: Reference) -> None:
     """The prompt of a chat as token ids: the same words."""
     expected = reference("text")
     _, arrivals = begun(backend, backend.prepare_text(expected.prompt, GREEDY), GREEDY)
@@ -90,7 +90,7 @@ def test_text_is_gone_on_with_as_it_is(backend: OpenBackend, reference: Referenc
     assert last.usage.prompt_tokens == len(expected.prompt)
 
 
-def test_pieces_of_a_stream_are_the_whole_and_its_last_tells_the_rest(backend: OpenBackend) -> None:
+def test_pieces_of_a_stream_are_the_whole_and_its_last_tells_the_rest(backend: Backend) -> None:
     conversation = CONVERSATIONS["picture"]
     stream = backend.stream(conversation, GREEDY)
     chunks = list(stream)
@@ -104,13 +104,13 @@ def test_pieces_of_a_stream_are_the_whole_and_its_last_tells_the_rest(backend: O
     assert 0 < answer.timings.first_token_s <= answer.timings.total_s
 
 
-def test_a_limit_of_tokens_is_kept(backend: OpenBackend, reference: Reference) -> None:
+def test_a_limit_of_tokens_is_kept(backend: Backend, reference: Reference) -> None:
     answer = said(backend, HELLO, SamplingParams(max_tokens=5, ignore_eos=True))
     assert (answer.finish_reason, answer.usage.completion_tokens) == ("length", 5)
     assert reference("text").text.startswith(answer.text)
 
 
-def test_what_ends_an_answer_is_not_in_it(backend: OpenBackend, reference: Reference) -> None:
+def test_what_ends_an_answer_is_not_in_it(backend: Backend, reference: Reference) -> None:
     text = reference("text").text
     end = text[len(text) // 2 :][:4]
     answer = said(backend, HELLO, SamplingParams(max_tokens=MOST, stop=(end, "never said")))
@@ -118,7 +118,7 @@ def test_what_ends_an_answer_is_not_in_it(backend: OpenBackend, reference: Refer
     assert answer.usage.completion_tokens <= len(reference("text").answer)
 
 
-def test_a_seed_repeats_itself_and_another_differs(backend: OpenBackend) -> None:
+def test_a_seed_repeats_itself_and_another_differs(backend: Backend) -> None:
     """Of a text that the model was never taught to go on with, and so is unsure of."""
 
     def say(seed: int) -> str:
@@ -129,7 +129,7 @@ def test_a_seed_repeats_itself_and_another_differs(backend: OpenBackend) -> None
     assert len({say(seed) for seed in range(3)}) > 1
 
 
-def test_one_prompt_may_be_started_several_times(backend: OpenBackend, reference: Reference) -> None:
+def test_one_prompt_may_be_started_several_times(backend: Backend, reference: Reference) -> None:
     """Side by side, with the same words."""
     prepared = backend.prepare(CONVERSATIONS["picture"], GREEDY)
     listening = [begun(backend, prepared, GREEDY)[1] for _ in range(2)]
@@ -151,27 +151,27 @@ def test_logprobs_are_those_of_the_reference(given: Opened, reference: Reference
         assert [each.token_id for each in first.top] == ids.tolist()
 
 
-def test_an_answer_keeps_to_the_form_that_was_asked_for(backend: OpenBackend) -> None:
+def test_an_answer_keeps_to_the_form_that_was_asked_for(backend: Backend) -> None:
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "maximum": 9}},
         "required": ["colour", "count"],
         "additionalProperties": False,
     }
-    wishes = SamplingParams(max_tokens=60, form=Form("json", json.dumps(schema)))
+    wishes = SamplingParams(max_tokens=60, grammar=Grammar("json", json.dumps(schema)))
     value = json.loads(said(backend, CONVERSATIONS["picture"], wishes).text)
     assert value["colour"] in ("red", "blue")
     assert isinstance(value["count"], int)
-    broken = Form("json", '{"type": "object", "properties": 5}', "response_format")
+    broken = Grammar("json", '{"type": "object", "properties": 5}', "response_format")
     with pytest.raises(InvalidRequest):
-        said(backend, HELLO, SamplingParams(max_tokens=5, form=broken))
+        said(backend, HELLO, SamplingParams(max_tokens=5, grammar=broken))
 
 
-def test_the_form_of_a_task_leaves_the_words_as_they_are(backend: OpenBackend, reference: Reference) -> None:
+def test_the_form_of_a_task_leaves_the_words_as_they_are(backend: Backend, reference: Reference) -> None:
     """Where they keep to it by themselves: JSON between fences, as the model was taught to write it."""
     expected = reference("boxes").text
     assert expected.startswith("```json")
-    answer = said(backend, CONVERSATIONS["boxes"], replace(GREEDY, form=fenced_json(BOXES)))
+    answer = said(backend, CONVERSATIONS["boxes"], replace(GREEDY, grammar=fenced_json(BOXES_SCHEMA)))
     assert answer.text == expected
 
 
@@ -189,7 +189,7 @@ def test_tools_are_told_of(given: Opened, reference: Reference) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"no picture", jpeg(5).data[:700], b"\x89PNG\r\n\x1a\n" + bytes(40)], ids=range(4)
 )
-def test_a_broken_picture_is_refused_in_the_same_words(backend: OpenBackend, data: bytes) -> None:
+def test_a_broken_picture_is_refused_in_the_same_words(backend: Backend, data: bytes) -> None:
     with pytest.raises(PictureError) as words:
         decode(data, "holiday.jpg")
     with pytest.raises(PictureError) as told:
@@ -199,26 +199,26 @@ def test_a_broken_picture_is_refused_in_the_same_words(backend: OpenBackend, dat
     assert told.value.param == "messages"
 
 
-def test_a_prompt_that_is_too_long_is_refused(backend: OpenBackend) -> None:
+def test_a_prompt_that_is_too_long_is_refused(backend: Backend) -> None:
     with pytest.raises(DoesNotFit, match=r"\d"):
         said(backend, ask("word " * 3 * CONTEXT))
     assert said(backend, HELLO, SamplingParams(max_tokens=2)).text
 
 
-def test_what_makes_no_sense_is_refused_before_it_runs(backend: OpenBackend) -> None:
+def test_what_makes_no_sense_is_refused_before_it_runs(backend: Backend) -> None:
     with pytest.raises(InvalidRequest):
         backend.prepare((), GREEDY)
     with pytest.raises(InvalidRequest):
         backend.prepare(ask("half \ud83d a letter"), GREEDY)
 
 
-def test_the_checkpoints_own_settings_are_told(backend: OpenBackend) -> None:
+def test_the_checkpoints_own_settings_are_told(backend: Backend) -> None:
     assert backend.default_sampling().greedy, "as generation_config.json of the bundled checkpoint has it"
     assert backend.context == CONTEXT
     assert backend.device
 
 
-def test_a_request_that_is_cancelled_ends_and_makes_room(backend: OpenBackend) -> None:
+def test_a_request_that_is_cancelled_ends_and_makes_room(backend: Backend) -> None:
     """More of them than run at once: those behind get their turn."""
     for _ in range(3):
         ticket, arrivals = begun(backend, backend.prepare(HELLO, LONG), LONG)
@@ -235,7 +235,7 @@ def test_a_request_that_is_cancelled_ends_and_makes_room(backend: OpenBackend) -
     assert said(backend, HELLO, SamplingParams(max_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
 
 
-def test_many_at_once_from_many_threads(backend: OpenBackend, reference: Reference) -> None:
+def test_many_at_once_from_many_threads(backend: Backend, reference: Reference) -> None:
     answers: dict[int, Any] = {}
 
     def work(number: int) -> None:
@@ -252,7 +252,7 @@ def test_many_at_once_from_many_threads(backend: OpenBackend, reference: Referen
         assert text == reference(name).text
 
 
-def test_closing_ends_what_runs_and_refuses_what_comes(backend: OpenBackend) -> None:
+def test_closing_ends_what_runs_and_refuses_what_comes(backend: Backend) -> None:
     """Stands last: the backend is gone afterwards."""
     prepared = backend.prepare(HELLO, LONG)
     _, arrivals = begun(backend, prepared, LONG)

@@ -34,7 +34,7 @@ def backends(checkpoints: Callable[[str], Path]) -> Iterator[Callable[[str], Tra
 
     def backend(family: str) -> TransformersBackend:
         if family not in loaded:
-            options = EngineOptions(device="cpu", context=CONTEXT, max_tokens=24)
+            options = EngineOptions(device="cpu", max_model_len=CONTEXT, max_tokens=24)
             loaded[family] = TransformersBackend.load(checkpoints(family), options)
         return loaded[family]
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.backends.transformers.models import FAMILIES
 from vlfit.api.engine_options import EngineOptions
-from vlfit.api.sampling_params import Form
-from vlfit.backends.opening import Wanted, open_backend
+from vlfit.api.sampling_params import Grammar
+from vlfit.backends.opening import BackendSpec, open_backend
 from vlfit.backends.transformers import (
     auto_model as loading,
 )
@@ -29,9 +29,8 @@ from vlfit.backends.transformers import (
     generate_engine as rehearsal,
 )
 from vlfit.backends.transformers.backend import TransformersBackend, wanted_files
-from vlfit.backends.transformers.generate import DecodedAnew, Words
+from vlfit.backends.transformers.generate import ModelTokenizer, WindowDetokenizer
 from vlfit.checkpoint.any_model import PARTS, open_any, read_any
-from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.hub import is_complete
 from vlfit.errors import (
     BrokenShard,
@@ -46,12 +45,13 @@ from vlfit.errors import (
     VlfitError,
 )
 from vlfit.machine.model import Host
+from vlfit.models.registry import read_config
 from vlfit.plan.calibration import EXACT, MODELLED
 from vlfit.units import GIB
 
 Checkpoints = Callable[[str], Path]
 
-ON_CPU = EngineOptions(device="cpu", context=512)
+ON_CPU = EngineOptions(device="cpu", max_model_len=512)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def change_config(folder: Path, **values: Any) -> None:
 
 def test_opened_by_its_name(checkpoints: Checkpoints) -> None:
     told: list[str] = []
-    wanted = Wanted(kind="transformers", model=checkpoints("llava"), options=ON_CPU)
+    wanted = BackendSpec(kind="transformers", model=checkpoints("llava"), options=ON_CPU)
     backend = open_backend(wanted, lambda what, _: told.append(what))
     try:
         assert (backend.kind, backend.model, backend.device, backend.context) == (
@@ -92,7 +92,7 @@ def test_weights_take_what_their_headers_say(
     family: str, backends: Callable[[str], TransformersBackend]
 ) -> None:
     backend = backends(family)
-    held = backend.account().holdings.weights
+    held = backend.account().memory.weights
     lines = {line.line: line for line in backend.expectation.lines}
     for part in PARTS:
         # Beside weights there are a few numbers that no file holds: frequencies of positions.
@@ -100,7 +100,7 @@ def test_weights_take_what_their_headers_say(
         assert lines[part].how == EXACT
     hybrid = family == "qwen3_5"  # half of its layers keep something else than keys and values
     assert lines["kv_cache"].how == (MODELLED if hybrid else EXACT)
-    assert lines["kv_cache"].bytes == backend.account().holdings.kv_cache > 0
+    assert lines["kv_cache"].bytes == backend.account().memory.kv_cache > 0
 
 
 def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     with pytest.raises(DoesNotFit, match="too few"):
         load(folder)
     with pytest.raises(DoesNotFit, match="positions"):
-        load(folder, EngineOptions(device="cpu", context=4096))
+        load(folder, EngineOptions(device="cpu", max_model_len=4096))
 
 
 def test_offload_tells_transformers_how_much_may_be_on_the_gpu(
@@ -221,20 +221,20 @@ def test_the_worst_is_run_at_the_start_and_pictures_shrink_to_what_there_is_room
 ) -> None:
     """On a CPU, whose memory an engine pretends to be short of."""
     ran: list[tuple[int, int]] = []
-    monkeypatch.setattr(rehearsal, "_FEWEST", 8)
+    monkeypatch.setattr(rehearsal, "_MIN_IMAGE_TOKENS", 8)
     for wished in (None, 200):
-        options = EngineOptions(device="cpu", context=512, image_tokens=wished)
+        options = EngineOptions(device="cpu", max_model_len=512, image_tokens=wished)
         with TransformersBackend.load(checkpoints("qwen2_5_vl"), options) as backend:
-            pretending = backend._loop.engine
-            answer = pretending.answer
+            pretending = backend._engine_thread.engine
+            answer = pretending.run_request
 
             def short(request: Any, answer: Any = answer) -> None:
-                if request.prompt.image_tokens > 130:
+                if request.prompt.num_image_tokens > 130:
                     raise torch.OutOfMemoryError("CUDA out of memory")
-                ran.append((request.prompt.tokens, request.prompt.image_tokens))
+                ran.append((request.prompt.num_tokens, request.prompt.num_image_tokens))
                 answer(request)
 
-            monkeypatch.setattr(pretending, "answer", short)
+            monkeypatch.setattr(pretending, "run_request", short)
             if wished is not None:
                 with pytest.raises(DoesNotFit, match=r"a picture of \d+ tokens does not fit"):
                     rehearsal.largest_picture(pretending)
@@ -249,21 +249,21 @@ def test_the_worst_is_run_at_the_start_and_pictures_shrink_to_what_there_is_room
 
 def test_layers_that_wait_are_counted() -> None:
     model = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "cpu"})
-    assert loading.waiting_layers(model) == 2
-    assert loading.waiting_layers(SimpleNamespace(hf_device_map={"": 0})) == 0
+    assert loading.num_offloaded_modules(model) == 2
+    assert loading.num_offloaded_modules(SimpleNamespace(hf_device_map={"": 0})) == 0
 
 
 def test_the_native_engine_says_who_runs_what_it_does_not_know(
     checkpoints: Checkpoints, folder: Path
 ) -> None:
     with pytest.raises(UnknownArchitecture) as caught:
-        ModelConfig.read(checkpoints("qwen2_5_vl"))
+        read_config(checkpoints("qwen2_5_vl"))
     assert "--backend transformers" in caught.value.hint
     config = json.loads((folder / "config.json").read_text("utf-8"))
     del config["vision_config"]
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}), "utf-8")
     with pytest.raises(UnknownArchitecture) as caught:
-        ModelConfig.read(folder)
+        read_config(folder)
     assert "--backend transformers" not in caught.value.hint
 
 
@@ -280,12 +280,12 @@ def test_a_tokenizer_that_does_not_spell_is_followed_and_no_form_is_kept_to(chec
 
     whole = AutoTokenizer.from_pretrained(checkpoints("llava"))
     hidden = SimpleNamespace(decode=whole.decode)
-    words = Words(hidden, frozenset({2}))
+    words = ModelTokenizer(hidden, frozenset({2}))
     ids = whole("hello 图片里有什么 🙂🙂 the quick brown fox")["input_ids"]
     follower = words.detokenizer()
-    assert isinstance(follower, DecodedAnew)
+    assert isinstance(follower, WindowDetokenizer)
     pieces = [follower.add(each) for each in ids]
     assert "".join(pieces) + follower.flush() == whole.decode(ids, skip_special_tokens=True)
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
     with pytest.raises(InvalidRequest, match="llguidance"):
-        words.constraint(Form("json", "{}"))
+        words.grammar_matcher(Grammar("json", "{}"))

@@ -13,7 +13,7 @@ from tests.backends.transformers.models import FAMILIES
 from tests.pictures import picture
 from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
 from vlfit.api.engine_options import EngineOptions
-from vlfit.api.sampling_params import Form, SamplingParams
+from vlfit.api.sampling_params import Grammar, SamplingParams
 from vlfit.backends.native import NativeBackend
 from vlfit.backends.transformers.backend import TransformersBackend
 
@@ -76,7 +76,7 @@ def test_turns_and_penalties_are_those_of_generate(
 
 
 def test_mini_says_the_same_as_with_the_native_engine() -> None:
-    options = EngineOptions(device="cpu", context=512, sequences=1)
+    options = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=1)
     conversation = ask("Describe this picture in one sentence.", ImagePart(picture(96, 64)))
     sampling = SamplingParams(max_tokens=16)
     with NativeBackend.load("mini", options) as native:
@@ -102,7 +102,7 @@ def test_pieces_are_whole_characters_and_join_to_what_the_tokenizer_decodes(
     )
     chunks = list(stream)
     ids = [logprob.token_id for chunk in chunks for logprob in chunk.logprobs]
-    tokenizer = qwen._loop.engine.prompts._tokenizer
+    tokenizer = qwen._engine_thread.engine.prompts._tokenizer
     assert "".join(chunk.text for chunk in chunks) == tokenizer.decode(ids, skip_special_tokens=True)
     assert len(ids) == 24
 
@@ -130,8 +130,8 @@ def test_logprobs_are_those_of_the_model(qwen: TransformersBackend, reference: R
 
 def test_an_answer_keeps_to_its_form(qwen: TransformersBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
-    form = Form("json", json.dumps(schema | {"additionalProperties": False}))
-    answer = qwen.stream(ask("JSON"), SamplingParams(form=form, max_tokens=60)).answer()
+    form = Grammar("json", json.dumps(schema | {"additionalProperties": False}))
+    answer = qwen.stream(ask("JSON"), SamplingParams(grammar=form, max_tokens=60)).answer()
     assert json.loads(answer.text)["a"] in ("x", "y")
     assert answer.finish_reason == "stop"
 

@@ -7,13 +7,15 @@ import pytest
 
 from tests.backends.vllm.test_lines import told
 from vlfit.backends.vllm import backend as account
-from vlfit.backends.vllm.starting import Told
+from vlfit.backends.vllm.starting import ReportedMemory
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
-from vlfit.plan.search import Plan, plan
+from vlfit.plan.plans import Plan
+from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm import starts
+from vlfit.plan.vllm.settings import vllm_settings
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
@@ -34,19 +36,21 @@ def made(machine: Machine) -> Plan:
     return plan(subjects("Qwen/Qwen3-VL-4B-Instruct-FP8"), machine, wishes)
 
 
-def first_look(made: Plan, said: Told) -> Told:
+def first_look(made: Plan, said: ReportedMemory) -> ReportedMemory:
     """As vLLM would have seen this card: 500 MiB of its own context gone."""
     return replace(said, free=made.gpu.free - 500 * MIB)
 
 
 def test_rows_of_what_it_tells(made: Plan) -> None:
     said = first_look(made, told("0.28.log"))
-    rows = {row.line: row for row in account.rows_of(made, said, 7 * GIB)}
+    rows = {row.line: row for row in account.compare_ledger(made, said, 7 * GIB)}
     planned = {line.line: line.bytes for line in made.ledger}
     assert rows["weights"].actual == round(4.88 * GIB)
     stored = sum(size for line, size in planned.items() if line.startswith("weights."))
     # vLLM counts the tables that it makes when it loads with the weights.
-    assert rows["weights"].planned == stored + costs.made_with_weights(made.model, made.settings)
+    assert rows["weights"].planned == stored + costs.made_with_weights(
+        made.model, vllm_settings(made.settings)
+    )
     assert rows["graphs"].actual == round(0.05 * GIB)
     assert rows["context"].actual == 500 * MIB
     assert rows["kv_cache"].planned == planned["kv_cache"]
@@ -58,13 +62,13 @@ def test_rows_of_what_it_tells(made: Plan) -> None:
 
 def test_what_others_took_in_the_meantime_is_no_context(made: Plan) -> None:
     for free in (made.gpu.free + 1, made.gpu.free - 9 * GIB):
-        rows = account.rows_of(made, replace(told("0.28.log"), free=free), None)
+        rows = account.compare_ledger(made, replace(told("0.28.log"), free=free), None)
         assert next(row for row in rows if row.line == "context").actual is None
 
 
 def test_the_next_plan_counts_with_what_this_start_held(made: Plan, machine: Machine) -> None:
     assert next(line for line in made.ledger if line.line == "context").how == "modelled"
-    kept = account.keep(made, first_look(made, told("0.28.log")), 7 * GIB)
+    kept = account.record_start(made, first_look(made, told("0.28.log")), 7 * GIB)
     assert kept is not None
     wishes = Wishes(backend="vllm", vllm_version="0.28.0", context=4096, image_tokens=1024, sequences=2)
     again = plan([made.model], machine, wishes)
@@ -78,10 +82,10 @@ def test_the_next_plan_counts_with_what_this_start_held(made: Plan, machine: Mac
 
 
 def test_a_start_that_tells_less_forgets_nothing(made: Plan) -> None:
-    account.keep(made, first_look(made, told("0.12.log")), None)
-    account.keep(made, first_look(made, told("0.28.log")), None)
+    account.record_start(made, first_look(made, told("0.12.log")), None)
+    account.record_start(made, first_look(made, told("0.28.log")), None)
     place = starts.place_of(made.model, made.settings)
-    began = starts.held_by(made.gpu.name, "0.28.0", place, made.settings)
+    began = starts.same_settings(made.gpu.name, "0.28.0", place, made.settings)
     assert began is not None
     assert began.weights == round(4.88 * GIB)
     assert began.peak == round(1.32 * GIB)  # only the first told it
@@ -91,18 +95,18 @@ def test_a_start_that_tells_less_forgets_nothing(made: Plan) -> None:
     "broken", ["", "[]", '{"version": 9}', '{"version": 1, "starts": [{"weights": -1}]}']
 )
 def test_a_broken_file_is_as_good_as_none(made: Plan, broken: str) -> None:
-    kept = account.keep(made, told("0.28.log"), None)
+    kept = account.record_start(made, told("0.28.log"), None)
     assert kept is not None
     kept.write_text(broken)
     starts._read.cache_clear()
     place = starts.place_of(made.model, made.settings)
-    assert starts.held_by(made.gpu.name, "0.28.0", place, made.settings) is None
-    assert account.keep(made, told("0.28.log"), None) == kept
-    assert starts.held_by(made.gpu.name, "0.28.0", place, made.settings) is not None
+    assert starts.same_settings(made.gpu.name, "0.28.0", place, made.settings) is None
+    assert account.record_start(made, told("0.28.log"), None) == kept
+    assert starts.same_settings(made.gpu.name, "0.28.0", place, made.settings) is not None
 
 
 def test_what_the_card_lost(made: Plan, machine: Machine) -> None:
     (gpu,) = machine.gpus
     later = replace(machine, gpus=(replace(gpu, free=gpu.free - 3 * GIB),))
-    assert account.lost_since(made, later) == 3 * GIB
-    assert account.lost_since(made, replace(machine, gpus=())) is None
+    assert account.bytes_taken_since(made, later) == 3 * GIB
+    assert account.bytes_taken_since(made, replace(machine, gpus=())) is None

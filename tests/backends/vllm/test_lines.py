@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlfit.backends.vllm import starting as phases
-from vlfit.backends.vllm.starting import Start, Told
+from vlfit.backends.vllm.starting import ReportedMemory, StartupPhase
 from vlfit.units import GIB
 
 LOGS = Path(__file__).parent / "logs"
@@ -26,9 +26,9 @@ def lines(name: str) -> list[str]:
     [("0.32-cpu.log", [*LOADED, phases.SERVER]), ("0.12.log", COMPILED), ("0.28.log", COMPILED)],
 )
 def test_phases_in_their_order(log: str, expected: list[str]) -> None:
-    start, seen, shares = Start(), [phases.IMPORTING], [0.0]
+    start, seen, shares = StartupPhase(), [phases.IMPORTING], [0.0]
     for line in lines(log):
-        if start.read(line):
+        if start.update(line):
             assert (start.phase, start.share) != (seen[-1], shares[-1])
             shares.append(start.share)
             if start.phase != seen[-1]:
@@ -39,18 +39,20 @@ def test_phases_in_their_order(log: str, expected: list[str]) -> None:
 
 
 def test_shards_move_the_share_along() -> None:
-    start = Start()
-    start.read("(Worker pid=1) INFO 11-22 04:54:43 [cpu_model_runner.py:68] Starting to load model a/b...")
+    start = StartupPhase()
+    start.update("(Worker pid=1) INFO 11-22 04:54:43 [cpu_model_runner.py:68] Starting to load model a/b...")
     begun = start.share
-    assert start.read("Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01,  1.01s/it]")
+    assert start.update(
+        "Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01,  1.01s/it]"
+    )
     assert begun < start.share < 0.6
-    assert not start.read("Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01]")
+    assert not start.update("Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01]")
 
 
-def told(log: str) -> Told:
-    found = Told()
+def told(log: str) -> ReportedMemory:
+    found = ReportedMemory()
     for line in lines(log):
-        found.read(line)
+        found.update(line)
     return found
 
 
@@ -58,7 +60,7 @@ def test_memory_of_a_start_whose_cache_takes_what_is_left() -> None:
     found = told("0.12.log")
     assert found.weights == round(3.96 * GIB)
     assert found.peak == round(1.32 * GIB)
-    assert found.apart == round(0.24 * GIB)
+    assert found.non_torch_bytes == round(0.24 * GIB)
     assert found.graph_pool == round(0.07 * GIB)
     assert (found.free, found.total) == (round(7.44 * GIB), 8 * GIB)
     assert found.kv_cache == round(1.52 * GIB)
@@ -71,7 +73,7 @@ def test_memory_of_a_start_whose_cache_is_given() -> None:
     assert found.kv_cache == round(0.59 * GIB)
     assert found.graph_pool == round(0.05 * GIB)
     assert found.free == round(7.2 * GIB)
-    assert (found.peak, found.apart, found.total) == (None, None, None)
+    assert (found.peak, found.non_torch_bytes, found.total) == (None, None, None)
     assert found.kv_tokens == 4320
 
 
@@ -83,28 +85,28 @@ def test_memory_on_a_processor() -> None:
 
 
 def test_libraries_told_together_with_the_weights() -> None:
-    found = Told()
-    found.read("INFO [gpu_model_runner.py:5515] Model loading took 4.88 GiB memory and 4.104811 seconds")
-    found.read(
+    found = ReportedMemory()
+    found.update("INFO [gpu_model_runner.py:5515] Model loading took 4.88 GiB memory and 4.104811 seconds")
+    found.update(
         "INFO [x.py:1] Free memory on device (7.44/8 GiB) on startup. Desired GPU memory utilization "
         "is (0.88, 7.04 GiB). Actual usage is 5.1 GiB for consumed memory (weights + non-torch), 0.4 GiB for "
         "peak activation, and 0.05 GiB for CUDAGraph memory. Replace gpu_memory_utilization config with ..."
     )
-    assert found.apart == round(5.1 * GIB) - round(4.88 * GIB)
+    assert found.non_torch_bytes == round(5.1 * GIB) - round(4.88 * GIB)
     assert found.peak == round(0.4 * GIB)
 
 
 def test_a_refusal_is_no_account() -> None:
-    found = Told()
-    found.read(
+    found = ReportedMemory()
+    found.update(
         "ValueError: Free memory on device cuda:0 (1.5/8.0 GiB) on startup is less than desired GPU memory "
         "utilization (0.9, 7.2 GiB). Decrease GPU memory utilization or reduce GPU memory used by others."
     )
-    assert found == Told()
+    assert found == ReportedMemory()
 
 
 def test_of_several_workers_the_largest_counts() -> None:
-    found = Told()
+    found = ReportedMemory()
     for worker, size in (("TP0", 4.1), ("TP1", 4.3), ("TP2", 4.2)):
-        found.read(f"(Worker_{worker} pid=1) INFO x Model loading took {size} GiB memory and 3.1 seconds")
+        found.update(f"(Worker_{worker} pid=1) INFO x Model loading took {size} GiB memory and 3.1 seconds")
     assert found.weights == round(4.3 * GIB)

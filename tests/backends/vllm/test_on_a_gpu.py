@@ -11,8 +11,8 @@ from tests.backends.vllm.test_backend import flag
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.vllm import starting
 from vlfit.backends.vllm.installed import find
-from vlfit.backends.vllm.planning import native_offer, plan_start, visible
-from vlfit.backends.vllm.serve_command import VllmOptions, assemble, loopback
+from vlfit.backends.vllm.planning import native_alternative, plan_start, restrict_gpus
+from vlfit.backends.vllm.serve_command import VllmOptions, build_command, loopback
 from vlfit.errors import DeviceError, VllmFailed
 from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
@@ -55,11 +55,11 @@ def test_what_a_card_is_told_and_what_is_kept_of_it(stage: Stage, sees: Seen) ->
         assert backend.device == "cuda:0"
         words = stage.starts[0]["words"]
         assert 0 < float(flag(words, "--gpu-memory-utilization")) < 1
-        held = {row.line: row.actual for row in backend.rows()}
+        held = {row.line: row.actual for row in backend.ledger_rows()}
         assert held["weights"] == round(0.02 * GIB)
         assert abs((held["context"] or 0) - 0.5 * GIB) < 0.01 * GIB
         place = starts.place_of(backend.plan.model, backend.plan.settings)
-        began = starts.held_by("NVIDIA GeForce RTX 5060", "0.28.0", place, backend.plan.settings)
+        began = starts.same_settings("NVIDIA GeForce RTX 5060", "0.28.0", place, backend.plan.settings)
     assert began is not None
     assert began.graph_pool == round(0.05 * GIB)
 
@@ -86,9 +86,9 @@ def test_nothing_cheaper_left_offers_the_native_engine(stage: Stage, sees: Seen)
 
 def test_the_offer_is_a_plan_that_fits(stage: Stage, sees: Seen) -> None:
     machine = card("RTX 5060", desktop=951 * MIB)
-    options = EngineOptions(context=2048)
+    options = EngineOptions(max_model_len=2048)
     planned = plan_start("mini", options, VllmOptions(), find(stage.python), machine)
-    offer = native_offer(planned)
+    offer = native_alternative(planned)
     assert offer is not None
     assert offer.fits
     assert (offer.backend, offer.settings.context) == ("native", 2048)
@@ -129,22 +129,22 @@ def test_cards_that_wait_for_each_other_for_good_are_given_another_way(
 def test_which_gpus_may_be_used(device: str, told: str | None, expected: list[int]) -> None:
     """As Ray tells a worker, or a person: by number or UUID; a device counts among those."""
     told_so = {} if told is None else {"CUDA_VISIBLE_DEVICES": told}
-    assert [gpu.index for gpu in visible(four(), device, told_so).gpus] == expected
+    assert [gpu.index for gpu in restrict_gpus(four(), device, told_so).gpus] == expected
 
 
 @pytest.mark.parametrize(("device", "told"), [("cuda:4", None), ("cuda:1", "2"), ("cuda", "")])
 def test_a_device_that_is_not_there(device: str, told: str | None) -> None:
     with pytest.raises(DeviceError, match=f"there is no {device}"):
-        visible(four(), device, {} if told is None else {"CUDA_VISIBLE_DEVICES": told})
+        restrict_gpus(four(), device, {} if told is None else {"CUDA_VISIBLE_DEVICES": told})
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda:0", "0"), ("cuda:2", "2"), ("auto", None)])
 def test_a_card_that_is_named_is_the_only_one_that_vllm_sees(
     stage: Stage, sees: Seen, device: str, expected: str | None
 ) -> None:
-    options = EngineOptions(device=device, context=2048)
+    options = EngineOptions(device=device, max_model_len=2048)
     planned = plan_start("mini", options, VllmOptions(), find(stage.python), four())
-    command = assemble(planned.plan, ("vllm",), loopback("mini", 1), pinned=planned.pinned)
+    command = build_command(planned.plan, ("vllm",), loopback("mini", 1), pinned=planned.pinned)
     if expected is not None:
         assert command.added["CUDA_VISIBLE_DEVICES"] == expected
         assert command.added["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"

@@ -13,7 +13,7 @@ import pytest
 from tests.backends.vllm.fake_vllm import environment
 from tests.backends.vllm.processes import gone, with_word
 from vlfit.backends.vllm import process as logs
-from vlfit.backends.vllm.process import Guarded, Log
+from vlfit.backends.vllm.process import GuardedProcess, ProcessLog
 from vlfit.errors import UsageError
 
 LOG = Path(__file__).parent / "logs" / "0.32-cpu.log"
@@ -28,10 +28,10 @@ class Started:
         self.mark = str(folder / "env")
         environment(Path(self.mark))
         self.lines: list[str] = []
-        self.log = Log("a command", folder / "logs")
+        self.log = ProcessLog("a command", folder / "logs")
         words = [f"{self.mark}/bin/vllm", "serve", "model", "--port", "0"]
         variables = {**os.environ, "FAKE_VLLM": json.dumps({"log": str(LOG), **how})}
-        self.guarded = Guarded(words, variables, self.log, self.lines.append, gentle=gentle, firm=firm)
+        self.guarded = GuardedProcess(words, variables, self.log, self.lines.append, gentle=gentle, firm=firm)
 
     def wait_for(self, words: str) -> None:
         end = time.monotonic() + 60
@@ -76,10 +76,10 @@ def test_what_has_nothing_to_bring_in_order_is_not_waited_for(tmp_path: Path) ->
 def test_who_does_not_hear_is_killed(tmp_path: Path) -> None:
     deaf = "import signal, time; [signal.signal(n, 1) for n in (2, 15)]; print('deaf', flush=True); "
     deaf += "time.sleep(99)"
-    log = Log("a command", tmp_path)
+    log = ProcessLog("a command", tmp_path)
     lines: list[str] = []
     command = [sys.executable, "-ISc", deaf, str(tmp_path)]
-    guarded = Guarded(command, os.environ, log, lines.append, gentle=0.1, firm=0.1)
+    guarded = GuardedProcess(command, os.environ, log, lines.append, gentle=0.1, firm=0.1)
     while "deaf" not in lines:
         time.sleep(0.01)
     guarded.stop()
@@ -137,7 +137,7 @@ def test_a_killed_guard_leaves_nothing_of_its_session(tmp_path: Path) -> None:
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     lines: list[str] = []
-    guarded = Guarded([str(tmp_path / "none")], os.environ, Log("none", tmp_path), lines.append)
+    guarded = GuardedProcess([str(tmp_path / "none")], os.environ, ProcessLog("none", tmp_path), lines.append)
     assert guarded.wait(60)
     assert guarded.code == 127
     assert lines == [f"cannot start {tmp_path / 'none'}: No such file or directory"]
@@ -146,7 +146,7 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
 def test_old_logs_go_and_nobody_else_may_read_them(tmp_path: Path) -> None:
     for number in range(logs.KEPT_FILES + 5):
         (tmp_path / f"20200101-0000{number:02d}-1.log").touch()
-    log = Log("vllm serve a/b", tmp_path)
+    log = ProcessLog("vllm serve a/b", tmp_path)
     log.write(b"said\n")
     log.close()
     kept = sorted(tmp_path.glob("*.log"))
@@ -157,9 +157,9 @@ def test_old_logs_go_and_nobody_else_may_read_them(tmp_path: Path) -> None:
 
 
 def test_a_long_log_goes_on_in_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in (("MOST_FILE", 100), ("FIRST_BYTES", 20), ("LAST_BYTES", 40)):
+    for name, most in (("MAX_FILE_BYTES", 100), ("FIRST_BYTES", 20), ("LAST_BYTES", 40)):
         monkeypatch.setattr(logs, name, most)
-    log = Log("x", tmp_path)
+    log = ProcessLog("x", tmp_path)
     for number in range(40):
         log.write(f"line {number:04d}\n".encode())
     log.close()
@@ -171,7 +171,7 @@ def test_a_long_log_goes_on_in_a_new_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_full_disk_is_told_and_costs_no_diagnosis(tmp_path: Path) -> None:
-    log = Log("x", tmp_path)
+    log = ProcessLog("x", tmp_path)
     log._file.close()
     log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     log.write(b"the cause\n")
@@ -184,5 +184,5 @@ def test_a_full_disk_is_told_and_costs_no_diagnosis(tmp_path: Path) -> None:
 def test_no_place_for_a_log(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot write vLLM's log to .*file") as raised:
-        Log("x", tmp_path / "file")
+        ProcessLog("x", tmp_path / "file")
     assert "XDG_STATE_HOME" in raised.value.hint

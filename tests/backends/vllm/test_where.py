@@ -44,14 +44,14 @@ def test_what_a_shell_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("named", "says"),
+    "named",
     [
-        ("none", "there is no Python at {}"),
-        ("file", "{} is no program"),
-        ("bare", "the Python at {} has no vLLM"),
+        "none",
+        "file",
+        "bare",
     ],
 )
-def test_a_wrong_python_is_told(tmp_path: Path, named: str, says: str) -> None:
+def test_a_wrong_python_is_told(tmp_path: Path, named: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
@@ -59,13 +59,13 @@ def test_a_wrong_python_is_told(tmp_path: Path, named: str, says: str) -> None:
     name = str(tmp_path / named) if named != "bare" else str(tmp_path / "bin" / "python")
     with pytest.raises(UsageError) as raised:
         where.find(name)
-    assert raised.value.message == says.format(name)
+    assert name in raised.value.message
     assert "pip install vllm" in raised.value.hint
 
 
 def test_no_vllm_at_all_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="vLLM is neither beside vlfit, nor named") as raised:
+    with pytest.raises(UsageError, match="PATH") as raised:
         where.find()
     assert "python3 -m venv" in raised.value.hint
 

@@ -1,4 +1,4 @@
-"""A scripted backend that runs requests beside each other, as a batch wants them."""
+"""A scripted backend that runs requests concurrently, for tests of batches."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Say = Callable[[bytes, str], "str | Exception"]
 
 @dataclass(frozen=True)
 class Bytes:
-    """What stands behind an item's ``read``: bytes, or none."""
+    """Reader of an item: its bytes; None: the file is missing."""
 
     data: bytes | None
 
@@ -29,14 +29,14 @@ class Bytes:
 
 
 def item(key: str, data: bytes | None = None, *, missing: bool = False) -> Item:
-    """An item of a picture of its own (by the size that its key hashes to), or of ``data``."""
+    """An item of ``data``, or of a picture whose size depends on its key."""
     size = 8 + sum(map(ord, key)) % 50
     return Item(key, Bytes(None if missing else data or png(size, 8 + len(key) % 7)).read)
 
 
 @dataclass
 class Items:
-    """A source of what it is given."""
+    """A source of the given items."""
 
     items: list[Item]
 
@@ -57,13 +57,14 @@ class Ready:
     images: tuple[ImageSeen, ...]
     prompt_tokens: int = 10
     image_tokens: int = 4
-    most_tokens: int = 100
+    max_tokens: int = 100
 
 
 @dataclass
-class BesideBackend(ScriptedBackend):
-    """``say`` answers the bytes of a picture and what was asked. Answers come from threads of their own, or
-    when ``release`` is called, if ``hold``. ``running`` and ``most`` count those under way.
+class ConcurrentBackend(ScriptedBackend):
+    """``say`` answers a picture's bytes and a prompt. Answers come from threads, or on ``release``.
+
+    ``most``: the most requests that ran at once.
     """
 
     answers: list[str | VlfitError] = field(default_factory=list)
@@ -104,7 +105,7 @@ class BesideBackend(ScriptedBackend):
         return _Ticket(self)
 
     def release(self, *, last: bool = False) -> None:
-        """Let one of the held requests end: the first, or the last."""
+        """Answer one of the held requests: the first, or the last."""
         with self._lock:
             prepared, listener = self._held.pop(-1 if last else 0)
         self._answer(prepared, listener)
@@ -122,8 +123,8 @@ class BesideBackend(ScriptedBackend):
 
 
 @dataclass
-class _Ticket:
-    backend: BesideBackend
+class _Ticket(Ticket):
+    backend: ConcurrentBackend
 
     def cancel(self) -> None:
         self.backend.cancelled += 1

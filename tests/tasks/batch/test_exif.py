@@ -84,7 +84,8 @@ def test_a_description_that_is_there_stays(tmp_path: Path) -> None:
     writer = sidecar("exif")
     writer.write(item(tmp_path), said("second words"))
     assert (tmp_path / "photo.jpg").read_bytes() == first
-    assert "the EXIF says something else" in writer.notes()[0]
+    [note] = writer.notes()
+    assert "--overwrite" in note
     second = write(tmp_path, first, "second, längere words", overwrite=True)
     assert description(second) == comment(second) == "second, längere words"
 
@@ -172,11 +173,11 @@ def jpeg_with(marker: int, body: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (picture(file_format="GIF"), "in files of this kind"),
-        (picture(file_format="AVIF"), "in files of this kind"),
+        (picture(file_format="GIF"), "--sidecar xmp"),
+        (picture(file_format="AVIF"), "--sidecar xmp"),
         (jpeg_with(0xEB, b"JP\0\1\0\0\0\1\0\0\0\x40jumb\0\0\0\x1e" + C2PA), "Content Credentials"),
         (png_with(b"caBX", b"\0\0\0\x40jumb\0\0\0\x1e" + C2PA), "Content Credentials"),
-        (encoded(scene(20, 20), "TIFF", description="ImageJ=1.53"), "a microscope's program"),
+        (encoded(scene(20, 20), "TIFF", description="ImageJ=1.53"), "microscope"),
         (encoded(scene(20, 20), "TIFF", tiffinfo={0xC612: b"\1\4\0\0"}), "DNG"),
     ],
 )
@@ -203,7 +204,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_files_that_exiftool_refuses_stay_as_they_are(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(BROKEN[name])
-    with pytest.raises(CannotWrite, match=r"is left as it is: exiftool says: [^/]+\n--sidecar xmp"):
+    with pytest.raises(CannotWrite, match=r"exiftool says: [^/]+\n--sidecar xmp"):
         sidecar("exif", overwrite=True).write(item(tmp_path, name), said(WORDS))
     assert (tmp_path / name).read_bytes() == BROKEN[name]
     assert os.listdir(tmp_path) == [name]

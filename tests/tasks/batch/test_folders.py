@@ -1,5 +1,6 @@
-"""Pictures found by name: order, hidden files, links in circles, patterns, and names that are no text."""
+"""Pictures in folders: order, hidden files, circular links, globs, and names that are not UTF-8."""
 
+import errno
 import json
 import os
 import pickle
@@ -33,8 +34,9 @@ def test_pictures_in_order_with_what_is_left_out(tmp_path: Path) -> None:
     assert keys(source) == ["a.jpg", "a/b/c.webp", "a/z.png", "b.JPG"]
     assert source.count() == 4
     [note] = source.notes()
-    words, _, kinds = note.partition(" (")
-    assert words == f"{tmp_path}: left out 3 files that by name are no picture"
+    summary, _, kinds = note.partition(" (")
+    assert summary.startswith(f"{tmp_path}: ")
+    assert " 3 " in summary
     assert sorted(kinds.rstrip(")").split(", ")) == [".heic 1", ".txt 1", "without extension 1"]
     assert ".hidden.jpg" in keys(FolderSource(str(tmp_path), hidden=True))
 
@@ -73,13 +75,13 @@ def test_links(tmp_path: Path) -> None:
         "one/far.jpg",
         "self.jpg",
     ]
-    with pytest.raises(PictureNotFound, match=r"gone\.jpg: no such file"):
+    with pytest.raises(PictureNotFound, match=r"gone\.jpg"):
         found["gone.jpg"].read()
-    with pytest.raises(PictureNotFound, match="Too many levels of symbolic links"):
+    with pytest.raises(PictureNotFound, match=os.strerror(errno.ELOOP)):
         found["self.jpg"].read()
-    around, others = source.notes()
-    assert around.endswith("left out 1 link to folders that this one lies in")
-    assert "no ordinary file 1" in others
+    parent_links, files = source.notes()
+    assert "1 link" in parent_links
+    assert files.endswith("file 1)")  # the pipe
 
 
 def test_a_folder_that_cannot_be_read_is_an_item_that_fails(
@@ -96,7 +98,7 @@ def test_a_folder_that_cannot_be_read_is_an_item_that_fails(
     monkeypatch.setattr(os, "scandir", refuses)
     found = {item.key: item for item in FolderSource(str(tmp_path))}
     assert list(found) == ["a/1.jpg", "b/", "c/3.jpg"]
-    with pytest.raises(PictureNotFound, match="b/: the folder cannot be read: Permission denied"):
+    with pytest.raises(PictureNotFound, match=r"b/: .*Permission denied"):
         found["b/"].read()
 
 

@@ -1,4 +1,4 @@
-"""An output belongs to one job and one run at a time; what failed is on a list that tells the truth."""
+"""An output belongs to one job, and to one run at a time; its list of failures is accurate."""
 
 import json
 from dataclasses import replace
@@ -76,19 +76,19 @@ def test_an_output_of_another_job_is_refused_in_words(tmp_path: Path) -> None:
     done(first, "a")
     first.close()
     Output(job(tmp_path)).close()
-    with pytest.raises(UsageError, match=r"its task was 'caption' and is 'ask'"):
+    with pytest.raises(UsageError, match=r"task.*'caption'.*'ask'"):
         Output(job(tmp_path, Wish.ask("What is this?")))
-    with pytest.raises(UsageError, match="max_tokens was None and is 3"):
+    with pytest.raises(UsageError, match=r"max_tokens.*None.*\b3\b"):
         Output(job(tmp_path, sampling=SamplingParams(max_tokens=3, stop=("x",))))
     other = Output(job(tmp_path))
-    with pytest.raises(UsageError, match="its model was 'mini' and is 'maxi'"):
+    with pytest.raises(UsageError, match=r"model.*'mini'.*'maxi'"):
         other.begin("maxi")
     other.close()
     forced = Output(job(tmp_path, Wish.ask("What is this?")), force=True)
     forced.begin("maxi")
     assert forced.is_settled("a")
     forced.close()
-    with pytest.raises(UsageError, match="its task was 'ask'"):
+    with pytest.raises(UsageError, match=r"task.*'ask'"):
         Output(job(tmp_path))
 
 
@@ -106,12 +106,12 @@ def test_a_field_that_a_version_brought_is_no_other_job(tmp_path: Path) -> None:
 
 def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("my diary")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match=r"out\.jsonl.*\n.*--force"):
         Output(job(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     for mine in ("my diary", '{"my": "first"}\n{"key": "unfin', '{"key": "a"}\n{"my": "unfin'):
         (tmp_path / "out.jsonl").write_text(mine)
-        with pytest.raises(UsageError, match="is no record of a batch"):
+        with pytest.raises(UsageError, match=r"line \d of .*out\.jsonl"):
             Output(job(tmp_path), force=True)
         assert (tmp_path / "out.jsonl").read_text() == mine
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
@@ -119,7 +119,7 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_two_runs_refuse_each_other(tmp_path: Path) -> None:
     first = Output(job(tmp_path))
-    with pytest.raises(UsageError, match=r"another run writes to out.jsonl now"):
+    with pytest.raises(UsageError, match=r"another run.*out\.jsonl"):
         Output(job(tmp_path))
     first.close()
     Output(job(tmp_path)).close()
@@ -140,13 +140,13 @@ def test_a_refused_table_stays_as_it_is(tmp_path: Path) -> None:
     waiting = tmp_path / "out.parquet" / "_waiting-00000.jsonl"
     waiting.parent.mkdir()
     waiting.write_text('{"key": "a"}\n{"my": "own"}\n')
-    with pytest.raises(UsageError, match="line 2 of"):
+    with pytest.raises(UsageError, match="line 2 "):
         Output(replace(job(tmp_path), output=waiting.parent), force=True)
     assert waiting.read_text() == '{"key": "a"}\n{"my": "own"}\n'
 
 
 class Cards:
-    """A sidecar that cannot be written for some."""
+    """A sidecar that cannot be written for the keys in ``bad``."""
 
     def __init__(self, bad: str) -> None:
         self.bad = bad

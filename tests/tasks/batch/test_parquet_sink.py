@@ -17,8 +17,8 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.errors import CannotWrite, UsageError
 from vlfit.tasks.batch import parquet_sink
 from vlfit.tasks.batch.items import Item, Unreadable
-from vlfit.tasks.batch.job import Wish, Work
-from vlfit.tasks.batch.jsonl import Lines
+from vlfit.tasks.batch.job import PictureTask, Wish
+from vlfit.tasks.batch.jsonl import JsonlFile
 from vlfit.tasks.batch.parquet_sink import ParquetSink
 
 SEEN = ImageSeen(640, 480, 320, 256, 80, notes=("rotated by EXIF",))
@@ -28,7 +28,7 @@ def record(key: str, text: str = "a cat", wish: Wish | None = None, **extra: obj
     """What a batch gives its sink."""
     answer = Answer(text, "stop", Usage(90, 80, 3), "mini", (SEEN,))
     item = Item(key, Unreadable(key, "").read, Path(key), extra)
-    return Work(wish or Wish.caption(), SamplingParams()).record(item, ImagePart(b""), answer)
+    return PictureTask(wish or Wish.caption(), SamplingParams()).record(item, ImagePart(b""), answer)
 
 
 def read(output: Path) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def test_killed_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
         "replace": (Path, "replace"),
         "sync_folder": (parquet_sink, "sync_folder"),
         "unlink": (Path, "unlink"),
-        "append": (Lines, "append"),
+        "append": (JsonlFile, "append"),
     }
     place, name = steps[step]
     real = getattr(place, name)
@@ -176,15 +176,15 @@ def test_rows_that_fit_no_column_are_kept(tmp_path: Path) -> None:
 
 def test_outputs_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UsageError, match="is a file: Parquet output is a folder of parts"):
+    with pytest.raises(UsageError, match=r"file\.parquet.*\n.*out\.parquet"):
         ParquetSink(tmp_path / "file.parquet", kind="caption")
     folder = tmp_path / "out.parquet"
     folder.mkdir()
     (folder / "part-00000.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UsageError, match=r"no Parquet file, or broken(?s:.*)done again"):
+    with pytest.raises(UsageError, match=r"part-00000\.parquet"):
         list(ParquetSink(folder, kind="caption").done_keys())
     pq.write_table(pa.table({"x": [1]}), folder / "part-00000.parquet")
-    with pytest.raises(UsageError, match="is no part of a batch"):
+    with pytest.raises(UsageError, match=r"part-00000\.parquet"):
         list(ParquetSink(folder, kind="caption").done_keys())
 
     def full(*_: object) -> None:
@@ -193,7 +193,7 @@ def test_outputs_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     sink = ParquetSink(tmp_path / "full.parquet", kind="caption")
     sink.write(record("a.jpg"))
     monkeypatch.setattr(pq.ParquetWriter, "write_batch", full)
-    with pytest.raises(CannotWrite, match=r"part-00000\.parquet: No space left on device"):
+    with pytest.raises(CannotWrite, match=r"part-00000\.parquet.*No space left on device"):
         sink.close()
     monkeypatch.undo()
     assert list(ParquetSink(tmp_path / "full.parquet", kind="caption").done_keys()) == ["a.jpg"]

@@ -1,4 +1,4 @@
-"""What people type: lists of every form, pictures by name, and several sources at once."""
+"""Command-line sources: lists of every kind, single pictures, and several sources at once."""
 
 import io
 import json
@@ -37,13 +37,14 @@ def test_a_list_with_all_that_lists_have(tmp_path: Path) -> None:
     assert items["sub/../sub/b.jpg"].read() == PNG
     assert items["a.jpg"].path == tmp_path / "a.jpg"
     assert items["https://example.org/x.jpg?size=2"].path is None
-    with pytest.raises(PictureNotFound, match=r"missing\.jpg: no such file"):
+    with pytest.raises(PictureNotFound, match=r"missing\.jpg"):
         items["missing.jpg"].read()
-    with pytest.raises(PictureNotFound, match="of URLs, http:, https: and data: are read"):
+    with pytest.raises(PictureNotFound, match=r"ftp://.*http:, https: and data:"):
         items["ftp://example.org/x.jpg"].read()
     source = open_sources([str(tmp_path / "list.txt")])
     assert source.count() == 7
-    assert source.notes() == [f"{tmp_path}/list.txt: 1 line names a picture that an earlier line names"]
+    [note] = source.notes()
+    assert note.startswith(f"{tmp_path}/list.txt: 1 line ")
 
 
 def test_lists_of_windows_and_of_find(tmp_path: Path) -> None:
@@ -73,8 +74,8 @@ def test_json_lines(tmp_path: Path) -> None:
     assert items["a.jpg#line 2"].extra == {"question": "who?"}
     assert items["7"].extra == {}
     assert items["own"].read().startswith(b"\x89PNG")
-    for key, what in (("line 5", "names no picture"), ("line 6", "is no JSON")):
-        with pytest.raises(PictureError, match=what):
+    for key, named in (("line 5", "line 5.*file_name"), ("line 6", "line 6.*JSON")):
+        with pytest.raises(PictureError, match=named):
             items[key].read()
 
 
@@ -91,10 +92,10 @@ def test_one_key_for_two_pictures_loses_neither(tmp_path: Path) -> None:
         ("e.jpg", "e.jpg"),
     ]
     assert source.count() == 5
-    assert [note.partition("jsonl: ")[2].partition(";")[0] for note in source.notes()] == [
-        "2 lines name a picture that an earlier line names",
-        "2 lines give another picture the key of an earlier line",
-    ]
+    repeated, same_key = source.notes()
+    assert "2 lines" in repeated
+    assert "2 lines" in same_key
+    assert "#line" in same_key
 
 
 def test_lists_on_standard_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,15 +105,15 @@ def test_lists_on_standard_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     source = open_sources(["-"])
     assert source.count() is None
     assert [(item.key, item.read()) for item in source] == [("a.jpg", PNG)]
-    with pytest.raises(UsageError, match="read once only"):
+    with pytest.raises(UsageError, match="standard input"):
         list(source)
 
 
 def test_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlfit.tasks.batch.list_files._LONGEST_LINE", 1000)
+    monkeypatch.setattr("vlfit.tasks.batch.list_files._MAX_LINE_BYTES", 1000)
     items = listed(tmp_path, b"a.jpg\n" + b"x" * 3000 + b"\nb.jpg\n")
     assert list(items) == ["a.jpg", "line 2"]
-    with pytest.raises(PictureError, match="nothing after it was read"):
+    with pytest.raises(PictureError, match="line 2 is longer than"):
         items["line 2"].read()
 
 
@@ -159,32 +160,32 @@ def test_patterns_mean_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(found("p/*")) == ["a.jpg"]
     assert list(found("p/*.dat")) == ["b.dat"]  # an extension that was typed is meant
     assert list(found("p/*.txt")) == ["a.jpg"]  # a list
-    with pytest.raises(PictureNotFound, match=r"p/\*\.png matches no picture"):
+    with pytest.raises(PictureNotFound, match=r"p/\*\.png"):
         found("p/*.png")
 
 
 @pytest.mark.parametrize(
-    ("typed", "error", "words"),
+    ("typed", "error", "named"),
     [
-        ("nothing", PictureNotFound, "nothing: no such file or folder"),
-        (None, UsageError, "no pictures are named"),
-        ("", PictureNotFound, "the name of a source is empty"),
-        ("x.csv", UsageError, r"\.csv files are not read"),
-        ("x.tar.gz", UsageError, r"x\.tar\.gz is packed"),
-        ("packed.tar", UsageError, r"packed\.tar is packed"),
-        ("movie.mp4", UsageError, "is by its name no picture, list, shard or table"),
-        ("https://example.org/x.tar", UsageError, "files of this computer are read"),
-        ("{a,b}.tar", PictureNotFound, r"a\.tar: no such file, of those that \{a,b\}\.tar means"),
-        ("s-{0..99999999}.tar", UsageError, "means more than 100,000 files"),
-        ("mixed", UsageError, "holds tar shards and Parquet files"),
+        ("nothing", PictureNotFound, "^nothing: "),
+        (None, UsageError, r"\.tar|\.txt"),
+        ("", PictureNotFound, "empty"),
+        ("x.csv", UsageError, r"x\.csv"),
+        ("x.tar.gz", UsageError, r"x\.tar\.gz .*\n.*gunzip"),
+        ("packed.tar", UsageError, r"packed\.tar .*\n.*gunzip"),
+        ("movie.mp4", UsageError, r"movie\.mp4"),
+        ("https://example.org/x.tar", UsageError, r"https://example\.org/x\.tar"),
+        ("{a,b}.tar", PictureNotFound, r"^a\.tar: .*\{a,b\}\.tar"),
+        ("s-{0..99999999}.tar", UsageError, "100,000"),
+        ("mixed", UsageError, r"mixed/\*\.tar.*mixed/\*\.parquet"),
     ],
 )
 def test_words_that_mean_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str | None, error: type[Exception], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str | None, error: type[Exception], named: str
 ) -> None:
     for name in ("x.csv", "x.tar.gz", "movie.mp4", "mixed/a.tar", "mixed/b.parquet"):
         fill(tmp_path, name)
     (tmp_path / "packed.tar").write_bytes(b"\x1f\x8b\x08\x00 and so on")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=named):
         open_sources([] if typed is None else [typed])

@@ -1,8 +1,9 @@
-"""Pictures in tar shards: whole ones, and every way in which shards are broken or made to do harm."""
+"""Pictures in tar shards: intact, truncated, broken and malicious ones."""
 
 import io
 import json
 import pickle
+import re
 import tarfile
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def test_groups_of_files(tmp_path: Path, form: int) -> None:
     assert items[f"s.tar#{long}.webp"].read() == PNG
     source = WebDatasetSource([tmp_path / "s.tar"])
     assert source.count() == len(list(source)) == 4
-    assert source.notes() == ["tar shards: left out 1 members (.npy 1)"]
+    [note] = source.notes()
+    assert note.endswith("(.npy 1)")
 
 
 def test_shards_by_pattern_folder_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +95,7 @@ def test_shards_by_pattern_folder_and_name(tmp_path: Path, monkeypatch: pytest.M
     both = [item.key for item in open_sources(["train/s-01.tar", "val/s-01.tar"])]
     assert both == ["train/s-01.tar#a.jpg", "val/s-01.tar#a.jpg"]
     assert [item.key for item in open_sources(["*/s-01.tar"])] == both
-    with pytest.raises(PictureNotFound, match=r"train/s-03\.tar: no such file, of those"):
+    with pytest.raises(PictureNotFound, match=r"^train/s-03\.tar: "):
         open_sources(["train/s-{00..09}.tar"])
 
 
@@ -119,14 +121,14 @@ SECOND = BLOCK + -(-len(PNG) // BLOCK) * BLOCK  # where the header of 2.jpg is
 def test_shards_that_are_cut_off(tmp_path: Path, left: int) -> None:
     items = shard(tmp_path, WHOLE[:left])
     message = failing(items)
-    assert ("is empty" if left == 0 else f"is cut off after {left:,} bytes") in message
+    assert ("is empty" if left == 0 else f" {left:,} bytes") in message
     good = {key for key in items if key != "s.tar"}
     if left > SECOND:
         assert items["s.tar#1.jpg"].read() == PNG
-        assert "what it has before that" in message
+        assert "files before that" in message
     if left >= SECOND + BLOCK:
         assert good == {"s.tar#1.jpg", "s.tar#2.jpg"}
-        with pytest.raises(NotAPicture, match=f"{9 * len(PNG)} bytes were to be there"):
+        with pytest.raises(NotAPicture, match=f"{9 * len(PNG)} bytes"):
             items["s.tar#2.jpg"].read()
     assert WebDatasetSource([tmp_path / "s.tar"]).count() == len(items)
 
@@ -135,20 +137,19 @@ def test_a_shard_without_its_end(tmp_path: Path) -> None:
     (tmp_path / "s.tar").write_bytes(WHOLE[:SECOND])
     source = WebDatasetSource([tmp_path / "s.tar"])
     assert [item.key for item in source] == ["s.tar#1.jpg"]
-    assert source.notes() == [
-        f"no end is marked in {tmp_path}/s.tar: if it was cut off there, pictures are missing"
-    ]
+    [note] = source.notes()
+    assert f"{tmp_path}/s.tar" in note
 
 
 def test_shards_that_are_broken_or_none(tmp_path: Path) -> None:
     broken = WHOLE[:SECOND] + b"\x07" * BLOCK + WHOLE[SECOND + BLOCK :]
     items = shard(tmp_path, broken)
     assert list(items) == ["s.tar#1.jpg", "s.tar"]
-    assert f"is broken at byte {SECOND:,} (no header is there)" in failing(items)
-    assert "is no tar file" in failing(shard(tmp_path, b"words " * 1000))
-    assert "is packed by gzip" in failing(shard(tmp_path, b"\x1f\x8b" + WHOLE))
+    assert f"byte {SECOND:,}" in failing(items)
+    assert "not a tar file" in failing(shard(tmp_path, b"words " * 1000))
+    assert "gzip" in failing(shard(tmp_path, b"\x1f\x8b" + WHOLE))
     missing = WebDatasetSource([tmp_path / "gone.tar"])
-    assert "gone.tar cannot be read: No such file" in failing({i.key: i for i in missing}, "gone.tar")
+    assert "No such file" in failing({i.key: i for i in missing}, "gone.tar")
 
 
 def header(name: str, size: int, kind: bytes, **fields: object) -> bytes:
@@ -169,9 +170,9 @@ def header(name: str, size: int, kind: bytes, **fields: object) -> bytes:
     [
         ("headers of more than 4 MiB", header("n", 3 * 2**30, tarfile.GNUTYPE_LONGNAME)),
         ("headers of more than 4 MiB", header("n", 3 * 2**30, tarfile.XHDTYPE)),
-        ("a header leads back", header("1.jpg", -1024, tarfile.REGTYPE)),
-        ("headers of headers", header("n", 0, tarfile.GNUTYPE_LONGNAME) * 3000),
-        ("headers of headers", header("n", 0, tarfile.XHDTYPE) * 3000),
+        ("points backwards", header("1.jpg", -1024, tarfile.REGTYPE)),
+        ("nested headers", header("n", 0, tarfile.GNUTYPE_LONGNAME) * 3000),
+        ("nested headers", header("n", 0, tarfile.XHDTYPE) * 3000),
         (
             "not enough values",
             header("n", BLOCK, tarfile.XHDTYPE)
@@ -184,7 +185,7 @@ def header(name: str, size: int, kind: bytes, **fields: object) -> bytes:
 def test_headers_that_are_made_to_do_harm(tmp_path: Path, what: str, data: bytes) -> None:
     items = shard(tmp_path, WHOLE[:SECOND] + data + WHOLE)
     assert items["s.tar#1.jpg"].read() == PNG
-    assert "is broken at byte" in failing(items)
+    assert re.search(r"at byte [\d,]+", failing(items))
     assert what in failing(items)
 
 
@@ -213,7 +214,8 @@ def test_members_that_are_no_plain_files(tmp_path: Path) -> None:
         "s.tar#with\nbreak.jpg",
     ]
     assert all(item.read() == PNG and item.path is None for item in items.values())
-    assert source.notes() == ["tar shards: left out 3 members (link 2, special file 1)"]
+    [note] = source.notes()
+    assert note.endswith("3 members (link 2, special file 1)")
     json.dumps(list(items), ensure_ascii=False).encode()
 
 
@@ -227,20 +229,20 @@ def test_members_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(readers, "MAX_FILE_BYTES", len(PNG))
     items = shard(tmp_path, WHOLE)
     assert items["s.tar#1.jpg"].read() == PNG
-    with pytest.raises(PictureTooLarge, match=r"s\.tar#2\.jpg is larger than"):
+    with pytest.raises(PictureTooLarge, match=r"s\.tar#2\.jpg "):
         items["s.tar#2.jpg"].read()
 
 
 def test_headers_are_read_and_pictures_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = tar_bytes(*((f"{number}.jpg", bytes(100_000)) for number in range(20)))
     (tmp_path / "s.tar").write_bytes(large)
-    read = tar_index._Headers.read
+    read = tar_index._HeaderReader.read
     sizes: list[int] = []
 
-    def counted(self: tar_index._Headers, size: int = -1) -> bytes:
+    def counted(self: tar_index._HeaderReader, size: int = -1) -> bytes:
         sizes.append(size)
         return read(self, size)
 
-    monkeypatch.setattr(tar_index._Headers, "read", counted)
+    monkeypatch.setattr(tar_index._HeaderReader, "read", counted)
     assert len(list(WebDatasetSource([tmp_path / "s.tar"]))) == 20
     assert sum(sizes) < 21 * 2 * BLOCK

@@ -1,8 +1,4 @@
-"""Brings a model of any architecture to where it computes, as transformers does, with nothing left to chance.
-
-Knows: which arguments say where weights go, and what transformers only remarks upon that must be an error.
-Does not know: what fits (``plan/transformers/cost.py``), or prompts.
-"""
+"""Load a model and its processor through transformers' auto classes; check what transformers only logs."""
 
 import importlib.util
 import inspect
@@ -15,23 +11,18 @@ from typing import Any
 
 import torch
 
-from vlfit.backends.transformers.model_errors import in_one
+from vlfit.backends.transformers.model_errors import model_error
 from vlfit.checkpoint.any_model import AnyCheckpoint, part_of
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.errors import CheckpointError, MissingTensor, UnknownArchitecture, UsageError, VlfitError
 from vlfit.units import GIB
 
-# The packages that models of any architecture need: imported when they are wanted, and asked to be quiet.
-#
-# Knows: which package does what, and how a person gets one that is missing. Does not know models.
-
-
 _EXTRA = "pip install 'vlfit[transformers]'"
 
 
 def transformers() -> Any:
-    """The package, without its bars and remarks on stderr. Raises ``UsageError`` where it is missing."""
-    # Files are fetched by ``checkpoint/hub.py`` alone; what is looked up beside them would need a network.
+    """The package, without its progress bars and remarks. Raises ``UsageError`` if it is missing."""
+    # Files are fetched by ``checkpoint/hub.py`` alone; transformers needs no network.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import transformers
@@ -49,35 +40,35 @@ def transformers() -> Any:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
     if not hasattr(transformers, "AutoModelForImageTextToText"):
         raise UsageError(
-            f"transformers {transformers.__version__} is too old for this", f"take 5 or newer: {_EXTRA}"
+            f"transformers {transformers.__version__} is too old", f"install 5 or newer: {_EXTRA}"
         )
     return transformers
 
 
 def has_accelerate() -> bool:
-    """Whether the package accelerate, which places the weights of a model, is installed."""
+    """Whether the package accelerate, which places weights on devices, is installed."""
     return importlib.util.find_spec("accelerate") is not None
 
 
 def check_accelerate() -> None:
-    """Raises ``UsageError`` where it is missing."""
+    """Raise ``UsageError`` if accelerate is missing."""
     if not has_accelerate():
         raise UsageError(
-            "layers that wait in RAM need the package accelerate, which is not installed",
+            "offloading layers to RAM needs the package accelerate, which is not installed",
             "pip install accelerate",
             param="offload",
         )
 
 
 def check_known(folder: Path, *, code: bool = False) -> None:
-    """Raises ``UnknownArchitecture`` for one that this transformers has no class for; reads only the config.
+    """Raise ``UnknownArchitecture`` if this transformers has no class for it. Reads only the config.
 
-    ``code``: the checkpoint may bring its own.
+    ``code``: the checkpoint may bring its own Python files.
     """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
-        return  # what reads it next says what is wrong with it
+        return  # the next reader reports the error
     kind = config.get("model_type") if isinstance(config, dict) else None
     package = transformers()
     if kind in known_types():
@@ -88,55 +79,52 @@ def check_known(folder: Path, *, code: bool = False) -> None:
         raise UnknownArchitecture(
             f"config.json: model_type is {kind!r}, which transformers {package.__version__} runs only with "
             "Python code that comes with the model",
-            "If you trust its makers with your computer, add --trust-remote-code.",
+            "if you trust its authors, add --trust-remote-code",
         )
     raise UnknownArchitecture(
-        f"config.json: model_type is {kind!r}, which is no image-text-to-text model that "
+        f"config.json: model_type is {kind!r}, which is not an image-text-to-text model that "
         f"transformers {package.__version__} knows",
-        "Newer ones know more: pip install --upgrade transformers. Models of text alone are not run so.",
+        "newer versions know more: pip install --upgrade transformers (text-only models do not run here)",
     )
 
 
 def known_types() -> frozenset[str]:
-    """The ``model_type`` of every architecture that takes pictures and text and gives text."""
+    """The ``model_type`` of every image-text-to-text architecture."""
     transformers()
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
-def takes(function: Any, name: str) -> bool:
-    """Whether ``function`` has a parameter called ``name``: versions of transformers differ."""
+def has_parameter(function: Any, name: str) -> bool:
+    """Whether ``function`` has a parameter ``name``: versions of transformers differ."""
     return name in inspect.signature(function).parameters
 
 
-# A checkpoint's processor, loaded as far as the installed packages go.
-#
-# Knows: that a processor is put together of parts, and that the one for clips needs torchvision. Without it
-# the rest is loaded all the same: pictures then go through the parts that need Pillow alone.
-
-
-class NoClips:
-    """Stands where the processor for clips would, and says what is missing when it is asked for anything."""
+class NoVideoProcessor:
+    """Stands in for the video processor if torchvision is missing; raises when used."""
 
     model_input_names: tuple[str, ...] = ()
     merge_size = 1
     temporal_patch_size = 1
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise UsageError("clips need the package torchvision", "pip install torchvision, as fits your torch")
+        raise UsageError(
+            "video clips need the package torchvision",
+            "pip install torchvision, in the version for your torch",
+        )
 
     def __getattr__(self, name: str) -> None:
-        """Some processors look up how clips are sampled while there is none: nobody said."""
+        """None for settings that some processors look up without a clip."""
         if name.startswith("__"):
             raise AttributeError(name)
 
 
 def load_processor(folder: Path, *, code: bool) -> Any:
-    """The processor of the checkpoint in ``folder``; ``code``: its own Python files may be run.
+    """The processor of the checkpoint in ``folder``. ``code``: run Python files that come with it.
 
-    Raises ``UsageError`` for a package that is missing, ``CheckpointError`` for files that are not what they
-    should be, and for a model that takes no pictures.
+    Raises ``UsageError`` for a missing package, ``CheckpointError`` for broken files or a model without
+    pictures.
     """
     package = transformers()
     wishes = {"trust_remote_code": code, "local_files_only": True}
@@ -148,31 +136,31 @@ def load_processor(folder: Path, *, code: bool) -> Any:
                 raise
             processor = _without_clips(folder, wishes)
     except Exception as error:
-        raise told(error, "reading the processor's files", folder) from None
+        raise loading_error(error, "reading the processor's files", folder) from None
     if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
         raise CheckpointError(
             f"the processor in {folder} is a {type(processor).__name__}, without a part for pictures",
-            "Fetch the whole checkpoint: preprocessor_config.json says how pictures are read.",
+            "download the whole checkpoint: preprocessor_config.json is missing or wrong",
         )
     return processor
 
 
 def has_clips(processor: Any) -> bool:
-    """Whether it takes clips."""
+    """Whether it takes video clips."""
     part = getattr(processor, "video_processor", None)
-    return part is not None and not isinstance(part, NoClips)
+    return part is not None and not isinstance(part, NoVideoProcessor)
 
 
 def _without_clips(folder: Path, wishes: dict[str, Any]) -> Any:
-    """The same class of processor, with ``NoClips`` in place of the part that cannot be loaded."""
+    """The checkpoint's processor class, with ``NoVideoProcessor`` as its video processor."""
     package = transformers()
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     whole: Any = PROCESSOR_MAPPING[type(package.AutoConfig.from_pretrained(str(folder), **wishes))]
-    stand_in = NoClips()
+    stand_in = NoVideoProcessor()
 
     class Lenient(whole):  # type: ignore[misc]
-        """There is no public way to leave a part out."""
+        """transformers has no public way to leave a part out."""
 
         @classmethod
         def _get_arguments_from_pretrained(cls, place: Any, *_: Any, **__: Any) -> list[Any]:
@@ -188,31 +176,31 @@ def _without_clips(folder: Path, wishes: dict[str, Any]) -> Any:
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument is stand_in:
-                return NoClips
+                return NoVideoProcessor
             return super().check_argument_for_proper_class(argument_name, argument)
 
-        def __repr__(self) -> str:  # which else writes all parts out as JSON
+        def __repr__(self) -> str:  # the original writes all parts as JSON
             return str(whole.__name__)
 
-    Lenient.__name__ = whole.__name__  # by which the processor finds its settings
+    Lenient.__name__ = whole.__name__  # the processor finds its settings by this name
     return Lenient.from_pretrained(str(folder), **wishes)
 
 
-def told(error: Exception, doing: str, folder: Path) -> VlfitError:
-    """``error``, raised while ``doing`` something with the files in ``folder``, in our words."""
+def loading_error(error: Exception, doing: str, folder: Path) -> VlfitError:
+    """The vlfit error for ``error``, raised while ``doing`` something with the files in ``folder``."""
     words = str(error)
     if "trust_remote_code" in words or "execute the configuration file" in words:
         return UsageError(
-            f"the model in {folder} comes with Python code of its own, which is not run unasked",
-            "If you trust its makers with your computer, add --trust-remote-code.",
+            f"the model in {folder} needs Python code that comes with it",
+            "if you trust its authors, add --trust-remote-code",
         )
     if isinstance(error, ImportError) or "pip install" in words or "to be installed" in words:
         first = " ".join(words.split()).split(". ")[0] or type(error).__name__
         return UsageError(f"the model in {folder} needs a package that is missing: {first}", "install it")
-    return in_one(error, doing)
+    return model_error(error, doing)
 
 
-# Of GenerationConfig: what says how the model runs. All that chooses tokens is ours (``generating.py``).
+# Fields of GenerationConfig that are kept. Sampling is done in ``generate.py``.
 _KEPT = (
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
     *("use_cache", "cache_implementation", "cache_config", "disable_compile"),
@@ -220,22 +208,22 @@ _KEPT = (
 
 
 def read_config(checkpoint: AnyCheckpoint, *, code: bool) -> Any:
-    """The config as transformers fills it in. Raises what ``told`` makes of what it raises."""
+    """The config with transformers' defaults. Raises what ``loading_error`` returns."""
     try:
         return transformers().AutoConfig.from_pretrained(
             str(checkpoint.folder), trust_remote_code=code, local_files_only=True
         )
     except Exception as error:
-        raise told(error, "reading config.json", checkpoint.folder) from None
+        raise loading_error(error, "reading config.json", checkpoint.folder) from None
 
 
 def load_model(
     checkpoint: AnyCheckpoint, device: torch.device, dtype: torch.dtype, here: int | None, *, code: bool
 ) -> Any:
-    """The model, ready to answer. ``here``: bytes of weights that may be on ``device``, the rest waits in
-    RAM; None: all of them are there.
+    """The model, loaded.
 
-    Raises ``UsageError`` for a package that is missing, ``MissingTensor`` where the files lack weights.
+    ``here``: bytes of weights on ``device``, the rest is offloaded to RAM; None: all are on it. Raises
+    ``UsageError`` for a missing package, ``MissingTensor`` if the files lack weights.
     """
     package = transformers()
     wishes: dict[str, Any] = {"dtype": dtype, "trust_remote_code": code, "local_files_only": True}
@@ -244,7 +232,7 @@ def load_model(
         check_accelerate()
         wishes |= {"device_map": "auto", "max_memory": {place: here, "cpu": 1024 * GIB}}
     elif device.type == "cuda" and has_accelerate():
-        wishes["device_map"] = {"": place}  # straight to the GPU, without a copy of all of it in RAM
+        wishes["device_map"] = {"": place}  # straight to the GPU, without a full copy in RAM
     try:
         model, found = package.AutoModelForImageTextToText.from_pretrained(
             str(checkpoint.folder), output_loading_info=True, **wishes
@@ -252,13 +240,13 @@ def load_model(
         if "device_map" not in wishes:
             model = model.to(device)
     except Exception as error:
-        raise told(error, "loading the model", checkpoint.folder) from None
-    _check_found(found, checkpoint)
+        raise loading_error(error, "loading the model", checkpoint.folder) from None
+    _check_loading_info(found, checkpoint)
     return model.eval()
 
 
-def take_over_generation(model: Any, tokenizer: Any) -> GenerationDefaults:
-    """What the checkpoint says of generating; the model is left with none of it that chooses tokens."""
+def extract_generation_defaults(model: Any, tokenizer: Any) -> GenerationDefaults:
+    """The checkpoint's generation defaults; those that choose tokens are removed from the model."""
     config = model.generation_config
     ended = getattr(config, "eos_token_id", None)
     if ended is None:
@@ -276,14 +264,14 @@ def take_over_generation(model: Any, tokenizer: Any) -> GenerationDefaults:
     )
     kept = {name: getattr(config, name) for name in _KEPT if getattr(config, name, None) is not None}
     if kept.get("pad_token_id") is None and eos:
-        kept["pad_token_id"] = int(eos[0])  # of one row nothing is padded, but generate() wants to know
+        kept["pad_token_id"] = int(eos[0])  # generate() requires it, though one row is never padded
     model.generation_config = transformers().GenerationConfig(do_sample=False, **kept)
     return wished
 
 
-def weight_holdings(model: Any, device: torch.device) -> dict[str, int]:
-    """Bytes of parameters and buffers on ``device`` by ledger line; a storage that is shared counts once."""
-    held: dict[str, int] = {}
+def weight_bytes_by_line(model: Any, device: torch.device) -> dict[str, int]:
+    """Bytes of parameters and buffers on ``device`` by ledger line; shared storages count once."""
+    sizes: dict[str, int] = {}
     seen: set[int] = set()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != device.type:
@@ -291,18 +279,18 @@ def weight_holdings(model: Any, device: torch.device) -> dict[str, int]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            held[part_of(name)] = held.get(part_of(name), 0) + storage.nbytes()
-    return held
+            sizes[part_of(name)] = sizes.get(part_of(name), 0) + storage.nbytes()
+    return sizes
 
 
-def waiting_layers(model: Any) -> int:
-    """Modules that wait in RAM for a GPU."""
+def num_offloaded_modules(model: Any) -> int:
+    """Number of modules offloaded to RAM."""
     places: Mapping[str, Any] = getattr(model, "hf_device_map", {})
     return sum(place in ("cpu", "disk") for place in places.values()) if len(places) > 1 else 0
 
 
-def _check_found(found: Mapping[str, Any], checkpoint: AnyCheckpoint) -> None:
-    """transformers fills with chance what the files lack, and only remarks upon it."""
+def _check_loading_info(found: Mapping[str, Any], checkpoint: AnyCheckpoint) -> None:
+    """Raise ``MissingTensor``: transformers only logs missing weights and fills them with random numbers."""
     missing = sorted(found.get("missing_keys") or ())
     wrong = found.get("mismatched_keys") or ()
     if not missing and not wrong:
@@ -311,7 +299,7 @@ def _check_found(found: Mapping[str, Any], checkpoint: AnyCheckpoint) -> None:
     what = "are missing" if missing else "have other shapes than the config says"
     raise MissingTensor(
         f"{len(names)} tensors of {checkpoint.name} {what}, {names[0]} first",
-        "fetch it again, or take a transformers that knows it: pip install --upgrade transformers",
+        "download it again, or upgrade transformers: pip install --upgrade transformers",
     )
 
 

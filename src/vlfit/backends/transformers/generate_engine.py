@@ -1,34 +1,38 @@
-"""A model of any architecture in this process: loaded by the plan, asked by one thread, one at a time.
+"""The engine of any architecture: transformers' ``generate()`` runs one request at a time.
 
-The constructor goes in the order of the ledger, as the native engine's. Whatever a request does to the
-model's code, the next one finds the engine as it was.
+The constructor goes in the order of the ledger.
 """
 
 import gc
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from vlfit.api.engine_options import EngineOptions
+from vlfit.api.conversation import Conversation, Tool
+from vlfit.api.engine_options import EngineOptions, SleepLevel
+from vlfit.api.outputs import Chunk
+from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.api.stats import Counters, EngineAccount, EngineSettings, Holdings, Pool
+from vlfit.api.stats import Counters, EngineAccount, EngineSettings, KVPool, MemoryUsage, SleepState
 from vlfit.backends.transformers import auto_model as loading
 from vlfit.backends.transformers.auto_model import load_processor, transformers
-from vlfit.backends.transformers.generate import Listener, Request, Words, run
-from vlfit.backends.transformers.model_errors import in_words
-from vlfit.backends.transformers.processor_prompts import AnyPrompt, Prompts
+from vlfit.backends.transformers.generate import ModelTokenizer, generate
+from vlfit.backends.transformers.model_errors import model_error, translate_errors
+from vlfit.backends.transformers.processor_prompts import ProcessorPrompt, ProcessorPromptBuilder
 from vlfit.checkpoint.any_model import AnyCheckpoint
-from vlfit.engine.device import dtype_for, named_device
+from vlfit.engine.device import dtype_for, parse_device
 from vlfit.engine.loop import stopped
 from vlfit.engine.memory.budget import Budget
 from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics
+from vlfit.engine.request import Listener, PreparedRequest, Request
 from vlfit.engine.sampling.output_processor import Completion
-from vlfit.errors import DoesNotFit, OutOfMemory, UsageError, VlfitError
+from vlfit.errors import DoesNotFit, EngineStopped, OutOfMemory, UsageError, VlfitError
 from vlfit.machine.gpu import gpu_behind, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
@@ -36,119 +40,196 @@ from vlfit.plan.ledger import Line
 from vlfit.plan.transformers import cost as plan
 from vlfit.units import format_bytes
 
-if TYPE_CHECKING:
-    from vlfit.api.outputs import Chunk
-
-
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
-
-_BLOCK = 16  # tokens: in which the KV cache is told of, as there are no blocks
-_WORDS = 128  # tokens that a question and a template take, which a picture leaves free
+_BLOCK = 16  # tokens; the account counts the KV cache in blocks, though there are none
+_PROMPT_TOKENS = 128  # of the context, kept free of pictures for a question and the template
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is asked of an engine. ``code``: the checkpoint's own Python files may be run."""
+class TransformersEngine:
+    """``step`` runs one request to its end, as ``generate()`` cannot be stepped; others wait in a queue.
 
-    checkpoint: AnyCheckpoint
-    options: EngineOptions
-    code: bool = False
+    ``report`` is the progress callback. Raises ``DoesNotFit`` before any weights are read, ``DeviceError``,
+    ``UsageError`` and ``CheckpointError``.
+    """
 
+    prompt_class = ProcessorPrompt
 
-class AnyEngine:
-    """Everything but ``prepare``, ``prepare_text``, ``request`` and ``account`` belongs to one thread."""
-
-    def __init__(self, load: Load, report: Progress) -> None:
-        """Raises ``DoesNotFit`` before any weights are read, ``DeviceError``, ``UsageError`` and
-        ``CheckpointError``.
-        """
-        checkpoint, options = load.checkpoint, load.options
+    def __init__(
+        self,
+        checkpoint: AnyCheckpoint,
+        options: EngineOptions,
+        report: LoadProgress,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
         _check_options(options)
         report("importing transformers", 0.0)
         transformers()
-        gpus = () if options.device == "cpu" else read_gpus()[0]  # as they are before CUDA is there
+        gpus = () if options.device == "cpu" else read_gpus()[0]  # before the CUDA context takes its share
         self.checkpoint = checkpoint
         self.options = options
-        self.device = named_device(options.device)
-        config = loading.read_config(checkpoint, code=load.code)
-        self.dtype = dtype_for(options.dtype, _stored(checkpoint, config), self.device)
+        self.device = parse_device(options.device)
+        config = loading.read_config(checkpoint, code=trust_remote_code)
+        self.dtype = dtype_for(options.dtype, _stored_dtype(checkpoint, config), self.device)
         self._shape = plan.text_shape(config.to_dict())
-        self.context = plan.context_of(self._shape, options.context)
-        image_limit = min(options.image_tokens or self.context, self.context - _WORDS)
+        self.context = plan.context_of(self._shape, options.max_model_len)
+        image_limit = min(options.image_tokens or self.context, self.context - _PROMPT_TOKENS)
         self.resident_before = resident_bytes()
         self.gpu_uuid = gpu_uuid(self.device)
         self.gpu = _gpu(gpus, self.gpu_uuid, self.device)
-        self.room = self._room(image_limit)
-        self.lines: tuple[Line, ...] = self.room.lines if self.room else ()
+        self.fit = self._room(image_limit)
+        self.lines: tuple[Line, ...] = self.fit.lines if self.fit else ()
 
         report("reading the processor's files", 0.0)
-        processor = load_processor(checkpoint.folder, code=load.code)
-        self.prompts = Prompts(processor, config, self.context, image_limit)
+        processor = load_processor(checkpoint.folder, code=trust_remote_code)
+        self.prompts = ProcessorPromptBuilder(processor, config, self.context, image_limit)
         report("loading weights", 0.1)
-        spread = self.room is not None and self.room.weights_here < self.room.weights
-        here = self.room.weights_here if self.room is not None and spread else None
-        self._model = loading.load_model(checkpoint, self.device, self.dtype, here, code=load.code)
-        self.generation = loading.take_over_generation(self._model, processor.tokenizer)
-        self.words = Words(processor.tokenizer, frozenset(self.generation.eos_token_ids))
-        self.weights = loading.weight_holdings(self._model, self.device)
-        self.waiting = loading.waiting_layers(self._model)
-        self.budget = Budget(self.device, self._limit() if options.keep_to_plan else None)
+        spread = self.fit is not None and self.fit.weights_here < self.fit.weights
+        here = self.fit.weights_here if self.fit is not None and spread else None
+        self._model = loading.load_model(checkpoint, self.device, self.dtype, here, code=trust_remote_code)
+        self.generation = loading.extract_generation_defaults(self._model, processor.tokenizer)
+        self.tokenizer = ModelTokenizer(processor.tokenizer, frozenset(self.generation.eos_token_ids))
+        self.weights = loading.weight_bytes_by_line(self._model, self.device)
+        self.num_offloaded = loading.num_offloaded_modules(self._model)
+        self.budget = Budget(self.device, self._limit() if options.enforce_plan else None)
         self.running: Request | None = None
+        self._waiting: deque[Request] = deque()
         self.counters = Counters()
-        self.closing = False
+        self._interrupted = False
         self.built = time.perf_counter()
-        if options.keep_to_plan and self.device.type == "cuda":
-            report("rehearsing the worst case", 0.9)
+        if options.enforce_plan and self.device.type == "cuda":
+            report("profiling the worst case", 0.9)
             rehearse(self)
 
-    def price(self, prompt: AnyPrompt, sampling: SamplingParams) -> int:
-        """How long the completion may become. Raises ``DoesNotFit``."""
-        room = self.context - prompt.tokens
+    def prepare(
+        self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> PreparedRequest[ProcessorPrompt]:
+        began = time.perf_counter()
+        return self._prepared(self.prompts.build(conversation, tools), params, began)
+
+    def prepare_text(
+        self, prompt: str | tuple[int, ...], params: SamplingParams
+    ) -> PreparedRequest[ProcessorPrompt]:
+        began = time.perf_counter()
+        return self._prepared(self.prompts.raw(prompt), params, began)
+
+    def _prepared(
+        self, prompt: ProcessorPrompt, params: SamplingParams, began: float
+    ) -> PreparedRequest[ProcessorPrompt]:
+        max_tokens = self.max_tokens(prompt, params)
+        self.tokenizer.grammar_matcher(params.grammar)  # a bad grammar is refused before the request waits
+        return PreparedRequest(prompt, prompt.images, max_tokens, began)
+
+    def max_tokens(self, prompt: ProcessorPrompt, params: SamplingParams) -> int:
+        """Most tokens of the completion. Raises ``DoesNotFit``."""
+        room = self.context - prompt.num_tokens
         if room < 1:
             raise DoesNotFit(
-                f"the prompt is {prompt.tokens} tokens ({prompt.image_tokens} of them pictures); the context "
-                f"holds {self.context}, with at least one for the answer",
+                f"the prompt is {prompt.num_tokens} tokens ({prompt.num_image_tokens} of them pictures); the "
+                f"context holds {self.context}, with at least one for the answer",
                 "send less text, fewer or smaller pictures, or start with a larger --context",
             )
-        if sampling.max_tokens is None:
+        if params.max_tokens is None:
             return min(room, self.options.max_tokens)
-        if sampling.max_tokens > room:
+        if params.max_tokens > room:
             raise DoesNotFit(
-                f"max_tokens {sampling.max_tokens} and a prompt of {prompt.tokens} tokens are more than the "
-                f"context of {self.context}",
+                f"max_tokens {params.max_tokens} and a prompt of {prompt.num_tokens} tokens are more than "
+                f"the context of {self.context}",
                 f"ask for at most {room} tokens, or start with a larger --context",
                 param="max_tokens",
             )
-        return sampling.max_tokens
+        return params.max_tokens
 
     def request(
-        self, prompt: AnyPrompt, sampling: SamplingParams, listener: Listener, asked: float | None = None
+        self, prepared: PreparedRequest[ProcessorPrompt], params: SamplingParams, listener: Listener
     ) -> Request:
-        """A request that is ready to run. Any thread may ask for one."""
-        most = self.price(prompt, sampling)
-        completion = Completion(self.words.detokenizer(), sampling, self.words.eos_token_ids, most)
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        form = self.words.constraint(sampling.form)
-        asked = time.perf_counter() if asked is None else asked
-        return Request(prompt, sampling, most, completion, listener, seed, form, asked)
+        max_tokens = self.max_tokens(prepared.prompt, params)
+        return Request(
+            prepared.prompt,
+            params,
+            max_tokens,
+            Completion(self.tokenizer.detokenizer(), params, self.tokenizer.eos_token_ids, max_tokens),
+            listener,
+            prepared.submitted_at,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            grammar_matcher=self.tokenizer.grammar_matcher(params.grammar),
+        )
 
-    def answer(self, request: Request) -> None:
-        """Run ``request`` to its end, which its listener is told unless this raises: what the model's code
-        raises, and ``EngineStopped`` if the engine is not to go on.
+    @property
+    def busy(self) -> bool:
+        """Whether any request runs or waits."""
+        return self.running is not None or bool(self._waiting)
+
+    @property
+    def asleep(self) -> SleepState | None:
+        """None: it never sleeps."""
+        return None
+
+    @property
+    def idle_interval(self) -> float | None:
+        """None: the free memory is not watched."""
+        return None
+
+    def sleep(self, level: SleepLevel = "auto") -> SleepState:
+        """Raises ``UsageError``."""
+        raise UsageError("a model under transformers cannot sleep", "stop it instead")
+
+    def wake(self) -> None:
+        """Nothing: it never sleeps."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Any thread may call it."""
+        self._waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request that waits now, one that runs after its next token. Any thread may call it."""
+        request.cancelled = True
+        try:
+            self._waiting.remove(request)
+        except ValueError:  # it runs, or has ended
+            return
+        _send(request, request.final_chunk(Chunk("", finish_reason="cancelled")))
+
+    def interrupt(self) -> None:
+        """End the request that runs after its next token, with ``EngineStopped``. Any thread may call it."""
+        self._interrupted = True
+
+    def step(self) -> None:
+        """Run the request that has waited longest to its end.
+
+        The model's code may raise anything: that ends this request and no other.
         """
-        request.started = time.perf_counter()
+        request = self._next_waiting()
+        if request is None:
+            return
+        try:
+            self.run_request(request)
+        except Exception as error:
+            failure = model_error(error, "the model was answering")
+            error.__traceback__ = None  # its frames hold the tensors of the forward pass
+            self.counters = replace(self.counters, failed=self.counters.failed + 1)
+            if isinstance(failure, OutOfMemory):
+                self.budget.release()
+            if not isinstance(failure, EngineStopped):
+                logger.warning("a request failed: %s", failure.message)
+            _send(request, failure)
+
+    def run_request(self, request: Request) -> None:
+        """Run ``request`` to its end. Raises what the model's code raises, and ``EngineStopped`` if the
+        engine was interrupted; the listener has not heard of the end then.
+        """
+        request.admitted_at = time.perf_counter()
         self.running = request
         try:
-            last = run(
+            last = generate(
                 self._model,
                 self.device,
                 self.dtype,
                 request,
-                self.words.token_text,
-                self._told,
-                lambda: request.cancelled or self.closing,
+                self.tokenizer.token_text,
+                self._record_step,
+                lambda: request.cancelled or self._interrupted,
             )
         finally:
             self.running = None
@@ -156,37 +237,41 @@ class AnyEngine:
             raise stopped()
         ended = "cancelled" if request.cancelled else "finished"
         self.counters = replace(self.counters, **{ended: getattr(self.counters, ended) + 1})
-        request.listener(last)
+        _send(request, last)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request that waits with ``error``."""
+        while (request := self._next_waiting()) is not None:
+            _send(request, error)
+
+    def _next_waiting(self) -> Request | None:
+        with suppress(IndexError):  # another thread may cancel the last one at any time
+            return self._waiting.popleft()
+        return None
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of a request as long as the context; 0 where nobody knows."""
+        """Bytes of the KV cache of a request as long as the context; 0: unknown."""
         return 0 if self._shape is None else self._shape.kv_bytes(self.context, self.dtype.itemsize)
 
-    def forget_what_was_done(self) -> None:
-        """What was counted so far was nobody's request."""
+    def reset_counters(self) -> None:
+        """Forget the requests of the rehearsal."""
         self.counters = Counters()
 
-    def failed(self, memory: bool) -> None:
-        """A request has failed. ``memory``: for want of it; what torch keeps in pieces is given back."""
-        self.counters = replace(self.counters, failed=self.counters.failed + 1)
-        if memory:
-            self.budget.release()
-
-    def let_go(self) -> None:
-        """The model and its memory. Layers that wait in RAM are tied to themselves by accelerate's hooks."""
+    def close(self) -> None:
+        """Release the model."""
         self._model = None
-        gc.collect()
+        gc.collect()  # accelerate's hooks on layers in RAM are reference cycles
         self.budget.release()
 
-    def account(self, waiting: int) -> EngineAccount:
-        """What it does and holds; nobody waits for anybody. ``waiting``: how many are in the queue.
+    def account(self) -> EngineAccount:
+        """Work done and memory held. Any thread may call it: it takes no lock and waits for nothing.
 
-        The KV cache of transformers grows with a request: what is told of is the whole context, which is
-        planned for and, on a GPU, was taken once by the rehearsal.
+        The KV cache grows with a request. Reported is a whole context, as the plan has it and, on a GPU, the
+        rehearsal has taken it once.
         """
         running = self.running
-        tokens = min(running.tokens, self.context) if running is not None else 0
+        tokens = min(running.num_tokens, self.context) if running is not None else 0
         blocks = -(-self.context // _BLOCK)
         return EngineAccount(
             time.perf_counter() - self.built,
@@ -200,13 +285,13 @@ class AnyEngine:
                 sequences=1,
                 chunk=self.context,
                 kv_tokens=blocks * _BLOCK,
-                offload=self.waiting,
+                offload=self.num_offloaded,
                 speculate=False,
             ),
             int(running is not None),
-            waiting,
-            Pool(blocks, -(-tokens // _BLOCK), _BLOCK, 0, blocks),
-            Holdings(
+            len(self._waiting),
+            KVPool(blocks, -(-tokens // _BLOCK), _BLOCK, 0, blocks),
+            MemoryUsage(
                 self.weights,
                 self.kv_bytes,
                 0,
@@ -218,44 +303,41 @@ class AnyEngine:
             self.counters,
         )
 
-    def _told(self, prompt_tokens: int, seconds: float) -> None:
-        """One more pass."""
-        cached = 0 if prompt_tokens or self.running is None else self.running.tokens
+    def _record_step(self, prompt_tokens: int, seconds: float) -> None:
+        cached = 0 if prompt_tokens or self.running is None else self.running.num_tokens
         self.counters = self.counters.after_step(
             seconds, prompt_tokens=prompt_tokens, sampled=1, cached=cached
         )
 
-    def _room(self, image_limit: int) -> plan.Room | None:
-        """The plan, or its refusal. None where the driver does not tell of the GPU."""
-        wish = plan.Wish(self.context, image_limit, self.dtype.itemsize, self.options.offload)
+    def _room(self, image_limit: int) -> plan.DeviceFit | None:
+        """The plan; None if the driver does not report the GPU. Raises ``DoesNotFit``."""
+        wish = plan.RunOptions(self.context, image_limit, self.dtype.itemsize, self.options.offload)
         host = read_host()
         if self.device.type == "cpu":
-            return plan.room_in_ram(self.checkpoint, self._shape, host, wish)
+            return plan.fit_in_ram(self.checkpoint, self._shape, host, wish)
         if self.gpu is None:
-            logger.warning(
-                "warning: the driver's library does not tell of %s: nothing is planned", self.device
-            )
+            logger.warning("warning: NVML does not report %s: nothing is planned", self.device)
             return None
         wish = replace(wish, known=plan.known_model(self.checkpoint.folder))
-        return plan.room_on_gpu(self.checkpoint, self._shape, self.gpu, host, wish)
+        return plan.fit_on_gpu(self.checkpoint, self._shape, self.gpu, host, wish)
 
     def _limit(self) -> int | None:
-        """What torch's pool may come to: all that is free but the context, and air for the desktop."""
-        if self.gpu is None or self.room is None:
+        """Cap of torch's pool: the card without the desktop, the CUDA context and the reserve; None: none."""
+        if self.gpu is None or self.fit is None:
             return None
-        apart = sum(line.bytes for line in self.room.lines if line.line in ("desktop", "context", "reserve"))
-        return self.gpu.total - apart
+        others = sum(line.bytes for line in self.fit.lines if line.line in ("desktop", "context", "reserve"))
+        return self.gpu.total - others
 
 
 def _check_options(options: EngineOptions) -> None:
-    """Refuse what only the native engine does."""
+    """Raise ``UsageError`` for options of the native engine alone."""
     if options.offload is not None and options.device == "cpu":
         raise UsageError(
             "--offload lets layers wait in RAM for a GPU; on a CPU all weights are in RAM already",
             "leave it out",
             param="offload",
         )
-    own = {
+    native_only = {
         "kv_dtype": (
             options.kv_dtype == "fp8",
             "--kv-dtype fp8 is a setting of the native engine: transformers keeps its KV cache in the dtype "
@@ -271,41 +353,35 @@ def _check_options(options: EngineOptions) -> None:
             "--idle-sleep is a setting of the native engine: a model under transformers never sleeps",
         ),
     }
-    for name, (asked, why) in own.items():
-        if asked:
-            raise UsageError(why, "Leave it out; or leave out --backend transformers.", param=name)
+    for name, (is_set, why) in native_only.items():
+        if is_set:
+            raise UsageError(why, "leave it out; or leave out --backend transformers.", param=name)
 
 
-def _stored(checkpoint: AnyCheckpoint, config: Any) -> torch.dtype:
-    """What the checkpoint is to be computed in by itself."""
+def _stored_dtype(checkpoint: AnyCheckpoint, config: Any) -> torch.dtype:
+    """The dtype that the checkpoint's weights or its config name; bfloat16 if they name none."""
     named = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
     if checkpoint.stored in named:
         return named[checkpoint.stored]
-    told = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    if isinstance(told, str):
-        told = getattr(torch, told, None)
-    return told if isinstance(told, torch.dtype) else torch.bfloat16
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
 def _gpu(gpus: tuple[Gpu, ...], uuid: str, device: torch.device) -> Gpu | None:
     return None if device.type == "cpu" else gpu_behind(gpus, uuid, str(device))
 
 
-# The worst requests that the plan admits, run once before any other: what they take is measured then.
-#
-# Knows: that the largest picture and the longest text are the worst. Does not know what a ledger looks
-# like.
+_REHEARSAL_PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
+_MIN_IMAGE_TOKENS = 256  # with fewer, pictures are of little use
 
 
-_ANSWER = SamplingParams(max_tokens=2, ignore_eos=True)
-_FEWEST = 256  # tokens: fewer in a picture are not worth a model with eyes
+def rehearse(engine: TransformersEngine) -> None:
+    """Profiling run on the GPU: the largest picture, then a text as long as the context.
 
-
-def rehearse(engine: "AnyEngine") -> None:
-    """Run the largest picture, then a text as long as the context, on the GPU; the ledger has then what they
-    took. What torch keeps of it stays: nobody else may take it before a request comes.
-
-    Raises ``DoesNotFit`` with the numbers where there is no room for them.
+    The ledger gets the measured bytes. torch's pool keeps the memory, so that no other program takes it.
+    Raises ``DoesNotFit`` if they do not fit.
     """
     torch.cuda.reset_peak_memory_stats(engine.device)
     largest_picture(engine)
@@ -315,61 +391,66 @@ def rehearse(engine: "AnyEngine") -> None:
     cache = next((line.bytes for line in engine.lines if line.line == "kv_cache"), 0)
     engine.lines = plan.measured(
         engine.lines,
-        engine.weights if engine.waiting else {},
+        engine.weights if engine.num_offloaded else {},
         max(held - weights - cache, 0),
         f"a picture of at most {engine.prompts.image_limit} tokens and the longest text, each alone, as they "
-        "were run at the start",
+        "ran at the start",
     )
-    engine.forget_what_was_done()
+    engine.reset_counters()
 
 
-def largest_picture(engine: "AnyEngine") -> None:
-    """Run a picture of as many tokens as one may have. Where there is no room for it, and nobody asked for so
-    many, pictures are let have half as many, and it is said.
+def largest_picture(engine: TransformersEngine) -> None:
+    """Run the largest picture. If it does not fit, halve the limit of image tokens and try again.
 
-    Raises ``DoesNotFit`` where somebody did, or where too few are left.
+    Raises ``DoesNotFit`` if ``image_tokens`` was set, or if the limit gets too low.
     """
     prompts = engine.prompts
     while True:
         try:
             prompt = prompts.build(prompts.largest())
-        except VlfitError as error:  # no template, or no room for any picture: requests are told the same
-            logger.info("no picture is rehearsed: %s", error)
+        except VlfitError as error:  # no template, or no picture fits: requests get the same error
+            logger.info("no picture in the profiling run: %s", error)
             return
         try:
-            _run(engine, prompt, f"a picture of {prompt.image_tokens} tokens")
+            _rehearse_prompt(engine, prompt, f"a picture of {prompt.num_image_tokens} tokens")
             return
         except DoesNotFit:
-            fewer = min(prompt.image_tokens, prompts.image_limit) // 2
-            if engine.options.image_tokens is not None or fewer < _FEWEST:
+            fewer = min(prompt.num_image_tokens, prompts.image_limit) // 2
+            if engine.options.image_tokens is not None or fewer < _MIN_IMAGE_TOKENS:
                 raise
             prompts.image_limit = fewer
             logger.warning(
                 "warning: there is no room for a picture of %d tokens: larger ones are scaled down to %d",
-                prompt.image_tokens,
+                prompt.num_image_tokens,
                 fewer,
             )
 
 
-def longest_text(engine: "AnyEngine") -> None:
-    """Run a text that leaves room for two tokens. Raises ``DoesNotFit``."""
+def longest_text(engine: TransformersEngine) -> None:
+    """Run a prompt that leaves room for two tokens. Raises ``DoesNotFit``."""
     length = engine.context - 2
     prompt = engine.prompts.raw((engine.prompts.plain_token,) * length)
-    _run(engine, prompt, f"a prompt of {length} tokens ({format_bytes(engine.kv_bytes)} of KV cache)")
+    _rehearse_prompt(
+        engine, prompt, f"a prompt of {length} tokens ({format_bytes(engine.kv_bytes)} of KV cache)"
+    )
 
 
-def _run(engine: "AnyEngine", prompt: AnyPrompt, what: str) -> None:
+def _rehearse_prompt(engine: TransformersEngine, prompt: ProcessorPrompt, what: str) -> None:
+    prepared = PreparedRequest(prompt, prompt.images, _REHEARSAL_PARAMS.max_tokens or 0, time.perf_counter())
     try:
-        with in_words("rehearsing"):
-            engine.answer(engine.request(prompt, _ANSWER, _nobody))
+        with translate_errors("profiling"):
+            engine.run_request(engine.request(prepared, _REHEARSAL_PARAMS, lambda _: None))
     except OutOfMemory as error:
         raise DoesNotFit(
-            f"{what} does not fit beside the model: {error.message}; {engine.budget.shortage()}",
+            f"{what} does not fit beside the model: {error.message}; {engine.budget.describe_free()}",
             "lower --context or --image-tokens, or let layers wait in RAM: --offload auto",
         ) from None
     finally:
-        engine.budget.release()  # each begins with whole memory, as the peak of the larger one counts
+        engine.budget.release()  # each begins with unfragmented memory: the larger peak is what counts
 
 
-def _nobody(_: "Chunk | Exception") -> None:
-    return None
+def _send(request: Request, item: Chunk | Exception) -> None:
+    try:
+        request.listener(item)
+    except Exception:
+        logger.debug("a listener has gone away", exc_info=True)

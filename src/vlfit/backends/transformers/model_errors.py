@@ -1,7 +1,4 @@
-"""What goes wrong inside of a model's own code, as one error of ours and a file with all of it.
-
-Knows: that such code raises anything whatever. Does not know what the model was doing.
-"""
+"""Exceptions of a model's own code as vlfit errors, with their tracebacks in a log file."""
 
 import logging
 import os
@@ -11,40 +8,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vlfit.engine.memory.budget import is_shortage
+from vlfit.engine.memory.budget import is_out_of_memory
 from vlfit.errors import ModelFailed, OutOfMemory, VlfitError
 
 logger = logging.getLogger(__name__)
 
 
 def log_file() -> Path:
-    """Where this process writes what models' code raised, beside the logs of servers."""
+    """The log file of this process, beside the logs of servers."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     return base / "vlfit" / f"transformers-{os.getpid()}.log"
 
 
 @contextmanager
-def in_words(doing: str, hint: str = "") -> Iterator[None]:
-    """Whatever the block raises that is no error of ours becomes one: ``in_one`` says which."""
+def translate_errors(doing: str, hint: str = "") -> Iterator[None]:
+    """Turn exceptions of the block that are not vlfit errors into ``model_error``'s."""
     try:
         yield
     except VlfitError:
         raise
     except Exception as error:
-        raise in_one(error, doing, hint) from None
+        raise model_error(error, doing, hint) from None
 
 
-def in_one(error: Exception, doing: str, hint: str = "") -> VlfitError:
-    """``error``, raised while ``doing``, as ``OutOfMemory`` or ``ModelFailed``. The log has its traceback."""
+def model_error(error: Exception, doing: str, hint: str = "") -> VlfitError:
+    """``error`` as ``OutOfMemory`` or ``ModelFailed``. Its traceback goes to the log file."""
     if isinstance(error, VlfitError):
         return error
-    place = _keep(error, doing)
+    place = _write_log(error, doing)
     words = f"{type(error).__name__}: {_first_line(error)}"
-    if is_shortage(error):
+    if is_out_of_memory(error):
         return OutOfMemory(
-            f"there was no memory while {doing}: {words}", "send smaller or fewer pictures, or less text"
+            f"out of memory while {doing}: {words}", "send smaller or fewer pictures, or less text"
         )
-    return ModelFailed(f"transformers failed while {doing}: {words}", hint or f"{place} has all that it said")
+    return ModelFailed(f"transformers failed while {doing}: {words}", hint or f"the traceback is in {place}")
 
 
 def _first_line(error: Exception) -> str:
@@ -52,8 +49,8 @@ def _first_line(error: Exception) -> str:
     return lines[0][:300] if lines else "no reason given"
 
 
-def _keep(error: Exception, doing: str) -> str:
-    """Write the traceback down; where, in words."""
+def _write_log(error: Exception, doing: str) -> str:
+    """Write the traceback to the log file; return the file's name for a message."""
     path = log_file()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

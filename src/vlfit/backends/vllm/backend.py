@@ -1,9 +1,4 @@
-"""vLLM as a backend: planned, started below this process, and spoken to as to any OpenAI server.
-
-Knows: the order in which a vLLM is found, planned for, started and left, and what to say when it dies while
-it serves. Does not know how requests are written (``backends/remote.py``), what is planned (``planning.py``)
-or what a failure means (``attempts.py``).
-"""
+"""vLLM as a backend: planned, started as a child process, and used through its OpenAI API."""
 
 import atexit
 import contextlib
@@ -12,21 +7,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
+from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Listener, Prepared, QueuedStream, Ticket
+from vlfit.backends.base import Backend, Capabilities, Listener, Prepared, Ticket
 from vlfit.backends.remote import AT_ONCE, RemoteBackend
 from vlfit.backends.vllm import attempts
-from vlfit.backends.vllm.attempts import Attempts, Serving
+from vlfit.backends.vllm.attempts import ServingVllm, StartAttempts
 from vlfit.backends.vllm.installed import find
-from vlfit.backends.vllm.planning import Planned, plan_start
-from vlfit.backends.vllm.serve_command import Diagnosis, VllmOptions, follows_grammars, loopback
-from vlfit.backends.vllm.starting import Told, free_port
+from vlfit.backends.vllm.planning import PlannedStart, plan_start
+from vlfit.backends.vllm.serve_command import Diagnosis, VllmOptions, loopback, supports_grammars
+from vlfit.backends.vllm.starting import ReportedMemory, free_port
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.checkpoint.source import Checkpoint, locate
 from vlfit.errors import EngineLost, RemoteError, ServerUnreachable, UsageError
@@ -34,52 +28,50 @@ from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
 from vlfit.plan.actual import Expectation, Row
 from vlfit.plan.ledger import Line
-from vlfit.plan.search import Plan
+from vlfit.plan.plans import Plan
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm import starts
-from vlfit.plan.vllm.starts import Began
+from vlfit.plan.vllm.settings import args_of, vllm_settings
+from vlfit.plan.vllm.starts import StartRecord
 from vlfit.plan.vllm.step_down import Failure
 from vlfit.units import GIB
 
-# What was planned beside what vLLM says it holds, and the same kept for the next plan.
-#
-# Knows: which of vLLM's numbers stands for which lines of the ledger, as it tells fewer than the ledger
-# has. Does not know how they were read (``backends/vllm/starting.py``) or are shown.
-
-
-_MOST_CONTEXT = 8 * GIB  # more than that others took in the meantime
-_TWO_DIGITS = 0.01 * GIB
-_TOGETHER = {
+_MAX_CONTEXT_BYTES = 8 * GIB  # a larger difference means that another program took memory meanwhile
+_LOG_PRECISION = 0.01 * GIB
+# Ledger lines for which vLLM reports one number.
+_COMBINED_LINES = {
     "weights": ("weights.text", "weights.vision", "weights.embedding"),
     "workspace": ("vision_workspace", "text_workspace"),
 }
 
 
-def rows_of(plan: Plan, told: Told, process: int | None) -> tuple[Row, ...]:
-    """Lines planned and held, in the order of the ledger; weights are one line, and so are workspaces.
+def compare_ledger(plan: Plan, reported: ReportedMemory, process: int | None) -> tuple[Row, ...]:
+    """Planned and held bytes in ledger order; weights are one row, and so are workspaces.
 
-    ``process``: bytes that the card lost from before the start until it served, None if that is not known.
+    ``process``: bytes that the card lost from before the start until vLLM served; None: unknown.
     """
     planned = {line.line: line for line in plan.ledger}
-    # vLLM counts with the weights what it makes beside them when it loads: positions, rows for pictures.
-    made = 0 if told.weights is None else costs.made_with_weights(plan.model, plan.settings)
+    # vLLM's number for weights includes position tables and image rows that it creates while loading.
+    made = (
+        0 if reported.weights is None else costs.made_with_weights(plan.model, vllm_settings(plan.settings))
+    )
     moved = {"weights": made, "workspace": -made}
     held = {
-        "weights": told.weights,
-        "kv_cache": _cache(plan, told),
-        "workspace": told.peak,
-        "graphs": told.graph_pool,
-        "context": _context(plan.gpu, told, with_libraries=True),
+        "weights": reported.weights,
+        "kv_cache": _cache(plan, reported),
+        "workspace": reported.peak,
+        "graphs": reported.graph_pool,
+        "context": _context(plan.gpu, reported, with_libraries=True),
     }
     found = []
     for name in _order(plan.ledger):
-        parts = [planned[part] for part in _TOGETHER.get(name, (name,)) if part in planned]
+        parts = [planned[part] for part in _COMBINED_LINES.get(name, (name,)) if part in planned]
         if name == "reserve":
             continue
         how = parts[0].how
         remark = _REMARKS.get(name, "") if held.get(name) is not None else ""
         if name == "growth" and process is not None:
-            remark = "not yet: it comes with the first requests"
+            remark = "grows with the first requests"
         found.append(
             Row(
                 name,
@@ -94,21 +86,21 @@ def rows_of(plan: Plan, told: Told, process: int | None) -> tuple[Row, ...]:
 
 
 _REMARKS = {
-    "kv_cache": "given in bytes; vLLM prints two digits of GiB",
-    "weights": "vLLM's own account of text model, tower, table of tokens and table of positions together",
-    "workspace": "the peak of vLLM's trial run",
-    "context": "from free memory before the start and at vLLM's first look, and its libraries",
+    "kv_cache": "set in bytes; vLLM logs GiB with two digits",
+    "weights": "text model, vision encoder, embedding and position table in one number of vLLM's",
+    "workspace": "the peak of vLLM's profiling run",
+    "context": "free memory before the start less that at vLLM's first look, plus its libraries",
 }
 
 
-def keep(plan: Plan, told: Told, process: int | None) -> Path | None:
-    """Keep what this start held, for the next plan; the file, None if nothing was told, or none can be
-    written. build for processors tells too little to be worth it.
+def record_start(plan: Plan, reported: ReportedMemory, process: int | None) -> Path | None:
+    """Record what this start held, for the next plan. Returns the file; None if there is nothing to record
+    (vLLM on a CPU reports too little) or it cannot be written.
     """
-    settings = plan.settings
-    if settings.vllm.in_ram or (told.weights is None and told.graph_pool is None):
+    settings = vllm_settings(plan.settings)
+    if settings.vllm.in_ram or (reported.weights is None and reported.graph_pool is None):
         return None
-    began = Began(
+    began = StartRecord(
         date=time.strftime("%Y-%m-%dT%H:%M:%S"),
         context=settings.context,
         image_tokens=settings.image_tokens,
@@ -116,12 +108,12 @@ def keep(plan: Plan, told: Told, process: int | None) -> Path | None:
         chunk=settings.chunk,
         graphs=settings.graphs,
         kv_dtype=settings.kv_dtype,
-        weights=told.weights,
-        peak=told.peak,
-        beside=told.apart,
-        graph_pool=told.graph_pool,
-        kv_cache=told.kv_cache,
-        own_context=_context(plan.gpu, told, with_libraries=False),
+        weights=reported.weights,
+        peak=reported.peak,
+        beside=reported.non_torch_bytes,
+        graph_pool=reported.graph_pool,
+        kv_cache=reported.kv_cache,
+        own_context=_context(plan.gpu, reported, with_libraries=False),
         process=process,
     )
     with contextlib.suppress(UsageError):
@@ -130,35 +122,35 @@ def keep(plan: Plan, told: Told, process: int | None) -> Path | None:
     return None
 
 
-def lost_since(plan: Plan, now: Machine) -> int | None:
-    """Bytes of the plan's card that were free when it was made and are not any more; None without a card."""
-    if plan.settings.vllm.in_ram:
+def bytes_taken_since(plan: Plan, now: Machine) -> int | None:
+    """Bytes of the plan's card that were free when it was made and are taken now; None without a card."""
+    if args_of(plan.settings).in_ram:
         return None
     same = (gpu for gpu in now.gpus if (gpu.index, gpu.uuid) == (plan.gpu.index, plan.gpu.uuid))
     gpu = next(same, None)
     return None if gpu is None else max(plan.gpu.free - gpu.free, 0)
 
 
-def _context(gpu: Gpu, told: Told, *, with_libraries: bool) -> int | None:
-    """What the card lost before vLLM's first look; a number that others have spoilt is none."""
-    if told.free is None:
+def _context(gpu: Gpu, reported: ReportedMemory, *, with_libraries: bool) -> int | None:
+    """What the card lost before vLLM's first look; None if other programs changed it too."""
+    if reported.free is None:
         return None
-    own = gpu.free - told.free
-    if not 0 < own < _MOST_CONTEXT:
+    own = gpu.free - reported.free
+    if not 0 < own < _MAX_CONTEXT_BYTES:
         return None
-    return own + (told.apart or 0) if with_libraries else own
+    return own + (reported.non_torch_bytes or 0) if with_libraries else own
 
 
-def _cache(plan: Plan, told: Told) -> int | None:
-    """The bytes that were given, where vLLM says as many: it prints two digits of GiB."""
+def _cache(plan: Plan, reported: ReportedMemory) -> int | None:
+    """Bytes of the KV cache: the planned ones if vLLM's two digits of GiB agree with them."""
     given = next(line.bytes for line in plan.ledger if line.line == "kv_cache")
-    if told.kv_cache is None or abs(told.kv_cache - given) > _TWO_DIGITS:
-        return told.kv_cache
+    if reported.kv_cache is None or abs(reported.kv_cache - given) > _LOG_PRECISION:
+        return reported.kv_cache
     return given
 
 
 def _order(ledger: tuple[Line, ...]) -> list[str]:
-    names = {part: name for name, parts in _TOGETHER.items() for part in parts}
+    names = {part: name for name, parts in _COMBINED_LINES.items() for part in parts}
     return list(dict.fromkeys(names.get(line.line, line.line) for line in ledger))
 
 
@@ -166,55 +158,59 @@ def _notes(parts: list[Line]) -> list[str]:
     return [part.note for part in parts] if len(parts) == 1 else []
 
 
-Progress = Callable[[str, float], None]
-_LATE_SECONDS = 3.0  # for a process to be seen to have died, once its connection has broken off
-_LAST_WORDS_SECONDS = 0.3  # for what is on its way from an engine that has died
-_TOLD = "what is held is what vLLM said at its start: it runs in a process of its own"
+_DEATH_SECONDS = 3.0  # after a broken connection, until the death of the process is known
+_LAST_LOG_SECONDS = 0.3  # for the last log lines of an engine that has died
+_WHY_NO_ACCOUNT = "held memory is what vLLM logged at its start: it runs in a process of its own"
 
 logger = logging.getLogger("vlfit")
 
 
-class VllmBackend:
-    """Build with ``load``. Close it (or use it in a ``with`` block) to end vLLM and all that it started."""
+class VllmBackend(Backend):
+    """Build with ``load``. Closing it ends vLLM and all that it started."""
 
     kind = "vllm"
-    closing_seconds = 15.0  # what stopping may take: vLLM ends in order in four, and is killed in fourteen
+    capabilities = Capabilities(counts_tokens=False, plan=True, ledger=True, own_process=True)
+    context: int
+    closing_seconds = 15.0  # vLLM shuts down in four seconds, and is killed after fourteen
 
     def __init__(
         self,
-        serving: Serving,
+        serving: ServingVllm,
         name: str,
         folder: Path,
         vllm: VllmOptions,
         max_tokens: int | None = None,
     ) -> None:
         self._serving, self._vllm, self._folder = serving, vllm, folder
+        plan = serving.plan
         self.model = name
-        self._why: EngineLost | None = None
+        self.context = plan.settings.context
+        self.device = "cpu" if args_of(plan.settings).in_ram else f"cuda:{plan.gpu.index}"
+        self._loss: EngineLost | None = None
         self._dead = False
         self._listeners: list[Callable[[Exception], None]] = []
         self._closed = False
         self._lock = threading.Lock()
-        self.lost_memory = lost_since(serving.plan, survey())
-        keep(serving.plan, serving.started.told, self.lost_memory)
-        front = serving.front
+        self.process_bytes = bytes_taken_since(serving.plan, survey())
+        record_start(serving.plan, serving.started.memory, self.process_bytes)
+        address = serving.address
         try:
             self._remote = RemoteBackend(
-                f"http://{front.host}:{front.port}",
-                front.key,
+                f"http://{address.host}:{address.port}",
+                address.key,
                 name,
                 context=self.context,
                 max_tokens=max_tokens,
                 at_once=max(AT_ONCE, 2 * self.sequences),
                 serves=True,
-                grammars=follows_grammars(serving.started.command.words),
+                grammars=supports_grammars(serving.started.command.words),
             )
         except BaseException:
-            serving.started.guarded.stop()
+            serving.started.process.stop()
             raise
         atexit.register(self.close)
         started = serving.started
-        for ends in (started.guarded.wait, started.engine_died.wait):
+        for ends in (started.process.wait, started.engine_died.wait):
             threading.Thread(target=self._watch, args=(ends,), name="vllm-watch", daemon=True).start()
 
     @classmethod
@@ -223,34 +219,32 @@ class VllmBackend:
         model: str | Path | Checkpoint,
         options: EngineOptions | None = None,
         vllm: VllmOptions | None = None,
-        progress: Progress | None = None,
+        progress: LoadProgress | None = None,
     ) -> "VllmBackend":
-        """Find vLLM, plan for it, start it, and go on with cheaper plans until one serves.
+        """Find vLLM, plan, start it, and go on with cheaper plans until one serves.
 
-        Raises ``UsageError`` where there is no vLLM, ``DoesNotFit`` where no plan fits, ``VllmFailed`` with
-        the cause, and what opening a checkpoint raises. If it is interrupted nothing is left behind.
+        Raises ``UsageError`` without vLLM, ``DoesNotFit`` if no plan fits, ``VllmFailed`` with the cause, and
+        what opening a checkpoint raises. An interrupt leaves no process behind.
         """
         vllm = vllm or VllmOptions()
         options = options or EngineOptions()
         planned = plan_start(model, options, vllm, find(vllm.python), survey())
-        for words in planned.said:
+        for words in planned.notes:
             (vllm.tell or logger.warning)(words)
         return cls.launch(planned, vllm, progress, max_tokens=options.max_tokens)
 
     @classmethod
     def launch(
         cls,
-        planned: Planned,
+        planned: PlannedStart,
         vllm: VllmOptions,
-        progress: Progress | None = None,
+        progress: LoadProgress | None = None,
         *,
         max_tokens: int | None = None,
     ) -> "VllmBackend":
-        """The same for what was planned and told before. ``max_tokens``: of an answer whose request names no
-        limit.
-        """
+        """Start vLLM with a plan made before. ``max_tokens``: default of requests without a limit."""
         name, folder = locate(planned.plan.model.place or planned.plan.model.name)
-        tries = Attempts(
+        tries = StartAttempts(
             planned,
             lambda: loopback(name, free_port()),
             str(folder),
@@ -263,44 +257,34 @@ class VllmBackend:
 
     @property
     def plan(self) -> Plan:
-        """The plan that serves, which need not be the first that was tried."""
+        """The plan that serves; perhaps not the first that was tried."""
         return self._serving.plan
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> ServingVllm:
         return self._serving
 
     @property
-    def context(self) -> int:
-        """Most tokens of one request, prompt and completion."""
-        return self.plan.settings.context
-
-    @property
     def sequences(self) -> int:
-        """Requests that run at once; more wait in vLLM."""
-        return self.plan.settings.sequences * self.plan.settings.vllm.data
-
-    @property
-    def device(self) -> str:
-        return "cpu" if self.plan.settings.vllm.in_ram else f"cuda:{self.plan.gpu.index}"
+        """Requests that run at once; more wait inside vLLM."""
+        return self.plan.settings.sequences * args_of(self.plan.settings).data
 
     @property
     def log(self) -> Path:
-        """All that vLLM says."""
+        """The file with vLLM's output."""
         return self._serving.started.log.path
 
     @property
     def expectation(self) -> Expectation:
-        """The plan's lines. How long a step takes nobody tells: vLLM's are its own."""
-        return Expectation(self.plan.ledger, why_not=_TOLD)
+        """The plan's lines, without times of a step."""
+        return Expectation(self.plan.ledger, why_not=_WHY_NO_ACCOUNT)
 
-    def rows(self) -> tuple[Row, ...]:
-        """The plan's ledger beside what vLLM said it holds."""
-        return rows_of(self.plan, self._serving.started.told, self.lost_memory)
+    def ledger_rows(self) -> tuple[Row, ...]:
+        """The plan's ledger beside what vLLM reported."""
+        return compare_ledger(self.plan, self._serving.started.memory, self.process_bytes)
 
     def default_sampling(self) -> SamplingParams:
-        """The checkpoint's own settings, as its files have them."""
-        return SamplingParams.usual(GenerationDefaults.read(self._folder))
+        return SamplingParams.from_defaults(GenerationDefaults.read(self._folder))
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
@@ -313,101 +297,91 @@ class VllmBackend:
         return self._remote.prepare_text(prompt, sampling)
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
-        """As ``RemoteBackend``. A request that ends as vLLM dies gets ``EngineLost``, with the cause."""
+        """As for any backend; a request that ends because vLLM dies gets ``EngineLost`` with the cause."""
         self._check()
 
-        def hear(arrival: Chunk | Exception) -> None:
-            if _may_be_death(arrival):
-                # The thread of connections has others to serve while this one is looked into.
-                threading.Thread(target=self._explain, args=(arrival, listener), daemon=True).start()
+        def listen(item: Chunk | Exception) -> None:
+            if _may_be_death(item):
+                # In a thread of its own: the connections' thread serves other requests.
+                threading.Thread(target=self._report_loss, args=(item, listener), daemon=True).start()
             else:
-                listener(arrival)
+                listener(item)
 
-        return self._remote.start(prepared, sampling, hear)
-
-    def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
-        return QueuedStream(self, self.prepare(conversation, sampling), sampling)
+        return self._remote.start(prepared, sampling, listen)
 
     def when_lost(self, tell: Callable[[Exception], None]) -> None:
-        """Call ``tell``, in a thread, once vLLM has ended without having been told to."""
         with self._lock:
-            why = self._why
+            why = self._loss
             if why is None:
                 self._listeners.append(tell)
         if why is not None:
             tell(why)
 
     def close(self) -> None:
-        """End vLLM and all that it started; come back when nothing of it is left."""
+        """Stop vLLM and all its processes; returns when none is left."""
         atexit.unregister(self.close)
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
-            self._remember()
-            with contextlib.suppress(Exception):  # what is to be ended must not fail for a connection
+            self._record_memory()
+            with contextlib.suppress(Exception):  # stopping must not fail for a connection
                 self._remote.close()
-        self._serving.started.guarded.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._serving.started.process.stop()
 
     def _check(self) -> None:
-        """Raises ``EngineLost`` once vLLM is gone."""
-        if self._why is not None:
-            raise self._why
+        """Raise ``EngineLost`` once vLLM is gone."""
+        if self._loss is not None:
+            raise self._loss
 
     def _watch(self, ends: Callable[[None], object]) -> None:
-        """Until vLLM has ended, or its engine has: its server then ends some seconds later."""
+        """Wait until vLLM or its engine has ended; in the latter case its server ends some seconds later."""
         ends(None)
-        self._serving.started.guarded.wait(_LAST_WORDS_SECONDS)
+        self._serving.started.process.wait(_LAST_LOG_SECONDS)
         with self._lock:
             if self._closed or self._dead:
                 return
             self._dead = True
-        failure, diagnosis = attempts.read(self._serving.started, self._vllm.read_failure)
+        failure, diagnosis = attempts.diagnose(self._serving.started, self._vllm.read_failure)
         if self._vllm.died is not None:
             self._vllm.died(self.plan, failure)
-        why = self._loss(failure, diagnosis)
+        why = self._describe_loss(failure, diagnosis)
         with self._lock:
-            self._why, listeners = why, self._listeners
+            self._loss, listeners = why, self._listeners
         for tell in listeners:
             tell(why)
 
-    def _loss(self, failure: Failure, diagnosis: Diagnosis | None) -> EngineLost:
-        """The cause, if its log has one: lines that only report an end (no ``failure``) are none. vLLM does
-        not tell which signal ended a process of its own.
+    def _describe_loss(self, failure: Failure, diagnosis: Diagnosis | None) -> EngineLost:
+        """The error with the cause from the log, if there is one.
+
+        Lines that only report an end (no ``failure``) are none: vLLM does not log which signal ended one of
+        its processes.
         """
         if diagnosis is None or failure.id:
-            words = attempts.in_words(self._serving.started, diagnosis)
+            words = attempts.describe_failure(self._serving.started, diagnosis)
             remedy = f"{diagnosis.remedy} Its" if diagnosis else "its"
-            return EngineLost(f"vLLM ended while it served: {words}", f"{remedy} log is {self.log}")
+            return EngineLost(f"vLLM ended while serving: {words}", f"{remedy} log is {self.log}")
         return EngineLost(
-            "vLLM's engine ended while it served, and its log shows no cause (ended by a signal, or by the "
-            f"system for want of RAM?): {self.log}",
-            "look at what the kernel wrote: sudo dmesg -T | tail -50 | vlfit doctor --log -",
+            "vLLM's engine ended while serving, and its log shows no cause (a signal, or the kernel's OOM "
+            f"killer?): {self.log}",
+            "read the kernel's log: sudo dmesg -T | tail -50 | vlfit doctor --log -",
         )
 
-    def _explain(self, arrival: Chunk | Exception, listener: Listener) -> None:
-        """What a broken connection means: that vLLM has died, or no more than it says."""
-        end = time.monotonic() + _LATE_SECONDS
-        while self._why is None and time.monotonic() < end:
-            time.sleep(0.01)  # another thread waits for its end, and reads its log
-        listener(arrival if self._why is None else self._why)
+    def _report_loss(self, item: Chunk | Exception, listener: Listener) -> None:
+        """Give the listener the reason of vLLM's death, or ``item`` itself if it lives."""
+        end = time.monotonic() + _DEATH_SECONDS
+        while self._loss is None and time.monotonic() < end:
+            time.sleep(0.01)  # another thread waits for its end and reads its log
+        listener(item if self._loss is None else self._loss)
 
-    def _remember(self) -> None:
-        """What the card holds now, requests included, is what the next plan should count with."""
-        lost = lost_since(self.plan, survey())
+    def _record_memory(self) -> None:
+        """Record what the card holds now, with requests, for the next plan."""
+        lost = bytes_taken_since(self.plan, survey())
         if lost is not None and not self._serving.started.ended:
-            keep(self.plan, self._serving.started.told, max(lost, self.lost_memory or 0))
+            record_start(self.plan, self._serving.started.memory, max(lost, self.process_bytes or 0))
 
 
-def _may_be_death(arrival: Chunk | Exception) -> bool:
-    """A connection that broke off, or a server that says that it has failed."""
-    if isinstance(arrival, RemoteError):
-        return arrival.status is None or arrival.status >= 500
-    return isinstance(arrival, ServerUnreachable)
+def _may_be_death(item: Chunk | Exception) -> bool:
+    """Whether ``item`` is a broken connection or a server failure."""
+    if isinstance(item, RemoteError):
+        return item.status is None or item.status >= 500
+    return isinstance(item, ServerUnreachable)

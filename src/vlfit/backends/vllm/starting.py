@@ -1,7 +1,6 @@
-"""One start of vLLM, from the first word of its command until it answers, or has ended instead.
+"""One start of vLLM: run the command, follow its log, wait until it answers or ends.
 
-Knows: which signs say that it is ready, and how long a silence is worth a word. Does not know what to do
-about a failure (``attempts.py``).
+The log patterns are those of vLLM 0.11 to 0.33.
 """
 
 import http.client
@@ -13,17 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vlfit.backends.vllm.process import Guarded, Log, killed_for_ram
-from vlfit.backends.vllm.serve_command import LOOPBACK, Command
+from vlfit.api.progress import LoadProgress
+from vlfit.backends.vllm.process import GuardedProcess, ProcessLog, oom_kill_count
+from vlfit.backends.vllm.serve_command import LOOPBACK, ServeCommand
 from vlfit.units import GIB
 
-# Where the start of a vLLM stands, read off what it says.
-#
-# Knows: which line begins which phase, in vLLM 0.11 to 0.33. Does not know how it is shown.
-
-
-# In the order in which they come, each with the share of the start that is done when it begins. The shares
-# are those of a first start on a GPU as its users report it; a start without graphs skips two of them.
+# Phases in order, each with the share of the start that is done when it begins. The shares are those of a
+# first start on a GPU as users report it; a start without CUDA graphs skips two phases.
 IMPORTING = "importing vLLM"
 READING = "reading the model's settings"
 ENGINE = "starting the engine"
@@ -44,10 +39,10 @@ _SHARES = {
 }
 _ORDER = list(_SHARES)
 _BEGINS = (
-    # 0.32 on writes its version as a banner, of which the arguments are the first line to be had.
+    # From 0.32 on the version is in a banner; the arguments are the first plain line.
     (READING, re.compile(r"vLLM API server version|non-default args: ")),
     (ENGINE, re.compile(r"Initializing a V\d LLM engine|Multi-modal warmup completed")),
-    # The second is the newer runner's word.
+    # The second alternative is that of the newer model runner.
     (
         WEIGHTS,
         re.compile(
@@ -77,20 +72,20 @@ _PERCENT = re.compile(r"(?:checkpoint shards|Capturing CUDA graphs)[^%]{0,60}?(\
 
 
 @dataclass(slots=True)
-class Start:
-    """The phase that was reached, and the share of the whole that is done. ``read`` each line in turn."""
+class StartupPhase:
+    """The current phase of a start and the share that is done (0 to 1)."""
 
     phase: str = IMPORTING
     share: float = 0.0
 
-    def read(self, line: str) -> bool:
-        """Take in what ``line`` says; whether anything is new. A phase never comes again."""
+    def update(self, line: str) -> bool:
+        """Update from a log line; return whether anything changed. Phases do not repeat."""
         if not any(word in line for word in _PHASE_WORDS):
             return False
         before = self.phase, self.share
         for phase, pattern in _BEGINS:
             later = _ORDER.index(phase) > _ORDER.index(self.phase)
-            # While profiling, a model is compiled and then profiled on: that is one step back.
+            # The model is compiled during profiling: profiling goes on afterwards.
             again = phase == PROFILING and self.phase == COMPILING
             if (later or again) and pattern.search(line):
                 self.phase = phase
@@ -107,16 +102,10 @@ def _end_of(phase: str) -> float:
     return _SHARES[_ORDER[following]] if following < len(_ORDER) else 1.0
 
 
-# What vLLM says of its memory while it starts, as numbers.
-#
-# Knows: the lines of vLLM 0.11 to 0.33 (``v1/worker/gpu_worker.py``, ``gpu_model_runner.py``,
-# ``cpu_worker.py``, ``v1/core/kv_cache_utils.py``). Does not know what was planned (``actual.py``). Of
-# several workers that each say a number the largest counts.
-
-
+# Memory lines of v1/worker/gpu_worker.py, gpu_model_runner.py, cpu_worker.py and v1/core/kv_cache_utils.py.
 _N = r"(-?\d+(?:\.\d+)?)"
 _ACTUAL = re.compile(rf"{_N} GiB for ([A-Za-z][A-Za-z ()+-]*[A-Za-z)])")
-# "Free memory on device" begins a failure, too: there it goes on with "is less than desired".
+# A failure also begins with "Free memory on device", but goes on with "is less than desired".
 _FREE = re.compile(rf"Free memory on device ?(?:cuda:\d+ ?)?\({_N}/{_N} GiB\) on startup\. Desired")
 _GIVEN = re.compile(rf"Initial free memory {_N} GiB, reserved {_N} GiB memory for KV Cache")
 _BYTES = {
@@ -132,196 +121,193 @@ _PARTS = {
     "weight": "weights",
     "consumed memory (weights + non-torch)": "consumed",
     "peak activation": "peak",
-    "non-torch memory": "beside",
+    "non-torch memory": "non_torch",
     "CUDAGraph memory": "graph_pool",
 }
 
 
 @dataclass(slots=True)
-class Told:
-    """Bytes and tokens, each None where vLLM did not say. ``read`` each line in turn.
+class ReportedMemory:
+    """Memory as vLLM's log reports it: bytes, and ``kv_tokens``; None if not reported. Of several workers'
+    numbers the largest counts.
 
-    ``weights``: of the model. ``kv_cache``: what is there for it. ``kv_tokens``: how many that holds.
-    ``peak``: of activations in the trial run. ``beside``: of CUDA's libraries, within vLLM's budget.
-    ``consumed``: weights and those together, where it says no more. ``graph_pool``: of CUDA graphs, and
-    ``graph_estimate`` before they were captured. ``free``, ``total``: of the card, when vLLM took its first
-    look, its own context taken off.
+    ``peak``: activations in the profiling run. ``non_torch``: memory outside torch, within vLLM's budget.
+    ``consumed``: ``weights`` and ``non_torch`` in one number. ``graph_pool``: CUDA graphs, ``graph_estimate``
+    before they were captured. ``free``, ``total``: of the card at vLLM's first look, after its own context.
     """
 
     weights: int | None = None
     kv_cache: int | None = None
     kv_tokens: int | None = None
     peak: int | None = None
-    beside: int | None = None
+    non_torch: int | None = None
     consumed: int | None = None
     graph_pool: int | None = None
     graph_estimate: int | None = None
     free: int | None = None
     total: int | None = None
 
-    def read(self, line: str) -> None:
-        """Take in what ``line`` says."""
+    def update(self, line: str) -> None:
+        """Update from a log line."""
         if not any(word in line for word in _MEMORY_WORDS):
             return
         for name, pattern in _BYTES.items():
             if found := pattern.search(line):
-                # The last group of a line about graphs is the size, of one about a CPU's cache the first.
+                # The size is the last group, except in the CPU's line.
                 number = found[1] if name == "cpu_kv_cache" else found[found.re.groups]
-                self._take("kv_cache" if name == "cpu_kv_cache" else name, number)
+                self._record("kv_cache" if name == "cpu_kv_cache" else name, number)
         if found := _GIVEN.search(line):
-            self._take("free", found[1])
-            self._take("kv_cache", found[2])
+            self._record("free", found[1])
+            self._record("kv_cache", found[2])
         if found := _FREE.search(line):
-            self._take("free", found[1])
-            self._take("total", found[2])
+            self._record("free", found[1])
+            self._record("total", found[2])
             for number, what in _ACTUAL.findall(line):
                 if what in _PARTS:
-                    self._take(_PARTS[what], number)
+                    self._record(_PARTS[what], number)
         if found := _TOKENS.search(line):
             self.kv_tokens = int(found[1].replace(",", ""))
 
     @property
-    def apart(self) -> int | None:
-        """CUDA's libraries, also where vLLM says them together with the weights."""
-        if self.beside is None and self.consumed is not None and self.weights is not None:
+    def non_torch_bytes(self) -> int | None:
+        """Memory outside torch, also if vLLM reports it in one number with the weights."""
+        if self.non_torch is None and self.consumed is not None and self.weights is not None:
             return max(self.consumed - self.weights, 0)
-        return self.beside
+        return self.non_torch
 
-    def _take(self, name: str, gibibytes: str) -> None:
+    def _record(self, name: str, gibibytes: str) -> None:
         count = round(float(gibibytes) * GIB)
         setattr(self, name, max(getattr(self, name) or count, count))
 
 
-Progress = Callable[[str, float], None]
-
 SILENCE_SECONDS = 60.0  # importing vLLM from a cold disk takes half of it
-# Cards that cannot reach each other wait for good, and vLLM with them (its PR 50039); torch gives up after
+# Cards that cannot reach each other wait for ever, and vLLM with them (its PR 50039). torch's own timeout is
 # as long.
 HANG_SECONDS = 600.0
-WAITS = "No available shared memory broadcast block found"  # vLLM's word for that, each minute
+HANG_LINE = "No available shared memory broadcast block found"  # logged each minute of such a wait
 _DEAD = "EngineDeadError"
-_LOOK_SECONDS, _SELDOM_SECONDS = 0.2, 2.0
-_ASK_SECONDS = 2.0  # for an answer to /health
+_POLL_SECONDS, _SLOW_POLL_SECONDS = 0.2, 2.0
+_HEALTH_TIMEOUT = 2.0
 
 
 @dataclass
-class Started:
-    """A vLLM that was started. ``told``: what it said of its memory so far. ``seconds``: of its start.
-    ``killed_before``: programs that the kernel had ended for want of RAM by then. ``hung``: it was ended as
-    it said nothing any more. ``engine_died``: set once its server says that its engine is gone, which it
-    outlives for some seconds.
+class StartedVllm:
+    """A vLLM that was started.
+
+    ``seconds``: how long the start took. ``killed_before``: the kernel's count of OOM kills at that time.
+    ``hung``: it was stopped because its log went silent. ``engine_died``: set when its API server logs that
+    the engine is gone; the server itself ends some seconds later.
     """
 
-    guarded: Guarded
-    log: Log
-    command: Command
-    told: Told = field(default_factory=Told)
+    process: GuardedProcess
+    log: ProcessLog
+    command: ServeCommand
+    memory: ReportedMemory = field(default_factory=ReportedMemory)
     seconds: float = 0.0
-    killed_before: int | None = field(default_factory=killed_for_ram)
+    killed_before: int | None = field(default_factory=oom_kill_count)
     hung: bool = False
     engine_died: threading.Event = field(default_factory=threading.Event)
 
     @property
     def ended(self) -> bool:
-        return self.guarded.ended
+        return self.process.ended
 
     @property
     def ran_out_of_ram(self) -> bool:
-        """Whether the kernel has ended a program for want of RAM since: of one that ended, most likely it."""
-        now = killed_for_ram()
+        """Whether the kernel has OOM-killed a program since the start: if vLLM ended, most likely vLLM."""
+        now = oom_kill_count()
         return now is not None and self.killed_before is not None and now > self.killed_before
 
 
 def free_port() -> int:
-    """A port of this computer that nobody listens on."""
+    """A free TCP port of this computer."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind((LOOPBACK, 0))
         port: int = listener.getsockname()[1]
     return port
 
 
-def start(
-    command: Command,
+def start_vllm(
+    command: ServeCommand,
     address: tuple[str, int],
-    progress: Progress,
+    progress: LoadProgress,
     tell: Callable[[str], None],
     *,
     may_hang: bool = False,
-) -> Started:
-    """Run ``command`` and wait until it answers at ``address``, or has ended (``Started.ended``).
+) -> StartedVllm:
+    """Run ``command`` and wait until it answers at ``address`` or has ended (``StartedVllm.ended``).
 
-    ``progress`` is told the phase and the share of the start that is done; ``tell`` that it has been silent
-    for long. ``may_hang``: several cards that may wait for each other for good, which then is ended. If
-    anything is raised meanwhile (Ctrl-C), nothing of it is left when this returns.
+    ``tell`` gets a sentence if the log is silent for long. ``may_hang``: with several cards, stop it after
+    ``HANG_SECONDS`` of silence. If anything is raised meanwhile (Ctrl-C), no process is left behind.
     """
-    log = Log(command.shell)
-    watching = _Watching(progress)
-    begun = time.monotonic()
-    progress(watching.start.phase, 0.0)
-    guarded = Guarded(command.words, command.environment(), log, watching.hear)
-    started = Started(guarded, log, command, watching.told, engine_died=watching.engine_died)
+    log = ProcessLog(command.shell)
+    watcher = _LogWatcher(progress)
+    began = time.monotonic()
+    progress(watcher.start.phase, 0.0)
+    guarded = GuardedProcess(command.words, command.environment(), log, watcher.read)
+    started = StartedVllm(guarded, log, command, watcher.memory, engine_died=watcher.engine_died)
     try:
-        _wait(started, watching, address, tell, HANG_SECONDS if may_hang else math.inf)
+        _wait(started, watcher, address, tell, HANG_SECONDS if may_hang else math.inf)
     except BaseException:
         guarded.stop(gently=False)
         raise
-    started.seconds = time.monotonic() - begun
+    started.seconds = time.monotonic() - began
     return started
 
 
-class _Watching:
-    """Hears each line, in a thread."""
+class _LogWatcher:
+    """Called with each log line, in a thread."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.start, self.told = Start(), Told()
-        self.spoke = time.monotonic()
+    def __init__(self, progress: LoadProgress) -> None:
+        self.start, self.memory = StartupPhase(), ReportedMemory()
+        self.last_line_at = time.monotonic()
         self.ready = False
         self.engine_died = threading.Event()
         self._progress = progress
 
-    def hear(self, line: str) -> None:
-        if WAITS not in line:  # which is said by who waits, too
-            self.spoke = time.monotonic()
+    def read(self, line: str) -> None:
+        if HANG_LINE not in line:  # logged by waiting processes too
+            self.last_line_at = time.monotonic()
         if _DEAD in line:
             self.engine_died.set()
-        self.told.read(line)
-        if not self.ready and self.start.read(line):
+        self.memory.update(line)
+        if not self.ready and self.start.update(line):
             self._progress(self.start.phase, self.start.share)
 
 
 def _wait(
-    started: Started,
-    watching: _Watching,
+    started: StartedVllm,
+    watcher: _LogWatcher,
     address: tuple[str, int],
     tell: Callable[[str], None],
-    patience: float,
+    hang_seconds: float,
 ) -> None:
-    silence, asked, full = SILENCE_SECONDS, 0.0, False
-    while not started.guarded.wait(_LOOK_SECONDS):
+    silence, polled_at, log_failed = SILENCE_SECONDS, 0.0, False
+    while not started.process.wait(_POLL_SECONDS):
         now = time.monotonic()
-        # A version that calls its last phase otherwise is asked all the same, only less often.
-        if watching.start.phase == SERVER or now - asked > _SELDOM_SECONDS:
-            asked = now
+        # Versions whose last phase is not recognized are polled too, less often.
+        if watcher.start.phase == SERVER or now - polled_at > _SLOW_POLL_SECONDS:
+            polled_at = now
             if _answers(address):
-                watching.ready = True
+                watcher.ready = True
                 return
-        if started.log.failure and not full:
-            full = True
+        if started.log.failure and not log_failed:
+            log_failed = True
             tell(f"the log {started.log.path} ends early: {started.log.failure}")
-        if now - watching.spoke > patience:
+        if now - watcher.last_line_at > hang_seconds:
             started.hung = True
-            started.guarded.stop(gently=False)
+            started.process.stop(gently=False)
             return
-        if now - watching.spoke > silence:
+        if now - watcher.last_line_at > silence:
             silence *= 2
             tell(
-                f"vLLM has said nothing for {now - watching.spoke:.0f} s; last it was "
-                f"{watching.start.phase}. What it said is in {started.log.path}"
+                f"vLLM has logged nothing for {now - watcher.last_line_at:.0f} s, last while "
+                f"{watcher.start.phase}. Its log is {started.log.path}"
             )
 
 
 def _answers(address: tuple[str, int]) -> bool:
-    connection = http.client.HTTPConnection(*address, timeout=_ASK_SECONDS)
+    connection = http.client.HTTPConnection(*address, timeout=_HEALTH_TIMEOUT)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == http.client.OK

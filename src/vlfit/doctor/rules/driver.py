@@ -1,6 +1,6 @@
 """Driver, CUDA and the build of PyTorch: the GPU is there, but the program cannot reach it.
 
-Knows: the messages of PyTorch, the CUDA runtime, NVML and the dynamic linker. What fits what is in
+Messages of PyTorch, the CUDA runtime, NVML and the dynamic linker. Which build needs which driver is in
 ``vlfit.doctor.checks``.
 """
 
@@ -192,8 +192,8 @@ DRIVER = (
 
 # Triton: it cannot build what launches a kernel, or its assembler does not know the card.
 #
-# Knows: the messages of Triton's build step, of C compilers and of ptxas. Whether this computer has what
-# Triton needs is in ``vlfit.doctor.checks``.
+# Messages of Triton's build step, of C compilers and of ptxas. Whether this computer has what Triton needs is
+# in ``vlfit.doctor.checks``.
 
 
 # Architectures that the ptxas of CUDA 12.8 does not know yet, by NVIDIA's notes on PTX; it knows 12.0.

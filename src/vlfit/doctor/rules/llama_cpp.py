@@ -1,7 +1,7 @@
 """llama.cpp and Ollama: where an allocation failed, and whether it was the model or the picture encoder.
 
-Knows: the lines of ggml's CUDA backend and of Ollama's scheduler, and llama.cpp's flags of 2026. Does not
-know GGUF files; what is free only where a machine is named. The command is written by ``vlfit.doctor.logs``.
+Lines of ggml's CUDA backend and of Ollama's scheduler, and llama.cpp's flags of 2026. Free memory is known
+only where a machine is named. The command is written by ``vlfit.doctor.logs``.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Cards that share a model's layers: what NCCL, torch and vLLM say when they cannot work together.
 
-Knows: NCCL's messages and variables (its user guide, "Environment Variables" and "Troubleshooting"), and what
-people found behind them. NCCL says the cause in a line of its own, often only where NCCL_DEBUG asks for it;
-what torch and vLLM report of it is an echo.
+Messages and variables as in NCCL's user guide ("Environment Variables", "Troubleshooting"). NCCL says the
+cause in a line of its own, often only where NCCL_DEBUG asks for it; what torch and vLLM report of it is an
+echo.
 """
 
 from vlfit.doctor.remedies import serve

@@ -1,7 +1,7 @@
 """What the kernel and the shell say: out of RAM, killed, the GPU fell off the bus.
 
-Knows: the lines of the OOM killer and of the NVIDIA kernel module (Xid). Meanings of Xids as NVIDIA's
-"Xid Errors" document has them.
+Lines of the OOM killer, the NVIDIA kernel module (Xid; meanings from NVIDIA's "Xid Errors" document),
+huggingface_hub, the operating system and uvicorn, and the last words of outer processes.
 """
 
 from difflib import get_close_matches
@@ -134,8 +134,6 @@ KERNEL = (
 
 
 # What stands in the way before any memory is used: the hub, the disk, the port.
-#
-# Knows: the messages of huggingface_hub, the operating system and uvicorn.
 
 
 def _port(case: Case) -> Values:
@@ -267,7 +265,7 @@ FILES = (
 
 # Lines that only say that something failed elsewhere. They are told when nothing else was found.
 #
-# Knows: the last words of vLLM's and Ollama's outer processes, which people paste because they come last.
+# These are the last words of vLLM's and Ollama's outer processes, which people paste because they come last.
 
 
 WRAPPERS = (

@@ -1,6 +1,6 @@
 """Out of memory as PyTorch says it, and what transformers says when it has no room.
 
-Knows: at which stage a traceback stands, as that decides what helps. Does not know how large the model is.
+What helps depends on the stage at which the traceback stands.
 """
 
 import re

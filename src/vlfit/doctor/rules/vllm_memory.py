@@ -1,7 +1,6 @@
 """vLLM's own account of GPU memory: budget, KV cache, profiling, sampler.
 
-Knows: what each message means, and the sums (``remedies.py``) that make a remedy fit. Messages as in the
-sources of vLLM 0.8.5 to 0.33.0.
+Messages as in the sources of vLLM 0.8.5 to 0.33.0; the sums behind each remedy are in ``doctor/remedies.py``.
 """
 
 from dataclasses import dataclass, field
@@ -35,9 +34,6 @@ from vlfit.doctor.rule import Case, Rule, Values
 from vlfit.units import GIB, format_bytes
 
 # What to change when vLLM has no room for its KV cache: the cheapest first, and whether it is enough.
-#
-# Knows: how much each change frees (``doctor/remedies.py``), and which of them the failed run had made
-# already. Does not know when to ask (``doctor/rules/vllm_memory.py``).
 
 
 _SMALLEST_BATCH = 2

@@ -1,7 +1,7 @@
 """Settings that vLLM refuses: unknown flags, lengths, formats that the GPU lacks, requests too large.
 
-Knows: what each message means (sources of vLLM 0.8.5 to 0.33.0). Which flags came and went with which version
-is in ``plan/vllm/flags.py``.
+Messages as in the sources of vLLM 0.8.5 to 0.33.0. Which flags came and went with which version is in
+``plan/vllm/flags.py``.
 """
 
 import re

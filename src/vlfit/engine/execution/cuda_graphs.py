@@ -1,18 +1,13 @@
-"""Decoding as CUDA graphs: the kernels of a whole step, launched as one.
+"""CUDA graphs for decoding: all kernels of a step, launched as one.
 
-A step of one token is hundreds of small kernels, and launching them one by one takes longer than they take.
-So the step is recorded once for each of a few numbers of sequences, over tensors that stay where they are,
-and replayed from then on; rows of a graph that no sequence needs leave nothing behind. A step ends with the
-inputs of the next, so that it may be launched before the host has read a token. It is two recordings: what
-comes next is computed, then chosen. Where answers keep to a form only the first is launched ahead, and while
-it runs the host reads the token before and finds what the form allows next.
-
-Knows: what a step reads, and where it is recorded. Does not know who runs (``scheduler.py``) or what a step
-is (``runner.py``).
+A decode step is hundreds of small kernels that take longer to launch one by one than to run. It is captured
+for a few batch sizes over static tensors and replayed; unused rows write nothing. A step ends by computing
+the inputs of the next, so that the next can be launched before the host has read a token. Forward pass and
+sampling are two graphs: with grammars only the forward pass is launched ahead, and while it runs the host
+reads the last token and computes the next bitmask.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,282 +16,286 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlfit.engine.sampling.grammar import BITS
-from vlfit.engine.sampling.sampler import Scores, is_plain_greedy, scores_of
-from vlfit.engine.scheduling.scheduler import Work
-from vlfit.engine.scheduling.sequence import Sequence
-from vlfit.kernels.attention.paged import BlockPlan
-from vlfit.kernels.rows.row_ops import next_inputs
-from vlfit.kernels.sampling.draw import FIELDS, FORMED, draws, words_of
+from vlfit.engine.sampling.grammar import TOKENS_PER_WORD
+from vlfit.engine.sampling.sampler import StepOutput, is_plain_greedy, select_tokens
+from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
+from vlfit.kernels.attention.paged import BlockAttentionMetadata
+from vlfit.kernels.rows.row_ops import advance_decode_inputs
+from vlfit.kernels.sampling.draw import GRAMMAR_FIELD, NUM_FIELDS, packed_params, samples_on_gpu
 from vlfit.layers.kv_cache import KVCache
-from vlfit.loading.pinned import bytes_of, record
+from vlfit.loading.pinned import capture_graph, graph_pool_bytes
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 
-# Which tokens the rows of a recorded step may have, where answers keep to a form.
-#
-# A step is computed before anybody knows what may come next: the token before it is read meanwhile, and its
-# form says then. Knows how bits lie on the device. Does not know forms (``engine/sampling/grammar.py``) or
-# when a step wants them (``graphs.py``).
+def uses_grammar(sequence: Sequence) -> bool:
+    """Whether its tokens are sampled on the device among those that its grammar allows."""
+    params = sequence.params
+    return sequence.grammar_matcher is not None and (is_plain_greedy(params) or samples_on_gpu(params))
 
 
-def keeps_to_form(sequence: Sequence) -> bool:
-    """Whether the device chooses its tokens, of those that its form allows."""
-    sampling = sequence.sampling
-    return sequence.constraint is not None and (is_plain_greedy(sampling) or draws(sampling))
+class GrammarBitmask:
+    """Allowed tokens of each row: ``on_device`` [rows, words] int32, a bit for each of ``vocabulary`` tokens.
 
-
-class FormRows:
-    """``on_device`` [rows, words] int32: a bit for each of ``vocabulary`` tokens, as ``choose_tokens`` reads
-    them; what a row holds that keeps to no form means nothing.
+    The layout is that of ``sample_tokens``. Rows without a grammar are ignored.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        shape = rows, -(-vocabulary // BITS)
-        # Read by the device before the host has a token of the step, and so before it is written again.
+        shape = rows, -(-vocabulary // TOKENS_PER_WORD)
+        # The device has read it before the host has a token of the step, and so before it is rewritten.
         on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.on_device = torch.zeros(shape, dtype=torch.int32, device=device)
         self._on_host, self._words = on_host, on_host.numpy().view("uint32")
 
-    def fill(self, sequences: Many[Sequence]) -> None:
-        """What may come next of each of ``sequences``, a row each. Raises as ``Constraint.bits`` does."""
-        formed = False
+    def fill(self, sequences: list[Sequence]) -> None:
+        """Set the rows of ``sequences``. Raises ``InvalidRequest`` as ``GrammarMatcher.bitmask`` does."""
+        changed = False
         for row, sequence in enumerate(sequences):
-            if sequence.constraint is not None and keeps_to_form(sequence):
-                bits = sequence.constraint.bits()[: self._words.shape[1]]
+            if sequence.grammar_matcher is not None and uses_grammar(sequence):
+                bits = sequence.grammar_matcher.bitmask()[: self._words.shape[1]]
                 self._words[row, : len(bits)] = bits
                 self._words[row, len(bits) :] = 0
-                formed = True
-        if formed:
+                changed = True
+        if changed:
             rows = len(sequences)
             self.on_device[:rows].copy_(self._on_host[:rows], non_blocking=True)
 
 
-_ALIGNED = 4  # int32: 16 bytes, as kernels are compiled for
-_NOBODY = -1  # the past of a row without a sequence, and its slot
+_ALIGNED = 4  # int32 values: 16 bytes, the alignment that kernels are compiled for
+_UNUSED = -1  # slot and context length of a row without a sequence
 
-# Token ids [n], positions [3, n], and where keys and values are: logits [n, vocabulary].
-Step = Callable[[Tensor, Tensor, BlockPlan], Tensor]
+# Token ids [n], positions [3, n], attention metadata: logits [n, vocabulary].
+Step = Callable[[Tensor, Tensor, BlockAttentionMetadata], Tensor]
 
 
-def sizes_for(sequences: int) -> tuple[int, ...]:
-    """For how many sequences there are graphs: powers of two, and the most that run at once."""
-    powers = [1 << power for power in range(sequences.bit_length()) if 1 << power < sequences]
-    return (*powers, sequences)
+def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes with graphs: powers of two, and ``max_num_seqs``."""
+    powers = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
+    return (*powers, max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """A step that was launched before the tokens it begins with were read: its ``scores``, None where nothing
-    is chosen yet, and the ``tokens`` [n] that it took for the newest. Its sequences held ``blocks`` then, a
-    list of each sequence's own, and had ``cached`` tokens before those. None of them is kept alive.
+class InFlightStep:
+    """A step launched before the tokens it starts from were read.
+
+    ``output``: None if sampling waits for a grammar. ``tokens`` [n]: the tokens it starts from, which the
+    device chose. ``block_tables`` and ``num_cached_tokens`` of its sequences; the sequences themselves are
+    not kept alive.
     """
 
-    scores: Scores | None
+    output: StepOutput | None
     tokens: Tensor
-    blocks: tuple[list[int], ...]
-    cached: tuple[int, ...]
+    block_tables: tuple[list[int], ...]
+    num_cached_tokens: tuple[int, ...]
 
-    def fits(self, sequences: Many[Sequence]) -> bool:
-        """Whether it is what ``sequences`` want now: the same ones, a token further, and where they were."""
+    def matches(self, sequences: list[Sequence]) -> bool:
+        """Whether ``sequences`` are the same ones, one token further, in the same blocks."""
         return (
-            len(sequences) == len(self.blocks)
-            and all(each.blocks is blocks for each, blocks in zip(sequences, self.blocks, strict=True))
-            and tuple(each.cached for each in sequences) == self.cached
+            len(sequences) == len(self.block_tables)
+            and all(
+                each.block_table is table for each, table in zip(sequences, self.block_tables, strict=True)
+            )
+            and tuple(each.num_cached_tokens for each in sequences) == self.num_cached_tokens
             and [each.generated[-1] for each in sequences] == self.tokens.tolist()
         )
 
 
 class DecodeGraphs:
-    """``step`` for up to ``sequences`` sequences of up to ``context`` tokens in ``cache``."""
-
-    def __init__(
-        self, step: Step, cache: KVCache, vocabulary: int, context: int, sequences: int, guess_rows: int = 0
-    ) -> None:
-        """``guess_rows``: rows of passes with guesses; 0: there are none."""
-
-        self._step = step
-        self._inputs = [
-            StepInputs(size, -(-context // cache.block_size), cache.block_size, cache.keys.device)
-            for size in sizes_for(sequences)
-        ]
-        shape = (guess_rows, -(-context // cache.block_size), cache.block_size, cache.keys.device)
-        self._guesses = GuessInputs(*shape) if guess_rows else None
-        self._cache = cache
-        self._recorded: dict[StepInputs, Graph] = {}
-        self._recorded_at = (0, 0)
-        self._ahead: Ahead | None = None
-        self._told = Told(max(sequences, guess_rows), cache.keys.device)
-        self._forms = FormRows(max(sequences, guess_rows), vocabulary, cache.keys.device)
-        self.nbytes = 0  # what torch took for what is recorded
-        self.recordings = 0  # how often a step was recorded
-        self._pool: _POOL_HANDLE | None = None
-
-    def record(self) -> None:
-        """All of them, the largest first: the others find room in what it took."""
-        guesses = [self._guesses] if self._guesses is not None else []
-        for inputs in sorted([*self._inputs, *guesses], key=lambda inputs: inputs.size, reverse=True):
-            self._graph(inputs)
-
-    def release(self) -> None:
-        """Forget what was recorded, because tensors move or their memory is wanted; it is recorded anew when
-        it is needed.
-        """
-        if self._ahead is not None and self._cache.keys.device.type == "cuda":
-            torch.cuda.synchronize(self._cache.keys.device)  # it runs, or has
-        self._ahead = None
-        self._recorded.clear()
-        self._pool = None
-        self.nbytes = 0
-
-    def run(self, sequences: Many[Sequence]) -> Scores:
-        """The next token of each of ``sequences``, which all decode; valid until the next call.
-
-        What ``run_ahead`` has launched for them is not computed again. For others it was in vain: what it
-        wrote into the cache lies behind all that is known there, and is written anew before it is read.
-
-        Raises ``InvalidRequest`` where an answer's form has no way on.
-        """
-        if self._place() != self._recorded_at:
-            self.release()  # the cache was made anew
-        ahead, self._ahead = self._ahead, None
-        inputs = self._inputs_for(sequences)
-        if ahead is None or not ahead.fits(sequences):
-            graph = self._graph(inputs)
-            inputs.fill(sequences)
-            graph.compute()
-        elif ahead.scores is not None:
-            return ahead.scores
-        self._forms.fill(sequences)
-        return self._chosen(inputs, len(sequences))
-
-    def run_guesses(self, batch: Many["Work"]) -> Scores:
-        """What comes behind the newest token of each of ``batch``, and behind each of its guesses, a row each
-        in this order; valid until the next call. What ``run_ahead`` has launched was in vain.
-        """
-        if self._guesses is None:
-            raise RuntimeError("guesses came to graphs that were made without")
-        if self._place() != self._recorded_at:
-            self.release()
-        self._ahead = None
-        graph = self._graph(self._guesses)
-        rows = self._guesses.fill_guessed(batch)
-        graph.compute()
-        return self._chosen(self._guesses, rows)
-
-    def is_ahead(self, sequences: Many[Sequence]) -> bool:
-        """Whether ``run_ahead`` has launched what ``run`` would be asked for with ``sequences``."""
-        return self._ahead is not None and self._ahead.fits(sequences)
-
-    def run_ahead(self, sequences: Many[Sequence]) -> None:
-        """Launch the step after the one that ``run`` has just launched for ``sequences``, each of which goes
-        on with the token that the device has chosen, and knows already; where one keeps to a form, up to what
-        is chosen.
-
-        Nothing is launched where somebody's next token has no block yet.
-        """
-        inputs = self._inputs_for(sequences)
-        if not inputs.reach(sequences, 1):
-            return
-        tokens = self._told.latest[0, : len(sequences)]
-        self._recorded[inputs].compute()
-        formed = any(keeps_to_form(sequence) for sequence in sequences)
-        self._ahead = Ahead(
-            None if formed else self._chosen(inputs, len(sequences)),
-            tokens,
-            tuple(sequence.blocks for sequence in sequences),
-            tuple(sequence.cached + 1 for sequence in sequences),
-        )
-
-    def _chosen(self, inputs: "StepInputs", rows: int) -> Scores:
-        """What comes next, of what was computed last."""
-        graph = self._recorded[inputs]
-        graph.choose()
-        return self._told.by(graph, rows)
-
-    def _inputs_for(self, sequences: Many[Sequence]) -> "StepInputs":
-        return next(inputs for inputs in self._inputs if inputs.size >= len(sequences))
-
-    def _graph(self, inputs: "StepInputs") -> "Graph":
-        graph = self._recorded.get(inputs)
-        if graph is None:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            self._recorded_at = self._place()
-            inputs.fill([])
-            compute = partial(self._step, inputs.token_ids, inputs.positions, inputs.plan)
-            choose = partial(self._choose, inputs)
-            graph = Graph(compute, choose, self._pool, self._cache.keys.device)
-            self._recorded[inputs] = graph
-            self.recordings += 1
-            self.nbytes = bytes_of(self._pool)
-        return graph
-
-    def _place(self) -> tuple[int, int]:
-        return self._cache.keys.data_ptr(), self._cache.values.data_ptr()
-
-    def _choose(self, inputs: "StepInputs", logits: Tensor) -> Scores:
-        scores = scores_of(logits, inputs.asked, inputs.positions[0], self._forms.on_device[: inputs.size])
-        inputs.move_on(scores.summary[0])
-        return scores
-
-
-class Told:
-    """Where the host reads what steps of up to ``sequences`` have found, while the next one may run.
-
-    Two places in turn: of a step that runs, and of one that is being read. ``latest`` is where the last one's
-    summary arrives.
-    """
-
-    def __init__(self, sequences: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._places = [torch.zeros(3 * sequences, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
-        self._ready = [torch.cuda.Event() if on_gpu else None for _ in range(2)]
-        self._turn = 0
-        self.latest = self._places[0].view(3, -1)
-
-    def by(self, graph: "Graph", count: int) -> Scores:
-        """The first ``count`` rows of what ``graph``, which was just launched, finds."""
-        self._turn = 1 - self._turn
-        place, ready = self._places[self._turn], self._ready[self._turn]
-        summary = graph.scores.summary
-        self.latest = place[: summary.numel()].view(summary.shape)
-        self.latest.copy_(summary, non_blocking=True)
-        if ready is not None:
-            ready.record()
-        return Scores(graph.scores.logits[:count], self.latest[:, :count], ready)
-
-
-class Graph:
-    """A step as it went once: ``compute`` writes its logits anew, and then ``choose`` the ``scores``, which
-    are where they were left.
+    """Captured decode steps: up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens in
+    ``cache``.
     """
 
     def __init__(
         self,
-        compute: Callable[[], Tensor],
-        choose: Callable[[Tensor], Scores],
+        step: Step,
+        cache: KVCache,
+        vocabulary: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        verify_rows: int = 0,
+    ) -> None:
+        """``verify_rows``: rows of verify steps of speculative decoding; 0: none."""
+
+        self._step = step
+        self._inputs = [
+            StepInputs(size, -(-max_model_len // cache.block_size), cache.block_size, cache.device)
+            for size in capture_sizes(max_num_seqs)
+        ]
+        verify_shape = (verify_rows, -(-max_model_len // cache.block_size), cache.block_size, cache.device)
+        self._verify_inputs = VerifyInputs(*verify_shape) if verify_rows else None
+        self._cache = cache
+        self._captured: dict[StepInputs, CapturedStep] = {}
+        self._captured_addresses: tuple[int, ...] = ()
+        self._in_flight: InFlightStep | None = None
+        self._staging = OutputStaging(max(max_num_seqs, verify_rows), cache.device)
+        self._bitmask = GrammarBitmask(max(max_num_seqs, verify_rows), vocabulary, cache.device)
+        self.nbytes = 0  # of the memory pool of the graphs
+        self.num_captures = 0  # steps captured so far
+        self._pool: _POOL_HANDLE | None = None
+
+    def capture(self) -> None:
+        """Capture all steps, the largest first: the others fit into its memory."""
+        verify_inputs = [self._verify_inputs] if self._verify_inputs is not None else []
+        for inputs in sorted([*self._inputs, *verify_inputs], key=lambda inputs: inputs.size, reverse=True):
+            self._captured_step(inputs)
+
+    def release(self) -> None:
+        """Drop all graphs, because tensors move or memory is needed. They are captured again on demand."""
+        if self._in_flight is not None and self._cache.device.type == "cuda":
+            torch.cuda.synchronize(self._cache.device)  # the step in flight may still run
+        self._in_flight = None
+        self._captured.clear()
+        self._pool = None
+        self.nbytes = 0
+
+    def run(self, sequences: list[Sequence]) -> StepOutput:
+        """The next token of each of the decoding ``sequences``, valid until the next call.
+
+        Uses the step that ``launch_next`` launched if it matches. Otherwise that step was in vain: what it
+        wrote to the KV cache lies behind all cached tokens and is rewritten before it is read. Raises
+        ``InvalidRequest`` if a grammar allows no token.
+        """
+        if self._addresses() != self._captured_addresses:
+            self.release()  # the KV cache was reallocated
+        in_flight, self._in_flight = self._in_flight, None
+        inputs = self._inputs_for(sequences)
+        if in_flight is None or not in_flight.matches(sequences):
+            graph = self._captured_step(inputs)
+            inputs.fill(sequences)
+            graph.forward()
+        elif in_flight.output is not None:
+            return in_flight.output
+        self._bitmask.fill(sequences)
+        return self._sample(inputs, len(sequences))
+
+    def run_verify(self, batch: list[ScheduledChunk]) -> StepOutput:
+        """Logits of a verify step: a row after the newest token of each chunk and after each of its draft
+        tokens.
+
+        Valid until the next call. A step in flight is discarded.
+        """
+        if self._verify_inputs is None:
+            raise RuntimeError("draft tokens reached decode graphs without a verify step")
+        if self._addresses() != self._captured_addresses:
+            self.release()
+        self._in_flight = None
+        graph = self._captured_step(self._verify_inputs)
+        rows = self._verify_inputs.fill_drafts(batch)
+        graph.forward()
+        return self._sample(self._verify_inputs, rows)
+
+    def is_launched(self, sequences: list[Sequence]) -> bool:
+        """Whether ``launch_next`` has launched the step of ``sequences``."""
+        return self._in_flight is not None and self._in_flight.matches(sequences)
+
+    def launch_next(self, sequences: list[Sequence]) -> None:
+        """Launch the step after the last ``run`` of ``sequences``, each with the token that the device chose.
+
+        Only the forward pass if one has a grammar. Nothing is launched if a next token has no block yet.
+        """
+        inputs = self._inputs_for(sequences)
+        if not inputs.covers(sequences, 1):
+            return
+        tokens = self._staging.last[0, : len(sequences)]
+        self._captured[inputs].forward()
+        waits_for_grammar = any(uses_grammar(sequence) for sequence in sequences)
+        self._in_flight = InFlightStep(
+            None if waits_for_grammar else self._sample(inputs, len(sequences)),
+            tokens,
+            tuple(sequence.block_table for sequence in sequences),
+            tuple(sequence.num_cached_tokens + 1 for sequence in sequences),
+        )
+
+    def _sample(self, inputs: "StepInputs", rows: int) -> StepOutput:
+        """Sample from the logits computed last."""
+        graph = self._captured[inputs]
+        graph.sample()
+        return self._staging.copy_out(graph, rows)
+
+    def _inputs_for(self, sequences: list[Sequence]) -> "StepInputs":
+        return next(inputs for inputs in self._inputs if inputs.size >= len(sequences))
+
+    def _captured_step(self, inputs: "StepInputs") -> "CapturedStep":
+        graph = self._captured.get(inputs)
+        if graph is None:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            self._captured_addresses = self._addresses()
+            inputs.fill([])
+            forward = partial(self._step, inputs.token_ids, inputs.positions, inputs.metadata)
+            sample = partial(self._select_tokens, inputs)
+            graph = CapturedStep(forward, sample, self._pool, self._cache.device)
+            self._captured[inputs] = graph
+            self.num_captures += 1
+            self.nbytes = graph_pool_bytes(self._pool)
+        return graph
+
+    def _addresses(self) -> tuple[int, ...]:
+        return self._cache.addresses
+
+    def _select_tokens(self, inputs: "StepInputs", logits: Tensor) -> StepOutput:
+        output = select_tokens(
+            logits, inputs.sampling_fields, inputs.positions[0], self._bitmask.on_device[: inputs.size]
+        )
+        inputs.advance(output.summary[0])
+        return output
+
+
+class OutputStaging:
+    """Pinned RAM for the summaries of steps of up to ``rows`` rows, double-buffered.
+
+    One buffer receives the running step's summary while the host reads the other. ``last``: the summary
+    copied last.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._buffers = [torch.zeros(3 * rows, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
+        self._ready = [torch.cuda.Event() if on_gpu else None for _ in range(2)]
+        self._index = 0
+        self.last = self._buffers[0].view(3, -1)
+
+    def copy_out(self, graph: "CapturedStep", rows: int) -> StepOutput:
+        """Start copying the first ``rows`` rows of the output of ``graph``, which was just launched."""
+        self._index = 1 - self._index
+        buffer, ready = self._buffers[self._index], self._ready[self._index]
+        summary = graph.output.summary
+        self.last = buffer[: summary.numel()].view(summary.shape)
+        self.last.copy_(summary, non_blocking=True)
+        if ready is not None:
+            ready.record()
+        return StepOutput(graph.output.logits[:rows], self.last[:, :rows], ready)
+
+
+class CapturedStep:
+    """A captured step: ``forward`` recomputes its logits, then ``sample`` its ``output``, in static
+    tensors.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], Tensor],
+        sample: Callable[[Tensor], StepOutput],
         pool: "_POOL_HANDLE",
         device: torch.device,
     ) -> None:
-        choose(compute())  # kernels are compiled and loaded outside of a recording
-        self.compute, logits = record(device, compute, pool)
-        self.choose, self.scores = record(device, partial(choose, logits), pool)
+        sample(forward())  # kernels compile and load outside of a capture
+        self.forward, logits = capture_graph(device, forward, pool)
+        self.sample, self.output = capture_graph(device, partial(sample, logits), pool)
 
 
 class StepInputs:
-    """What a step of ``size`` sequences reads: one tensor on the device, filled by one copy.
+    """Static inputs of a step of ``size`` sequences: one tensor on the device, filled by one copy.
 
-    It holds token ids, positions, slots [size] each, spans [size, 3], what is asked of tokens [FIELDS, size],
-    and block tables [size, blocks].
+    Token ids, positions and slots [size] each, query spans [size, 3], sampling parameters [NUM_FIELDS, size],
+    block tables [size, blocks].
     """
 
     def __init__(self, size: int, blocks: int, block_size: int, device: torch.device) -> None:
         self.size = size
         self._block_size = block_size
-        lengths = (size, size, size, 3 * size, FIELDS * size, size * blocks)
+        lengths = (size, size, size, 3 * size, NUM_FIELDS * size, size * blocks)
         ends = np.cumsum([-(-length // _ALIGNED) * _ALIGNED for length in lengths]).tolist()
         self._on_host = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
         self._on_device = torch.zeros(ends[-1], dtype=torch.int32, device=device)
@@ -305,96 +304,104 @@ class StepInputs:
         def views(whole: Tensor) -> list[Tensor]:
             return [whole[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
 
-        tokens, positions, slots, spans, asked, table = (part.numpy() for part in views(self._on_host))
-        self._tokens, self._positions, self._slots = tokens, positions, slots
-        self._spans, self._table = spans.reshape(size, 3), table.reshape(size, blocks)
-        self._asked = asked.reshape(FIELDS, size)
-        self._tabled: list[list[int] | None] = [None] * size
-        self._spans[:] = [(row, 1, _NOBODY) for row in range(size)]
-        self.token_ids, self._on_axis, write_slots, on_spans, on_asked, on_table = views(self._on_device)
-        self.asked = on_asked.view(FIELDS, size)
-        self.positions = self._on_axis.expand(3, size)
-        self.plan = BlockPlan(
-            write_slots, on_table.view(size, blocks), on_spans.view(size, 3), block_size, size, 0
+        tokens, positions, slot_mapping, query_spans, sampling_fields, block_tables = (
+            part.numpy() for part in views(self._on_host)
+        )
+        self._tokens, self._positions, self._slot_mapping = tokens, positions, slot_mapping
+        self._query_spans, self._block_tables = (
+            query_spans.reshape(size, 3),
+            block_tables.reshape(size, blocks),
+        )
+        self._sampling_fields = sampling_fields.reshape(NUM_FIELDS, size)
+        self._filled_tables: list[list[int] | None] = [None] * size
+        self._query_spans[:] = [(row, 1, _UNUSED) for row in range(size)]
+        self.token_ids, self._position_row, device_slots, device_spans, device_fields, device_tables = views(
+            self._on_device
+        )
+        self.sampling_fields = device_fields.view(NUM_FIELDS, size)
+        self.positions = self._position_row.expand(3, size)
+        self.metadata = BlockAttentionMetadata(
+            device_slots, device_tables.view(size, blocks), device_spans.view(size, 3), block_size, size, 0
         )
 
-    def fill(self, sequences: Many[Sequence]) -> None:
-        """The newest token of each of ``sequences``; rows behind them have none."""
+    def fill(self, sequences: list[Sequence]) -> None:
+        """Set the newest token of each of ``sequences``; the other rows are unused."""
         count = len(sequences)
         size = self._block_size
         for row, sequence in enumerate(sequences):
-            cached = sequence.cached
+            cached = sequence.num_cached_tokens
             self._tokens[row] = sequence.generated[-1]
             self._positions[row] = sequence.position
-            self._slots[row] = sequence.blocks[cached // size] * size + cached % size
-            self._spans[row, 2] = cached
-            if self._tabled[row] is not sequence.blocks:
-                self._table[row, : len(sequence.blocks)] = sequence.blocks
-                self._asked[:, row] = words_of(sequence.sampling, sequence.seed)
-                self._asked[FORMED, row] = keeps_to_form(sequence)
-                self._tabled[row] = sequence.blocks
-        self._slots[count:] = _NOBODY
-        self._spans[count:, 2] = _NOBODY
-        self._asked[:, count:] = 0  # nobody wishes for anything
-        self._tabled[count:] = [None] * (self.size - count)
+            self._slot_mapping[row] = sequence.block_table[cached // size] * size + cached % size
+            self._query_spans[row, 2] = cached
+            if self._filled_tables[row] is not sequence.block_table:
+                self._block_tables[row, : len(sequence.block_table)] = sequence.block_table
+                self._sampling_fields[:, row] = packed_params(sequence.params, sequence.seed)
+                self._sampling_fields[GRAMMAR_FIELD, row] = uses_grammar(sequence)
+                self._filled_tables[row] = sequence.block_table
+        self._slot_mapping[count:] = _UNUSED
+        self._query_spans[count:, 2] = _UNUSED
+        self._sampling_fields[:, count:] = 0  # greedy
+        self._filled_tables[count:] = [None] * (self.size - count)
         self._on_device.copy_(self._on_host, non_blocking=True)
 
-    def move_on(self, chosen: Tensor) -> None:
-        """What the next step reads, if every sequence goes on with its ``chosen`` token, [size] int64."""
-        plan = self.plan
-        next_inputs(
-            *(chosen, self.token_ids, self._on_axis, plan.write_slots, plan.spans, plan.table),
+    def advance(self, chosen: Tensor) -> None:
+        """Set the next step's inputs on the device from the ``chosen`` tokens [size] int64."""
+        metadata = self.metadata
+        advance_decode_inputs(
+            *(
+                chosen,
+                self.token_ids,
+                self._position_row,
+                metadata.slot_mapping,
+                metadata.query_spans,
+                metadata.block_tables,
+            ),
             self._block_size,
         )
 
-    def reach(self, sequences: Many[Sequence], further: int) -> bool:
-        """Whether the block tables here know where each of ``sequences`` goes on ``further`` tokens on."""
+    def covers(self, sequences: list[Sequence], further: int) -> bool:
+        """Whether the block tables here hold the slot ``further`` tokens on of each of ``sequences``."""
         return all(
-            sequence.blocks is tabled and sequence.cached + further < len(tabled) * self._block_size
-            for sequence, tabled in zip(sequences, self._tabled, strict=False)
+            sequence.block_table is table
+            and sequence.num_cached_tokens + further < len(table) * self._block_size
+            for sequence, table in zip(sequences, self._filled_tables, strict=False)
         )
 
 
-# What a recorded pass with guesses reads: the newest token of each sequence, and its guesses behind it.
-#
-# A row for each of them, as if each were a sequence: the same blocks, and one token more of the past each.
-# Rows of one sequence look at keys and values of each other, so all are stored before any row looks
-# (``BlockPlan.stored_before``), and a row's own token is part of its past. Knows how guesses lie in rows.
-# Does not know when such a pass is recorded (``graphs.py``) or whether guesses are right
-# (``engine/scheduling/speculative.py``).
+class VerifyInputs(StepInputs):
+    """Inputs of a verify step of up to ``size`` rows: each newest token, followed by its draft tokens.
 
-
-_NOWHERE = -1  # a slot: nothing is left in the cache
-
-
-class GuessInputs(StepInputs):
-    """As ``StepInputs``, of up to ``size`` rows, of which several may be of one sequence."""
+    Each row is treated as a sequence with the same block table and one more cached token. Rows of a sequence
+    attend to each other, so all keys and values are stored before any row attends, and a row's own token
+    counts as cached.
+    """
 
     def __init__(self, size: int, blocks: int, block_size: int, device: torch.device) -> None:
         super().__init__(size, blocks, block_size, device)
-        nowhere = torch.full((size,), _NOWHERE, dtype=torch.int32, device=device)
-        self.plan = replace(self.plan, stored_before=nowhere)
+        no_slots = torch.full((size,), _UNUSED, dtype=torch.int32, device=device)
+        self.metadata = replace(self.metadata, no_store_slots=no_slots)
 
-    def fill_guessed(self, batch: Many[Work]) -> int:
-        """The newest token of each of ``batch``, then its guesses. Gives how many rows that is."""
+    def fill_drafts(self, batch: list[ScheduledChunk]) -> int:
+        """Set the newest token of each chunk and its draft tokens. Returns the number of rows."""
         size, row = self._block_size, 0
-        for work in batch:
-            sequence = work.sequence
-            for further, token in enumerate((sequence.generated[-1], *work.guesses)):
-                place = sequence.cached + further
+        for chunk in batch:
+            sequence = chunk.sequence
+            for offset, token in enumerate((sequence.generated[-1], *chunk.draft_tokens)):
+                index = sequence.num_cached_tokens + offset
                 self._tokens[row] = token
-                self._positions[row] = sequence.position + further
-                self._slots[row] = sequence.blocks[place // size] * size + place % size
-                self._spans[row, 2] = place + 1
-                if self._tabled[row] is not sequence.blocks:
-                    self._table[row, : len(sequence.blocks)] = sequence.blocks
-                    self._tabled[row] = sequence.blocks
+                self._positions[row] = sequence.position + offset
+                self._slot_mapping[row] = sequence.block_table[index // size] * size + index % size
+                self._query_spans[row, 2] = index + 1
+                if self._filled_tables[row] is not sequence.block_table:
+                    self._block_tables[row, : len(sequence.block_table)] = sequence.block_table
+                    self._filled_tables[row] = sequence.block_table
                 row += 1
-        self._slots[row:] = _NOWHERE
-        self._spans[row:, 2] = _NOWHERE
-        self._tabled[row:] = [None] * (self.size - row)
+        self._slot_mapping[row:] = _UNUSED
+        self._query_spans[row:, 2] = _UNUSED
+        self._filled_tables[row:] = [None] * (self.size - row)
         self._on_device.copy_(self._on_host, non_blocking=True)
         return row
 
-    def move_on(self, best: Tensor) -> None:
-        """Nothing: which step is the next one, the host decides."""
+    def advance(self, chosen: Tensor) -> None:
+        """Nothing: the host decides about the next step."""

@@ -1,18 +1,18 @@
-"""Features of pictures seen before, by content: the same picture is encoded once. Bounded by bytes.
+"""Encoder cache: vision features of recent images by content, in RAM, bounded by bytes.
 
-They wait in RAM, also if they were computed on a GPU: there every byte is dear. In RAM that is not pinned:
-torch keeps what it pinned, by powers of two, and a server grew by half a gigabyte (docs/log.md).
+RAM because every byte of a GPU is planned; not pinned, as torch keeps pinned memory by powers of two and a
+server grew by half a gigabyte (docs/log.md).
 """
 
 from collections import OrderedDict
 
 import torch
 
-from vlfit.models.qwen3_vl.vision import VisionFeatures
+from vlfit.models.base import VisionFeatures
 
 
-class ImageCache:
-    """Least recently used goes first. A picture larger than the whole cache is not kept."""
+class EncoderCache:
+    """LRU cache of vision features. Features larger than the whole cache are not kept."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -20,7 +20,7 @@ class ImageCache:
         self._entries: OrderedDict[bytes, VisionFeatures] = OrderedDict()
 
     def get(self, key: bytes, device: torch.device) -> VisionFeatures | None:
-        """The features of the picture ``key`` on ``device``."""
+        """Features of the image ``key`` on ``device``, or None."""
         features = self._entries.get(key)
         if features is None:
             return None
@@ -39,6 +39,6 @@ class ImageCache:
             self.used_bytes -= oldest.nbytes
 
     def clear(self) -> None:
-        """Forget all pictures: their memory is free for others."""
+        """Drop all features."""
         self._entries.clear()
         self.used_bytes = 0

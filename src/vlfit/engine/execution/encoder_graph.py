@@ -1,11 +1,10 @@
-"""The vision tower's blocks as one CUDA graph, for pictures of a size that comes again and again.
+"""CUDA graph of the vision tower's blocks, for images of a grid that repeats.
 
-The blocks are some three hundred kernels, and a host takes longer to launch them one by one than a large card
-to compute them. What they do depends on a picture's grid alone, so it is recorded when pictures of one grid
-have come in a row, and replayed for the next ones. One recording is kept at a time, of pictures whose
-feed-forward goes whole: what it holds is known (``tower_bytes`` in ``cost.py``). It only saves time:
-a grid that cannot be recorded is looked at without. Does not know what blocks do (``vision.py``), nor which
-cards have room for this (``plan/native/tiles.py``).
+The blocks are some three hundred kernels, which a large card runs faster than a host launches them. They
+depend on the grid alone, so a graph is captured once images of the same grid come in a row, and replayed for
+the next ones. One graph is kept at a time, and only for images whose feed-forward runs unsplit: its memory is
+planned (``encoder_graph_bytes`` in ``plan/native/cost.py``). It is an optimization only: if capture fails,
+that grid runs without a graph.
 """
 
 import logging
@@ -15,93 +14,101 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.loading.pinned import bytes_of, record
+from vlfit.loading.pinned import capture_graph, graph_pool_bytes
+from vlfit.models.base import EncoderBlocks, LevelOutput
 
 logger = logging.getLogger(__name__)
 
-IN_A_ROW = 2  # pictures of one grid, before it is recorded
-
-# Where what the blocks find on a level goes: [patches / merge^2, the text model's width].
-Place = Callable[[int], Tensor]
-# What the blocks do to the embedded patches of a frame [patches, hidden], in place.
-Look = Callable[[Tensor, Place], None]
+REPEATS_BEFORE_CAPTURE = 2  # images of one grid
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """``look`` as it went once, with ``hidden`` before it and ``outputs`` after it; it reads what ``look``
-    holds.
+class CapturedEncoder:
+    """A captured graph with its static input ``hidden`` and ``outputs``. Keeps ``run_blocks`` alive, whose
+    tensors it reads.
     """
 
     grid: tuple[int, int]
     hidden: Tensor
     outputs: list[Tensor]
-    look: Look
+    run_blocks: EncoderBlocks
     replay: Callable[[], None]
 
 
-class Recorded:
-    """Looks at frames by replaying, where that is recorded."""
+class EncoderGraph:
+    """Runs the encoder blocks, by graph replay where the grid is captured."""
 
-    def __init__(self, device: torch.device, most_patches: int) -> None:
-        self.nbytes = 0  # what torch took for the recording
+    def __init__(self, device: torch.device, max_patches: int) -> None:
+        self.nbytes = 0  # of the graph's memory pool
         self._device = device
-        self._most_patches = most_patches
-        self._latest: tuple[int, int] | None = None
-        self._count = 0
-        self._recording: Recording | None = None
-        self._not_again: set[tuple[int, int]] = set()  # grids that could not be recorded
+        self._max_patches = max_patches
+        self._last_grid: tuple[int, int] | None = None
+        self._repeats = 0
+        self._captured: CapturedEncoder | None = None
+        self._failed_grids: set[tuple[int, int]] = set()  # grids whose capture failed
 
     def release(self) -> None:
-        """Forget the recording, because tensors move or its memory is wanted."""
-        self._recording = None
-        self._latest = None
+        """Drop the graph, because tensors move or its memory is needed."""
+        self._captured = None
+        self._last_grid = None
         self.nbytes = 0
 
-    def look(self, grid: tuple[int, int], hidden: Tensor, place: Place, levels: int, look: Look) -> None:
-        """``look`` at ``hidden`` [patches, hidden] of a frame of ``grid``; what is found on each of so many
-        ``levels`` goes to ``place``.
-        """
-        self._count = self._count + 1 if grid == self._latest else 1
-        self._latest = grid
-        recording = self._recording
-        if recording is None or recording.grid != grid:
-            recording = None
-            if self._count > IN_A_ROW and len(hidden) <= self._most_patches and grid not in self._not_again:
-                recording = self._record(grid, hidden, [place(level) for level in range(levels)], look)
-        if recording is None:
-            look(hidden, place)
-            return
-        recording.hidden.copy_(hidden)
-        recording.replay()
-        for level, found in enumerate(recording.outputs):
-            place(level).copy_(found)
+    def forward(
+        self,
+        grid: tuple[int, int],
+        hidden: Tensor,
+        output: LevelOutput,
+        levels: int,
+        run_blocks: EncoderBlocks,
+    ) -> None:
+        """Run ``run_blocks`` on ``hidden`` [patches, hidden] of an image of ``grid``.
 
-    def _record(
-        self, grid: tuple[int, int], hidden: Tensor, outputs: list[Tensor], look: Look
-    ) -> Recording | None:
-        """None if it cannot be done, as where other programs have taken the memory: once for each grid."""
-        if self._recording is not None:
-            self._recording, self.nbytes = None, 0
-            torch.cuda.empty_cache()  # what was recorded is given back before another takes as much
+        The output of each of ``levels`` is written to ``output(level)``.
+        """
+        self._repeats = self._repeats + 1 if grid == self._last_grid else 1
+        self._last_grid = grid
+        captured = self._captured
+        if captured is None or captured.grid != grid:
+            captured = None
+            if (
+                self._repeats > REPEATS_BEFORE_CAPTURE
+                and len(hidden) <= self._max_patches
+                and grid not in self._failed_grids
+            ):
+                captured = self._capture(grid, hidden, [output(level) for level in range(levels)], run_blocks)
+        if captured is None:
+            run_blocks(hidden, output)
+            return
+        captured.hidden.copy_(hidden)
+        captured.replay()
+        for level, level_output in enumerate(captured.outputs):
+            output(level).copy_(level_output)
+
+    def _capture(
+        self, grid: tuple[int, int], hidden: Tensor, outputs: list[Tensor], run_blocks: EncoderBlocks
+    ) -> CapturedEncoder | None:
+        """Capture the graph; None if that fails, for example because memory is short. Tried once per grid."""
+        if self._captured is not None:
+            self._captured, self.nbytes = None, 0
+            torch.cuda.empty_cache()  # free the old graph before the next one allocates
 
         def run() -> tuple[Tensor, list[Tensor]]:
-            before = torch.empty_like(hidden)
-            found = [torch.empty_like(output) for output in outputs]
-            look(before, found.__getitem__)
-            return before, found
+            static_hidden = torch.empty_like(hidden)
+            static_outputs = [torch.empty_like(output) for output in outputs]
+            run_blocks(static_hidden, static_outputs.__getitem__)
+            return static_hidden, static_outputs
 
         try:
             pool = torch.cuda.graph_pool_handle()
-            replay, (before, found) = record(self._device, run, pool)
-        except Exception as error:  # whatever it is, it comes again if it is no matter of recording
-            self._not_again.add(grid)
+            replay, (static_hidden, static_outputs) = capture_graph(self._device, run, pool)
+        except Exception as error:  # an error of the blocks themselves comes again without the graph
+            self._failed_grids.add(grid)
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             size = "x".join(map(str, grid))
-            logger.warning("pictures of %s patches are looked at without a recording: %s", size, reason)
+            logger.warning("images of %s patches run without a CUDA graph: %s", size, reason)
         else:
-            self._recording = Recording(grid, before, found, look, replay)
-            self.nbytes = bytes_of(pool)
-            return self._recording
-        torch.cuda.empty_cache()  # what the recording had until it failed
+            self._captured = CapturedEncoder(grid, static_hidden, static_outputs, run_blocks, replay)
+            self.nbytes = graph_pool_bytes(pool)
+            return self._captured
+        torch.cuda.empty_cache()  # memory of the failed capture
         return None

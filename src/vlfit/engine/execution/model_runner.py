@@ -1,9 +1,8 @@
-"""Runs the model on a batch of work: encodes pictures when a prompt reaches them, builds the tensors of one
-forward pass, returns logits. Decides nothing about who runs.
+"""Model runner: encodes images, builds the input tensors of a forward pass, returns logits and sampled
+tokens.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from weakref import WeakValueDictionary
 
@@ -12,158 +11,166 @@ import torch
 from torch import Tensor
 
 from vlfit import kernels
-from vlfit.checkpoint.processor_files import ImageProcessing
-from vlfit.engine.device import threads_for
-from vlfit.engine.execution.attention_metadata import Layout
+from vlfit.engine.device import scaled_threads
+from vlfit.engine.execution.attention_metadata import AttentionMetadataBuilder
 from vlfit.engine.execution.cuda_graphs import DecodeGraphs
-from vlfit.engine.execution.encoder_cache import ImageCache
-from vlfit.engine.execution.encoder_graph import Recorded
-from vlfit.engine.sampling.sampler import Scores, scores_of
-from vlfit.engine.scheduling.scheduler import Work
-from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, Sequence
-from vlfit.kernels.attention.paged import BlockPlan
-from vlfit.kernels.gemm.quantized import means
-from vlfit.kernels.sampling.draw import FIELDS, Words, words_of
+from vlfit.engine.execution.encoder_cache import EncoderCache
+from vlfit.engine.execution.encoder_graph import EncoderGraph
+from vlfit.engine.sampling.sampler import StepOutput, select_tokens
+from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, ScheduledChunk, Sequence
+from vlfit.kernels.attention.paged import BlockAttentionMetadata
+from vlfit.kernels.gemm.quantized import dequant_config
+from vlfit.kernels.sampling.draw import NUM_FIELDS, PackedParams, packed_params
 from vlfit.layers.kv_cache import KVCache
+from vlfit.models.base import PreparedImage, VisionEncoder, VisionFeatures
 from vlfit.models.decoder import TextModel, VisualRows
-from vlfit.models.qwen3_vl.image_processor import PreparedImage, patches_by_time
-from vlfit.models.qwen3_vl.vision import WHOLE_ROWS, VisionFeatures, VisionTower
 
 
-class Runner:
+class ModelRunner:
+    """Text model, vision tower, KV cache and CUDA graphs on one device."""
+
     def __init__(
         self,
         text: TextModel,
-        vision: VisionTower | None,
-        processing: ImageProcessing | None,
+        vision: VisionEncoder | None,
+        image_patches: Callable[[PreparedImage], Iterator[Tensor]] | None,
         cache: KVCache,
-        image_cache: ImageCache,
+        encoder_cache: EncoderCache,
         device: torch.device,
     ) -> None:
         self.text = text
         self.vision = vision
-        self.processing = processing
+        self.image_patches = image_patches
         self.cache = cache
-        self.image_cache = image_cache
+        self.encoder_cache = encoder_cache
         self.device = device
-        self.layout = Layout(cache.block_size, device)
-        self.graphs: DecodeGraphs | None = None
-        self.recorded: Recorded | None = None
-        # What sequences hold, by content; gone with the last of them.
-        self._looked_at: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
+        self.metadata_builder = AttentionMetadataBuilder(cache.block_size, device)
+        self.decode_graphs: DecodeGraphs | None = None
+        self.encoder_graph: EncoderGraph | None = None
+        # Features in use by sequences, by content.
+        self._features_in_use: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
 
-    def run(self, batch: Many[Work]) -> Scores:
-        """One forward pass. ``batch`` has its decoding sequences first, of those with guesses the ones behind
-        the others.
+    def run(self, batch: list[ScheduledChunk]) -> StepOutput:
+        """One forward pass. ``batch`` has decoding sequences first, those with draft tokens last among them.
 
-        Gives what is said of the next token of each work that reaches the end of its tokens, and then of each
-        of its guesses; valid until the next pass.
+        Returns a row for each chunk that reaches the end of its sequence, followed by one for each of its
+        draft tokens. Valid until the next pass.
         """
-        if self.graphs is not None and all(work.sequence.decoding for work in batch):
-            if any(work.guesses for work in batch):
-                return self.graphs.run_guesses(batch)
-            return self.graphs.run([work.sequence for work in batch])
-        speaking = [work.sequence for work in batch if work.finishes_prompt]
-        if not speaking or not kernels.used_on(self.device) or any(work.guesses for work in batch):
-            with self._threads(batch):
-                return scores_of(self._forward(batch))
-        words = np.array([(*_asked(each), each.position) for each in speaking], np.int32)
-        asked = torch.from_numpy(words.T.copy()).to(self.device, non_blocking=True)
-        return scores_of(self._forward(batch), asked[:-1], asked[-1])
+        if self.decode_graphs is not None and all(chunk.sequence.is_decoding for chunk in batch):
+            if any(chunk.draft_tokens for chunk in batch):
+                return self.decode_graphs.run_verify(batch)
+            return self.decode_graphs.run([chunk.sequence for chunk in batch])
+        sampling_sequences = [chunk.sequence for chunk in batch if chunk.needs_sampling]
+        if (
+            not sampling_sequences
+            or not kernels.enabled_on(self.device)
+            or any(chunk.draft_tokens for chunk in batch)
+        ):
+            with self._cpu_threads(batch):
+                return select_tokens(self._forward(batch))
+        packed = np.array([(*_packed_params(each), each.position) for each in sampling_sequences], np.int32)
+        sampling_params = torch.from_numpy(packed.T.copy()).to(self.device, non_blocking=True)
+        return select_tokens(self._forward(batch), sampling_params[:-1], sampling_params[-1])
 
-    def run_ahead(self, batch: Many[Work]) -> None:
-        """Launch the pass after ``run(batch)`` if that was by graphs: all of ``batch`` go on with the token
-        that the device chose. ``run`` takes it over if that is asked for next; else it was in vain.
+    def launch_next(self, batch: list[ScheduledChunk]) -> None:
+        """Launch the pass after ``run(batch)`` if that was a graph replay, each sequence with the token the
+        device chose.
+
+        The next ``run`` uses it if the batch is the same; else it was in vain.
         """
-        if self.graphs is not None and all(work.sequence.decoding for work in batch):
-            self.graphs.run_ahead([work.sequence for work in batch])
+        if self.decode_graphs is not None and all(chunk.sequence.is_decoding for chunk in batch):
+            self.decode_graphs.launch_next([chunk.sequence for chunk in batch])
 
-    def is_ahead(self, batch: Many[Work]) -> bool:
-        """Whether the pass that ``batch`` asks for was launched by ``run_ahead``."""
-        return self.graphs is not None and self.graphs.is_ahead([work.sequence for work in batch])
+    def is_launched(self, batch: list[ScheduledChunk]) -> bool:
+        """Whether ``launch_next`` has launched the pass of ``batch``."""
+        return self.decode_graphs is not None and self.decode_graphs.is_launched(
+            [chunk.sequence for chunk in batch]
+        )
 
-    def record_graphs(self, context: int, sequences: int, guess_rows: int = 0) -> None:
-        """Decode by graphs from now on: up to ``sequences`` at once, of up to ``context`` tokens; a pass with
-        guesses is of up to ``guess_rows`` rows.
+    def capture_graphs(self, max_model_len: int, max_num_seqs: int, verify_rows: int = 0) -> None:
+        """Capture decode graphs for up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens.
+
+        ``verify_rows``: rows of verify steps of speculative decoding; 0: none.
         """
 
-        def step(token_ids: Tensor, positions: Tensor, plan: BlockPlan) -> Tensor:
-            return self.text(token_ids, positions, None, self.cache, plan, None)
+        def step(token_ids: Tensor, positions: Tensor, metadata: BlockAttentionMetadata) -> Tensor:
+            return self.text(token_ids, positions, None, self.cache, metadata, None)
 
         vocabulary = self.text.vocabulary
-        self.graphs = DecodeGraphs(step, self.cache, vocabulary, context, sequences, guess_rows)
-        if self.vision is not None and means(self.device).tower:
-            self.recorded = Recorded(self.device, WHOLE_ROWS)
+        self.decode_graphs = DecodeGraphs(
+            step, self.cache, vocabulary, max_model_len, max_num_seqs, verify_rows
+        )
+        if self.vision is not None and dequant_config(self.device).encoder_graphs:
+            self.encoder_graph = EncoderGraph(self.device, self.vision.max_graph_patches)
         with torch.inference_mode():
-            self.graphs.record()
+            self.decode_graphs.capture()
 
     def release_graphs(self) -> None:
-        """What was recorded is forgotten: tensors move, or memory is wanted."""
-        if self.graphs is not None:
-            self.graphs.release()
-        if self.recorded is not None:
-            self.recorded.release()
+        """Drop captured graphs: tensors move, or memory is needed."""
+        if self.decode_graphs is not None:
+            self.decode_graphs.release()
+        if self.encoder_graph is not None:
+            self.encoder_graph.release()
 
-    def _forward(self, batch: Many[Work]) -> Tensor:
-        """Logits [n, vocabulary] of the rows that speak."""
+    def _forward(self, batch: list[ScheduledChunk]) -> Tensor:
+        """Logits [n, vocabulary] of the rows to sample."""
         visual = self._visual_rows(batch)
-        with self._threads(batch):
+        with self._cpu_threads(batch):
             return self.text(
-                self._to_device(np.concatenate([_token_ids(work) for work in batch])),
-                self._to_device(np.concatenate([_positions(work) for work in batch], axis=1)),
+                self._to_device(np.concatenate([_token_ids(chunk) for chunk in batch])),
+                self._to_device(np.concatenate([_positions(chunk) for chunk in batch], axis=1)),
                 visual,
                 self.cache,
-                self.layout.plan(batch),
-                self._to_device(_speaking(batch)),
+                self.metadata_builder.build(batch),
+                self._to_device(_sampling_rows(batch)),
             )
 
-    def _threads(self, batch: Many[Work]) -> AbstractContextManager[None]:
-        """As many of the CPU's threads as a pass of ``batch`` is worth."""
-        rows = sum(work.length for work in batch)
-        return threads_for(self.device, rows * self.text.multiplications_per_row)
+    def _cpu_threads(self, batch: list[ScheduledChunk]) -> AbstractContextManager[None]:
+        """CPU threads that a pass of ``batch`` is worth."""
+        rows = sum(chunk.num_tokens for chunk in batch)
+        return scaled_threads(self.device, rows * self.text.multiplications_per_row)
 
-    def look(self, work: Work) -> None:
-        """Encode the pictures that ``work`` reaches. What was encoded stays with its sequence."""
-        sequence = work.sequence
-        if sequence.decoding or not sequence.prompt.images:
+    def encode_images(self, chunk: ScheduledChunk) -> None:
+        """Encode the images that ``chunk`` covers; their features stay with the sequence."""
+        sequence = chunk.sequence
+        if sequence.is_decoding or not sequence.prompt.images:
             return
-        for number, image, _, _ in _pictures_reached(work):
+        for number, image, _, _ in _images_in(chunk):
             if number not in sequence.features:
-                sequence.features[number] = self.encode(image)
+                sequence.features[number] = self.encode_image(image)
 
-    def forget(self, work: Work) -> None:
-        """Let go of the pictures that ``work`` has brought to their end: it will not be done again.
+    def release_images(self, chunk: ScheduledChunk) -> None:
+        """Move features of images that ended with ``chunk`` to the encoder cache.
 
-        Now they go to the cache: their pass is over, so that nothing waits for the device.
+        Done after their pass, so that the copy to RAM does not wait for it.
         """
-        sequence, end = work.sequence, work.sequence.cached + work.length
-        ended = [number for number, last in _ends_of(sequence).items() if last <= end]
-        keys = [image.key for image in _one_by_one(sequence)] if ended else []
-        for number in ended:
-            self.image_cache.put(keys[number], sequence.features.pop(number))
+        sequence, end = chunk.sequence, chunk.sequence.num_cached_tokens + chunk.num_tokens
+        finished = [number for number, image_end in _image_ends(sequence).items() if image_end <= end]
+        keys = [image.key for image in _frames(sequence)] if finished else []
+        for number in finished:
+            self.encoder_cache.put(keys[number], sequence.features.pop(number))
 
-    def encode(self, image: PreparedImage) -> VisionFeatures:
-        """The features of a picture: of a request that looks at it too, or from the cache, or computed."""
-        if self.vision is None or self.processing is None:
-            raise RuntimeError("a picture came to a model without eyes")
-        features = self._looked_at.get(image.key) or self.image_cache.get(image.key, self.device)
+    def encode_image(self, image: PreparedImage) -> VisionFeatures:
+        """Features of an image: those in use by another request, or cached, or computed."""
+        if self.vision is None or self.image_patches is None:
+            raise RuntimeError("an image reached a model without a vision tower")
+        features = self._features_in_use.get(image.key) or self.encoder_cache.get(image.key, self.device)
         if features is None:
-            patches = patches_by_time(image.pixels, self.processing, self.device, self.cache.dtype)
-            features = self.vision(patches, image.grid, self.recorded)
-        self._looked_at[image.key] = features
+            features = self.vision(self.image_patches(image), image.grid, self.encoder_graph)
+        self._features_in_use[image.key] = features
         return features
 
-    def _visual_rows(self, batch: Many[Work]) -> VisualRows | None:
-        """Features of every placeholder in the batch, and the rows they go to."""
+    def _visual_rows(self, batch: list[ScheduledChunk]) -> VisualRows | None:
+        """Features of all image tokens of the batch, and the rows they replace."""
         index: list[IntVector] = []
         parts: list[VisionFeatures] = []
         start = 0
-        for work in batch:
-            if not work.sequence.decoding and work.sequence.prompt.images:
-                rows, features = self._visual_part(work)
+        for chunk in batch:
+            if not chunk.sequence.is_decoding and chunk.sequence.prompt.images:
+                rows, features = self._chunk_features(chunk)
                 index.append(rows + start)
                 parts.extend(features)
-            start += work.length
+            start += chunk.num_tokens
         if not parts:
             return None
         return VisualRows(
@@ -172,83 +179,92 @@ class Runner:
             tuple(torch.cat(level) for level in zip(*(part.deepstack for part in parts), strict=True)),
         )
 
-    def _visual_part(self, work: Work) -> tuple[IntVector, list[VisionFeatures]]:
-        """Rows of the chunk that are placeholders, and the slices of features that belong there."""
-        self.look(work)
-        sequence = work.sequence
+    def _chunk_features(self, chunk: ScheduledChunk) -> tuple[IntVector, list[VisionFeatures]]:
+        """Rows of ``chunk`` that are image tokens, and the slices of features for them."""
+        self.encode_images(chunk)
+        sequence = chunk.sequence
         slices = []
-        for number, _, low, high in _pictures_reached(work):
+        for number, _, low, high in _images_in(chunk):
             features = sequence.features[number]
             cut = slice(low, high)
             slices.append(
                 VisionFeatures(features.rows[cut], tuple(level[cut] for level in features.deepstack))
             )
-        first, last = _placeholders_of(work)
-        return sequence.prompt.placeholders[first:last] - sequence.cached, slices
+        first, last = _placeholder_range(chunk)
+        return sequence.prompt.placeholders[first:last] - sequence.num_cached_tokens, slices
 
     def _to_device(self, array: IntVector | IntMatrix) -> Tensor:
-        # Nobody waits for what the device still does: a prompt is asked for while it looks at the picture.
-        # From memory that is not pinned CUDA returns when all is read, so that the array may go.
+        # Asynchronous, so that a prompt is launched while the device still encodes its image. From unpinned
+        # memory CUDA returns once all is read, so the array may be freed.
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def _speaking(batch: Many[Work]) -> IntVector:
-    """The rows of ``batch`` behind which a token comes: the last of each work, and before it its guesses."""
+def _sampling_rows(batch: list[ScheduledChunk]) -> IntVector:
+    """Rows whose logits are sampled: the last of each chunk, and those before its draft tokens."""
     rows: list[int] = []
     end = 0
-    for work in batch:
-        end += work.length
-        if work.finishes_prompt:
-            rows += range(end - 1 - len(work.guesses), end)
+    for chunk in batch:
+        end += chunk.num_tokens
+        if chunk.needs_sampling:
+            rows += range(end - 1 - len(chunk.draft_tokens), end)
     return np.array(rows, dtype=np.int64)
 
 
-def _placeholders_of(work: Work) -> tuple[int, int]:
-    """The first and behind the last of the prompt's placeholders that ``work`` computes."""
-    begin = work.sequence.cached
-    first, last = np.searchsorted(work.sequence.prompt.placeholders, (begin, begin + work.length))
+def _placeholder_range(chunk: ScheduledChunk) -> tuple[int, int]:
+    """Range of the prompt's placeholders that ``chunk`` computes."""
+    begin = chunk.sequence.num_cached_tokens
+    first, last = np.searchsorted(chunk.sequence.prompt.placeholders, (begin, begin + chunk.num_tokens))
     return int(first), int(last)
 
 
-def _pictures_reached(work: Work) -> Iterator[tuple[int, PreparedImage, int, int]]:
-    """Each picture with placeholders in ``work``: its number, itself, and which of its rows they are.
+def _images_in(chunk: ScheduledChunk) -> Iterator[tuple[int, PreparedImage, int, int]]:
+    """Each image with placeholders in ``chunk``: number, image, first and last (exclusive) of its feature
+    rows.
 
-    Of a clip each temporal patch is a picture, so that no more of it is held than a pass needs.
+    Each temporal patch of a clip counts as an image, so that a pass holds no more of a clip than it needs.
     """
-    first, last = _placeholders_of(work)
+    first, last = _placeholder_range(chunk)
     start = 0
-    for number, image in enumerate(_one_by_one(work.sequence)):
+    for number, image in enumerate(_frames(chunk.sequence)):
         low, high = max(first, start), min(last, start + image.tokens)
         if low < high:
             yield number, image, low - start, high - start
         start += image.tokens
 
 
-def _ends_of(sequence: Sequence) -> dict[int, int]:
-    """Behind which token of the prompt each picture ends that is encoded."""
+def _image_ends(sequence: Sequence) -> dict[int, int]:
+    """End of each encoded image: number of prompt tokens up to and including its last one."""
     if not sequence.features:
         return {}
     placeholders = sequence.prompt.placeholders
-    behind = np.cumsum([image.tokens for image in _one_by_one(sequence)])
-    return {number: int(placeholders[behind[number] - 1]) + 1 for number in sequence.features}
+    row_ends = np.cumsum([image.tokens for image in _frames(sequence)])
+    return {number: int(placeholders[row_ends[number] - 1]) + 1 for number in sequence.features}
 
 
-def _one_by_one(sequence: Sequence) -> Iterator[PreparedImage]:
+def _frames(sequence: Sequence) -> Iterator[PreparedImage]:
     return (step for image in sequence.prompt.images for step in image.steps())
 
 
-def _asked(sequence: Sequence) -> Words:
-    """What the device is asked to draw for ``sequence``: nothing where its form must be looked at first."""
-    if sequence.constraint is not None:
-        return np.zeros(FIELDS, dtype=np.int32)
-    return words_of(sequence.sampling, sequence.seed)
+def _packed_params(sequence: Sequence) -> PackedParams:
+    """Sampling parameters for the device: all zeros if a grammar has to be applied on the host."""
+    if sequence.grammar_matcher is not None:
+        return np.zeros(NUM_FIELDS, dtype=np.int32)
+    return packed_params(sequence.params, sequence.seed)
 
 
-def _token_ids(work: Work) -> IntVector:
-    sequence = work.sequence
-    said = sequence.token_ids(sequence.cached, sequence.cached + work.length - len(work.guesses))
-    return np.concatenate((said, np.array(work.guesses, dtype=np.int64))) if work.guesses else said
+def _token_ids(chunk: ScheduledChunk) -> IntVector:
+    sequence = chunk.sequence
+    token_ids = sequence.token_ids(
+        sequence.num_cached_tokens, sequence.num_cached_tokens + chunk.num_tokens - len(chunk.draft_tokens)
+    )
+    return (
+        np.concatenate((token_ids, np.array(chunk.draft_tokens, dtype=np.int64)))
+        if chunk.draft_tokens
+        else token_ids
+    )
 
 
-def _positions(work: Work) -> IntMatrix:
-    return work.sequence.positions(work.sequence.cached, work.sequence.cached + work.length)
+def _positions(chunk: ScheduledChunk) -> IntMatrix:
+    return chunk.sequence.positions(
+        chunk.sequence.num_cached_tokens, chunk.sequence.num_cached_tokens + chunk.num_tokens
+    )

@@ -1,243 +1,258 @@
-"""One step of the engine, done so that a failure costs one request: pictures, forward pass, sampling.
+"""One engine step with fault isolation: encode images, forward pass, sample; a failure costs one request.
 
-Pictures are encoded apart, each on its request's account. A pass over several requests that fails is done
-again for each alone, and only who fails then has failed. That is sound because a pass changes nothing before
-it is over but slots that it writes anew: the account of cached tokens moves on behind it, and features stay
-with their sequence until then. Knows torch's errors. Does not know who is told (``engine.py``) or who runs
-next (``scheduler.py``).
+Images are encoded one request at a time. If a pass over several requests fails, each is run alone and only
+those that fail again have failed. That is sound because a pass changes nothing before it ends but KV slots
+that are rewritten anyway: cached token counts advance after it, and features stay with their sequence until
+then.
 """
 
 import logging
 import time
 import traceback
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from vlfit.engine.execution.model_runner import Runner
-from vlfit.engine.memory.budget import Budget, asked_bytes, is_shortage
-from vlfit.engine.sampling.sampler import Draw, Sampled, TokenText, is_plain_greedy, sample
-from vlfit.engine.scheduling.scheduler import Work
-from vlfit.engine.scheduling.sequence import Sequence
-from vlfit.engine.scheduling.speculative import came_true
+from vlfit.engine.execution.model_runner import ModelRunner
+from vlfit.engine.memory.budget import Budget, is_out_of_memory, requested_bytes
+from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, TokenText, is_plain_greedy, sample
+from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
+from vlfit.engine.scheduling.speculative import count_accepted
 from vlfit.errors import ModelFailed, OutOfMemory
-from vlfit.kernels.sampling.draw import surely_draws
-from vlfit.layers.kv_cache import slots_of
+from vlfit.kernels.sampling.draw import always_samples_on_gpu
+from vlfit.layers.kv_cache import slots_of_blocks
 from vlfit.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-SAY_AGAIN_SECONDS = 60.0
+LOG_INTERVAL_SECONDS = 60.0
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A work that is over; ``sampled`` is None where a prompt goes on. ``more`` comes behind it where guesses
-    have come true.
+class ChunkResult:
+    """Result of a chunk. ``sampled``: the next token, None in the middle of a prompt. ``accepted``: draft
+    tokens after it.
     """
 
-    work: Work
-    sampled: Sampled | ModelFailed | None
-    more: tuple[Sampled, ...] = ()
+    chunk: ScheduledChunk
+    sampled: SampledToken | ModelFailed | None
+    accepted: tuple[SampledToken, ...] = ()
 
 
 @dataclass(slots=True)
-class Outcome:
-    """``again``: how many passes failed and were done again request by request. ``seconds`` that the pass
-    took, where it was one and no picture was encoded for it.
+class StepResult:
+    """Result of a step.
+
+    ``num_retries``: passes that failed and were run again request by request. ``seconds``: of the pass, if
+    there was one and no images were encoded in it.
     """
 
-    done: list[Done] = field(default_factory=list)
+    results: list[ChunkResult] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
-    again: int = 0
+    num_retries: int = 0
     seconds: float | None = None
 
 
-class Passes:
-    def __init__(self, runner: Runner, budget: Budget, token_text: TokenText) -> None:
+class StepExecutor:
+    """Runs batches on the model runner and turns exceptions into failures of single requests."""
+
+    def __init__(self, runner: ModelRunner, budget: Budget, token_text: TokenText) -> None:
         self.runner = runner
         self.budget = budget
         self._token_text = token_text
-        self._said = float("-inf")
-        self._looked = False  # whether the pass waits for pictures, which are encoded just before it
+        self._last_logged = float("-inf")
+        self._encoded_images = False  # in this step, so that its time is not that of a pass
 
-    def run(self, batch: Many[Work], *, alike: bool = False) -> Outcome:
-        """Do all of ``batch``, which has its decoding sequences first. What fails is told, not raised.
+    def run(self, batch: list[ScheduledChunk], *, expect_same_batch: bool = False) -> StepResult:
+        """Run ``batch``, decoding sequences first. Failures are returned, not raised.
 
-        ``alike``: as far as is known the next batch is of the same sequences. Then its pass is launched
-        before the tokens of this one are read, if the device knows what all go on with.
+        ``expect_same_batch``: the next batch is expected to have the same sequences, so its pass is launched
+        before this one's tokens are read, if the device knows all of them.
         """
-        outcome = Outcome()
-        self._looked = False
-        ready = [work for work in batch if self._prepared(work, outcome)]
+        result = StepResult()
+        self._encoded_images = False
+        ready = [chunk for chunk in batch if self._try_prepare(chunk, result)]
         if not ready:
-            return outcome
+            return result
         began = time.perf_counter()
-        found = self._attempt(partial(self._pass, ready, alike), ready, again=True)
-        if not isinstance(found, Exception):
-            outcome.done = found
-            outcome.seconds = None if self._looked else time.perf_counter() - began
-        elif len(ready) == 1 and not isinstance(found, OutOfMemory):
-            outcome.failed.append((ready[0].sequence, found))
+        outcome = self._attempt(partial(self._forward, ready, expect_same_batch), ready, retry=True)
+        if not isinstance(outcome, Exception):
+            result.results = outcome
+            result.seconds = None if self._encoded_images else time.perf_counter() - began
+        elif len(ready) == 1 and not isinstance(outcome, OutOfMemory):
+            result.failed.append((ready[0].sequence, outcome))
         else:
-            outcome.again = 1
-            self._one_by_one(ready, outcome)
-        for done in outcome.done:
-            self.runner.forget(done.work)
-        return outcome
+            result.num_retries = 1
+            self._isolate(ready, result)
+        for chunk_result in result.results:
+            self.runner.release_images(chunk_result.chunk)
+        return result
 
-    def _prepared(self, work: Work, outcome: Outcome) -> bool:
-        """Slots on the device, and pictures encoded. Where there is no memory for it, once more with less."""
-        found = self._attempt(partial(self._prepare, work), [work], again=True)
-        if isinstance(found, OutOfMemory):
-            self._make_room()
-            outcome.again += 1
-            found = self._attempt(partial(self._prepare, work), [work])
-        if isinstance(found, Exception):
-            outcome.failed.append((work.sequence, found))
+    def _try_prepare(self, chunk: ScheduledChunk, result: StepResult) -> bool:
+        """Build the slot mapping and encode images; once more after freeing caches if memory is short."""
+        outcome = self._attempt(partial(self._prepare, chunk), [chunk], retry=True)
+        if isinstance(outcome, OutOfMemory):
+            self._free_caches()
+            result.num_retries += 1
+            outcome = self._attempt(partial(self._prepare, chunk), [chunk])
+        if isinstance(outcome, Exception):
+            result.failed.append((chunk.sequence, outcome))
             return False
         return True
 
-    def _prepare(self, work: Work) -> None:
-        sequence = work.sequence
-        if sequence.slots is None:
-            sequence.slots = slots_of(sequence.blocks, self.runner.cache.block_size).to(self.runner.device)
-        seen = len(sequence.features)
-        self.runner.look(work)
-        self._looked |= len(sequence.features) > seen
+    def _prepare(self, chunk: ScheduledChunk) -> None:
+        sequence = chunk.sequence
+        if sequence.slot_mapping is None:
+            sequence.slot_mapping = slots_of_blocks(sequence.block_table, self.runner.cache.block_size).to(
+                self.runner.device
+            )
+        num_features = len(sequence.features)
+        self.runner.encode_images(chunk)
+        self._encoded_images |= len(sequence.features) > num_features
 
-    def _one_by_one(self, batch: Many[Work], outcome: Outcome) -> None:
-        self._make_room()
-        for work in batch:
-            found = self._attempt(partial(self._pass, [work], alike=False), [work])
-            if isinstance(found, Exception):
-                outcome.failed.append((work.sequence, found))
+    def _isolate(self, batch: list[ScheduledChunk], result: StepResult) -> None:
+        """Run each request of a failed batch alone."""
+        self._free_caches()
+        for chunk in batch:
+            outcome = self._attempt(partial(self._forward, [chunk], expect_same_batch=False), [chunk])
+            if isinstance(outcome, Exception):
+                result.failed.append((chunk.sequence, outcome))
             else:
-                outcome.done += found
+                result.results += outcome
 
-    def _pass(self, batch: Many[Work], alike: bool) -> list[Done]:
-        """One forward pass, and a token for whoever has reached the end of its tokens."""
-        speaking = [work.sequence for work in batch if work.finishes_prompt]
-        if any(work.guesses for work in batch):
-            return self._pass_with_guesses(batch)
-        scores = self.runner.run(batch)
-        if alike and all(_goes_on_by_itself(sequence) for sequence in speaking):
-            self.runner.run_ahead(batch)
-        tokens, finite, drawn = scores.read()
-        wishes = [_draw(sequence) for sequence in speaking]
-        sampled = iter(sample(scores.logits, tokens, drawn, wishes, self._token_text))
-        usable = iter(finite)
-        done = []
-        for work in batch:
-            token: Sampled | ModelFailed | None = None
-            if work.finishes_prompt:
+    def _forward(self, batch: list[ScheduledChunk], expect_same_batch: bool) -> list[ChunkResult]:
+        """One forward pass; a token for each chunk that reaches the end of its sequence."""
+        sampling_sequences = [chunk.sequence for chunk in batch if chunk.needs_sampling]
+        if any(chunk.draft_tokens for chunk in batch):
+            return self._verify(batch)
+        output = self.runner.run(batch)
+        if expect_same_batch and all(_sampled_on_device(sequence) for sequence in sampling_sequences):
+            self.runner.launch_next(batch)
+        tokens, is_finite, chosen_on_device = output.read()
+        sampling_rows = [_sampling_row(sequence) for sequence in sampling_sequences]
+        sampled = iter(sample(output.logits, tokens, chosen_on_device, sampling_rows, self._token_text))
+        finite_flags = iter(is_finite)
+        results = []
+        for chunk in batch:
+            token: SampledToken | ModelFailed | None = None
+            if chunk.needs_sampling:
                 token = next(sampled)
-                if not next(usable):
-                    token = _overflow(work.sequence, self.runner.cache.dtype)
-            done.append(Done(work, token))
-        return done
+                if not next(finite_flags):
+                    token = _nonfinite(chunk.sequence, self.runner.cache.dtype)
+            results.append(ChunkResult(chunk, token))
+        return results
 
-    def _pass_with_guesses(self, batch: Many[Work]) -> list[Done]:
-        """One forward pass of sequences that all decode: what comes next, and as far as it was guessed what
-        comes then.
-        """
-        scores = self.runner.run(batch)
-        best, usable, drawn = scores.read()
-        done = []
+    def _verify(self, batch: list[ScheduledChunk]) -> list[ChunkResult]:
+        """One forward pass over decoding sequences with draft tokens: sample, then accept matching drafts."""
+        output = self.runner.run(batch)
+        greedy_tokens, is_finite, chosen_on_device = output.read()
+        results = []
         row = 0
-        for work in batch:
-            here = slice(row, row + work.length)
-            token: Sampled | ModelFailed
-            first = slice(row, row + 1)
-            told = drawn and drawn[first]
-            wish = [_draw(work.sequence)]
-            (token,) = sample(scores.logits[first], best[first], told, wish, self._token_text)
-            # An answer that must have a form may not go on with the likeliest token.
-            agreed = token.token_id == best[row]
-            if not usable[row]:
-                token, agreed = _overflow(work.sequence, self.runner.cache.dtype), False
-            right = came_true(work.guesses, best[here], usable[here]) if agreed else 0
-            done.append(Done(work, token, tuple(map(Sampled, best[row + 1 : row + 1 + right]))))
-            row += work.length
-        return done
+        for chunk in batch:
+            rows = slice(row, row + chunk.num_tokens)
+            token: SampledToken | ModelFailed
+            first_row = slice(row, row + 1)
+            chosen = chosen_on_device and chosen_on_device[first_row]
+            sampling_rows = [_sampling_row(chunk.sequence)]
+            (token,) = sample(
+                output.logits[first_row], greedy_tokens[first_row], chosen, sampling_rows, self._token_text
+            )
+            # With a grammar the sampled token may differ from the greedy one; then no draft is accepted.
+            matches_greedy = token.token_id == greedy_tokens[row]
+            if not is_finite[row]:
+                token, matches_greedy = _nonfinite(chunk.sequence, self.runner.cache.dtype), False
+            num_accepted = (
+                count_accepted(chunk.draft_tokens, greedy_tokens[rows], is_finite[rows])
+                if matches_greedy
+                else 0
+            )
+            results.append(
+                ChunkResult(
+                    chunk, token, tuple(map(SampledToken, greedy_tokens[row + 1 : row + 1 + num_accepted]))
+                )
+            )
+            row += chunk.num_tokens
+        return results
 
     def _attempt(
-        self, do: Callable[[], Found], batch: Many[Work], *, again: bool = False
-    ) -> Found | Exception:
-        """What ``do`` gives or raises; after a failure nothing of it lives on, nor has it been.
+        self, run: Callable[[], T], batch: list[ScheduledChunk], *, retry: bool = False
+    ) -> T | Exception:
+        """Result of ``run``, or its exception without traceback.
 
-        ``again``: where memory was short it is done once more, with what was kept only to save time.
+        ``retry``: only for the log, whether a failure for lack of memory is tried again.
         """
         try:
             with torch.inference_mode():
-                return do()
+                return run()
         except Exception as error:
-            failure = self._told(error, batch, again)
-            # A traceback holds its frames, and they hold the tensors of a pass, for as long as somebody
-            # keeps the error.
+            failure = self._describe(error, batch, retry)
+            # A traceback keeps its frames alive, and with them the tensors of a pass.
             drop_tracebacks(error)
         return failure
 
-    def _told(self, error: Exception, batch: Many[Work], again: bool) -> Exception:
-        """What a request is told of ``error``, with numbers where memory was short; and the log."""
-        who = _in_words(batch)
-        if not is_shortage(error):
-            logger.error("a pass failed for %s:\n%s", who, "".join(traceback.format_exception(error)))
+    def _describe(self, error: Exception, batch: list[ScheduledChunk], retry: bool) -> Exception:
+        """Log ``error`` and return what the request is told, with numbers if memory was short."""
+        requests = _describe_batch(batch)
+        if not is_out_of_memory(error):
+            logger.error("a pass failed for %s:\n%s", requests, "".join(traceback.format_exception(error)))
             return error
-        asked = asked_bytes(error)
-        wanted = f"{format_bytes(asked)} were asked for" if asked is not None else str(error).splitlines()[0]
-        place = "RAM" if self.budget.device.type == "cpu" else "the GPU"
-        message = f"{place} is out of memory: {wanted}, {self.budget.shortage()}, for {who}"
-        self._log(message, batch, again)
+        requested = requested_bytes(error)
+        reason = (
+            f"{format_bytes(requested)} were requested"
+            if requested is not None
+            else str(error).splitlines()[0]
+        )
+        memory = "RAM" if self.budget.device.type == "cpu" else "the GPU"
+        message = f"{memory} is out of memory: {reason}, {self.budget.describe_free()}, for {requests}"
+        self._log_out_of_memory(message, batch, retry)
         return OutOfMemory(
             message,
-            "send fewer or smaller pictures or less text, or try again; or start with a smaller --context, "
+            "send fewer or smaller images or less text, or try again; or start with a smaller --context, "
             "--image-tokens or --chunk",
         )
 
-    def _log(self, message: str, batch: Many[Work], again: bool) -> None:
-        """A batch that is done again, request by request, may be so at every step: said once in a while."""
+    def _log_out_of_memory(self, message: str, batch: list[ScheduledChunk], retry: bool) -> None:
+        """Log once in a while: a batch may have to be isolated in every step."""
         now = time.perf_counter()
         if len(batch) > 1:
-            if now - self._said < SAY_AGAIN_SECONDS:
+            if now - self._last_logged < LOG_INTERVAL_SECONDS:
                 return
-            self._said = now
-            message += "; done again request by request"
-        elif again:
-            message += "; done again with the memory of what only saves time"
+            self._last_logged = now
+            message += "; running each request alone"
+        elif retry:
+            message += "; retrying after freeing caches"
         logger.warning("%s", message)
 
-    def _make_room(self) -> None:
-        """Give back what only saves time."""
-        self.runner.image_cache.clear()
-        if self.runner.recorded is not None:
-            self.runner.recorded.release()
+    def _free_caches(self) -> None:
+        """Free memory that only saves time."""
+        self.runner.encoder_cache.clear()
+        if self.runner.encoder_graph is not None:
+            self.runner.encoder_graph.release()
         self.budget.release()
 
 
 def drop_tracebacks(error: BaseException | None) -> None:
-    """Let go of the frames in which ``error``, and what led to it, came about, and of what they hold."""
+    """Drop the frames that ``error`` and its causes refer to, and the tensors in them."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
-def _in_words(batch: Many[Work]) -> str:
-    tokens = sum(work.length for work in batch)
+def _describe_batch(batch: list[ScheduledChunk]) -> str:
+    tokens = sum(chunk.num_tokens for chunk in batch)
     requests = f"{len(batch)} requests" if len(batch) > 1 else "a request"
-    pictures = sum(image.tokens for work in batch for image in work.sequence.prompt.images)
-    seen = f", {pictures} tokens of pictures" if pictures else ""
-    longest = max(work.sequence.cached + work.length for work in batch)
-    return f"{tokens} tokens of {requests} (context so far {longest}{seen})"
+    image_tokens = sum(image.tokens for chunk in batch for image in chunk.sequence.prompt.images)
+    images = f", {image_tokens} image tokens" if image_tokens else ""
+    longest = max(chunk.sequence.num_cached_tokens + chunk.num_tokens for chunk in batch)
+    return f"{tokens} tokens of {requests} (context so far {longest}{images})"
 
 
-def _overflow(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
+def _nonfinite(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
     at = len(sequence.generated) + 1
     return ModelFailed(
         f"the model computed no usable numbers (NaN or infinity) for token {at} of its answer, in {dtype}",
@@ -245,21 +260,21 @@ def _overflow(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
     )
 
 
-def _goes_on_by_itself(sequence: Sequence) -> bool:
-    """Whether the device knows its next token, and it is not its last for being as many as were asked for.
+def _sampled_on_device(sequence: Sequence) -> bool:
+    """Whether the device chooses the next token, and the answer does not end with it by ``max_tokens``.
 
-    Where the host may have to draw from this pass's logits, no other may write over them.
+    If the host may have to sample from this pass's logits, the next pass must not overwrite them.
     """
-    known = is_plain_greedy(sequence.sampling) or surely_draws(sequence.sampling)
-    return known and len(sequence.generated) + 1 < sequence.max_tokens
+    chosen_on_device = is_plain_greedy(sequence.params) or always_samples_on_gpu(sequence.params)
+    return chosen_on_device and len(sequence.generated) + 1 < sequence.max_tokens
 
 
-def _draw(sequence: Sequence) -> Draw:
-    return Draw(
-        sequence.sampling,
+def _sampling_row(sequence: Sequence) -> SamplingRow:
+    return SamplingRow(
+        sequence.params,
         sequence.prompt.token_ids,
         sequence.generated,
         sequence.seed,
         sequence.position + 1,
-        sequence.constraint,
+        sequence.grammar_matcher,
     )

@@ -1,8 +1,4 @@
-"""What the engine may take of its device, and what is said of an allocation that fails in spite of all.
-
-Knows torch's allocator on a GPU: its cap, its spare memory, the words of its errors. A CPU has no cap: there
-the system's memory is asked. Does not know requests (``step_executor.py``) or the plan (``fit.py``).
-"""
+"""Memory budget of the engine: torch's pool cap, free memory, and out-of-memory errors."""
 
 import re
 
@@ -12,66 +8,71 @@ from vlfit.errors import UsageError
 from vlfit.machine.host import read_host
 from vlfit.units import format_bytes, parse_bytes
 
-_ASKED = re.compile(r"ried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMG]iB)")
-# What runs out of memory beside torch's own allocations: libraries, and kernels as the driver loads them.
-_WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_REQUESTED = re.compile(r"ried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMG]iB)")
+# Messages of libraries and of kernels being loaded, beside torch's own allocations.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 class Budget:
-    """``limit``: most bytes that torch's pool may come to on a GPU, all engines of the process together."""
+    """``limit``: cap of torch's memory pool on a GPU in bytes, for all engines of the process together."""
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         self.device = device
         self.limit = limit if device.type == "cuda" else None
         if self.limit is not None:
-            whole = torch.cuda.get_device_properties(device).total_memory
+            total = torch.cuda.get_device_properties(device).total_memory
             index = torch.cuda.current_device() if device.index is None else device.index
-            # torch takes a share and cuts off what is behind the point, so half a byte is added.
-            torch.cuda.set_per_process_memory_fraction(min((self.limit + 0.5) / whole, 1.0), index)
+            # torch takes a fraction and truncates, so half a byte is added.
+            torch.cuda.set_per_process_memory_fraction(min((self.limit + 0.5) / total, 1.0), index)
 
     def free(self) -> int:
-        """Bytes that an allocation may still have: free on the device or spare in torch's pool, up to the
-        limit. On a CPU what may be had without swapping.
+        """Bytes available to allocations: free on the device or in torch's pool, up to the limit. On a CPU
+        without swapping.
         """
         if self.device.type == "cpu":
             return read_host().ram_available
         free = self.device_free()
         reserved = torch.cuda.memory_reserved(self.device)
-        spare = reserved - torch.cuda.memory_allocated(self.device)
+        pool_free = reserved - torch.cuda.memory_allocated(self.device)
         if self.limit is not None:
             free = min(free, max(self.limit - reserved, 0))
-        return free + spare
+        return free + pool_free
 
     def device_free(self) -> int:
-        """Bytes of the GPU that no process has."""
+        """Bytes of the GPU that no process holds."""
         free: int = torch.cuda.mem_get_info(self.device)[0]
         return free
 
     def release(self) -> None:
-        """Give torch's spare memory back to the driver: what lies there in pieces is whole again."""
+        """Give free memory of torch's pool back to the driver, which also defragments it."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def shortage(self) -> str:
+    def describe_free(self) -> str:
         """What is free, in words."""
-        of = f" of the {format_bytes(self.limit)} that the plan allows" if self.limit is not None else ""
-        return f"{format_bytes(self.free())}{of} were free"
+        limit = f" of the {format_bytes(self.limit)} that the plan allows" if self.limit is not None else ""
+        return f"{format_bytes(self.free())}{limit} were free"
 
 
-def is_shortage(error: BaseException) -> bool:
-    """Whether ``error`` says that there was no memory."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is a failure to allocate memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OUT_OF_MEMORY)
 
 
-def asked_bytes(error: BaseException) -> int | None:
-    """How much was asked for when there was no memory; None where the words do not tell."""
-    found = _ASKED.search(str(error))
-    if found is None:
+def requested_bytes(error: BaseException) -> int | None:
+    """Size of the failed allocation; None if the message does not say."""
+    match = _REQUESTED.search(str(error))
+    if match is None:
         return None
-    unit = "B" if found[2] == "bytes" else found[2]
+    unit = "B" if match[2] == "bytes" else match[2]
     try:
-        return parse_bytes(f"{found[1]}{unit}")
+        return parse_bytes(f"{match[1]}{unit}")
     except UsageError:
         return None

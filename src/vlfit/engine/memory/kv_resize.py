@@ -1,10 +1,8 @@
-"""When other programs take the memory that was to stay free: the KV pool gives blocks back, down to what
-running requests need and one context.
+"""Shrink the KV cache when other programs take GPU memory, and grow it back when it is free again.
 
-A pool is one tensor of keys and one of values, of which no part can be given back. So what running requests
-have in it waits in RAM while a smaller pool is made, one of the two tensors after the other. When memory is
-free again and nothing runs, the pool grows back. Knows how much must stay free and when to look. Does not
-know how memory is asked for (``budget.py``) or blocks are numbered (``kv_cache.py``).
+It shrinks to what running requests need, and at least one context. A KV tensor cannot be shrunk in place, so
+the blocks in use wait in RAM while a smaller one is allocated, one tensor after the other. It grows only
+while nothing runs.
 """
 
 import logging
@@ -21,92 +19,104 @@ from vlfit.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-EVERY_SECONDS = 1.0  # asking the driver takes some ten microseconds, a step some ten milliseconds
-IDLE_SECONDS = 5.0  # between two looks while nothing runs
-STEP = 64 * MIB  # what is given back at least: each time costs a trip of the cache to RAM and back
+CHECK_INTERVAL_SECONDS = 1.0  # a query takes some ten microseconds, a step some ten milliseconds
+IDLE_INTERVAL_SECONDS = 5.0  # between two checks while nothing runs
+MIN_SHRINK_BYTES = 64 * MIB  # each resize costs a trip of the cache to RAM and back
 
 
-class Pressure:
-    """``free`` tells bytes of the device that nobody has; None: they are not watched, as on a CPU.
+class KVResizer:
+    """Resizes the KV cache by free device memory.
 
-    ``least``: blocks that the pool has at least, so that whatever was priced can run.
+    ``free``: bytes of the device that no process holds; None: not watched, as on a CPU. ``min_blocks``:
+    enough for one context, so that every accepted request can run.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         cache: KVCache,
-        least: int,
+        min_blocks: int,
         free: Callable[[], int] | None,
         release: Callable[[], None],
     ) -> None:
-        self.planned = scheduler.pool.blocks
+        self.planned_blocks = scheduler.block_manager.num_blocks
         self._scheduler = scheduler
         self._cache = cache
-        self._least = least
+        self._min_blocks = min_blocks
         self._free = free
         self._release = release
-        self._next_look = 0.0
-        self._said = False
+        self._next_check = 0.0
+        self._warned = False
 
     @property
-    def idle_seconds(self) -> float | None:
-        """How long to wait for requests before the next look; None where nobody has to look."""
-        return None if self._free is None else IDLE_SECONDS
+    def idle_interval(self) -> float | None:
+        """Seconds between checks while idle; None if memory is not watched."""
+        return None if self._free is None else IDLE_INTERVAL_SECONDS
 
-    def relieve(self) -> None:
-        """Called before a step. Raises ``torch.OutOfMemoryError`` if others were faster and took what the
-        pool was to have: it has no blocks then, and nothing that runs has anything left.
+    def step(self) -> None:
+        """Resize if needed. Called before each step.
+
+        Raises ``torch.OutOfMemoryError`` if other programs took the memory meanwhile: the cache has no blocks
+        then, and running requests have lost theirs.
         """
         now = time.perf_counter()
-        if self._free is None or now < self._next_look:
+        if self._free is None or now < self._next_check:
             return
-        self._next_look = now + EVERY_SECONDS
-        free, pool = self._free(), self._scheduler.pool
-        block = self._cache.block_bytes
-        if pool.blocks < self._least:
-            self._resize(self._least)
+        self._next_check = now + CHECK_INTERVAL_SECONDS
+        free, block_manager = self._free(), self._scheduler.block_manager
+        block_bytes = self._cache.block_bytes
+        if block_manager.num_blocks < self._min_blocks:
+            self._resize(self._min_blocks)
         elif free < RESERVE.bytes:
-            self._shrink(free, block)
-        elif pool.blocks < self.planned and not self._scheduler.running:
-            # With as much again to spare, so that it does not shrink at the next look.
-            more = (free - 2 * RESERVE.bytes) // block
-            if more * block >= STEP or more >= self.planned - pool.blocks:
-                self._resize(min(pool.blocks + more, self.planned))
-                logger.info("memory is free again: the KV cache has %s", self._words())
-                self._said = False
+            self._shrink(free, block_bytes)
+        elif block_manager.num_blocks < self.planned_blocks and not self._scheduler.running:
+            # With twice the reserve free, so that it does not shrink at the next check.
+            num_more = (free - 2 * RESERVE.bytes) // block_bytes
+            if (
+                num_more * block_bytes >= MIN_SHRINK_BYTES
+                or num_more >= self.planned_blocks - block_manager.num_blocks
+            ):
+                self._resize(min(block_manager.num_blocks + num_more, self.planned_blocks))
+                logger.info("memory is free again: the KV cache grows to %s", self._describe())
+                self._warned = False
 
-    def _shrink(self, free: int, block: int) -> None:
-        pool = self._scheduler.pool
-        wanted = pool.blocks - -(-max(RESERVE.bytes - free, STEP) // block)
-        blocks = max(wanted, self._least, pool.blocks - pool.free)
-        said = f"{format_bytes(free)} of the GPU are free, of {format_bytes(RESERVE.bytes)} to be left free"
-        if blocks < pool.blocks:
-            given = (pool.blocks - blocks) * block
+    def _shrink(self, free: int, block_bytes: int) -> None:
+        block_manager = self._scheduler.block_manager
+        target = block_manager.num_blocks - -(-max(RESERVE.bytes - free, MIN_SHRINK_BYTES) // block_bytes)
+        blocks = max(target, self._min_blocks, block_manager.num_blocks - block_manager.num_free)
+        reason = f"{format_bytes(free)} of the GPU are free, the reserve is {format_bytes(RESERVE.bytes)}"
+        if blocks < block_manager.num_blocks:
+            released = (block_manager.num_blocks - blocks) * block_bytes
             self._resize(blocks)
-            logger.warning("%s: %s given back, the KV cache has %s", said, format_bytes(given), self._words())
-        elif not self._said:
-            self._said = True
-            logger.warning("%s: the KV cache has nothing left to give back, with %s", said, self._words())
+            logger.warning(
+                "%s: %s released, the KV cache shrinks to %s",
+                reason,
+                format_bytes(released),
+                self._describe(),
+            )
+        elif not self._warned:
+            self._warned = True
+            logger.warning("%s: the KV cache cannot shrink any further, with %s", reason, self._describe())
 
-    def _words(self) -> str:
-        pool = self._scheduler.pool
-        return f"{pool.blocks * pool.block_size} of {self.planned * pool.block_size} tokens"
+    def _describe(self) -> str:
+        block_manager = self._scheduler.block_manager
+        size = block_manager.block_size
+        return f"{block_manager.num_blocks * size} of {self.planned_blocks * size} tokens"
 
     def _resize(self, blocks: int) -> None:
         scheduler = self._scheduler
-        kept = scheduler.resize(blocks)
+        new_numbers = scheduler.resize(blocks)
         try:
-            self._cache.resize(blocks, kept, self._release)
+            self._cache.resize(blocks, new_numbers, self._release)
         except torch.OutOfMemoryError:
             scheduler.resize(0)
-            self._next_look = 0.0  # whoever comes next tries again
+            self._next_check = 0.0  # try again at the next step
             raise
 
 
-def no_memory_for_the_pool() -> OutOfMemory:
-    """What all requests are told when there is no room for the smallest pool."""
+def kv_pool_lost() -> OutOfMemory:
+    """Error of all requests when not even the smallest KV cache can be allocated."""
     return OutOfMemory(
-        "the GPU is out of memory: other programs took what the KV cache was to have",
-        "close programs that use the GPU, and try again: it is looked for anew at each request",
+        "the GPU is out of memory: other programs took the memory of the KV cache",
+        "close programs that use the GPU and try again: each request checks anew",
     )

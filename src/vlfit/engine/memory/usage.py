@@ -1,8 +1,4 @@
-"""How many bytes the engine's parts hold, counted from the tensors that are there. Changes nothing.
-
-Knows Python objects with tensors in them, torch's own statistics, and this process's RAM. Does not know what
-the plan expected (``plan/actual.py``).
-"""
+"""Memory in use by parts of the engine, counted from its live tensors."""
 
 import os
 from collections.abc import Iterator
@@ -11,56 +7,58 @@ from pathlib import Path
 import torch
 from torch import Tensor, UntypedStorage
 
-from vlfit.layers.cpu_linear import Half
+from vlfit.layers.cpu_linear import HalfMatrix
 from vlfit.loading.offload import StreamedLayers
 from vlfit.loading.pinned import PinnedBytes
+from vlfit.models.base import VisionEncoder
 from vlfit.models.decoder import TextModel
-from vlfit.models.qwen3_vl.vision import VisionTower
 
 
-def weight_holdings(text: TextModel, vision: VisionTower | None) -> dict[str, int]:
-    """Bytes of all tensors of the model, by ledger line. A storage that is shared counts once."""
+def weight_bytes_by_line(text: TextModel, vision: VisionEncoder | None) -> dict[str, int]:
+    """Bytes of all tensors of the model by ledger line. A shared storage counts once."""
     seen: set[int] = set()
-    embedding = bytes_of([text.embedding, text.head], seen)
-    # Layers that wait in RAM are on the device in two slots.
+    embedding = tensor_bytes([text.embedding, text.head], seen)
+    # Offloaded layers are on the device in two slots.
     slots = text.layers.slots if isinstance(text.layers, StreamedLayers) else []
-    offload = {"weights.offload": bytes_of(slots, seen)} if slots else {}
+    offload = {"weights.offload": tensor_bytes(slots, seen)} if slots else {}
     return {
-        "weights.text": bytes_of(text, seen),
-        "weights.vision": bytes_of(vision, seen),
+        "weights.text": tensor_bytes(text, seen),
+        "weights.vision": tensor_bytes(vision, seen),
         "weights.embedding": embedding,
         **offload,
     }
 
 
-def bytes_of(thing: object, seen: set[int] | None = None) -> int:
-    """Bytes of the storages behind every tensor in ``thing``, its attributes and what they hold, and of what
-    is laid out for products.
+def tensor_bytes(thing: object, seen: set[int] | None = None) -> int:
+    """Bytes of the storages behind every tensor in ``thing`` and what it refers to, and of packed CPU
+    matrices.
 
-    ``seen`` are objects and storages that were counted before, by id; what is counted here is added.
+    ``seen``: ids of objects and storages counted before; those counted here are added.
     """
-    return sum(held.nbytes() for held in _held_by(thing, seen))
+    return sum(storage.nbytes() for storage in _storages(thing, seen))
 
 
 def storages_in(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage]:
-    """Each storage behind a tensor in ``thing`` once, in the order of attributes; ``seen`` as above."""
-    return (held for held in _held_by(thing, seen) if isinstance(held, UntypedStorage))
+    """Each storage behind a tensor in ``thing`` once, in the order of attributes; ``seen`` as in
+    ``tensor_bytes``.
+    """
+    return (storage for storage in _storages(thing, seen) if isinstance(storage, UntypedStorage))
 
 
-def halves_in(thing: object) -> list[Half]:
-    """Each matrix in ``thing`` that is laid out for products on a CPU, of which no tensor knows."""
-    return [held for held in _held_by(thing) if isinstance(held, Half)]
+def halves_in(thing: object) -> list[HalfMatrix]:
+    """Each packed float16 matrix of a CPU in ``thing``; these are not tensors."""
+    return [held for held in _storages(thing) if isinstance(held, HalfMatrix)]
 
 
 def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in ``thing``, in the order of attributes; ``seen`` are objects that were looked into."""
+    """Every tensor in ``thing``, in the order of attributes; ``seen``: ids of visited objects."""
     return (held for held in _leaves(thing, seen) if isinstance(held, Tensor))
 
 
-def _held_by(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage | Half]:
+def _storages(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage | HalfMatrix]:
     seen = set() if seen is None else seen
     for leaf in _leaves(thing, seen):
-        if isinstance(leaf, Half):
+        if isinstance(leaf, HalfMatrix):
             yield leaf
             continue
         storage = leaf.untyped_storage()
@@ -70,15 +68,15 @@ def _held_by(thing: object, seen: set[int] | None = None) -> Iterator[UntypedSto
             yield storage
 
 
-def _leaves(thing: object, seen: set[int] | None) -> Iterator[Tensor | Half]:
+def _leaves(thing: object, seen: set[int] | None) -> Iterator[Tensor | HalfMatrix]:
     seen = set() if seen is None else seen
     if isinstance(thing, Tensor):
         yield thing
     elif isinstance(thing, str | bytes | int | float | PinnedBytes | None) or id(thing) in seen:
-        return  # locked RAM is no memory of the device
+        return  # pinned RAM is no device memory
     else:
         seen.add(id(thing))
-        if isinstance(thing, Half):
+        if isinstance(thing, HalfMatrix):
             yield thing
             return
         for part in _parts(thing):
@@ -86,37 +84,35 @@ def _leaves(thing: object, seen: set[int] | None) -> Iterator[Tensor | Half]:
 
 
 def _parts(thing: object) -> Iterator[object]:
-    """What ``thing`` holds, if it is a container or an object of ours: others hold no tensors of ours."""
+    """Members of a container or of an object of vlfit; other objects hold no tensors of ours."""
     if isinstance(thing, dict):
         yield from thing.values()
     elif isinstance(thing, list | tuple | set):
         yield from thing
-    elif type(thing).__module__.startswith("vlfit."):
+    elif any(each.__module__.startswith("vlfit.") for each in type(thing).__mro__):
         yield from getattr(thing, "__dict__", {}).values()
-        for kind in type(thing).__mro__:
-            yield from (getattr(thing, name, None) for name in getattr(kind, "__slots__", ()))
+        for base in type(thing).__mro__:
+            yield from (getattr(thing, name, None) for name in getattr(base, "__slots__", ()))
 
 
 def torch_statistics(device: torch.device) -> dict[str, int]:
-    """``allocated``, ``reserved`` and their peaks on a GPU, from torch's own books; empty on a CPU.
+    """``allocated``, ``reserved`` and their peaks on a GPU, from torch's allocator; empty on a CPU.
 
-    Asks neither the driver nor the GPU, so it costs the engine nothing.
+    Queries neither the driver nor the GPU.
     """
     if device.type != "cuda":
         return {}
-    told = torch.cuda.memory_stats(device)
+    statistics = torch.cuda.memory_stats(device)
     return {
-        "allocated": told.get("allocated_bytes.all.current", 0),
-        "reserved": told.get("reserved_bytes.all.current", 0),
-        "peak_allocated": told.get("allocated_bytes.all.peak", 0),
-        "peak_reserved": told.get("reserved_bytes.all.peak", 0),
+        "allocated": statistics.get("allocated_bytes.all.current", 0),
+        "reserved": statistics.get("reserved_bytes.all.current", 0),
+        "peak_allocated": statistics.get("allocated_bytes.all.peak", 0),
+        "peak_reserved": statistics.get("reserved_bytes.all.peak", 0),
     }
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The GPU's name for the driver's library ("GPU-..."), "" on a CPU: torch and NVML may count GPUs in
-    different orders.
-    """
+    """NVML's UUID of the GPU ("GPU-..."), "" on a CPU: torch and NVML may number GPUs differently."""
     if device.type != "cuda":
         return ""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
@@ -124,7 +120,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def resident_bytes(proc: Path = Path("/proc")) -> int | None:
-    """RAM of this process now (its resident set); None where there is no ``/proc``."""
+    """RAM of this process now (resident set); None without ``/proc``."""
     try:
         pages = int((proc / "self" / "statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,7 +1,4 @@
-"""From token ids to chunks of text: whole characters, stop rules, the reason it ended. No tensors.
-
-One ``Completion`` follows one sequence. It decides when to stop; the engine only obeys.
-"""
+"""Completion state of a sequence: text chunks, stop rules, finish reason. No tensors."""
 
 from typing import Protocol
 
@@ -9,22 +6,24 @@ from vlfit.api.outputs import Chunk, FinishReason, TokenLogprob
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling.detokenizer import StopMatcher
 
-LONGEST_LOOP = 64  # tokens in one round of a loop
-LOOP_TOKENS = 96  # a loop must fill this many tokens ...
-LOOP_ROUNDS = 4  # ... and go round this many times
+MAX_LOOP_PERIOD = 64  # tokens
+MIN_LOOP_TOKENS = 96  # of repeated text ...
+MIN_LOOP_REPEATS = 4  # ... and at least this many rounds
 
 
-class FollowsTokens(Protocol):
-    """Turns the tokens of one completion to text, whole characters at a time."""
+class IncrementalDetokenizer(Protocol):
+    """Text of a completion's tokens, whole characters at a time."""
 
     def add(self, token_id: int) -> str: ...
     def flush(self) -> str: ...
 
 
 class Completion:
+    """The answer to one request: detokenizes, applies stop rules, decides when it ends."""
+
     def __init__(
         self,
-        detokenizer: FollowsTokens,
+        detokenizer: IncrementalDetokenizer,
         sampling: SamplingParams,
         eos_token_ids: frozenset[int],
         max_tokens: int,
@@ -39,9 +38,9 @@ class Completion:
         self.tokens = 0
 
     def add(self, token_id: int, logprobs: tuple[TokenLogprob, ...]) -> Chunk:
-        """Take the next token. The chunk has a ``finish_reason`` if it is the last.
+        """Add the next token. The chunk has a ``finish_reason`` if it is the last one.
 
-        A stop token counts as a completion token and is not part of the text.
+        A stop token counts as a completion token but is not part of the text.
         """
         self.tokens += 1
         if token_id in self._stop_ids:
@@ -58,7 +57,7 @@ class Completion:
         return Chunk(text, logprobs)
 
     def _finish(self, text: str, logprobs: tuple[TokenLogprob, ...], reason: FinishReason) -> Chunk:
-        """The last chunk, with whatever was held back."""
+        """The last chunk, with all text held back."""
         tail = self._detokenizer.flush()
         if self._stop is not None:
             emitted, stopped = self._stop.add(tail)
@@ -71,21 +70,21 @@ class Completion:
 
 
 class LoopGuard:
-    """Notices that the tail of a completion is one passage over and over.
+    """Detects a completion that ends in one passage repeated over and over.
 
-    ``matches[p]`` counts for how many tokens each has equalled the one ``p`` before it.
+    ``_matches[p]`` counts for how many tokens each has equalled the one ``p`` before it.
     """
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._matches = [0] * (LONGEST_LOOP + 1)
+        self._matches = [0] * (MAX_LOOP_PERIOD + 1)
 
     def add(self, token_id: int) -> bool:
         self._tokens.append(token_id)
-        for period in range(1, min(LONGEST_LOOP, len(self._tokens) - 1) + 1):
+        for period in range(1, min(MAX_LOOP_PERIOD, len(self._tokens) - 1) + 1):
             if self._tokens[-1 - period] == token_id:
                 self._matches[period] += 1
-                if self._matches[period] + period >= max(LOOP_TOKENS, LOOP_ROUNDS * period):
+                if self._matches[period] + period >= max(MIN_LOOP_TOKENS, MIN_LOOP_REPEATS * period):
                     return True
             else:
                 self._matches[period] = 0

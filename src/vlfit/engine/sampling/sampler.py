@@ -1,11 +1,9 @@
-"""Chooses the next token of each sequence from its logits: carries out ``SamplingParams``.
+"""Sampling on the host: carries out ``SamplingParams`` for each row of logits.
 
-The order is that of transformers: penalties, temperature, top-k, top-p, min-p, then one draw. It inverts the
-cumulative distribution at a point that the seed and the token's position give (``sampler.py``), so a seed
-gives the same tokens whatever else is in the batch. Logprobs are those of the model, before any of it. On a
-GPU most tokens are chosen by then (``kernels/sampling/draw.py``).
-
-Where an answer has a form (``grammar.py``), what it does not allow is out before all else but penalties.
+The order is that of transformers: grammar mask and penalties, temperature, top-k, top-p, min-p, then one
+draw. The draw inverts the cumulative distribution at a Philox uniform of seed and token position, so a seed
+gives the same tokens whatever else is in the batch. Logprobs are the model's own, before any of it. On a GPU
+most tokens are chosen already (``kernels/sampling/draw.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,63 +17,57 @@ from torch import Tensor
 from vlfit import kernels
 from vlfit.api.outputs import TokenLogprob
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.engine.sampling.grammar import Constraint
+from vlfit.engine.sampling.grammar import GrammarMatcher
 from vlfit.engine.scheduling.sequence import IntVector
-from vlfit.kernels.sampling.draw import choose_tokens, may_draw, written
+from vlfit.kernels.sampling.draw import can_sample_on_gpu, pack_params, sample_tokens
 
-# Chance by number: the seed of a request and the position of a token say at what point it is drawn.
-#
-# So a token does not depend on who else is in the batch or on what was drawn before; and a GPU can draw the
-# next one without being told anything. Knows Philox 4x32 with 10 rounds (Salmon et al., "Parallel random
-# numbers: as easy as 1, 2, 3", 2011), as Triton has it. Does not draw (``sampler.py``,
-# ``kernels/sampling/draw.py``).
-
-
-_WORD = 0xFFFFFFFF
+_MASK_32 = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_KEYS = 0x9E3779B9, 0xBB67AE85  # what the two halves of the seed grow by in each round
+_KEYS = 0x9E3779B9, 0xBB67AE85  # added to the halves of the seed in each round
 _ROUNDS = 10
-BITS = 24  # of a point: as many as float32 holds exactly
+BITS = 24  # of a uniform: as many as float32 holds exactly
 
 
-def point(seed: int, position: int) -> float:
-    """A number from 0 to below 1 in steps of 2^-24, evenly distributed over seeds and positions.
+def philox_uniform(seed: int, position: int) -> float:
+    """A uniform in [0, 1) in steps of 2^-24, a function of ``seed`` (64 bits) and ``position`` (32 bits)
+    alone.
 
-    ``seed``: 64 bits of it count. ``position``: 32 bits.
+    Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), as in
+    Triton.
     """
-    first, second, third, fourth = position & _WORD, 0, 0, 0
-    low, high = seed & _WORD, seed >> 32 & _WORD
+    first, second, third, fourth = position & _MASK_32, 0, 0, 0
+    low, high = seed & _MASK_32, seed >> 32 & _MASK_32
     for _ in range(_ROUNDS):
-        one, other = _MULTIPLIERS[0] * first, _MULTIPLIERS[1] * third
-        first, second = other >> 32 ^ second ^ low, other & _WORD
-        third, fourth = one >> 32 ^ fourth ^ high, one & _WORD
-        low, high = low + _KEYS[0] & _WORD, high + _KEYS[1] & _WORD
+        product_0, product_1 = _MULTIPLIERS[0] * first, _MULTIPLIERS[1] * third
+        first, second = product_1 >> 32 ^ second ^ low, product_1 & _MASK_32
+        third, fourth = product_0 >> 32 ^ fourth ^ high, product_0 & _MASK_32
+        low, high = low + _KEYS[0] & _MASK_32, high + _KEYS[1] & _MASK_32
     return (first >> 32 - BITS) / (1 << BITS)
 
 
 TokenText = Callable[[int], str]
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 
-_LOOKED_AT = 128  # tokens of a row, where it is drawn from fewer
-_PART = 65536  # tokens
+_NUM_CANDIDATES = 128  # likeliest tokens of a row that are considered
+_TOPK_CHUNK = 65536  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """What one row is drawn by. ``prompt`` and ``generated`` are the tokens that penalties look at;
-    ``constraint`` is where the answer's form stands.
-    """
+class SamplingRow:
+    """How to sample one row. Penalties look at ``prompt`` and ``generated``."""
 
-    sampling: SamplingParams
+    params: SamplingParams
     prompt: Sequence[int] | IntVector
     generated: Sequence[int]
     seed: int
     position: int
-    constraint: Constraint | None = None
+    grammar_matcher: GrammarMatcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledToken:
+    """A token of an answer, with logprobs if the request wants them."""
+
     token_id: int
     logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -83,180 +75,196 @@ class Sampled:
 def sample(
     logits: Tensor,
     tokens: Sequence[int],
-    drawn: Sequence[bool] | None,
-    draws: Sequence[Draw],
+    sampled_on_device: Sequence[bool] | None,
+    rows: Sequence[SamplingRow],
     token_text: TokenText,
-) -> list[Sampled]:
+) -> list[SampledToken]:
     """One token for each row of ``logits`` [n, vocabulary].
 
-    ``tokens`` are the likeliest ones; or, where ``drawn`` says so, as ``draws`` wish and forms allow.
-    None: nobody has tried. Who has and could not looked at a row's likeliest tokens only.
+    ``tokens``: each row's greedy token or, where ``sampled_on_device``, the token sampled as ``rows`` say.
+    ``sampled_on_device`` None: the device did not sample.
     """
-    likely = _likely(logits, draws) if drawn is None else {}
+    candidates = _find_candidates(logits, rows) if sampled_on_device is None else {}
     sampled = []
-    for number, (row, draw) in enumerate(zip(logits, draws, strict=True)):
-        if _is_chosen(tokens[number], draw) or (drawn is not None and drawn[number]):
-            sampled.append(Sampled(tokens[number]))
-        elif number in likely and (token_id := likely[number].draw(draw)) is not None:
-            sampled.append(Sampled(token_id))
+    for number, (row_logits, row) in enumerate(zip(logits, rows, strict=True)):
+        if _is_final(tokens[number], row) or (sampled_on_device is not None and sampled_on_device[number]):
+            sampled.append(SampledToken(tokens[number]))
+        elif number in candidates and (token_id := candidates[number].draw(row)) is not None:
+            sampled.append(SampledToken(token_id))
         else:
-            sampled.append(_sample_row(row.float(), draw, token_text))
+            sampled.append(_sample_row(row_logits.float(), row, token_text))
     return sampled
 
 
-def _is_chosen(likeliest: int, draw: Draw) -> bool:
-    """Whether the likeliest token of all is the one that is wished for."""
-    return is_plain_greedy(draw.sampling) and (draw.constraint is None or draw.constraint.allows(likeliest))
+def _is_final(greedy_token: int, row: SamplingRow) -> bool:
+    """Whether the greedy token is the one to return."""
+    return is_plain_greedy(row.params) and (
+        row.grammar_matcher is None or row.grammar_matcher.allows(greedy_token)
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Likely:
-    """The tokens that a row is drawn from, the likeliest first: ``scores`` float32 and ``token_ids``.
+class Candidates:
+    """The likeliest tokens of a row, likeliest first. ``scores``: logits / temperature, float32.
 
-    Or those at the head of them, and then ``everything``: what all weigh, the likeliest's weight being 1.
+    ``total_weight``: sum of exp(score - best score) over the whole vocabulary, if tokens may be missing; else
+    None.
     """
 
     scores: Floats
     token_ids: IntVector
-    everything: float | None = None
+    total_weight: float | None = None
 
-    def draw(self, draw: Draw) -> int | None:
-        """None where it comes after all that are here, for all that they say."""
-        place = _pick(self.scores, draw.sampling, point(draw.seed, draw.position), self.everything)
-        return None if place is None else int(self.token_ids[place])
+    def draw(self, row: SamplingRow) -> int | None:
+        """The drawn token; None if the candidates do not decide it."""
+        index = _pick(self.scores, row.params, philox_uniform(row.seed, row.position), self.total_weight)
+        return None if index is None else int(self.token_ids[index])
 
 
-def _likely(logits: Tensor, draws: Sequence[Draw]) -> dict[int, Likely]:
-    """The rows that are mostly drawn from a few tokens and nothing else is asked of, all found in one go.
+def _find_candidates(logits: Tensor, sampling_rows: Sequence[SamplingRow]) -> dict[int, Candidates]:
+    """Candidates of the rows that need few tokens and nothing else, found in one go.
 
-    Sorting a whole vocabulary row by row takes as long as a decode step. Equal scores stand in the order of
-    their tokens, as when all are sorted; where more may be equal than were looked at, the row is left out.
+    Sorting a whole vocabulary row by row takes as long as a decode step. Equal scores are in token order, as
+    in a full sort; a row is left out if more tokens may be equal than were considered.
     """
-    rows = [number for number, draw in enumerate(draws) if draw.constraint is None and _is_cut(draw.sampling)]
-    if not rows:
+    numbers = [
+        number
+        for number, row in enumerate(sampling_rows)
+        if row.grammar_matcher is None and _needs_few_candidates(row.params)
+    ]
+    if not numbers:
         return {}
-    largest, ids = (found.cpu().numpy() for found in _best(logits))
+    largest, ids = (part.cpu().numpy() for part in _top_candidates(logits))
     count = largest.shape[-1]
-    found = {}
-    for number in rows:
-        sampling, row_values, row_ids = draws[number].sampling, largest[number], ids[number]
-        scores = row_values / np.float32(sampling.temperature)
+    candidates = {}
+    for number in numbers:
+        params, row_values, row_ids = sampling_rows[number].params, largest[number], ids[number]
+        scores = row_values / np.float32(params.temperature)
         order = np.lexsort((row_ids, -scores))
         scores, token_ids = scores[order], row_ids[order]
-        if not sampling.top_k:
-            head = count if count == logits.shape[-1] else int((scores > scores[-1]).sum())
-            weights = (logits[number].float() / sampling.temperature - float(scores[0])).double().exp()
-            found[number] = Likely(scores[:head], token_ids[:head], float(weights.sum()))
-        elif count == logits.shape[-1] or scores[-1] < scores[sampling.top_k - 1]:
-            found[number] = Likely(scores[: sampling.top_k], token_ids[: sampling.top_k])
-    return found
+        if not params.top_k:
+            num_certain = count if count == logits.shape[-1] else int((scores > scores[-1]).sum())
+            weights = (logits[number].float() / params.temperature - float(scores[0])).double().exp()
+            candidates[number] = Candidates(
+                scores[:num_certain], token_ids[:num_certain], float(weights.sum())
+            )
+        elif count == logits.shape[-1] or scores[-1] < scores[params.top_k - 1]:
+            candidates[number] = Candidates(scores[: params.top_k], token_ids[: params.top_k])
+    return candidates
 
 
-def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The ``_LOOKED_AT`` largest of each row of ``logits``, and which they are.
+def _top_candidates(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and ids of the ``_NUM_CANDIDATES`` largest of each row of ``logits``.
 
-    A part of the vocabulary at a time: torch sorts rows of 100,000 and more whole.
+    In chunks of the vocabulary: torch sorts rows of 100,000 and more entirely.
     """
-    parts = logits.split(_PART, dim=-1)
-    found = [part.topk(min(_LOOKED_AT, part.shape[-1]), dim=-1) for part in parts]
-    values = torch.cat([each.values for each in found], dim=-1)
-    ids = torch.cat([each.indices + number * _PART for number, each in enumerate(found)], dim=-1)
-    largest = values.topk(min(_LOOKED_AT, values.shape[-1]), dim=-1)
+    chunks = logits.split(_TOPK_CHUNK, dim=-1)
+    top = [part.topk(min(_NUM_CANDIDATES, part.shape[-1]), dim=-1) for part in chunks]
+    values = torch.cat([part.values for part in top], dim=-1)
+    ids = torch.cat([part.indices + number * _TOPK_CHUNK for number, part in enumerate(top)], dim=-1)
+    largest = values.topk(min(_NUM_CANDIDATES, values.shape[-1]), dim=-1)
     return largest.values.float(), ids.gather(-1, largest.indices)
 
 
-def _is_cut(sampling: SamplingParams) -> bool:
+def _needs_few_candidates(params: SamplingParams) -> bool:
     return (
-        not sampling.greedy
-        and sampling.top_k < _LOOKED_AT
-        and sampling.top_logprobs is None
-        and not sampling.penalizes
+        not params.greedy
+        and params.top_k < _NUM_CANDIDATES
+        and params.top_logprobs is None
+        and not params.has_penalties
     )
 
 
-def is_plain_greedy(sampling: SamplingParams) -> bool:
-    """Whether each token is the likeliest one, and nothing else is asked of its row."""
-    return sampling.greedy and sampling.top_logprobs is None and not sampling.penalizes
+def is_plain_greedy(params: SamplingParams) -> bool:
+    """Whether each token is the likeliest one, without logprobs and penalties."""
+    return params.greedy and params.top_logprobs is None and not params.has_penalties
 
 
-def _sample_row(row: Tensor, draw: Draw, token_text: TokenText) -> Sampled:
-    sampling = draw.sampling
-    adjusted = _penalize(row, draw) if sampling.penalizes else row
-    if draw.constraint is not None:
-        allowed = torch.from_numpy(draw.constraint.allowed(len(row)))
-        adjusted = adjusted.where(allowed.to(row.device), float("-inf"))
-    if sampling.greedy:
-        token_id = int(adjusted.argmax())
+def _sample_row(row: Tensor, sampling_row: SamplingRow, token_text: TokenText) -> SampledToken:
+    params = sampling_row.params
+    scores = _penalize(row, sampling_row) if params.has_penalties else row
+    if sampling_row.grammar_matcher is not None:
+        allowed = torch.from_numpy(sampling_row.grammar_matcher.allowed_tokens(len(row)))
+        scores = scores.where(allowed.to(row.device), float("-inf"))
+    if params.greedy:
+        token_id = int(scores.argmax())
     else:
-        drawn, at = _drawn_where_it_is(adjusted, draw), point(draw.seed, draw.position)
-        token_id = _draw(adjusted / sampling.temperature, sampling, at) if drawn is None else drawn
-    return Sampled(token_id, _logprobs(row, token_id, sampling.top_logprobs, token_text))
+        token = _sample_on_gpu(scores, sampling_row)
+        uniform = philox_uniform(sampling_row.seed, sampling_row.position)
+        token_id = _draw_sorted(scores / params.temperature, params, uniform) if token is None else token
+    return SampledToken(token_id, _logprobs(row, token_id, params.top_logprobs, token_text))
 
 
-def _drawn_where_it_is(row: Tensor, draw: Draw) -> int | None:
-    """What a GPU draws from ``row``, which is sorted whole otherwise; None where it does not know."""
-    if not kernels.used_on(row.device) or not may_draw(draw.sampling):
+def _sample_on_gpu(row: Tensor, sampling_row: SamplingRow) -> int | None:
+    """Token that the GPU samples from ``row`` without a full sort; None if it cannot decide."""
+    if not kernels.enabled_on(row.device) or not can_sample_on_gpu(sampling_row.params):
         return None
-    words = np.append(written(draw.sampling, draw.seed), np.int32(draw.position - 1))
-    asked = torch.from_numpy(words).to(row.device)
-    (token_id,), _, (drawn,) = choose_tokens(row[None], asked[:-1, None], asked[-1:]).tolist()
-    return int(token_id) if drawn else None
+    packed = np.append(
+        pack_params(sampling_row.params, sampling_row.seed), np.int32(sampling_row.position - 1)
+    )
+    inputs = torch.from_numpy(packed).to(row.device)
+    (token_id,), _, (decided,) = sample_tokens(row[None], inputs[:-1, None], inputs[-1:]).tolist()
+    return int(token_id) if decided else None
 
 
-def _penalize(row: Tensor, draw: Draw) -> Tensor:
-    """Repetition counts prompt and completion (as transformers); presence and frequency the completion."""
-    sampling = draw.sampling
+def _penalize(row: Tensor, sampling_row: SamplingRow) -> Tensor:
+    """Apply the repetition penalty to prompt and completion, as transformers does; the others to the
+    completion.
+    """
+    params = sampling_row.params
     row = row.clone()
-    if sampling.repetition_penalty != 1.0:
-        tokens = np.concatenate((draw.prompt, draw.generated)).astype(np.int64)
+    if params.repetition_penalty != 1.0:
+        tokens = np.concatenate((sampling_row.prompt, sampling_row.generated)).astype(np.int64)
         seen = torch.from_numpy(tokens).to(row.device).unique()
         scores = row[seen]
-        penalty = sampling.repetition_penalty
+        penalty = params.repetition_penalty
         row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
-    if draw.generated:
-        tokens, counts = torch.tensor(draw.generated, device=row.device).unique(return_counts=True)
-        row[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts.float()
+    if sampling_row.generated:
+        tokens, counts = torch.tensor(sampling_row.generated, device=row.device).unique(return_counts=True)
+        row[tokens] -= params.presence_penalty + params.frequency_penalty * counts.float()
     return row
 
 
-def _draw(scores: Tensor, sampling: SamplingParams, at: float) -> int:
+def _draw_sorted(scores: Tensor, params: SamplingParams, uniform: float) -> int:
     order = scores.argsort(descending=True, stable=True)
-    if sampling.top_k:
-        order = order[: sampling.top_k]
-    return int(order[_pick(scores[order].cpu().numpy(), sampling, at)])
+    if params.top_k:
+        order = order[: params.top_k]
+    return int(order[_pick(scores[order].cpu().numpy(), params, uniform)])
 
 
 @overload
-def _pick(scores: Floats, sampling: SamplingParams, at: float) -> int: ...
+def _pick(scores: Floats, params: SamplingParams, uniform: float) -> int: ...
 
 
 @overload
-def _pick(scores: Floats, sampling: SamplingParams, at: float, everything: float | None) -> int | None: ...
+def _pick(
+    scores: Floats, params: SamplingParams, uniform: float, total_weight: float | None
+) -> int | None: ...
 
 
-def _pick(scores: Floats, sampling: SamplingParams, at: float, everything: float | None = None) -> int | None:
-    """Which of ``scores``, the largest first, is drawn ``at`` a point from 0 to below 1.
+def _pick(
+    scores: Floats, params: SamplingParams, uniform: float, total_weight: float | None = None
+) -> int | None:
+    """Index that ``uniform`` in [0, 1) draws from ``scores``, largest first.
 
-    ``everything``: what these and others behind them weigh; None: there are no others. Gives None where one
-    of the others may be it.
+    ``total_weight``: weight of all tokens if some are missing from ``scores``; else None. Returns None if the
+    drawn token may be a missing one.
     """
-    with np.errstate(
-        invalid="ignore"
-    ):  # a row that holds no numbers is found and told by ``step_executor.py``
+    with np.errstate(invalid="ignore"):  # rows without finite logits fail in ``step_executor.py``
         weights = np.exp((scores - scores[:1]).astype(np.float64))
-        probabilities = weights / (weights.sum() if everything is None else everything)
-    if sampling.top_p < 1.0:
-        # Keep the smallest set that reaches top_p: a token stays while those before it have not.
+        probabilities = weights / (weights.sum() if total_weight is None else total_weight)
+    if params.top_p < 1.0:
+        # Keep the smallest set that reaches top_p: a token stays while those before it have not reached it.
         before = probabilities.cumsum() - probabilities
-        probabilities = probabilities[before < sampling.top_p]
-    if sampling.min_p > 0.0:
-        probabilities = probabilities[probabilities >= sampling.min_p * probabilities[:1]]
+        probabilities = probabilities[before < params.top_p]
+    if params.min_p > 0.0:
+        probabilities = probabilities[probabilities >= params.min_p * probabilities[:1]]
     cumulative = probabilities.cumsum()
-    if everything is None or len(probabilities) < len(scores):
-        return min(int((cumulative <= at * cumulative[-1]).sum()), len(probabilities) - 1)
-    if sampling.top_p < 1.0 or sampling.min_p > 0.0:
-        return None  # how much of the others is kept, nobody knows
-    passed = int((cumulative <= at).sum())
+    if total_weight is None or len(probabilities) < len(scores):
+        return min(int((cumulative <= uniform * cumulative[-1]).sum()), len(probabilities) - 1)
+    if params.top_p < 1.0 or params.min_p > 0.0:
+        return None  # how many of the other tokens are kept is unknown
+    passed = int((cumulative <= uniform).sum())
     return passed if passed < len(probabilities) else None
 
 
@@ -265,27 +273,22 @@ def _logprobs(row: Tensor, token_id: int, top: int | None, token_text: TokenText
         return ()
     log_probabilities = torch.log_softmax(row, dim=-1)
     values, ids = log_probabilities.topk(top) if top else (row[:0], row[:0].long())
-    best = tuple(
+    top_logprobs = tuple(
         TokenLogprob(token_text(other), other, value)
         for other, value in zip(ids.tolist(), values.tolist(), strict=True)
     )
     chosen = float(log_probabilities[token_id])
-    return (TokenLogprob(token_text(token_id), token_id, chosen, best),)
-
-
-# What a forward pass says of the next tokens: logits, and what of them every request wants to know.
-#
-# Knows: what is computed on the device, so that one trip to the host brings it all. Does not draw
-# (``sampler.py``, ``kernels/sampling/draw.py``).
+    return (TokenLogprob(token_text(token_id), token_id, chosen, top_logprobs),)
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """``logits`` [n, vocabulary] in the dtype of the computation; ``summary`` [2 or 3, n] int64: each row's
-    token, which is the most likely one if none was drawn; 1 if its logits are numbers, else 0; and 1 if it
-    was drawn as it was asked for, else 0, where the device was asked.
+class StepOutput:
+    """Logits of a forward pass and the tokens chosen from them on the device.
 
-    ``ready``: what the host waits for before ``summary``, on its way to RAM, may be read; None: nothing.
+    ``logits`` [n, vocabulary] in the compute dtype. ``summary`` [2 or 3, n] int64: each row's token, the
+    greedy one unless sampled; 1 if its logits are finite, else 0; if the device sampled, 1 where the token is
+    sampled as requested, else 0. ``ready``: event after which ``summary`` may be read on the host; None: at
+    once.
     """
 
     logits: Tensor
@@ -293,25 +296,31 @@ class Scores:
     ready: torch.cuda.Event | None = None
 
     def read(self) -> tuple[list[int], list[bool], list[bool] | None]:
-        """Each row's token, whether its logits are usable, and whether it was drawn. Waits for the device."""
+        """Each row's token, whether its logits are finite, and whether it was sampled. Waits for the
+        device.
+        """
         if self.ready is not None:
             self.ready.synchronize()
-        tokens, usable, *drawn = self.summary.tolist()
-        return tokens, [bool(each) for each in usable], [bool(each) for each in drawn[0]] if drawn else None
+        tokens, is_finite, *sampled = self.summary.tolist()
+        return (
+            tokens,
+            [bool(each) for each in is_finite],
+            [bool(each) for each in sampled[0]] if sampled else None,
+        )
 
 
-def scores_of(
+def select_tokens(
     logits: Tensor,
-    asked: Tensor | None = None,
+    sampling_fields: Tensor | None = None,
     positions: Tensor | None = None,
-    forms: Tensor | None = None,
-) -> Scores:
-    """The summary of ``logits`` [n, vocabulary], computed where they are.
+    bitmask: Tensor | None = None,
+) -> StepOutput:
+    """Choose a token for each row of ``logits`` [n, vocabulary], on their device.
 
-    A GPU draws as it is ``asked`` to, for rows of tokens at ``positions``, of what ``forms`` allow
-    (``kernels/sampling/draw.py``).
+    A GPU samples by ``sampling_fields`` for tokens at ``positions``, among those of ``bitmask``
+    (``kernels/sampling/draw.py``). A CPU takes the greedy token.
     """
-    if kernels.used_on(logits.device):
-        return Scores(logits, choose_tokens(logits, asked, positions, forms))
-    largest, best = logits.max(-1)
-    return Scores(logits, torch.stack((best, largest.isfinite().long())))
+    if kernels.enabled_on(logits.device):
+        return StepOutput(logits, sample_tokens(logits, sampling_fields, positions, bitmask))
+    largest, greedy = logits.max(-1)
+    return StepOutput(logits, torch.stack((greedy, largest.isfinite().long())))

@@ -1,73 +1,78 @@
-"""The paged KV cache: one pool of blocks, allocated once, and the account of who holds which.
+"""Reference-counted blocks of the paged KV cache. No tensors.
 
-A sequence holds a block table (a list of block numbers). Token i of it lives in slot
-``table[i // block_size] * block_size + i % block_size`` of every layer.
+Token i of a sequence lives in slot ``block_table[i // block_size] * block_size + i % block_size`` of every
+layer.
 """
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 
 
-class BlockPool:
-    """Who holds which block, of enough for ``tokens`` tokens. No tensors; the scheduler reads and changes it.
+class BlockManager:
+    """Allocation and reference counts of the blocks that hold ``tokens`` tokens.
 
-    Several may hold one block: requests that begin alike. A block that nobody holds is free. What is in it
-    may still be wanted (``kept``), so blank blocks are handed out first, then those freed longest ago.
+    Requests with a common prefix share blocks. A block without references is free. The prefix cache may still
+    know the contents of a free block, so blank blocks are allocated first, then those freed longest ago.
     """
 
     def __init__(self, tokens: int, block_size: int) -> None:
         self.block_size = block_size
-        self.blocks = self.blocks_for(tokens)
-        self._holders = [0] * self.blocks
-        # In the order in which they are handed out; the lowest number first.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.blocks))
+        self.num_blocks = self.blocks_for(tokens)
+        self._ref_counts = [0] * self.num_blocks
+        # In allocation order; initially the lowest number first.
+        self._free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
 
     @property
-    def free(self) -> int:
-        """Blocks that a request can have now, kept ones among them."""
-        return len(self._free)
+    def num_free(self) -> int:
+        """Blocks without references, cached ones included."""
+        return len(self._free_blocks)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks ``tokens`` tokens need."""
+        """Number of blocks that ``tokens`` tokens need."""
         return -(-tokens // self.block_size)
 
-    def held(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` somebody holds."""
-        return sum(self._holders[block] > 0 for block in blocks)
+    def num_referenced(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` have at least one reference."""
+        return sum(self._ref_counts[block] > 0 for block in blocks)
 
-    def take(self, count: int) -> list[int]:
-        """``count`` block numbers in order, so that neighbours stay neighbours. The caller has checked that
-        they are free, and forgets what they held.
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` free blocks, in ascending order so that neighbours stay adjacent.
+
+        The caller checks ``num_free`` first and evicts the blocks from the prefix cache.
         """
-        taken = sorted(self._free.popitem(last=False)[0] for _ in range(count))
-        for block in taken:
-            self._holders[block] = 1
-        return taken
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """One more holds each of ``blocks``, for what is in them."""
+        blocks = sorted(self._free_blocks.popitem(last=False)[0] for _ in range(count))
         for block in blocks:
-            self._holders[block] += 1
-            self._free.pop(block, None)
+            self._ref_counts[block] = 1
+        return blocks
 
-    def give_back(self, blocks: Iterable[int], kept: Container[int] = ()) -> None:
-        """One less holds each of ``blocks``. Those of them that are ``kept`` are handed out as late as can
-        be, the first of a table last of all: without it those that follow are of no use.
+    def incref(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each of ``blocks``, to share their contents."""
+        for block in blocks:
+            self._ref_counts[block] += 1
+            self._free_blocks.pop(block, None)
+
+    def free(self, blocks: Iterable[int], cached: Container[int] = ()) -> None:
+        """Drop a reference from each of ``blocks``.
+
+        Freed blocks that are ``cached`` are reused last, the first of a block table last of all: without it
+        the blocks after it cannot be matched.
         """
         for block in reversed(list(blocks)):
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                self._free[block] = None
-                if block not in kept:
-                    self._free.move_to_end(block, last=False)
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
+                self._free_blocks[block] = None
+                if block not in cached:
+                    self._free_blocks.move_to_end(block, last=False)
 
-    def resize(self, blocks: int) -> dict[int, int]:
-        """From now on there are ``blocks``, and those that somebody holds are the first of them.
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Change the number of blocks to ``num_blocks`` and renumber the referenced ones from 0.
 
-        Gives their new numbers by the old ones. There must be room for them, unless there is none for any.
+        Returns new block numbers by old ones. All referenced blocks must fit, unless ``num_blocks`` is 0.
         """
-        held = [block for block, holders in enumerate(self._holders) if holders][:blocks]
-        self._holders = [self._holders[block] for block in held] + [0] * (blocks - len(held))
-        self._free = OrderedDict.fromkeys(range(len(held), blocks))
-        self.blocks = blocks
-        return {block: number for number, block in enumerate(held)}
+        referenced = [old for old, count in enumerate(self._ref_counts) if count][:num_blocks]
+        self._ref_counts = [self._ref_counts[old] for old in referenced] + [0] * (
+            num_blocks - len(referenced)
+        )
+        self._free_blocks = OrderedDict.fromkeys(range(len(referenced), num_blocks))
+        self.num_blocks = num_blocks
+        return {old: new for new, old in enumerate(referenced)}

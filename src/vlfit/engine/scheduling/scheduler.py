@@ -1,62 +1,43 @@
-"""Who runs in the next forward pass: admission, chunked prefill, continuous batching. No tensors.
+"""Scheduler: continuous batching with chunked prefill, strictly first come first served. No tensors.
 
-A sequence is admitted when blocks for its prompt and some tokens of an answer are free: how long the answer
-may become says little about how long it will. What is left of an earlier prompt that began alike it takes
-over. Who needs a block when none is free gets it from the youngest, which is paused: it waits before all
-others, and what it has said is computed again, or found where it was left, before it goes on. The oldest is
-never paused, so all come to their end. Decoding sequences go first, one token each; what is left of the chunk
-goes to prompts, oldest first.
+A sequence is admitted when there are free blocks for its prompt and some tokens of an answer; a cached prefix
+is reused. When blocks run out, the youngest running sequence is preempted: its blocks are freed and it is
+requeued first. The oldest is never preempted, so every request finishes. Decode tokens are scheduled first;
+prompts share the rest of the token budget, oldest first.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from vlfit.engine.scheduling.block_manager import BlockPool
-from vlfit.engine.scheduling.prefix_cache import ROOT, PrefixCache, PromptKeys, images_between, key_of
-from vlfit.engine.scheduling.sequence import Sequence
+from vlfit.engine.scheduling.block_manager import BlockManager
+from vlfit.engine.scheduling.prefix_cache import ROOT_KEY, PrefixCache, block_key, images_between
+from vlfit.engine.scheduling.sequence import PromptKeys, ScheduledChunk, Sequence
 
-MARGIN = 64  # tokens of an answer that a request gets blocks for at a time, while there are enough
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """``length`` tokens of ``sequence``, from its first token that is not in the cache.
-
-    The last of them are ``guesses``, which may come after all its tokens and were never said.
-    """
-
-    sequence: Sequence
-    length: int
-    guesses: tuple[int, ...] = ()
-
-    @property
-    def finishes_prompt(self) -> bool:
-        return self.sequence.cached + self.length >= self.sequence.tokens
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it is a row of its own, the newest token of its sequence."""
-        return self.sequence.decoding and self.length == 1
+LOOKAHEAD_TOKENS = 64  # of an answer, for which blocks are allocated at a time while enough are free
 
 
 class Scheduler:
-    """``sequences``: most that run at once; ``chunk``: most tokens of one pass. ``pauses`` are counted.
+    """Queues of waiting and running sequences, and the block tables of the running ones.
 
-    ``prefixes`` remembers what full blocks hold; None: nothing is remembered or shared.
+    At most ``max_num_seqs`` run at once and a step has at most ``max_num_batched_tokens`` tokens.
+    ``prefix_cache`` None: no blocks are shared between requests.
     """
 
     def __init__(
-        self, pool: BlockPool, sequences: int, chunk: int, prefixes: PrefixCache | None = None
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
-        self.pool = pool
-        self.prefixes = prefixes
-        self.sequences = sequences
-        self.chunk = chunk
+        self.block_manager = block_manager
+        self.prefix_cache = prefix_cache
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # the oldest first
-        self.pauses = 0
+        self.running: list[Sequence] = []  # oldest first
+        self.num_preemptions = 0
 
     @property
     def busy(self) -> bool:
@@ -66,215 +47,236 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Blocks for the next token of all that run; then move waiting sequences to the running ones while
-        their blocks are free. Gives those moved.
+        """Allocate blocks for the next tokens of running sequences, then admit waiting ones. Returns the
+        admitted.
 
         Strictly first come, first served: a large request at the head is not overtaken, so it never starves.
         """
-        self._grow()
+        self._append_blocks()
         admitted = []
-        while self.waiting and len(self.running) < self.sequences:
+        while self.waiting and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            if not self._give_blocks(sequence):
+            if not self._try_allocate(sequence):
                 break
             self.running.append(sequence)
             admitted.append(self.waiting.popleft())
         return admitted
 
-    def _give_blocks(self, sequence: Sequence) -> bool:
-        """The blocks that ``sequence`` begins with, if they are free: first those that are known to hold the
-        beginning of its tokens, which then is not computed again.
+    def _try_allocate(self, sequence: Sequence) -> bool:
+        """Allocate the initial block table of ``sequence``, with its cached prefix, if enough blocks are
+        free.
         """
         keys = sequence.prompt.keys
-        known: list[bytes] = []
+        prefix_keys: list[bytes] = []
         shared: list[int] = []
-        if self.prefixes is not None and keys is not None:
-            known = max(sequence.keys, list(keys.blocks), key=len)  # a paused one's hold its answer too
-            shared = self.prefixes.find(known)
-        begin = min(sequence.tokens + MARGIN, sequence.most_tokens)
-        needed = self.pool.blocks_for(begin) - len(shared)
-        if needed > self.pool.free - (len(shared) - self.pool.held(shared)):
+        if self.prefix_cache is not None and keys is not None:
+            prefix_keys = max(
+                sequence.block_keys, list(keys.block_keys), key=len
+            )  # a preempted one's cover its answer too
+            shared = self.prefix_cache.match(prefix_keys)
+        initial_tokens = min(sequence.num_tokens + LOOKAHEAD_TOKENS, sequence.max_num_tokens)
+        num_new = self.block_manager.blocks_for(initial_tokens) - len(shared)
+        if num_new > self.block_manager.num_free - (len(shared) - self.block_manager.num_referenced(shared)):
             return False
-        self.pool.share(shared)
-        taken = self.pool.take(needed)
-        sequence.blocks = [*shared, *taken]
-        sequence.cached = len(shared) * self.pool.block_size
-        sequence.keys = known[: len(shared)]
-        if self.prefixes is not None and keys is not None:
-            self._find_copy(sequence, keys, self.prefixes)
-        if self.prefixes is not None:
-            self.prefixes.forget(taken)
+        self.block_manager.incref(shared)
+        new_blocks = self.block_manager.allocate(num_new)
+        sequence.block_table = [*shared, *new_blocks]
+        sequence.num_cached_tokens = len(shared) * self.block_manager.block_size
+        sequence.block_keys = prefix_keys[: len(shared)]
+        if self.prefix_cache is not None and keys is not None:
+            self._match_partial_block(sequence, keys, self.prefix_cache)
+        if self.prefix_cache is not None:
+            self.prefix_cache.evict(new_blocks)
         return True
 
-    def _find_copy(self, sequence: Sequence, keys: PromptKeys, prefixes: PrefixCache) -> None:
-        """What a block that nobody can share knows of the next one: to be copied before the next pass.
+    def _match_partial_block(self, sequence: Sequence, keys: PromptKeys, prefix_cache: PrefixCache) -> None:
+        """Reuse the cached part of the next block: it is copied before the next step.
 
-        The block may be among those just taken, as nothing is written before that.
+        The source may be among the blocks just allocated, as nothing is written before the copy.
         """
-        begin = sequence.cached
-        found = prefixes.find_part(keys.ends, begin, begin + self.pool.block_size)
-        if found is not None:
-            block, end = found
-            sequence.copy = block, sequence.blocks[begin // self.pool.block_size], end - begin
-            sequence.cached = end
+        begin = sequence.num_cached_tokens
+        matched = prefix_cache.match_partial(keys.image_ends, begin, begin + self.block_manager.block_size)
+        if matched is not None:
+            block, end = matched
+            sequence.block_copy = (
+                block,
+                sequence.block_table[begin // self.block_manager.block_size],
+                end - begin,
+            )
+            sequence.num_cached_tokens = end
 
-    def _grow(self) -> None:
-        """A block for the next token of whoever has filled its own, the oldest first; some more if they are
-        free. The youngest is paused where there is none.
-        """
+    def _append_blocks(self) -> None:
+        """Extend full block tables, oldest sequence first; preempt the youngest while no block is free."""
         for sequence in list(self.running):
-            blocks = len(sequence.blocks)
-            if sequence not in self.running or sequence.tokens <= blocks * self.pool.block_size:
+            num_blocks = len(sequence.block_table)
+            if (
+                sequence not in self.running
+                or sequence.num_tokens <= num_blocks * self.block_manager.block_size
+            ):
                 continue
-            while not self.pool.free and sequence in self.running:
-                self._pause(self.running[-1])
+            while not self.block_manager.num_free and sequence in self.running:
+                self._preempt(self.running[-1])
             if sequence in self.running:
-                wanted = self.pool.blocks_for(min(sequence.tokens + MARGIN, sequence.most_tokens)) - blocks
-                taken = self.pool.take(min(wanted, self.pool.free))
-                if self.prefixes is not None:
-                    self.prefixes.forget(taken)
-                # A new list: whoever has the old one has it as it was.
-                sequence.blocks = [*sequence.blocks, *taken]
-                sequence.slots = None
+                num_wanted = (
+                    self.block_manager.blocks_for(
+                        min(sequence.num_tokens + LOOKAHEAD_TOKENS, sequence.max_num_tokens)
+                    )
+                    - num_blocks
+                )
+                new_blocks = self.block_manager.allocate(min(num_wanted, self.block_manager.num_free))
+                if self.prefix_cache is not None:
+                    self.prefix_cache.evict(new_blocks)
+                # A new list: an in-flight step may hold the old one.
+                sequence.block_table = [*sequence.block_table, *new_blocks]
+                sequence.slot_mapping = None
 
-    def _pause(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pool.give_back(sequence.blocks, self.prefixes or ())
-        sequence.pause()
+        self.block_manager.free(sequence.block_table, self.prefix_cache or ())
+        sequence.reset_for_preemption()
         self.waiting.appendleft(sequence)
-        self.pauses += 1
+        self.num_preemptions += 1
 
-    def next_batch(self, room: int | None = None) -> list[Work]:
-        """Decoding sequences first, then prompts, at most ``chunk`` tokens (but every decoding one).
+    def schedule(self, max_prompt_tokens: int | None = None) -> list[ScheduledChunk]:
+        """Chunks of the next step: decoding sequences first, then prompts.
 
-        ``room``: most tokens of prompts, if any decode.
+        At most ``max_num_batched_tokens`` in all, though every decoding sequence gets its token; at most
+        ``max_prompt_tokens`` of prompts if any sequence decodes.
         """
-        work = [Work(sequence, 1) for sequence in self.running if sequence.decoding]
-        most = self.chunk - len(work)
-        room = min(room, most) if work and room is not None else most
+        chunks = [ScheduledChunk(sequence, 1) for sequence in self.running if sequence.is_decoding]
+        budget = self.max_num_batched_tokens - len(chunks)
+        if chunks and max_prompt_tokens is not None:
+            budget = min(max_prompt_tokens, budget)
         for sequence in self.running:
-            if not sequence.decoding and room > 0:
-                length = min(room, sequence.tokens - sequence.cached)
-                work.append(Work(sequence, length))
-                room -= length
-        return work
+            if not sequence.is_decoding and budget > 0:
+                num_tokens = min(budget, sequence.num_tokens - sequence.num_cached_tokens)
+                chunks.append(ScheduledChunk(sequence, num_tokens))
+                budget -= num_tokens
+        return chunks
 
-    def advance(self, work: Work) -> None:
-        """``work`` is done: its tokens are in the cache, where others may share them. Of guesses that have
-        come true it is told one by one, when they have been said.
+    def advance(self, chunk: ScheduledChunk) -> None:
+        """Count the tokens of ``chunk`` as cached and offer its full blocks to the prefix cache.
+
+        Draft tokens are left out: accepted ones are advanced one by one as they are delivered.
         """
-        sequence, prompt, size = work.sequence, work.sequence.prompt, self.pool.block_size
-        before = sequence.cached
-        sequence.cached += work.length - len(work.guesses)
-        if self.prefixes is None or prompt.keys is None:
+        sequence, prompt, size = chunk.sequence, chunk.sequence.prompt, self.block_manager.block_size
+        before = sequence.num_cached_tokens
+        sequence.num_cached_tokens += chunk.num_tokens - len(chunk.draft_tokens)
+        if self.prefix_cache is None or prompt.keys is None:
             return
-        for end, key in prompt.keys.ends:
-            if before < end <= sequence.cached:
-                self.prefixes.keep(key, sequence.blocks[end // size])
-        for number in range(len(sequence.keys), sequence.cached // size):
-            if number < len(prompt.keys.blocks):
-                key = prompt.keys.blocks[number]
+        for end, key in prompt.keys.image_ends:
+            if before < end <= sequence.num_cached_tokens:
+                self.prefix_cache.insert(key, sequence.block_table[end // size])
+        for number in range(len(sequence.block_keys), sequence.num_cached_tokens // size):
+            if number < len(prompt.keys.block_keys):
+                key = prompt.keys.block_keys[number]
             else:
                 begin, end = number * size, (number + 1) * size
                 inside = images_between(prompt.placeholders, prompt.images, begin, end)
-                key = key_of(sequence.keys[-1] if number else ROOT, sequence.token_ids(begin, end), inside)
-            sequence.keys.append(key)
-            self.prefixes.keep(key, sequence.blocks[number])
+                key = block_key(
+                    sequence.block_keys[-1] if number else ROOT_KEY, sequence.token_ids(begin, end), inside
+                )
+            sequence.block_keys.append(key)
+            self.prefix_cache.insert(key, sequence.block_table[number])
 
-    def resize(self, blocks: int) -> dict[int, int]:
-        """The pool has ``blocks`` from now on. Gives the new numbers of those that are held, by the old ones.
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Change the number of blocks. Returns new block numbers by old ones.
 
-        What blocks hold that nobody holds is forgotten. Not to be called between ``admit`` and a pass.
+        Clears the prefix cache. Not to be called between ``admit`` and the step.
         """
-        if self.prefixes is not None:
-            self.prefixes.forget(range(self.pool.blocks))
-        numbers = self.pool.resize(blocks)
+        if self.prefix_cache is not None:
+            self.prefix_cache.evict(range(self.block_manager.num_blocks))
+        new_numbers = self.block_manager.resize(num_blocks)
         for sequence in self.running:
-            sequence.blocks = [numbers[block] for block in sequence.blocks if block in numbers]
-            sequence.slots = None
-        return numbers
+            sequence.block_table = [
+                new_numbers[block] for block in sequence.block_table if block in new_numbers
+            ]
+            sequence.slot_mapping = None
+        return new_numbers
 
     def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
-        """Take ``sequence`` out, wherever it is, and free its blocks. Harmless when it is already out.
+        """Take ``sequence`` out of its queue and free its blocks. Does nothing if it is already out.
 
-        What a ``failed`` one has computed is not trusted: nobody who comes later shares it.
+        If it ``failed``, its blocks leave the prefix cache, as their contents are not trusted.
         """
         if sequence in self.running:
             self.running.remove(sequence)
-            if self.prefixes is not None and failed:
-                self.prefixes.forget(sequence.blocks)
-            self.pool.give_back(sequence.blocks, self.prefixes or ())
-            sequence.blocks = []
+            if self.prefix_cache is not None and failed:
+                self.prefix_cache.evict(sequence.block_table)
+            self.block_manager.free(sequence.block_table, self.prefix_cache or ())
+            sequence.block_table = []
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
 
-# How much of a prompt is read at a time while others decode: what lets them wait twice as long as usual.
-#
-# What a pass takes is learnt from those that were: a part that does not depend on its tokens, and a part
-# for each. Where the first alone leaves no room, as on a card that computes faster than kernels are
-# launched, no chunk is short enough: then prompts are read in as few passes as can be, and those that
-# decode are held up seldom instead. Knows times. Does not know who runs (``scheduler.py``).
+MAX_SLOWDOWN = 2.0  # most time of a step with a prompt chunk, in decode steps
+MIN_CHUNK = 8  # prompt tokens: matrix units process no fewer at once
+MAX_FIXED_STEPS = 1.5  # decode steps; with a longer fixed part small chunks do not help
+INITIAL_CHUNK = 256  # prompt tokens, before anything is measured
+_DECAY = 0.9  # of older measurements, per step
 
 
-PATIENCE = 2.0  # a pass with a chunk of a prompt in it may take so many times what one without takes
-LEAST = 8  # tokens of a prompt that are read at a time: matrix units take no fewer at once
-MOST_FIXED = 1.5  # steps that a pass may take whatever is in it: with more, chunks are of no use
-UNKNOWN = 256  # tokens, while nothing is known: a prompt about a picture is some of them
-_KEPT = 0.9  # of what is known stays with each new pass
+class PrefillPacer:
+    """Chunk size of prompts while others decode, so that a step takes at most ``MAX_SLOWDOWN`` times a decode
+    step.
 
+    The time of a step is modelled as a fixed part plus a part per prompt token, fitted to past steps. If the
+    fixed part alone is too long, as on a card that computes faster than kernels launch, chunks are not
+    limited: fewer, longer steps hold up decoding less often. Not ``enabled``: chunks are never limited and
+    nothing is learnt.
+    """
 
-class Pace:
-    """``chunk``: most tokens of one pass. One that is not ``even`` learns nothing, and has room for all."""
-
-    def __init__(self, chunk: int, even: bool = True) -> None:
-        self.chunk = chunk
-        self.even = even
-        self._step: float | None = None  # seconds of a pass in which all decode
-        # Sums over passes with chunks of prompts, older ones weighing less: of 1, tokens, seconds, tokens
-        # squared, tokens times seconds.
+    def __init__(self, max_num_batched_tokens: int, enabled: bool = True) -> None:
+        self.chunk = max_num_batched_tokens
+        self.enabled = enabled
+        self._decode_seconds: float | None = None  # seconds of a step without prompts
+        # Decayed sums over steps with prompt chunks: count, tokens, seconds, tokens^2, tokens * seconds.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """A pass in which somebody decoded took ``seconds``, and had ``tokens`` of prompts in it."""
-        if not self.even:
+    def record_step(self, prompt_tokens: int, seconds: float) -> None:
+        """Record a step with decoding sequences and ``prompt_tokens`` tokens of prompts."""
+        if not self.enabled:
             return
-        if tokens:
-            new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-            self._sums = tuple(_KEPT * old + each for old, each in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+        if prompt_tokens:
+            new = (1.0, prompt_tokens, seconds, prompt_tokens * prompt_tokens, prompt_tokens * seconds)
+            self._sums = tuple(_DECAY * old + each for old, each in zip(self._sums, new, strict=True))  # type: ignore[assignment]
         else:
-            self._step = seconds if self._step is None else _KEPT * self._step + (1 - _KEPT) * seconds
+            self._decode_seconds = (
+                seconds
+                if self._decode_seconds is None
+                else _DECAY * self._decode_seconds + (1 - _DECAY) * seconds
+            )
 
-    def room(self) -> int:
-        """Tokens of prompts for the next pass in which somebody decodes."""
-        if not self.even:
+    def prefill_budget(self) -> int:
+        """Most prompt tokens of the next step with decoding sequences."""
+        if not self.enabled:
             return self.chunk
-        if self._step is None or not self._sums[0]:
-            return min(UNKNOWN, self.chunk)
-        fixed, each = self._line(self._step)
-        if each <= 0:
+        if self._decode_seconds is None or not self._sums[0]:
+            return min(INITIAL_CHUNK, self.chunk)
+        fixed, per_token = self._fit(self._decode_seconds)
+        if per_token <= 0:
             return self.chunk
-        if fixed > MOST_FIXED * self._step:
+        if fixed > MAX_FIXED_STEPS * self._decode_seconds:
             return self.chunk
-        return min(max(int((PATIENCE * self._step - fixed) / each), LEAST), self.chunk)
+        return min(max(int((MAX_SLOWDOWN * self._decode_seconds - fixed) / per_token), MIN_CHUNK), self.chunk)
 
     @contextmanager
-    def rest(self) -> Iterator[None]:
-        """Within the block it is not even."""
-        even, self.even = self.even, False
+    def paused(self) -> Iterator[None]:
+        """Disable the pacer within the block."""
+        even, self.enabled = self.enabled, False
         try:
             yield
         finally:
-            self.even = even
+            self.enabled = even
 
-    def _line(self, step: float) -> tuple[float, float]:
-        """Seconds of a pass, and for each token of prompts in it: least squares.
+    def _fit(self, decode_seconds: float) -> tuple[float, float]:
+        """Seconds of a step without prompt tokens, and seconds per prompt token: a least-squares fit.
 
-        Where all chunks were alike, the first is taken to be as long as a ``step`` in which all decode.
+        If all chunks had the same size, the fixed part is taken to be ``decode_seconds``.
         """
         count, tokens, seconds, squares, products = self._sums
         spread = squares - tokens * tokens / count
         if spread <= 1e-3 * squares:
-            return step, (seconds / count - step) * count / tokens
-        each = (products - tokens * seconds / count) / spread
-        return (seconds - each * tokens) / count, each
+            return decode_seconds, (seconds / count - decode_seconds) * count / tokens
+        per_token = (products - tokens * seconds / count) / spread
+        return (seconds - per_token * tokens) / count, per_token

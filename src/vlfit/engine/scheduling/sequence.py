@@ -1,38 +1,44 @@
-"""One request inside the engine: its tokens, its blocks, how far it has come. No decisions are made here."""
+"""A request inside the engine: prompt, generated tokens, block table, progress."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from vlfit.api.outputs import Chunk
-from vlfit.api.sampling_params import SamplingParams
-from vlfit.engine.sampling.grammar import Constraint
-from vlfit.engine.sampling.output_processor import Completion
-from vlfit.engine.scheduling.prefix_cache import PromptKeys
-from vlfit.models.qwen3_vl.image_processor import PreparedImage
-from vlfit.models.qwen3_vl.vision import VisionFeatures
-
-if TYPE_CHECKING:
-    from vlfit.engine.scheduling.speculative import Guesser
-
+from vlfit.engine.request import Request
+from vlfit.models.base import PreparedImage, VisionFeatures
 
 IntVector = np.ndarray[tuple[int], np.dtype[np.int64]]
 IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
-Listener = Callable[[Chunk | Exception], None]
 
 
 @dataclass(frozen=True, slots=True)
-class PricedPrompt:
-    """A prompt ready to run, and what it costs.
+class PromptKeys:
+    """Prefix cache keys of a prompt without its last token, which is always computed.
 
-    ``positions`` [3, tokens] are its M-RoPE positions, ``next_position`` the first generated token's.
-    ``placeholders`` are the indices of the tokens that pictures stand in for: the k-th of them takes the k-th
-    feature row of ``images`` in order. ``keys`` say what its KV blocks will hold; None: nothing in them is
-    shared with another request, before or after.
+    ``block_keys``: one for each full block. ``image_ends``: for each image that ends inside a block, the
+    number of tokens up to its end and the key of that part of the block.
+    """
+
+    block_keys: tuple[bytes, ...]
+    image_ends: tuple[tuple[int, bytes], ...]
+
+
+class DraftProposer(Protocol):
+    """Proposes draft tokens for one sequence (``speculative.py``)."""
+
+    def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]: ...
+    def record_acceptance(self, num_accepted: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt ready to run.
+
+    ``positions`` [3, tokens] are its M-RoPE positions, ``next_position`` is the first generated token's.
+    ``placeholders`` are the indices of image tokens: the k-th takes the k-th feature row of ``images``.
+    ``keys``: prefix cache keys; None: its blocks are never shared.
     """
 
     token_ids: IntVector
@@ -43,78 +49,90 @@ class PricedPrompt:
     keys: PromptKeys | None = None
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_image_tokens(self) -> int:
+        return len(self.placeholders)
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
-    """``cached`` tokens have keys and values in the cache; the rest of ``tokens`` is still to be computed.
+class Sequence(Request):
+    """A request with its place in the KV cache.
 
-    When it is admitted some are there already, the last of them perhaps in another's block: ``copy`` says
-    which, which of its own they belong in, and how many they are. ``shared``: all of them, the first time.
-    ``keys``: what its full blocks hold; when it is paused, what they held. ``guesser``: guesses what it says
-    next; None: nobody does.
+    ``num_cached_tokens`` of ``num_tokens`` have keys and values in the KV cache; ``num_shared_tokens`` of
+    them came from the prefix cache at the first admission. ``block_keys``: prefix cache keys of its full
+    blocks, kept when it is preempted. ``block_copy``: (source block, own block, tokens) to copy before the
+    next step. ``proposer``: None without speculative decoding.
     """
 
-    prompt: PricedPrompt
-    sampling: SamplingParams
-    max_tokens: int
-    completion: Completion
-    listener: Listener
-    asked: float  # when its preparation began, on the clock of time.perf_counter
-    arrived: float = field(default_factory=time.perf_counter)
-    admitted: float | None = None
-    first_token: float | None = None
-    cached: int = 0
-    shared: int = 0
-    generated: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    copy: tuple[int, int, int] | None = None
-    slots: Tensor | None = None
+    prompt: PreparedPrompt
+    num_cached_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    block_copy: tuple[int, int, int] | None = None
+    slot_mapping: Tensor | None = None
     features: dict[int, VisionFeatures] = field(default_factory=dict)
-    seed: int = 0
-    constraint: Constraint | None = None
-    guesser: "Guesser | None" = None
-    cancelled: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt.tokens + len(self.generated)
+    proposer: DraftProposer | None = None
 
     @property
     def position(self) -> int:
-        """The M-RoPE position of its newest token, whether it was generated or not."""
+        """M-RoPE position of the newest token."""
         return self.prompt.next_position + len(self.generated) - 1
 
     def token_ids(self, begin: int, end: int) -> IntVector:
-        """The tokens from ``begin`` to before ``end``, of the prompt and of what was generated after it."""
-        if end <= self.prompt.tokens:
+        """Token ids ``begin`` to ``end`` (exclusive) of prompt and answer."""
+        if end <= self.prompt.num_tokens:
             return self.prompt.token_ids[begin:end]
-        generated = self.generated[max(begin - self.prompt.tokens, 0) : end - self.prompt.tokens]
+        generated = self.generated[max(begin - self.prompt.num_tokens, 0) : end - self.prompt.num_tokens]
         return np.concatenate((self.prompt.token_ids[begin:], np.array(generated, dtype=np.int64)))
 
     @property
-    def most_tokens(self) -> int:
-        """The most cache slots it can ever need; the very last token is never fed back."""
-        return self.prompt.tokens + self.max_tokens - 1
+    def max_num_tokens(self) -> int:
+        """Most KV slots it can need: the last token is never fed back."""
+        return self.prompt.num_tokens + self.max_tokens - 1
 
     @property
-    def decoding(self) -> bool:
-        """Whether all is in the cache but the token generated last."""
-        return self.cached >= self.prompt.tokens and self.tokens - self.cached == 1
+    def is_decoding(self) -> bool:
+        """Whether only the newest generated token is still to be computed."""
+        return (
+            self.num_cached_tokens >= self.prompt.num_tokens and self.num_tokens - self.num_cached_tokens == 1
+        )
 
     def positions(self, begin: int, end: int) -> IntMatrix:
         """M-RoPE positions [3, end - begin] of ``token_ids(begin, end)``."""
-        behind = self.prompt.next_position - self.prompt.tokens
-        generated = np.arange(max(begin, self.prompt.tokens), max(end, self.prompt.tokens)) + behind
+        offset = self.prompt.next_position - self.prompt.num_tokens
+        generated = np.arange(max(begin, self.prompt.num_tokens), max(end, self.prompt.num_tokens)) + offset
         return np.concatenate((self.prompt.positions[:, begin:end], np.tile(generated, (3, 1))), axis=1)
 
-    def pause(self) -> None:
-        """Back to the beginning, with all that was said as it is. The blocks have been given back."""
-        self.cached = 0
-        self.blocks = []
-        self.copy = None
-        self.slots = None
+    def reset_for_preemption(self) -> None:
+        """Drop all computed state but keep the generated tokens. Its blocks are freed already."""
+        self.num_cached_tokens = 0
+        self.block_table = []
+        self.block_copy = None
+        self.slot_mapping = None
         self.features.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """The next ``num_tokens`` uncached tokens of ``sequence``, computed in one step.
+
+    The last of them are ``draft_tokens``, which follow the tokens of the sequence and are not part of its
+    answer yet.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    draft_tokens: tuple[int, ...] = ()
+
+    @property
+    def needs_sampling(self) -> bool:
+        """Whether the chunk reaches the end of the sequence, so that a next token is sampled."""
+        return self.sequence.num_cached_tokens + self.num_tokens >= self.sequence.num_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one decode row: the newest token of its sequence, without drafts."""
+        return self.sequence.is_decoding and self.num_tokens == 1

@@ -1,194 +1,184 @@
-"""Guesses at the next tokens of answers, so that one pass gives several: who guesses how many, and was right.
+"""Speculative decoding by prompt lookup: draft tokens from n-grams of the prompt and the answer so far.
 
-A pass that computes a few more rows of a sequence takes hardly longer, as it is the weights that take time to
-read. So where tokens that are known say what comes next, a pass gets them as if they had been
-said; the model says of each row what it would have gone on with, and as far as that is what was guessed, it
-has come true. The first token that is not is the model's own, so a pass never gives less than one. Only who
-takes the likeliest token each time may guess: nothing is drawn.
-
-Knows sequences and their blocks; a guess never takes a block that its sequence does not hold. Does not know
-tensors, nor how rows are computed (``runner.py``, ``engine/execution/cuda_graphs.py``).
+A step is bound by reading weights, so verifying a few draft tokens in it costs little. Drafts are accepted as
+long as they equal the model's greedy token; the first rejected one is replaced by it, so a step always yields
+at least one token. Only greedy requests speculate. Drafts stay within the blocks that a sequence has. The
+method is prompt lookup decoding (A. Saxena, 2023), vLLM's n-gram speculation.
 """
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Many
 
-from vlfit.engine.scheduling.scheduler import Work
-from vlfit.engine.scheduling.sequence import PricedPrompt, Sequence
+from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
 
-# What may come next, looked up in what was there before: a prompt and the answer to it. No tensors.
-#
-# Answers repeat: the names and brackets of JSON, words that are read off a picture, what was said a turn
-# before. What followed the last few tokens when they last stood together is a guess at what follows now
-# ("prompt lookup decoding", A. Saxena, 2023; vLLM calls it n-gram speculation). It costs a look into a
-# dictionary, whatever the length of the text; whether it is right is for the model to say
-# (``engine/scheduling/speculative.py``). Knows token ids. Does not know what they stand for, nor what a
-# guess costs.
+# N-gram lengths to look up, longest first, and how often in a row the same token must have followed. Chosen
+# on the answers of mini about the bundled pictures (docs/log.md): a lower bound for single tokens slowed
+# captions down, no single tokens slowed JSON down.
+MIN_OCCURRENCES = {4: 1, 3: 1, 2: 1, 1: 3}
+MAX_PROMPT_TOKENS = 4096  # the last ones of a prompt that are indexed: some 20 ms
+_MAX_NGRAM = max(MIN_OCCURRENCES)
 
 
-# So many tokens are looked up together, the most first, and how often in a row the same one must have
-# followed. Chosen on the answers of mini about the bundled pictures (docs/log.md): a single token that had to
-# be seen but once made captions slower, none at all JSON.
-EVIDENCE = {4: 1, 3: 1, 2: 1, 1: 3}
-MOST_KNOWN = 4096  # tokens of a prompt that are gone through, its last ones: some 20 ms
-_LONGEST = max(EVIDENCE)
+class PromptLookup:
+    """Index from n-grams to the token that followed them; grows with each ``add``.
 
-
-class Lookup:
-    """Which token followed which tokens, as far as is known; grows with each ``add``.
-
-    Where another one followed than the time before, as behind the name of a field, there is no guess until
-    one has followed twice: so guesses end where answers differ.
+    If a different token follows than before, as after a field name, nothing is proposed until one has
+    followed twice: drafts end where answers differ.
     """
 
     def __init__(self) -> None:
-        self._newest: tuple[int, ...] = ()
-        # The token that followed last, and how often it did in a row; where it took the place of another one,
-        # the first time does not count.
+        self._tail: tuple[int, ...] = ()
+        # The token that followed last and how often in a row. If it replaced another one, its first time does
+        # not count.
         self._followed: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def add(self, token: int) -> None:
-        """``token`` comes next."""
-        newest, followed = self._newest, self._followed
-        for count in EVIDENCE:
-            if len(newest) >= count:
-                before = newest[-count:]
-                last, times = followed.get(before, (token, 0))
-                followed[before] = (token, times + 1 if last == token else 0)
-        self._newest = _with(newest, token)
+        """Append ``token``."""
+        tail, followed = self._tail, self._followed
+        for length in MIN_OCCURRENCES:
+            if len(tail) >= length:
+                ngram = tail[-length:]
+                last, times = followed.get(ngram, (token, 0))
+                followed[ngram] = (token, times + 1 if last == token else 0)
+        self._tail = _append(tail, token)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """``tokens`` come next; what comes behind them does not follow on them."""
+        """Append a separate text: what comes after ``tokens`` does not follow on them."""
         for token in tokens:
             self.add(token)
-        self._newest = ()
+        self._tail = ()
 
-    def guess(self, most: int) -> list[int]:
-        """Up to ``most`` tokens that may come next, in order; none where nothing is known."""
-        guessed: list[int] = []
-        newest = self._newest
-        while len(guessed) < most:
-            token = self._next(newest)
+    def propose(self, max_tokens: int) -> list[int]:
+        """Up to ``max_tokens`` likely next tokens."""
+        draft: list[int] = []
+        tail = self._tail
+        while len(draft) < max_tokens:
+            token = self._next(tail)
             if token is None:
                 break
-            guessed.append(token)
-            newest = _with(newest, token)
-        return guessed
+            draft.append(token)
+            tail = _append(tail, token)
+        return draft
 
-    def _next(self, newest: tuple[int, ...]) -> int | None:
-        """What the most tokens that are known together say, even if that is nothing."""
-        for count, needed in EVIDENCE.items():
-            found = self._followed.get(newest[-count:]) if len(newest) >= count else None
-            if found is not None:
-                return found[0] if found[1] >= needed else None
+    def _next(self, tail: tuple[int, ...]) -> int | None:
+        """The token after the longest known n-gram, or None if it has not followed often enough."""
+        for length, min_count in MIN_OCCURRENCES.items():
+            match = self._followed.get(tail[-length:]) if len(tail) >= length else None
+            if match is not None:
+                return match[0] if match[1] >= min_count else None
         return None
 
 
-def _with(newest: tuple[int, ...], token: int) -> tuple[int, ...]:
-    return (*newest[1 - _LONGEST :], token)
+def _append(tail: tuple[int, ...], token: int) -> tuple[int, ...]:
+    return (*tail[1 - _MAX_NGRAM :], token)
 
 
-# With fewer right ones than this on average, guesses are not worth the longer pass. Eight rows took 1.6 times
-# as long as one with mini on a CPU, two rows 1.3 (this is between them); on an H100 1.20 (2B FP8), 1.17 (4B
-# FP8) and 1.06 (4B int4), waiting for the tokens included (``benchmarks/guess_rows.py``).
-WORTH_ON_CPU, WORTH_ON_GPU = 0.5, 0.2
-_NEW = 0.3  # weight of the newest pass in the average
-REST, LONGEST_REST = 4, 64  # tokens without a guess after too many wrong ones; twice as many each time
+# Fewest accepted tokens per step, on average, that pay for the longer step. Eight rows took 1.6 times as long
+# as one with mini on a CPU, two rows 1.3 (this is between them); on an H100 1.20 (2B FP8), 1.17 (4B FP8) and
+# 1.06 (4B int4), reading the tokens included (``benchmarks/guess_rows.py``).
+MIN_ACCEPTANCE_CPU, MIN_ACCEPTANCE_GPU = 0.5, 0.2
+_NEW_WEIGHT = 0.3  # of the newest step in the running average
+BACKOFF_TOKENS, MAX_BACKOFF_TOKENS = (
+    4,
+    64,
+)  # tokens without drafts after too few were accepted; doubled each time
 
 
-class Guesser:
-    """What one sequence guesses. Belongs to whoever steps it, once it runs.
-
-    ``worth``: how many right tokens a pass must give on average.
+class NgramProposer:
+    """Draft tokens for one sequence. Backs off while fewer than ``min_acceptance`` tokens per step are
+    accepted.
     """
 
-    def __init__(self, prompt: PricedPrompt, worth: float = WORTH_ON_CPU) -> None:
-        self._worth = worth
-        self._lookup = Lookup()
-        *before, last = _texts(prompt)
-        for text in before:
-            self._lookup.extend(text)
-        for token in last:
+    def __init__(self, prompt: PreparedPrompt, min_acceptance: float = MIN_ACCEPTANCE_CPU) -> None:
+        self._min_acceptance = min_acceptance
+        self._lookup = PromptLookup()
+        *earlier_runs, last_run = _text_runs(prompt)
+        for run in earlier_runs:
+            self._lookup.extend(run)
+        for token in last_run:
             self._lookup.add(token)
-        self._known = 0  # of the answer
-        self._right = 1.0  # tokens for each pass with guesses, on average
-        self._rest = 0
-        self._next_rest = REST
+        self._num_indexed = 0  # answer tokens in the index
+        self._accepted_per_step = 1.0  # running average over steps with drafts
+        self._backoff = 0
+        self._next_backoff = BACKOFF_TOKENS
 
-    def guess(self, generated: Many[int], most: int) -> tuple[int, ...]:
-        """Up to ``most`` tokens that may follow ``generated``, which grows from call to call."""
-        came = len(generated) - self._known
-        for token in generated[self._known :]:
+    def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
+        """Up to ``max_tokens`` tokens that may follow ``generated``, which grows from call to call."""
+        num_new = len(generated) - self._num_indexed
+        for token in generated[self._num_indexed :]:
             self._lookup.add(token)
-        self._known = len(generated)
-        if self._rest > 0:
-            self._rest -= came
+        self._num_indexed = len(generated)
+        if self._backoff > 0:
+            self._backoff -= num_new
             return ()
-        return tuple(self._lookup.guess(most))
+        return tuple(self._lookup.propose(max_tokens))
 
-    def learn(self, right: int) -> None:
-        """Of the last guesses ``right`` came true."""
-        self._right += _NEW * (right - self._right)
-        if self._right < self._worth:
-            # It begins anew with as much trust as it takes: the next wrong one is one too many again.
-            self._rest, self._right = self._next_rest, self._worth
-            self._next_rest = min(2 * self._next_rest, LONGEST_REST)
-        elif right:
-            self._next_rest = REST
+    def record_acceptance(self, num_accepted: int) -> None:
+        """Record how many of the last draft tokens were accepted."""
+        self._accepted_per_step += _NEW_WEIGHT * (num_accepted - self._accepted_per_step)
+        if self._accepted_per_step < self._min_acceptance:
+            # Restart at the threshold: the next rejection backs off again.
+            self._backoff, self._accepted_per_step = self._next_backoff, self._min_acceptance
+            self._next_backoff = min(2 * self._next_backoff, MAX_BACKOFF_TOKENS)
+        elif num_accepted:
+            self._next_backoff = BACKOFF_TOKENS
 
 
-def with_guesses(batch: list[Work], rows: int, block_size: int) -> list[Work]:
-    """``batch`` with guesses, and in the order that a pass wants: who has none comes first.
+def add_draft_tokens(batch: list[ScheduledChunk], rows: int, block_size: int) -> list[ScheduledChunk]:
+    """``batch`` with draft tokens, sequences without drafts first, as a verify step wants it.
 
-    Of at most ``rows`` rows, shared out evenly. ``batch`` itself where there are none, or somebody in it may
-    not guess.
+    At most ``rows`` rows in all, shared evenly. Returns ``batch`` itself if there are no drafts or a sequence
+    does not speculate.
     """
-    room = rows - len(batch)
-    if room <= 0 or not all(_may_guess(work.sequence) for work in batch):
+    budget = rows - len(batch)
+    if budget <= 0 or not all(_can_speculate(chunk.sequence) for chunk in batch):
         return batch
-    guessed = [_guesses(work.sequence, room, block_size) for work in batch]
-    guessing = sum(map(bool, guessed))
-    if not guessing:
+    drafts = [_propose(chunk.sequence, budget, block_size) for chunk in batch]
+    num_drafting = sum(map(bool, drafts))
+    if not num_drafting:
         return batch
-    each = max(room // guessing, 1)
-    works = []
-    for work, guesses in zip(batch, guessed, strict=True):
-        kept = guesses[: min(each, room)]
-        room -= len(kept)
-        works.append(Work(work.sequence, 1 + len(kept), kept))
-    return sorted(works, key=lambda work: bool(work.guesses))
+    share = max(budget // num_drafting, 1)
+    chunks = []
+    for chunk, draft in zip(batch, drafts, strict=True):
+        kept = draft[: min(share, budget)]
+        budget -= len(kept)
+        chunks.append(ScheduledChunk(chunk.sequence, 1 + len(kept), kept))
+    return sorted(chunks, key=lambda chunk: bool(chunk.draft_tokens))
 
 
-def came_true(guesses: Many[int], best: Many[int], usable: Many[bool]) -> int:
-    """How many of ``guesses`` are what the model says itself, from the first on.
+def count_accepted(
+    draft_tokens: tuple[int, ...] | list[int], greedy_tokens: list[int], is_finite: list[bool]
+) -> int:
+    """Length of the prefix of ``draft_tokens`` that equals the model's own greedy tokens.
 
-    ``best`` and ``usable``: the likeliest token behind the one before all guesses, then behind each of them,
-    and whether the numbers there are any.
+    ``greedy_tokens`` and ``is_finite``: the model's token after the last accepted one and after each draft,
+    and whether its logits are finite.
     """
     count = 0
-    while count < len(guesses) and guesses[count] == best[count] and usable[count + 1]:
+    while count < len(draft_tokens) and draft_tokens[count] == greedy_tokens[count] and is_finite[count + 1]:
         count += 1
     return count
 
 
-def _may_guess(sequence: Sequence) -> bool:
-    return sequence.decoding and sequence.guesser is not None
+def _can_speculate(sequence: Sequence) -> bool:
+    return sequence.is_decoding and sequence.proposer is not None
 
 
-def _guesses(sequence: Sequence, most: int, block_size: int) -> tuple[int, ...]:
-    """Where blocks end, and the answer, so do guesses: its last token is never fed back."""
-    if sequence.guesser is None:
+def _propose(sequence: Sequence, max_tokens: int, block_size: int) -> tuple[int, ...]:
+    """Draft tokens that fit the blocks and the answer length of ``sequence``; the last token is never fed
+    back.
+    """
+    if sequence.proposer is None:
         return ()
-    room = len(sequence.blocks) * block_size - sequence.cached - 1
-    left = sequence.max_tokens - len(sequence.generated) - 1
-    return sequence.guesser.guess(sequence.generated, max(min(most, room, left), 0))
+    slots_left = len(sequence.block_table) * block_size - sequence.num_cached_tokens - 1
+    tokens_left = sequence.max_tokens - len(sequence.generated) - 1
+    return sequence.proposer.propose(sequence.generated, max(min(max_tokens, slots_left, tokens_left), 0))
 
 
-def _texts(prompt: PricedPrompt) -> Iterator[list[int]]:
-    """What stands between the pictures of ``prompt``, and at last what the answer follows on."""
-    begin = max(prompt.tokens - MOST_KNOWN, 0)
-    for place in prompt.placeholders.tolist():
-        if place > begin:
-            yield prompt.token_ids[begin:place].tolist()
-        begin = max(begin, place + 1)
+def _text_runs(prompt: PreparedPrompt) -> Iterator[list[int]]:
+    """Runs of text tokens between the images of ``prompt``; the last one continues into the answer."""
+    begin = max(prompt.num_tokens - MAX_PROMPT_TOKENS, 0)
+    for index in prompt.placeholders.tolist():
+        if index > begin:
+            yield prompt.token_ids[begin:index].tolist()
+        begin = max(begin, index + 1)
     yield prompt.token_ids[begin:].tolist()

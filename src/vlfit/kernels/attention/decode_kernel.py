@@ -1,310 +1,330 @@
-"""The kernel for attention of one new token of each sequence over itself and its blocks of the cache.
+"""Paged attention for decoding: one new token of each sequence over its KV cache blocks and itself.
 
-Query, key and value come as the product before leaves them: here they are normalized and turned, and the
-newest key and value go to the cache. A sequence's tokens are shared out among ``splits`` programs for each
-key head; each leaves its weighted values, its largest score and the sum of its weights, and the last one to
-come makes the answer of them, always in the same order. Queries that share a key head are the rows of one
-product. Reference: ``attention.plain_attention``.
+Reads queries, keys and values as the QKV projection leaves them, applies RMSNorm and RoPE, and stores the new
+key and value in the cache. The queries of one KV head are the rows of one dot product. The context is split
+among ``NUM_SPLITS`` programs (split-KV, flash-decoding); the last to finish merges the partial results in a
+fixed order. Reference: ``paged.reference_attention``.
 """
 
 import triton
 import triton.language as tl
 
-from vlfit.kernels.primitives import ONE, factor_of, narrowed, numbers, wait
-from vlfit.kernels.rows.row_kernels import turned
+from vlfit.kernels.primitives import BF16_ONE, fp8_to_float, kv_scale_to_float, pdl_sync, quantize_kv_rows
+from vlfit.kernels.rows.row_kernels import load_norm_rope
 
-LEAST = tl.constexpr(-1e30)  # below any score
+MIN_SCORE = tl.constexpr(-1e30)  # below any real score
 
 
-@triton.jit(do_not_specialize=["table", "spans", "table_stride"])
-def decode(
-    joined,
-    norm_weight,
-    cosines,
-    sines,
-    slots,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    table,
-    spans,
-    partial,
-    extremes,
-    arrivals,
-    output,
+@triton.jit(do_not_specialize=["block_tables", "query_spans", "stride_table"])
+def paged_decode_kernel(
+    qkv,
+    qk_norm_weight,
+    cos,
+    sin,
+    slot_mapping,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    block_tables,
+    query_spans,
+    partial_out,
+    partial_stats,
+    counters,
+    out,
     eps,
-    table_stride,
-    key_heads: tl.constexpr,
-    shared: tl.constexpr,
-    head_dim: tl.constexpr,
-    rotated: tl.constexpr,
-    has_norm: tl.constexpr,
-    block_size: tl.constexpr,
-    splits: tl.constexpr,
-    sharing: tl.constexpr,
-    tile_heads: tl.constexpr,
-    tile_shared: tl.constexpr,
-    tile_tokens: tl.constexpr,
-    tile_dim: tl.constexpr,
-    factor: tl.constexpr,
-    narrow: tl.constexpr,
-    hardware: tl.constexpr,
-    by_hand: tl.constexpr,
-    overlap: tl.constexpr,
+    stride_table,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_QK_NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PAST_SPLITS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    MERGE_BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SCALE_LOG2: tl.constexpr,
+    FP8_KV: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """``output`` [sequences, heads, head_dim]; what is normalized and turned as in ``row_kernels.py``.
+    """``out`` [seqs, NUM_HEADS, HEAD_DIM]: softmax(q @ k.T) @ v over past and new token.
 
-    ``joined`` [sequences, heads + 2 * key_heads, head_dim], ``keys`` and ``values`` [slots, key_heads,
-    head_dim]. ``narrow``: these are codes of FP8, and ``key_scales`` and ``value_scales`` [slots, key_heads]
-    belong to them; ``hardware``, ``by_hand``: see ``primitives.py``. ``spans`` [sequences, 3] holds row, new
-    tokens (1) and past of each; ``factor`` turns products of queries and keys into powers of two. With
-    ``splits`` > 1 ``partial`` is [sequences, heads, splits, head_dim], ``extremes`` [sequences, heads,
-    splits, 2], both float32, and ``arrivals`` counts the programs of each sequence and key head: 0 before the
-    first and after the last. The first ``sharing`` programs have the past, the last one has the newest token.
-    A row whose slot is negative leaves nothing in the cache, and its answer is zeros.
+    Grid: (seqs, NUM_KV_HEADS, NUM_SPLITS). One program computes the ``GROUP_SIZE`` query heads of a KV head
+    over its share of the context, ``BLOCK_T`` tokens at a time. The first ``PAST_SPLITS`` splits share the
+    past, the last split has the new token.
+
+    ``qkv`` [seqs, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; ``k_cache`` and ``v_cache`` [slots, NUM_KV_HEADS,
+    HEAD_DIM], with ``FP8_KV`` as codes with ``k_scales`` and ``v_scales`` [slots, NUM_KV_HEADS]
+    (``primitives.py``). ``query_spans`` [seqs, 3]: row, new tokens (1) and past of each sequence.
+    ``SCALE_LOG2``: softmax scale times log2(e), for exp2. ``WINDOW``: sliding window in tokens, or 0. With
+    ``NUM_SPLITS`` > 1 float32 ``partial_out`` [seqs, NUM_HEADS, NUM_SPLITS, HEAD_DIM] and ``partial_stats``
+    [seqs, NUM_HEADS, NUM_SPLITS, 2] (maximum and sum of weights); ``counters`` per sequence and KV head, zero
+    before and after. A row with a negative slot stores nothing, and its output is zeros.
     """
-    sequence = tl.program_id(0)
-    key_head = tl.program_id(1)
+    seq = tl.program_id(0)
+    kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    heads: tl.constexpr = key_heads * shared
-    head = tl.arange(0, tile_heads)[:, None]
-    dim = tl.arange(0, tile_dim)[None, :]
-    # The kernel before writes ``joined`` and nothing else that is read here: the first keys and values are on
-    # their way while it runs.
-    past = tl.load(spans + sequence * 3 + 2)
-    slot = tl.load(slots + sequence).to(tl.int64)
-    share = tl.cdiv(tl.cdiv(past, sharing), tile_tokens) * tile_tokens
-    begin = split * share
-    end = tl.minimum(begin + share, past)
-    blocks = table + sequence * table_stride
-    token = begin + tl.arange(0, tile_tokens)
-    cell = cells(blocks, token, end, key_head, key_heads, block_size)
-    place = cell[:, None] * head_dim + dim
-    there = dim < head_dim
-    key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0)
-    value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0)
-    key_scale = scale_at(key_scales, cell, token < end, narrow)
-    value_scale = scale_at(value_scales, cell, token < end, narrow)
-    wait(overlap)
-    inside = (head < shared) & there
-    own = joined + sequence.to(tl.int64) * (heads + 2 * key_heads) * head_dim + dim
-    weight = norm_weight + dim
-    angle = sequence * rotated + dim
-    first_head = key_head * shared
-    asked = turned(
-        own + (first_head + head) * head_dim,
-        weight + (first_head + head) * head_dim,
-        cosines + angle,
-        sines + angle,
-        dim,
-        inside,
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+    offs_h = tl.arange(0, BLOCK_H)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    # Before ``pdl_sync``: the previous kernel writes only ``qkv``, so the first keys and values can be loaded
+    # while it runs.
+    past = tl.load(query_spans + seq * 3 + 2)
+    slot = tl.load(slot_mapping + seq).to(tl.int64)
+    if WINDOW:  # a row that stores its own token counts it as part of the window
+        oldest = tl.maximum(past - WINDOW + (slot >= 0).to(tl.int32), 0)
+        tokens_per_split = tl.cdiv(tl.cdiv(past - oldest, PAST_SPLITS), BLOCK_T) * BLOCK_T
+        t_begin = oldest + split * tokens_per_split
+    else:
+        tokens_per_split = tl.cdiv(tl.cdiv(past, PAST_SPLITS), BLOCK_T) * BLOCK_T
+        t_begin = split * tokens_per_split
+    t_end = tl.minimum(t_begin + tokens_per_split, past)
+    block_table = block_tables + seq * stride_table
+    offs_t = t_begin + tl.arange(0, BLOCK_T)
+    kv_row = kv_rows(block_table, offs_t, t_end, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+    offs = kv_row[:, None] * HEAD_DIM + offs_d
+    dim_mask = offs_d < HEAD_DIM
+    k = tl.load(k_cache + offs, mask=(offs_t[:, None] < t_end) & dim_mask, other=0)
+    v = tl.load(v_cache + offs, mask=(offs_t[:, None] < t_end) & dim_mask, other=0)
+    k_scale = load_kv_scales(k_scales, kv_row, offs_t < t_end, FP8_KV)
+    v_scale = load_kv_scales(v_scales, kv_row, offs_t < t_end, FP8_KV)
+    pdl_sync(USE_PDL)
+    mask = (offs_h < GROUP_SIZE) & dim_mask
+    qkv_row = qkv + seq.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + offs_d
+    norm_ptrs = qk_norm_weight + offs_d
+    rope_offs = seq * ROTARY_DIM + offs_d
+    first_head = kv_head * GROUP_SIZE
+    q = load_norm_rope(
+        qkv_row + (first_head + offs_h) * HEAD_DIM,
+        norm_ptrs + (first_head + offs_h) * HEAD_DIM,
+        cos + rope_offs,
+        sin + rope_offs,
+        offs_d,
+        mask,
         eps,
-        head_dim,
-        rotated,
-        has_norm,
+        HEAD_DIM,
+        ROTARY_DIM,
+        HAS_QK_NORM,
     )
-    if narrow and asked.dtype != tl.float32:
-        asked = asked.to(tl.float16)  # as codes become
-    largest = tl.full((tile_heads,), LEAST, tl.float32)
-    weight_sum = tl.zeros((tile_heads,), tl.float32)
-    mixed = tl.zeros((tile_heads, tile_dim), tl.float32)
-    if (split == splits - 1) & (slot >= 0):
-        new_key = turned(
-            own + (heads + key_head) * head_dim,
-            weight + (heads + key_head) * head_dim,
-            cosines + angle,
-            sines + angle,
-            dim,
-            there,
+    if FP8_KV and q.dtype != tl.float32:
+        q = q.to(tl.float16)  # the dtype of dequantized codes
+    row_max = tl.full((BLOCK_H,), MIN_SCORE, tl.float32)
+    row_sum = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    if (split == NUM_SPLITS - 1) & (slot >= 0):
+        new_k = load_norm_rope(
+            qkv_row + (NUM_HEADS + kv_head) * HEAD_DIM,
+            norm_ptrs + (NUM_HEADS + kv_head) * HEAD_DIM,
+            cos + rope_offs,
+            sin + rope_offs,
+            offs_d,
+            dim_mask,
             eps,
-            head_dim,
-            rotated,
-            has_norm,
+            HEAD_DIM,
+            ROTARY_DIM,
+            HAS_QK_NORM,
         )
-        new_value = tl.load(own + (heads + key_heads + key_head) * head_dim, mask=there, other=0.0)
-        new_cell = slot * key_heads + key_head
-        kept = new_cell * head_dim + dim
-        if narrow:  # it sees itself as all after it will
-            new_key, new_key_scale = narrowed(new_key)
-            new_value, new_value_scale = narrowed(new_value)
-            one = new_cell + tl.arange(0, 1)[:, None]
-            tl.store(key_scales + one, new_key_scale)
-            tl.store(value_scales + one, new_value_scale)
-        tl.store(keys + kept, new_key, mask=there)
-        tl.store(values + kept, new_value, mask=there)
-        if narrow:
-            new_key = numbers(new_key, asked.dtype, hardware, by_hand)
-            new_value = numbers(new_value, asked.dtype, hardware, by_hand)
-        largest = tl.sum(asked.to(tl.float32) * new_key.to(tl.float32), 1) * factor
-        mixed += new_value.to(tl.float32)
-        if narrow:
-            new_key_scale, new_value_scale = (
-                tl.reshape(new_key_scale, (1,)),
-                tl.reshape(new_value_scale, (1,)),
+        new_v = tl.load(qkv_row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM, mask=dim_mask, other=0.0)
+        new_row = slot * NUM_KV_HEADS + kv_head
+        new_offs = new_row * HEAD_DIM + offs_d
+        if FP8_KV:  # the new token sees itself quantized, as later tokens will
+            new_k, new_k_scale = quantize_kv_rows(new_k)
+            new_v, new_v_scale = quantize_kv_rows(new_v)
+            scale_offs = new_row + tl.arange(0, 1)[:, None]
+            tl.store(k_scales + scale_offs, new_k_scale)
+            tl.store(v_scales + scale_offs, new_v_scale)
+        tl.store(k_cache + new_offs, new_k, mask=dim_mask)
+        tl.store(v_cache + new_offs, new_v, mask=dim_mask)
+        if FP8_KV:
+            new_k = fp8_to_float(new_k, q.dtype, NATIVE_FP8, INLINE_PTX)
+            new_v = fp8_to_float(new_v, q.dtype, NATIVE_FP8, INLINE_PTX)
+        row_max = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * SCALE_LOG2
+        acc += new_v.to(tl.float32)
+        if FP8_KV:
+            new_k_scale, new_v_scale = (
+                tl.reshape(new_k_scale, (1,)),
+                tl.reshape(new_v_scale, (1,)),
             )
-            exponent = tl.log2(factor_of(new_value_scale, hardware))
-            largest = largest * factor_of(new_key_scale, hardware) + exponent
-            weight_sum += tl.exp2(-exponent)
+            v_scale_log2 = tl.log2(kv_scale_to_float(new_v_scale, NATIVE_FP8))
+            row_max = row_max * kv_scale_to_float(new_k_scale, NATIVE_FP8) + v_scale_log2
+            row_sum += tl.exp2(-v_scale_log2)
         else:
-            weight_sum += 1.0
-    if begin < end:
-        largest, weight_sum, mixed = seen(
-            asked,
-            key,
-            value,
-            key_scale,
-            value_scale,
-            token < end,
-            largest,
-            weight_sum,
-            mixed,
-            factor,
-            narrow,
-            hardware,
-            by_hand,
+            row_sum += 1.0
+    if t_begin < t_end:
+        row_max, row_sum, acc = online_softmax_step(
+            q,
+            k,
+            v,
+            k_scale,
+            v_scale,
+            offs_t < t_end,
+            row_max,
+            row_sum,
+            acc,
+            SCALE_LOG2,
+            FP8_KV,
+            NATIVE_FP8,
+            INLINE_PTX,
         )
-    if (
-        begin + tile_tokens < end
-    ):  # apart from the loop, which makes itself ready even if it has nothing to do
-        for first in range(begin + tile_tokens, end, tile_tokens):
-            token = first + tl.arange(0, tile_tokens)
-            cell = cells(blocks, token, end, key_head, key_heads, block_size)
-            place = cell[:, None] * head_dim + dim
-            key = tl.load(keys + place, mask=(token[:, None] < end) & there, other=0)
-            value = tl.load(values + place, mask=(token[:, None] < end) & there, other=0)
-            largest, weight_sum, mixed = seen(
-                asked,
-                key,
-                value,
-                scale_at(key_scales, cell, token < end, narrow),
-                scale_at(value_scales, cell, token < end, narrow),
-                token < end,
-                largest,
-                weight_sum,
-                mixed,
-                factor,
-                narrow,
-                hardware,
-                by_hand,
+    if t_begin + BLOCK_T < t_end:  # an empty loop would still cost its pipeline's prologue
+        for t_start in range(t_begin + BLOCK_T, t_end, BLOCK_T):
+            offs_t = t_start + tl.arange(0, BLOCK_T)
+            kv_row = kv_rows(block_table, offs_t, t_end, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            offs = kv_row[:, None] * HEAD_DIM + offs_d
+            k = tl.load(k_cache + offs, mask=(offs_t[:, None] < t_end) & dim_mask, other=0)
+            v = tl.load(v_cache + offs, mask=(offs_t[:, None] < t_end) & dim_mask, other=0)
+            row_max, row_sum, acc = online_softmax_step(
+                q,
+                k,
+                v,
+                load_kv_scales(k_scales, kv_row, offs_t < t_end, FP8_KV),
+                load_kv_scales(v_scales, kv_row, offs_t < t_end, FP8_KV),
+                offs_t < t_end,
+                row_max,
+                row_sum,
+                acc,
+                SCALE_LOG2,
+                FP8_KV,
+                NATIVE_FP8,
+                INLINE_PTX,
             )
-    cell = sequence * heads + first_head
-    if splits > 1:
-        real = tl.arange(0, tile_heads) < shared
-        left = (cell + tl.arange(0, tile_heads)) * splits + split
-        tl.store(partial + left[:, None] * head_dim + dim, mixed, mask=inside)
-        tl.store(extremes + left * 2, largest, mask=real)
-        tl.store(extremes + left * 2 + 1, weight_sum, mask=real)
-        tl.debug_barrier()  # all threads' numbers are on their way before the one that counts says so
-        arrived = arrivals + sequence * key_heads + key_head
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
-            merge(
-                partial, extremes, output, cell, dim, there, shared, head_dim, splits, tile_shared, tile_dim
+    kv_row = seq * NUM_HEADS + first_head
+    if NUM_SPLITS > 1:
+        head_mask = tl.arange(0, BLOCK_H) < GROUP_SIZE
+        split_row = (kv_row + tl.arange(0, BLOCK_H)) * NUM_SPLITS + split
+        tl.store(partial_out + split_row[:, None] * HEAD_DIM + offs_d, acc, mask=mask)
+        tl.store(partial_stats + split_row * 2, row_max, mask=head_mask)
+        tl.store(partial_stats + split_row * 2 + 1, row_sum, mask=head_mask)
+        tl.debug_barrier()  # every thread has stored its part before the counter is incremented
+        counter = counters + seq * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
+            merge_splits(
+                partial_out,
+                partial_stats,
+                out,
+                kv_row,
+                offs_d,
+                dim_mask,
+                GROUP_SIZE,
+                HEAD_DIM,
+                NUM_SPLITS,
+                MERGE_BLOCK_H,
+                BLOCK_D,
             )
-            tl.store(arrived, 0)
+            tl.store(counter, 0)
     else:
-        write(output, cell + tl.arange(0, tile_heads), weight_sum, mixed, dim, inside, head_dim)
+        store_output(out, kv_row + tl.arange(0, BLOCK_H), row_sum, acc, offs_d, mask, HEAD_DIM)
 
 
 @triton.jit
-def cells(
-    blocks,
-    token,
-    end,
-    key_head,
-    key_heads: tl.constexpr,
-    block_size: tl.constexpr,
+def kv_rows(
+    block_table,
+    offs_t,
+    t_end,
+    kv_head,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
-    """Which row of the cache each ``token`` [tokens] has at ``key_head``: of keys, values and scales."""
-    block = tl.load(blocks + token // block_size, mask=token < end, other=0)
-    slot = (block * block_size + token % block_size).to(tl.int64)
-    return slot * key_heads + key_head
+    """Row of each token in the cache at ``kv_head``, [BLOCK_T]: of keys, values and scales."""
+    block = tl.load(block_table + offs_t // BLOCK_SIZE, mask=offs_t < t_end, other=0)
+    slot = (block * BLOCK_SIZE + offs_t % BLOCK_SIZE).to(tl.int64)
+    return slot * NUM_KV_HEADS + kv_head
 
 
 @triton.jit
-def scale_at(scales, cell, known, narrow: tl.constexpr):
-    """Scales of the rows ``cell`` [tokens], 1 for those that are not ``known``; nothing if not ``narrow``."""
-    return tl.load(scales + cell, mask=known, other=ONE) if narrow else known
+def load_kv_scales(scales, kv_row, mask, FP8_KV: tl.constexpr):
+    """Scales of the cache rows ``kv_row`` [BLOCK_T], 1 where not ``mask``; unused without ``FP8_KV``."""
+    return tl.load(scales + kv_row, mask=mask, other=BF16_ONE) if FP8_KV else mask
 
 
 @triton.jit
-def seen(
-    asked,
-    key,
-    value,
-    key_scale,
-    value_scale,
-    known,
-    largest,
-    weight_sum,
-    mixed,
-    factor: tl.constexpr,
-    narrow: tl.constexpr,
-    hardware: tl.constexpr,
-    by_hand: tl.constexpr,
+def online_softmax_step(
+    q,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    mask,
+    row_max,
+    row_sum,
+    acc,
+    SCALE_LOG2: tl.constexpr,
+    FP8_KV: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
 ):
-    """Largest scores, sums of weights and weighted values, with a tile of tokens more: those ``known``."""
-    if narrow:
-        key = numbers(key, asked.dtype, hardware, by_hand)
-        value = numbers(value, asked.dtype, hardware, by_hand)
-        score = tl.dot(asked, tl.trans(key), input_precision="ieee")
-        score = score * (factor_of(key_scale, hardware) * factor)[None, :]
-        exponent = tl.log2(factor_of(value_scale, hardware))
-        score += exponent[None, :]
-    else:
-        score = tl.dot(asked, tl.trans(key), input_precision="ieee") * factor
-    score = tl.where(known[None, :], score, float("-inf"))
-    larger = tl.maximum(largest, tl.max(score, 1))
-    power = tl.exp2(score - larger[:, None])
-    shrink = tl.exp2(largest - larger)
-    weight = power * tl.exp2(-exponent)[None, :] if narrow else power
-    weight_sum = weight_sum * shrink + tl.sum(weight, 1)
-    mixed = tl.dot(power.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
-    return larger, weight_sum, mixed
+    """Add one block of keys and values, those in ``mask``, to the running maximum, sum and accumulator.
 
-
-@triton.jit
-def merge(
-    partial,
-    extremes,
-    output,
-    cell,
-    dim,
-    there,
-    shared: tl.constexpr,
-    head_dim: tl.constexpr,
-    splits: tl.constexpr,
-    tile_shared: tl.constexpr,
-    tile_dim: tl.constexpr,
-):
-    """The answers of ``shared`` heads from ``cell`` on, of what all programs of their key head have left.
-
-    Of those heads alone: exponentials of the others that a tile of a product has take longer than all else
-    here. A split that had no tokens left ``LEAST`` as its largest score, so that it weighs nothing.
+    FP8 values: their scales enter the exponent, so that weights stay at most 1, and leave the sum
+    (``primitives.py``).
     """
-    head = tl.arange(0, tile_shared)
-    real = head < shared
-    inside = real[:, None] & there
-    largest = tl.full((tile_shared,), LEAST, tl.float32)
-    weight_sum = tl.zeros((tile_shared,), tl.float32)
-    mixed = tl.zeros((tile_shared, tile_dim), tl.float32)
-    for split in tl.static_range(splits):
-        # Past the first cache, which does not see what other multiprocessors write.
-        place = (cell + head) * splits + split
-        other = tl.load(extremes + place * 2, mask=real, other=LEAST, cache_modifier=".cg")
-        other_sum = tl.load(extremes + place * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
-        place = place[:, None] * head_dim + dim
-        other_mixed = tl.load(partial + place, mask=inside, other=0.0, cache_modifier=".cg")
-        larger = tl.maximum(largest, other)
-        shrink, scale = tl.exp2(largest - larger), tl.exp2(other - larger)
-        weight_sum = weight_sum * shrink + other_sum * scale
-        mixed = mixed * shrink[:, None] + other_mixed * scale[:, None]
-        largest = larger
-    write(output, cell + head, weight_sum, mixed, dim, inside, head_dim)
+    if FP8_KV:
+        k = fp8_to_float(k, q.dtype, NATIVE_FP8, INLINE_PTX)
+        v = fp8_to_float(v, q.dtype, NATIVE_FP8, INLINE_PTX)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        score = score * (kv_scale_to_float(k_scale, NATIVE_FP8) * SCALE_LOG2)[None, :]
+        v_scale_log2 = tl.log2(kv_scale_to_float(v_scale, NATIVE_FP8))
+        score += v_scale_log2[None, :]
+    else:
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE_LOG2
+    score = tl.where(mask[None, :], score, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(score, 1))
+    p = tl.exp2(score - new_max[:, None])
+    alpha = tl.exp2(row_max - new_max)
+    p_unscaled = p * tl.exp2(-v_scale_log2)[None, :] if FP8_KV else p
+    row_sum = row_sum * alpha + tl.sum(p_unscaled, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return new_max, row_sum, acc
 
 
 @triton.jit
-def write(output, head, weight_sum, mixed, dim, inside, head_dim: tl.constexpr):
-    """``mixed`` to the rows ``head`` of ``output``; zeros where no token was seen: then nothing weighs."""
-    answer = mixed / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
-    tl.store(output + head[:, None] * head_dim + dim, answer.to(output.dtype.element_ty), mask=inside)
+def merge_splits(
+    partial_out,
+    partial_stats,
+    out,
+    first_row,
+    offs_d,
+    dim_mask,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MERGE_BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge all splits' partial results into ``out``, for ``GROUP_SIZE`` heads from ``first_row`` on.
+
+    Without padding heads, whose exponentials would take longer than everything else here. A split without
+    tokens has ``MIN_SCORE`` as its maximum, so its weight is 0.
+    """
+    offs_h = tl.arange(0, MERGE_BLOCK_H)
+    head_mask = offs_h < GROUP_SIZE
+    mask = head_mask[:, None] & dim_mask
+    row_max = tl.full((MERGE_BLOCK_H,), MIN_SCORE, tl.float32)
+    row_sum = tl.zeros((MERGE_BLOCK_H,), tl.float32)
+    acc = tl.zeros((MERGE_BLOCK_H, BLOCK_D), tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        # Bypass L1, which does not see other multiprocessors' writes.
+        offs = (first_row + offs_h) * NUM_SPLITS + split
+        other_max = tl.load(partial_stats + offs * 2, mask=head_mask, other=MIN_SCORE, cache_modifier=".cg")
+        other_sum = tl.load(partial_stats + offs * 2 + 1, mask=head_mask, other=0.0, cache_modifier=".cg")
+        offs = offs[:, None] * HEAD_DIM + offs_d
+        other_acc = tl.load(partial_out + offs, mask=mask, other=0.0, cache_modifier=".cg")
+        new_max = tl.maximum(row_max, other_max)
+        alpha, beta = tl.exp2(row_max - new_max), tl.exp2(other_max - new_max)
+        row_sum = row_sum * alpha + other_sum * beta
+        acc = acc * alpha[:, None] + other_acc * beta[:, None]
+        row_max = new_max
+    store_output(out, first_row + offs_h, row_sum, acc, offs_d, mask, HEAD_DIM)
+
+
+@triton.jit
+def store_output(out, rows, row_sum, acc, offs_d, mask, HEAD_DIM: tl.constexpr):
+    """Store ``acc`` / ``row_sum`` to ``rows`` of ``out``; zeros where no token was seen."""
+    normalized = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    tl.store(out + rows[:, None] * HEAD_DIM + offs_d, normalized.to(out.dtype.element_ty), mask=mask)

@@ -1,7 +1,6 @@
-"""Attention over the paged KV cache where it lies: nothing is copied out of it, no scores are kept.
+"""Attention over the paged KV cache in place: nothing is gathered, no scores are stored.
 
-Knows: how a batch is laid out for the kernels, which tile sizes it gets, and what that allocates. Does not
-know who runs (``runner.py`` lays the batch out).
+Chooses tile sizes and splits, allocates outputs and launches the decode and prefill kernels.
 """
 
 import math
@@ -10,36 +9,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.kernels.gemm.quantized import by_hand, converts_float8
-from vlfit.kernels.launch import arrivals, overlapping, power_of_two
-from vlfit.kernels.rows.row_ops import Fresh, rotate_and_store
+from vlfit.kernels.gemm.quantized import has_inline_ptx, has_native_fp8
+from vlfit.kernels.launch import next_power_of_2, pdl_options, tile_counters
+from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
+from vlfit.plan.native.cost import num_decode_splits
 
-ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockPlan.spans``
+ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockAttentionMetadata.query_spans``
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPlan:
-    """Who attends to what in one forward pass, by blocks.
+class BlockAttentionMetadata:
+    """A batch as the kernels see it: which rows belong to which sequence, and its KV cache blocks.
 
-    ``write_slots`` [rows]: where each row's key and value go. ``table`` [sequences, blocks] int32: the block
-    tables, filled up with zeros. ``spans`` [sequences, 3] int32: first row, new tokens and past of each. The
-    first ``decoding`` sequences have one new token each; ``longest`` is the most that one of the rest has.
-    ``stored_before`` [rows], all negative: all decode, and some of them are the same sequence at tokens that
-    follow each other, so that keys and values are stored before any row looks, and the past has its own.
+    ``slot_mapping`` [rows]: cache slot of each row's key and value. ``block_tables`` [sequences, blocks]
+    int32, padded with zeros. ``query_spans`` [sequences, 3] int32: first row, new tokens and past of each.
+    The first ``num_decodes`` sequences have one new token each; ``max_query_len`` is the most that any other
+    has. ``no_store_slots`` [rows], all negative, is for batches of single tokens of which some are
+    consecutive tokens of one sequence (verifying draft tokens): keys and values are stored before any row
+    attends, and a row's own token counts as past.
     """
 
-    write_slots: Tensor
-    table: Tensor
-    spans: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_spans: Tensor
     block_size: int
-    decoding: int
-    longest: int
-    stored_before: Tensor | None = None
+    num_decodes: int
+    max_query_len: int
+    no_store_slots: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """Rows (or, decoding, shares of a context) x tokens of one program, by so many warps and load stages."""
+class AttentionTiles:
+    """One program's tile: rows (or, decoding, a share of the context) x tokens, with this many warps and
+    pipeline stages.
+    """
 
     rows: int
     tokens: int
@@ -47,172 +50,191 @@ class Tiles:
     stages: int
 
 
-def decode_splits(sequences: int) -> int:
-    """Among how many programs a sequence's context is shared out.
-
-    Of an odd number the last has the newest token alone, which takes as long as a tile of the past: for so
-    few sequences that all are at work at once. Where very many run they keep a card busy by themselves, and
-    would be too many to count (``launch.MOST_TILES``).
-    """
-    if sequences <= 2:
-        return 17
-    return 16 if sequences <= 4 else 8 if sequences <= 16 else 4 if sequences <= 256 else 1
+def decode_tiles(dtype: torch.dtype) -> AttentionTiles:
+    """The decode kernel's tile for ``dtype``."""
+    return AttentionTiles(16, 32, 4, 2) if dtype == torch.float32 else AttentionTiles(16, 64, 2, 2)
 
 
-def decode_tiles(dtype: torch.dtype) -> Tiles:
-    return Tiles(16, 32, 4, 2) if dtype == torch.float32 else Tiles(16, 64, 2, 2)
+def prefill_tiles(dtype: torch.dtype) -> AttentionTiles:
+    """The prefill kernel's tile for ``dtype``."""
+    return AttentionTiles(32, 32, 4, 2) if dtype == torch.float32 else AttentionTiles(64, 64, 4, 2)
 
 
-def prefill_tiles(dtype: torch.dtype) -> Tiles:
-    return Tiles(32, 32, 4, 2) if dtype == torch.float32 else Tiles(64, 64, 4, 2)
-
-
-def attend(
-    fresh: Fresh,
-    keys: Tensor,
-    values: Tensor,
-    plan: BlockPlan,
-    scales: tuple[Tensor, Tensor] | None = None,
+def block_attention(
+    qkv: PackedQKV,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: BlockAttentionMetadata,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     *,
+    window: int | None = None,
     splits: int | None = None,
-    tiles: Tiles | None = None,
+    tiles: AttentionTiles | None = None,
 ) -> Tensor:
-    """What the queries of ``fresh`` find, [rows, heads * head_dim]; its own keys and values go to ``keys``
-    and ``values`` [slots, key_heads, head_dim] of a layer: numbers, or with ``scales`` [slots, key_heads] of
-    either codes of FP8, uint8.
+    """Attention output [rows, heads * head_dim] of ``qkv``, whose keys and values are stored in the cache.
 
-    Allocates the answer; where there are chunks of prompts the queries; for sequences that decode ``splits``
-    times (head_dim + 2) float32 for each head. ``splits`` and ``tiles`` are
-    chosen if not given.
+    ``k_cache`` and ``v_cache`` [slots, kv_heads, head_dim] belong to one layer; with ``kv_scales`` (for keys
+    and for values, [slots, kv_heads] each) they hold FP8 codes, uint8. ``window``: sliding window in tokens,
+    None for full attention. ``splits`` and ``tiles`` are chosen if not given. Allocates the output; for
+    prefill chunks the queries; for decoding sequences ``splits`` * (head_dim + 2) float32 per head.
     """
-    joined = fresh.joined
-    rows, heads, head_dim = joined.shape
-    heads -= 2 * keys.shape[1]
-    output = torch.empty((rows, heads * head_dim), dtype=joined.dtype, device=joined.device)
-    if plan.longest:
-        # Rows that decode are turned with the others, and once more below: they are few.
-        query = rotate_and_store(fresh, plan.write_slots, keys, values, scales)
-        if joined.device.type != "meta":
-            _launch_prefill(query, keys, values, scales, plan, output, tiles or prefill_tiles(joined.dtype))
+    packed = qkv.qkv
+    rows, heads, head_dim = packed.shape
+    heads -= 2 * k_cache.shape[1]
+    out = torch.empty((rows, heads * head_dim), dtype=packed.dtype, device=packed.device)
+    if metadata.max_query_len:
+        # Decoding rows go through this too, and again in the decode kernel: they are few.
+        query = rope_store_kv(qkv, metadata.slot_mapping, k_cache, v_cache, kv_scales)
+        if packed.device.type != "meta":
+            _launch_prefill(
+                query,
+                k_cache,
+                v_cache,
+                kv_scales,
+                metadata,
+                out,
+                window,
+                tiles or prefill_tiles(packed.dtype),
+            )
         del query
-    if plan.stored_before is not None:
-        rotate_and_store(fresh, plan.write_slots, keys, values, scales)
-    if plan.decoding:
-        from_splits = (plan.decoding, heads, splits or decode_splits(plan.decoding))
-        partial = torch.empty((*from_splits, head_dim), dtype=torch.float32, device=joined.device)
-        extremes = torch.empty((*from_splits, 2), dtype=torch.float32, device=joined.device)
-        if joined.device.type != "meta":
-            tiles = tiles or decode_tiles(joined.dtype)
-            _launch_decode(fresh, keys, values, scales, plan, partial, extremes, output, tiles)
-    return output
+    if metadata.no_store_slots is not None:
+        rope_store_kv(qkv, metadata.slot_mapping, k_cache, v_cache, kv_scales)
+    if metadata.num_decodes:
+        split_shape = (metadata.num_decodes, heads, splits or num_decode_splits(metadata.num_decodes))
+        partial_out = torch.empty((*split_shape, head_dim), dtype=torch.float32, device=packed.device)
+        partial_stats = torch.empty((*split_shape, 2), dtype=torch.float32, device=packed.device)
+        if packed.device.type != "meta":
+            tiles = tiles or decode_tiles(packed.dtype)
+            _launch_decode(
+                qkv, k_cache, v_cache, kv_scales, metadata, partial_out, partial_stats, out, window, tiles
+            )
+    return out
 
 
 def _launch_decode(
-    fresh: Fresh,
-    keys: Tensor,
-    values: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    plan: BlockPlan,
-    partial: Tensor,
-    extremes: Tensor,
-    output: Tensor,
-    tiles: Tiles,
+    qkv: PackedQKV,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_scales: tuple[Tensor, Tensor] | None,
+    metadata: BlockAttentionMetadata,
+    partial_out: Tensor,
+    partial_stats: Tensor,
+    out: Tensor,
+    window: int | None,
+    tiles: AttentionTiles,
 ) -> None:
-    from vlfit.kernels.attention.decode_kernel import decode
+    from vlfit.kernels.attention.decode_kernel import paged_decode_kernel
 
-    joined = fresh.joined
-    sequences, heads, splits, _ = partial.shape
-    key_heads = keys.shape[1]
-    decode[(sequences, key_heads, splits)](
-        joined,
-        joined if fresh.norm_weight is None else fresh.norm_weight,
-        fresh.cosines,
-        fresh.sines,
-        plan.write_slots if plan.stored_before is None else plan.stored_before,
-        keys,
-        values,
-        *(scales or (keys, values)),
-        plan.table,
-        plan.spans,
-        partial,
-        extremes,
-        arrivals(joined.device),
-        output,
-        fresh.eps,
-        plan.table.stride(0),
-        **_sizes(heads, keys, plan),
-        rotated=fresh.cosines.shape[-1],
-        has_norm=fresh.norm_weight is not None,
-        splits=splits,
-        sharing=splits - 1 if splits % 2 and splits > 1 else splits,
-        tile_heads=max(power_of_two(heads // key_heads), 16),
-        tile_shared=power_of_two(heads // key_heads),
-        tile_tokens=tiles.tokens,
+    packed = qkv.qkv
+    sequences, heads, splits, _ = partial_out.shape
+    kv_heads = k_cache.shape[1]
+    paged_decode_kernel[(sequences, kv_heads, splits)](
+        packed,
+        packed if qkv.norm_weight is None else qkv.norm_weight,
+        qkv.cos,
+        qkv.sin,
+        metadata.slot_mapping if metadata.no_store_slots is None else metadata.no_store_slots,
+        k_cache,
+        v_cache,
+        *(kv_scales or (k_cache, v_cache)),
+        metadata.block_tables,
+        metadata.query_spans,
+        partial_out,
+        partial_stats,
+        tile_counters(packed.device),
+        out,
+        qkv.eps,
+        metadata.block_tables.stride(0),
+        **_kernel_constants(heads, k_cache, metadata, window),
+        ROTARY_DIM=qkv.cos.shape[-1],
+        HAS_QK_NORM=qkv.norm_weight is not None,
+        NUM_SPLITS=splits,
+        PAST_SPLITS=splits - 1 if splits % 2 and splits > 1 else splits,
+        BLOCK_H=max(next_power_of_2(heads // kv_heads), 16),
+        MERGE_BLOCK_H=next_power_of_2(heads // kv_heads),
+        BLOCK_T=tiles.tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        # It reads what the kernel before stores before it waits for that.
-        **(overlapping(joined.device) if plan.stored_before is None else {"overlap": False}),
+        # With ``no_store_slots`` the previous kernel writes keys that this one loads before ``pdl_sync``.
+        **(pdl_options(packed.device) if metadata.no_store_slots is None else {"USE_PDL": False}),
     )
 
 
 def _launch_prefill(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    plan: BlockPlan,
-    output: Tensor,
-    tiles: Tiles,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_scales: tuple[Tensor, Tensor] | None,
+    metadata: BlockAttentionMetadata,
+    out: Tensor,
+    window: int | None,
+    tiles: AttentionTiles,
 ) -> None:
-    from vlfit.kernels.attention.prefill_kernel import prefill
+    from vlfit.kernels.attention.prefill_kernel import paged_prefill_kernel
 
-    chunks = len(plan.table) - plan.decoding
-    prefill[(-(-plan.longest // tiles.rows), query.shape[1], chunks)](
+    chunks = len(metadata.block_tables) - metadata.num_decodes
+    paged_prefill_kernel[(-(-metadata.max_query_len // tiles.rows), query.shape[1], chunks)](
         query,
-        keys,
-        values,
-        *(scales or (keys, values)),
-        plan.table[plan.decoding :],
-        plan.spans[plan.decoding :],
-        output,
+        k_cache,
+        v_cache,
+        *(kv_scales or (k_cache, v_cache)),
+        metadata.block_tables[metadata.num_decodes :],
+        metadata.query_spans[metadata.num_decodes :],
+        out,
         query.stride(0),
-        plan.table.stride(0),
-        **_sizes(query.shape[1], keys, plan),
-        tile_rows=tiles.rows,
-        tile_tokens=tiles.tokens,
+        metadata.block_tables.stride(0),
+        **_kernel_constants(query.shape[1], k_cache, metadata, window),
+        BLOCK_M=tiles.rows,
+        BLOCK_T=tiles.tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
 
 
-def _sizes(heads: int, keys: Tensor, plan: BlockPlan) -> dict[str, int | float]:
-    _, key_heads, head_dim = keys.shape
+def _kernel_constants(
+    heads: int, k_cache: Tensor, metadata: BlockAttentionMetadata, window: int | None
+) -> dict[str, int | float]:
+    _, kv_heads, head_dim = k_cache.shape
     return {
-        "key_heads": key_heads,
-        "shared": heads // key_heads,
-        "head_dim": head_dim,
-        "block_size": plan.block_size,
-        "tile_dim": max(power_of_two(head_dim), 16),
-        "factor": head_dim**-0.5 * math.log2(math.e),
-        "narrow": keys.dtype == torch.uint8,
-        "hardware": keys.dtype == torch.uint8 and converts_float8(keys.device),
-        "by_hand": keys.dtype == torch.uint8 and by_hand(keys.device),
+        "NUM_KV_HEADS": kv_heads,
+        "GROUP_SIZE": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": metadata.block_size,
+        "WINDOW": window or 0,
+        "BLOCK_D": max(next_power_of_2(head_dim), 16),
+        "SCALE_LOG2": head_dim**-0.5 * math.log2(math.e),
+        "FP8_KV": k_cache.dtype == torch.uint8,
+        "NATIVE_FP8": k_cache.dtype == torch.uint8 and has_native_fp8(k_cache.device),
+        "INLINE_PTX": k_cache.dtype == torch.uint8 and has_inline_ptx(k_cache.device),
     }
 
 
-def plain_attention(query: Tensor, keys: Tensor, values: Tensor, plan: BlockPlan) -> Tensor:
-    """What ``attend`` finds, in plain PyTorch and any dtype: what it is tested against.
+def reference_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: BlockAttentionMetadata,
+    window: int | None = None,
+) -> Tensor:
+    """``block_attention`` in plain PyTorch and any dtype: the tests' reference.
 
-    ``query`` [rows, heads, head_dim] is turned, and the keys and values of its rows are stored.
+    ``query`` [rows, heads, head_dim] has RoPE applied, and the keys and values of its rows are in the cache.
     """
     outputs = torch.zeros_like(query)
-    shared = query.shape[1] // keys.shape[1]
-    for blocks, (row, tokens, past) in zip(plan.table, plan.spans.tolist(), strict=True):
-        index = torch.arange(past + tokens, device=query.device)
-        slots = blocks.long()[index // plan.block_size] * plan.block_size + index % plan.block_size
-        seen = index <= index[past:, None]  # [tokens, past + tokens]
-        key, value = (part[slots].repeat_interleave(shared, 1).transpose(0, 1) for part in (keys, values))
-        asked = query[row : row + tokens].transpose(0, 1)
-        scores = (asked @ key.transpose(1, 2) * query.shape[2] ** -0.5).masked_fill(~seen, float("-inf"))
-        outputs[row : row + tokens] = (scores.softmax(-1) @ value).transpose(0, 1)
+    group_size = query.shape[1] // k_cache.shape[1]
+    for block_table, (first, tokens, past) in zip(
+        metadata.block_tables, metadata.query_spans.tolist(), strict=True
+    ):
+        positions = torch.arange(past + tokens, device=query.device)
+        slots = (
+            block_table.long()[positions // metadata.block_size] * metadata.block_size
+            + positions % metadata.block_size
+        )
+        visible = positions <= positions[past:, None]  # [tokens, past + tokens]
+        if window is not None:
+            visible &= positions > positions[past:, None] - window
+        k, v = (part[slots].repeat_interleave(group_size, 1).transpose(0, 1) for part in (k_cache, v_cache))
+        q = query[first : first + tokens].transpose(0, 1)
+        scores = (q @ k.transpose(1, 2) * query.shape[2] ** -0.5).masked_fill(~visible, float("-inf"))
+        outputs[first : first + tokens] = (scores.softmax(-1) @ v).transpose(0, 1)
     return outputs.flatten(1)

@@ -1,7 +1,6 @@
 """``x @ weight.T + bias`` for few rows and weights in the dtype of the computation.
 
-While one decodes, a product is as fast as its weights are read. Knows: up to how many rows the kernel is
-used, its tiles, and what it allocates. More rows are torch's.
+Decoding is as fast as weights are read. More than ``DENSE_MAX_ROWS`` rows go to torch.
 """
 
 from dataclasses import dataclass
@@ -9,18 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.kernels.gemm.epilogue import Onto, Scaled, choices, numbers, pointers
-from vlfit.kernels.launch import arrivals, overlapping
+from vlfit.kernels.gemm.epilogue import (
+    PreNormRows,
+    ResidualEpilogue,
+    epilogue_pointers,
+    fusion_flags,
+    prologue_arguments,
+)
+from vlfit.kernels.launch import pdl_options, tile_counters
 
-FEW_ROWS = 16
-BUSY = 256  # programs that keep a card reading; fewer tiles than that are split
+DENSE_MAX_ROWS = 16
+MIN_PROGRAMS = 256  # that keep a card reading; fewer tiles than that are split over K
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """What one program computes: outputs over steps of inputs, by so many warps and load stages.
+class DenseTiles:
+    """One program's tile: ``outputs``, over steps of ``inputs``, with this many warps and pipeline stages.
 
-    With several ``parts``, as many as warps, each warp sums over one part of every step.
+    ``parts`` > 1 (then equal to ``warps``): sliced-K, each warp sums one part of every step.
     """
 
     outputs: int
@@ -30,103 +35,105 @@ class Tiles:
     parts: int = 1
 
 
-def tiles_for(dtype: torch.dtype) -> Tiles:
-    return Tiles(32, 64, 4, 2) if dtype == torch.float32 else Tiles(32, 128, 4, 4)
+def dense_tiles(dtype: torch.dtype) -> DenseTiles:
+    """The tile for ``dtype``."""
+    return DenseTiles(32, 64, 4, 2) if dtype == torch.float32 else DenseTiles(32, 128, 4, 4)
 
 
-def splits_for(outputs: int, inputs: int, tiles: Tiles) -> int:
-    """Among how many programs the inputs of one tile are shared out: a power of two, at most 8."""
+def dense_splits(outputs: int, inputs: int, tiles: DenseTiles) -> int:
+    """Split-K factor: a power of two, at most 8."""
     programs, splits = -(-outputs // tiles.outputs), 1
-    while splits < 8 and programs * splits < BUSY and inputs >= 4 * splits * tiles.inputs:
+    while splits < 8 and programs * splits < MIN_PROGRAMS and inputs >= 4 * splits * tiles.inputs:
         splits *= 2
     return splits
 
 
-def multiply(
-    x: Tensor | Scaled,
+def dense_linear(
+    x: Tensor | PreNormRows,
     weight: Tensor,
     bias: Tensor | None,
-    tiles: Tiles | None = None,
+    tiles: DenseTiles | None = None,
     splits: int | None = None,
-    gated: bool = False,
+    swiglu: bool = False,
 ) -> Tensor:
-    """``x`` [rows, inputs], at most ``FEW_ROWS``, times ``weight`` [outputs, inputs].T: [rows, outputs].
+    """``x`` [rows, inputs], at most ``DENSE_MAX_ROWS`` rows, times ``weight`` [outputs, inputs].T: [rows,
+    outputs].
 
-    ``gated``: the first half of the outputs are gates, and what comes is silu(gate) * other,
-    [rows, outputs / 2]. Rows of ``x`` may lie apart. Allocates the output and, for a product that is split,
-    as much as all outputs in float32 for each split.
+    ``swiglu``: the first half of the outputs are gates, and the result is silu(gate) * up, [rows, outputs /
+    2]. Rows of ``x`` may be strided. Allocates the output and, with split-K, all outputs in float32 for each
+    split.
     """
-    rows = x.rows if isinstance(x, Scaled) else x
-    outputs = len(weight) // 2 if gated else len(weight)
-    output = torch.empty((len(rows), outputs), dtype=rows.dtype, device=rows.device)
-    _launch(x, weight, bias, output, tiles or tiles_for(rows.dtype), splits, gated=gated)
-    return output
+    rows = x.rows if isinstance(x, PreNormRows) else x
+    out_width = len(weight) // 2 if swiglu else len(weight)
+    out = torch.empty((len(rows), out_width), dtype=rows.dtype, device=rows.device)
+    _launch(x, weight, bias, out, tiles or dense_tiles(rows.dtype), splits, swiglu=swiglu)
+    return out
 
 
-def add_product(
+def dense_linear_add(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    onto: Onto,
-    tiles: Tiles | None = None,
+    residual: ResidualEpilogue,
+    tiles: DenseTiles | None = None,
     splits: int | None = None,
-) -> Scaled:
-    """Adds to the rows of ``onto``, in place, what ``multiply`` gives; what comes is ready for the next."""
-    tiles = tiles or tiles_for(x.dtype)
-    left = onto.scaled(tiles.outputs)
-    _launch(x, weight, bias, onto.hidden, tiles, splits, onto=onto, left=left)
-    return left
+) -> PreNormRows:
+    """Add ``dense_linear`` to ``residual.hidden`` in place; returns the rows for the next GEMM's prologue."""
+    tiles = tiles or dense_tiles(x.dtype)
+    prenorm = residual.allocate_prenorm(tiles.outputs)
+    _launch(x, weight, bias, residual.hidden, tiles, splits, residual=residual, prenorm=prenorm)
+    return prenorm
 
 
 def _launch(
-    x: Tensor | Scaled,
+    x: Tensor | PreNormRows,
     weight: Tensor,
     bias: Tensor | None,
-    output: Tensor,
-    tiles: Tiles,
+    out: Tensor,
+    tiles: DenseTiles,
     splits: int | None,
-    gated: bool = False,
-    onto: Onto | None = None,
-    left: Scaled | None = None,
+    swiglu: bool = False,
+    residual: ResidualEpilogue | None = None,
+    prenorm: PreNormRows | None = None,
 ) -> None:
-    norm = x if isinstance(x, Scaled) else None
-    x = x.rows if isinstance(x, Scaled) else x
+    prologue = x if isinstance(x, PreNormRows) else None
+    x = x.rows if isinstance(x, PreNormRows) else x
     rows, inputs = x.shape
     outputs = len(weight)
-    splits = splits or splits_for(outputs, inputs, tiles)
-    # Halves of a tile are gates and what they are for.
-    cut = (outputs // 2, tiles.outputs // 2) if gated else (outputs, tiles.outputs)
-    programs = -(-cut[0] // cut[1])
-    partial = output
+    splits = splits or dense_splits(outputs, inputs, tiles)
+    # With SwiGLU a tile holds gates and ups, half each.
+    tiled = (outputs // 2, tiles.outputs // 2) if swiglu else (outputs, tiles.outputs)
+    tiles_n = -(-tiled[0] // tiled[1])
+    partial = out
     if splits > 1:
         partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
     if x.device.type == "meta" or not rows:
         return
-    from vlfit.kernels.gemm.dense_kernels import multiply as kernel
+    from vlfit.kernels.gemm.dense_kernels import dense_matmul_kernel
 
-    kernel[(programs, splits)](
+    dense_matmul_kernel[(tiles_n, splits)](
         x,
         weight,
-        output if bias is None else bias,
+        out if bias is None else bias,
         partial,
-        arrivals(x.device),
-        output,
-        *pointers(x, norm, onto, left),
+        tile_counters(x.device),
+        out,
+        *epilogue_pointers(x, prologue, residual, prenorm),
         rows,
         outputs,
         inputs,
         x.stride(0),
         -(-inputs // (splits * tiles.inputs)),
-        *numbers(norm),
-        has_bias=bias is not None,
-        gated=gated,
-        **choices(norm, onto),
-        tile_rows=8 if rows <= 8 else 16,
-        tile_outputs=tiles.outputs,
-        tile_inputs=tiles.inputs,
-        parts=tiles.parts,
-        splits=splits,
+        *prologue_arguments(prologue),
+        HAS_BIAS=bias is not None,
+        SWIGLU=swiglu,
+        **fusion_flags(prologue, residual),
+        BLOCK_M=8 if rows <= 8 else 16,
+        BLOCK_N=tiles.outputs,
+        BLOCK_K=tiles.inputs,
+        SLICE_K=tiles.parts,
+        SPLIT_K=splits,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **overlapping(x.device),
+        **pdl_options(x.device),
     )

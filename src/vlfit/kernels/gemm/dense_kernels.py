@@ -1,98 +1,106 @@
-"""The kernel for few rows times weights in the dtype of the computation: it reads the weights once.
+"""GEMM of few rows with weights in the dtype of the computation, which are read from memory once.
 
-``multiply`` computes a tile of the transposed output over a share of the inputs; ``tile.py`` adds them up.
-Reference: ``F.linear``. Host code: ``kernels/gemm/dense.py``.
+Reference: ``F.linear``. Host side: ``dense.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vlfit.kernels.gemm.tile import finish, inputs_tile, product, shrink, squares_of, tile_index
-from vlfit.kernels.primitives import wait
+from vlfit.kernels.gemm.tile import (
+    block_dot,
+    load_square_sums,
+    load_x,
+    output_offsets,
+    rms_scale,
+    split_k_epilogue,
+)
+from vlfit.kernels.primitives import pdl_sync
 
 
-@triton.jit(do_not_specialize=["rows", "steps", "square_tiles"])
-def multiply(
+@triton.jit(do_not_specialize=["M", "k_steps", "num_sums"])
+def dense_matmul_kernel(
     x,
     weight,
     bias,
     partial,
-    arrivals,
-    output,
+    counters,
+    out,
     norm_weight,
-    scaled,
-    squares,
-    rows,
-    outputs,
-    inputs,
-    x_stride,
-    steps,
-    square_tiles,
+    prenorm_out,
+    square_sums,
+    M,
+    N,
+    K,
+    stride_xm,
+    k_steps,
+    num_sums,
     eps,
-    has_bias: tl.constexpr,
-    gated: tl.constexpr,
-    normed: tl.constexpr,
-    adds: tl.constexpr,
-    tile_squares: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    parts: tl.constexpr,
-    splits: tl.constexpr,
-    overlap: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    PRENORM: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICE_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """``output`` [rows, outputs] = ``x`` [rows, inputs] @ ``weight`` [outputs, inputs].T + ``bias``.
+    """``out`` [M, N] = ``x`` [M, K] @ ``weight`` [N, K].T + ``bias``, accumulated in float32.
 
-    All rows are one tile. ``parts``: into how many a tile of inputs is cut, one for each warp, if not 1. With
-    ``splits`` > 1 ``finish`` says what ``partial`` and ``arrivals`` are, and ``gated``. ``normed``: times
-    what makes norms of ``x``, by the sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in
-    ``output``; see ``finish`` for ``scaled``, and ``squares`` [rows, tiles].
+    Grid: (tiles of N, SPLIT_K); all rows are in one tile. One program computes a tile [BLOCK_N, BLOCK_M] over
+    ``k_steps`` blocks of ``BLOCK_K`` inputs. ``SLICE_K``: number of slices of a block of K, one per warp, or
+    1.
+
+    Prologue (``PRENORM``): ``x`` are rows before RMSNorm, times its weight; sums are scaled by the norm's
+    factor, from ``square_sums`` [M, num_sums]. Epilogue: ``tile.split_k_epilogue``.
     """
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
-    index = tile_index(tile, outputs, tile_outputs, gated)
-    row = tl.arange(0, tile_rows)
-    begin = split * steps * tile_inputs
-    wait(overlap)
-    if normed:
-        found = squares_of(squares, row, rows, square_tiles, tile_squares)
-    before = 0.0
-    if adds:
-        there = row[None, :].to(tl.int64) * outputs + index[:, None]
-        before = tl.load(output + there, mask=(index[:, None] < outputs) & (row[None, :] < rows), other=0.0)
-    end = tl.minimum(begin + steps * tile_inputs, inputs)
-    if parts > 1:
-        total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
+    pid_n = tl.program_id(0)
+    pid_k = tl.program_id(1)
+    offs_n = output_offsets(pid_n, N, BLOCK_N, SWIGLU)
+    offs_m = tl.arange(0, BLOCK_M)
+    k_begin = pid_k * k_steps * BLOCK_K
+    pdl_sync(USE_PDL)
+    if PRENORM:
+        norm_sums = load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS)
+    residual = 0.0
+    if ADD_RESIDUAL:
+        residual_offs = offs_m[None, :].to(tl.int64) * N + offs_n[:, None]
+        residual = tl.load(out + residual_offs, mask=(offs_n[:, None] < N) & (offs_m[None, :] < M), other=0.0)
+    k_end = tl.minimum(k_begin + k_steps * BLOCK_K, K)
+    if SLICE_K > 1:
+        acc = tl.zeros((SLICE_K, BLOCK_N, BLOCK_M), tl.float32)
     else:
-        total = tl.zeros((tile_outputs, tile_rows), tl.float32)
-    for start in range(begin, end, tile_inputs):
-        column = start + tl.arange(0, tile_inputs)
-        place = index[:, None].to(tl.int64) * inputs + column[None, :]
-        inside = (index[:, None] < outputs) & (column[None, :] < inputs)
-        tile_weight = tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
-        tile_x = inputs_tile(x, row, rows, start, inputs, x_stride, False, tile_inputs)
-        total += product(tile_weight, tile_x, tile_rows, tile_outputs, tile_inputs, parts)
-    if parts > 1:
-        total = tl.sum(total, 0)
-    if normed:
-        total *= shrink(found, inputs, eps)[None, :]
-    finish(
-        total,
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k_start in range(k_begin, k_end, BLOCK_K):
+        offs_k = k_start + tl.arange(0, BLOCK_K)
+        offs = offs_n[:, None].to(tl.int64) * K + offs_k[None, :]
+        mask = (offs_n[:, None] < N) & (offs_k[None, :] < K)
+        w_tile = tl.load(weight + offs, mask=mask, other=0.0, eviction_policy="evict_first")
+        x_tile = load_x(x, offs_m, M, k_start, K, stride_xm, False, BLOCK_K)
+        acc += block_dot(w_tile, x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
+    if SLICE_K > 1:
+        acc = tl.sum(acc, 0)
+    if PRENORM:
+        acc *= rms_scale(norm_sums, K, eps)[None, :]
+    split_k_epilogue(
+        acc,
         bias,
         partial,
-        arrivals + tile,
-        output,
+        counters + pid_n,
+        out,
         norm_weight,
-        scaled,
-        squares + row * tl.num_programs(0) + tile,
-        before,
-        index,
-        row,
-        split,
-        rows,
-        outputs,
-        has_bias,
-        gated,
-        adds,
-        splits,
+        prenorm_out,
+        square_sums + offs_m * tl.num_programs(0) + pid_n,
+        residual,
+        offs_n,
+        offs_m,
+        pid_k,
+        M,
+        N,
+        HAS_BIAS,
+        SWIGLU,
+        ADD_RESIDUAL,
+        SPLIT_K,
     )

@@ -1,9 +1,9 @@
-"""What products know of the rows between them, so that no kernel is needed for residual and norm.
+"""Residual add and RMSNorm fused into the epilogue of one GEMM and the prologue of the next.
 
-A product that ends a half of a layer adds what it finds to the hidden rows itself. It leaves them times the
-weight of the norm that comes next, too, and the sums of their squares, one for each tile of outputs. The
-product behind reads those rows, and multiplies what it has summed by what the squares say: a norm's factor
-for a row is the same for all its inputs. Rounded is once less than if the norm were computed for itself.
+The GEMM that ends half a layer (attention output, down projection) adds its result to the residual stream. It
+also writes the sum times the next norm's weight, and partial sums of squares, one per tile of outputs. The
+next GEMM reads those rows and scales its sums by the norm's factor, which is the same for all inputs of a
+row. Results are rounded once less often than with a norm of its own.
 """
 
 from dataclasses import dataclass
@@ -12,56 +12,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlfit.kernels.launch import power_of_two
+from vlfit.kernels.launch import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """Rows before their norm: ``rows`` [rows, width], times the norm's weight, and ``squares`` [rows, tiles]
-    float32, sums of the squares of what they were before that. ``eps`` is added to their mean.
+class PreNormRows:
+    """Rows before RMSNorm: ``rows`` [num_rows, width], already times the norm's weight, and ``square_sums``
+    [num_rows, tiles] float32, partial sums of squares before that multiplication. ``eps`` is the norm's.
     """
 
     rows: Tensor
-    squares: Tensor
+    square_sums: Tensor
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
-class Onto:
-    """What a product adds to, ``hidden`` [rows, width], in place; ``weight`` [width] and ``eps`` of the norm
-    that comes next.
+class ResidualEpilogue:
+    """Residual add: ``hidden`` [num_rows, width] is updated in place; ``norm_weight`` [width] and ``eps``
+    belong to the norm that follows.
     """
 
     hidden: Tensor
-    weight: Tensor
+    norm_weight: Tensor
     eps: float
 
-    def scaled(self, tile_outputs: int) -> Scaled:
-        """Room for what a product with such tiles leaves."""
+    def allocate_prenorm(self, block_n: int) -> PreNormRows:
+        """Allocate what a GEMM with tiles of ``block_n`` outputs leaves for the next."""
         rows, width = self.hidden.shape
-        sums = (rows, -(-width // tile_outputs))
-        squares = torch.empty(sums, dtype=torch.float32, device=self.hidden.device)
-        return Scaled(torch.empty_like(self.hidden), squares, self.eps)
+        shape = (rows, -(-width // block_n))
+        square_sums = torch.empty(shape, dtype=torch.float32, device=self.hidden.device)
+        return PreNormRows(torch.empty_like(self.hidden), square_sums, self.eps)
 
 
-def pointers(x: Tensor, norm: Scaled | None, onto: Onto | None, left: Scaled | None) -> tuple[Tensor, ...]:
-    """Weight, scaled rows and sums for a kernel that reads ``norm``, or adds ``onto`` and leaves ``left``, or
-    neither.
+def epilogue_pointers(
+    x: Tensor, prologue: PreNormRows | None, residual: ResidualEpilogue | None, prenorm: PreNormRows | None
+) -> tuple[Tensor, ...]:
+    """Norm weight, pre-norm rows and square sums as the kernel takes them; ``x`` stands in for those not
+    used.
     """
-    if onto is not None and left is not None:
-        return onto.weight, left.rows, left.squares
-    return x, x, x if norm is None else norm.squares
+    if residual is not None and prenorm is not None:
+        return residual.norm_weight, prenorm.rows, prenorm.square_sums
+    return x, x, x if prologue is None else prologue.square_sums
 
 
-def numbers(norm: Scaled | None) -> tuple[int, float]:
-    """How many sums a row has, and what is added to the mean of its squares."""
-    return (0, 0.0) if norm is None else (norm.squares.shape[1], norm.eps)
+def prologue_arguments(prologue: PreNormRows | None) -> tuple[int, float]:
+    """Number of partial sums per row, and the norm's eps."""
+    return (0, 0.0) if prologue is None else (prologue.square_sums.shape[1], prologue.eps)
 
 
-def choices(norm: Scaled | None, onto: Onto | None) -> dict[str, Any]:
-    """What such a kernel is compiled for."""
+def fusion_flags(prologue: PreNormRows | None, residual: ResidualEpilogue | None) -> dict[str, Any]:
+    """Compile-time arguments for the fused prologue and epilogue."""
     return {
-        "normed": norm is not None,
-        "adds": onto is not None,
-        "tile_squares": 1 if norm is None else power_of_two(norm.squares.shape[1]),
+        "PRENORM": prologue is not None,
+        "ADD_RESIDUAL": residual is not None,
+        "BLOCK_SUMS": 1 if prologue is None else next_power_of_2(prologue.square_sums.shape[1]),
     }

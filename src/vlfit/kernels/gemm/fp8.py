@@ -1,12 +1,12 @@
-"""Many rows in FP8 times weights in FP8, where a card multiplies 8 bits by 8 bits (from Ada and Hopper on).
+"""FP8 x FP8 GEMM for many rows, on cards whose tensor cores multiply FP8 (compute capability 8.9 and later).
 
-Each row is rounded to float8_e4m3fn with a scale for every 128 neighbours: what transformers and vLLM do with
-the official FP8 checkpoints, whose weights have a scale for each 128 x 128. Of checkpoints with a scale for
-each output, which are meant for one scale a row, the rows are rounded the same, finer way. It costs about 3 %
-of relative error a product, and saves widening the weights. On a Hopper cuBLAS multiplies so, at 640 to 970
-TFLOP/s where the kernel here reaches 600, but torch takes longer to ask for it (docs/log.md): it gets the
-large products; it takes only rows that are a multiple of 4. Knows: when this is done, what it allocates, and
-how many programs it gets. Few rows are not rounded (``linear.py``).
+Each row is quantized to float8_e4m3fn with a scale per 128 neighbours, as transformers and vLLM do for the
+official FP8 checkpoints, whose weights have a scale per 128 x 128. Checkpoints with a scale per output, meant
+for one scale per row, get the same finer quantization. It costs about 3 % of relative error per GEMM and
+saves dequantizing the weights.
+
+On Hopper cuBLAS reaches 640 to 970 TFLOP/s where the kernel here reaches 600, but calling it through torch
+takes longer (docs/log.md), so it gets the large GEMMs. Few rows are not quantized (``quantized.py``).
 """
 
 from dataclasses import dataclass
@@ -15,223 +15,236 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vlfit.kernels.gemm.quantized import NarrowWeights, converts_float8, means
-from vlfit.kernels.launch import power_of_two
-from vlfit.plan.native.tiles import EIGHT_BIT_ROWS, GROUP, WIDEN_ROWS, fits_eight_bits
+from vlfit.kernels.gemm.quantized import QuantizedWeight, dequant_config, has_native_fp8
+from vlfit.kernels.launch import next_power_of_2
+from vlfit.plan.native.tiles import FP8_ROW_MULTIPLE, MAX_FUSED_ROWS
+from vlfit.plan.shapes import GROUP, has_fp8_gemm_scales
 
-LARGEST, LEAST = 448.0, 1e-12  # numbers of float8_e4m3fn; of what a scale is made
-_TILE = 1024  # elements that one program rounds
-# Multiplications from which a product is cuBLAS's: our kernel takes 150 us for them and cuBLAS a third less,
-# which torch needs to ask for it (docs/log.md).
-LARGE = 5 * 10**10
+FP8_MAX, MIN_AMAX = 448.0, 1e-12  # largest float8_e4m3fn; lower bound of a group's amax
+_BLOCK = 1024  # elements that one program quantizes
+# GEMMs with at least so many multiply-adds go to cuBLAS: our kernel takes 150 us for that many, cuBLAS a
+# third less, which is what calling it through torch costs (docs/log.md).
+CUBLAS_MIN_MACS = 5 * 10**10
 
 
 @dataclass(frozen=True, slots=True)
-class EightBits:
-    """Rows in FP8: ``codes`` [rows, width] float8_e4m3fn times ``scale`` [width / 128, rows] float32.
+class Fp8Activations:
+    """Rows in FP8: ``codes`` [num_rows, width] float8_e4m3fn times ``scale`` [width / 128, num_rows] float32.
 
-    Both may have more rows than ``rows``, with nothing in them. ``dtype`` is what they were, and what
-    products of them are.
+    Both may be padded with uninitialized rows. ``dtype``: the dtype before quantization and of GEMM results.
     """
 
     codes: Tensor
     scale: Tensor
-    rows: int
+    num_rows: int
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """What one program computes: rows x outputs, by so many warps and load stages.
+class Fp8Tiles:
+    """One program's tile: rows x outputs, with this many warps and pipeline stages.
 
-    ``together``: as many tiles of outputs take turns with all rows.
+    ``group_n``: column tiles that are traversed together (``fp8_kernels.swizzled_block``).
     """
 
     rows: int
     outputs: int
     warps: int
     stages: int
-    together: int = 4
+    group_n: int = 4
 
 
-TILES = Tiles(64, 128, 4, 3)  # the fastest of ten on an H100, for all shapes of 2B and 4B (docs/log.md)
+# The fastest of ten on an H100, for all shapes of 2B and 4B (docs/log.md).
+DEFAULT_TILES = Fp8Tiles(64, 128, 4, 3)
 
 
-def takes(weights: NarrowWeights, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ``rows`` rows are multiplied with ``weights`` here: else they are widened."""
-    return takes_rows(rows, dtype, device) and fits(weights)
+def uses_fp8_gemm(weights: QuantizedWeight, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``rows`` rows times ``weights`` use this GEMM; otherwise weights are dequantized."""
+    return uses_fp8_for_rows(rows, dtype, device) and supports_fp8_gemm(weights)
 
 
-def takes_rows(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """``takes``, of weights that ``fits`` is true of."""
-    return rows > WIDEN_ROWS and dtype != torch.float32 and means(device).eight_bits
+def uses_fp8_for_rows(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """``uses_fp8_gemm`` for weights that ``supports_fp8_gemm``."""
+    return rows > MAX_FUSED_ROWS and dtype != torch.float32 and dequant_config(device).fp8_activations
 
 
-def fits(weights: NarrowWeights) -> bool:
-    """Whether weights are in FP8, with scales that change where those of rows do."""
-    return fits_eight_bits(weights.form, weights.inputs, weights.block[1])
+def supports_fp8_gemm(weights: QuantizedWeight) -> bool:
+    """Whether weights are FP8 with scale groups that align with those of the rows."""
+    return has_fp8_gemm_scales(weights.format, weights.in_features, weights.block_shape[1])
 
 
-def _room(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> EightBits:
-    room = rows + -rows % EIGHT_BIT_ROWS
-    codes = torch.empty((room, width), dtype=torch.float8_e4m3fn, device=device)
-    scale = torch.empty((width // GROUP, room), dtype=torch.float32, device=device)
-    return EightBits(codes, scale, rows, dtype)
+def _allocate(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Fp8Activations:
+    allocated = rows + -rows % FP8_ROW_MULTIPLE
+    codes = torch.empty((allocated, width), dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty((width // GROUP, allocated), dtype=torch.float32, device=device)
+    return Fp8Activations(codes, scale, rows, dtype)
 
 
-def _sizes(x: Tensor, width: int, tile: int) -> dict[str, int | bool]:
-    return {"width": width, "tile": tile, "group": GROUP, "hardware": converts_float8(x.device)}
+def _quantize_constants(x: Tensor, width: int, block: int) -> dict[str, int | bool]:
+    return {"WIDTH": width, "BLOCK": block, "GROUP": GROUP, "NATIVE_FP8": has_native_fp8(x.device)}
 
 
-def quantize(x: Tensor) -> EightBits:
-    """``x`` [rows, width], whose rows may lie apart, rounded. Allocates what it gives, as the next two do."""
+def quantize_rows(x: Tensor) -> Fp8Activations:
+    """Quantize ``x`` [rows, width], whose rows may be strided. Allocates the result, as do the next two."""
     rows, width = x.shape
-    output = _room(rows, width, x.dtype, x.device)
+    out = _allocate(rows, width, x.dtype, x.device)
     if x.device.type != "meta":
-        from vlfit.kernels.gemm.fp8_kernels import quantize as kernel
+        from vlfit.kernels.gemm.fp8_kernels import quantize_rows_kernel
 
-        kernel[(rows, -(-width // _TILE))](
+        quantize_rows_kernel[(rows, -(-width // _BLOCK))](
             x,
-            output.codes,
-            output.scale,
-            len(output.codes),
+            out.codes,
+            out.scale,
+            len(out.codes),
             x.stride(0),
-            **_sizes(x, width, _TILE),
+            **_quantize_constants(x, width, _BLOCK),
             num_warps=4,
         )
-    return output
+    return out
 
 
-def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> EightBits:
-    """Adds ``delta`` to ``hidden`` [rows, width] in place; gives the norm of the sum, times ``weight``."""
+def add_rms_norm_quantize(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Fp8Activations:
+    """Add ``delta`` to ``hidden`` [rows, width] in place; returns the RMSNorm of the sum, quantized."""
     rows, width = hidden.shape
-    output = _room(rows, width, hidden.dtype, hidden.device)
+    out = _allocate(rows, width, hidden.dtype, hidden.device)
     if hidden.device.type != "meta":
-        from vlfit.kernels.gemm.fp8_kernels import add_norm as kernel
+        from vlfit.kernels.gemm.fp8_kernels import add_rms_norm_quantize_kernel
 
-        tile = max(power_of_two(width), GROUP)
-        kernel[(rows,)](
+        block = max(next_power_of_2(width), GROUP)
+        add_rms_norm_quantize_kernel[(rows,)](
             hidden,
             hidden if delta is None else delta,
             weight,
-            output.codes,
-            output.scale,
-            len(output.codes),
+            out.codes,
+            out.scale,
+            len(out.codes),
             eps,
-            has_delta=delta is not None,
-            **_sizes(hidden, width, tile),
-            num_warps=8 if tile >= 2048 else 4,
+            HAS_DELTA=delta is not None,
+            **_quantize_constants(hidden, width, block),
+            num_warps=8 if block >= 2048 else 4,
         )
-    return output
+    return out
 
 
-def silu_and_multiply(gate_up: Tensor) -> EightBits:
-    """``silu(gate) * up`` [rows, inner] of ``gate_up`` [rows, 2 * inner]."""
-    rows, both = gate_up.shape
-    width = both // 2
-    output = _room(rows, width, gate_up.dtype, gate_up.device)
+def silu_and_mul_quantize(gate_up: Tensor) -> Fp8Activations:
+    """silu(gate) * up [rows, inner] of ``gate_up`` [rows, 2 * inner], quantized."""
+    rows, double_width = gate_up.shape
+    width = double_width // 2
+    out = _allocate(rows, width, gate_up.dtype, gate_up.device)
     if gate_up.device.type != "meta":
-        from vlfit.kernels.gemm.fp8_kernels import silu_and_multiply as kernel
+        from vlfit.kernels.gemm.fp8_kernels import silu_and_mul_quantize_kernel
 
-        kernel[(rows, -(-width // _TILE))](
+        silu_and_mul_quantize_kernel[(rows, -(-width // _BLOCK))](
             gate_up,
-            output.codes,
-            output.scale,
-            len(output.codes),
-            **_sizes(gate_up, width, _TILE),
+            out.codes,
+            out.scale,
+            len(out.codes),
+            **_quantize_constants(gate_up, width, _BLOCK),
             num_warps=4,
         )
-    return output
+    return out
 
 
-def multiply(x: EightBits, weights: NarrowWeights, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-    """``x`` [rows, inputs] times ``weights`` (``fits``) plus ``bias``: [rows, outputs] in ``x.dtype``.
+def fp8_linear(
+    x: Fp8Activations, weights: QuantizedWeight, bias: Tensor | None, tiles: Fp8Tiles | None = None
+) -> Tensor:
+    """``x`` [rows, in_features] times ``weights`` (``supports_fp8_gemm``) plus ``bias``: [rows, out_features]
+    in ``x.dtype``.
 
-    Allocates what it gives, in multiples of ``EIGHT_BIT_ROWS`` rows.
+    Allocates the result in multiples of ``FP8_ROW_MULTIPLE`` rows.
     """
     device = x.codes.device
-    large = x.rows * weights.inputs * weights.outputs >= LARGE
-    if large and tiles is None and x.dtype == torch.bfloat16 and _blocks(weights) and by_library(device):
-        scale = weights.scale.t()
-        found = torch._scaled_mm(x.codes, weights.codes.t(), x.scale.t(), scale, out_dtype=x.dtype)
-        if x.codes.shape[0] != x.rows:
-            found = found[: x.rows]
-        return found if bias is None else found.add_(bias)
-    output = torch.empty((len(x.codes), weights.outputs), dtype=x.dtype, device=device)[: x.rows]
+    is_large = x.num_rows * weights.in_features * weights.out_features >= CUBLAS_MIN_MACS
+    if (
+        is_large
+        and tiles is None
+        and x.dtype == torch.bfloat16
+        and _is_cublas_layout(weights)
+        and use_cublas(device)
+    ):
+        weight_scale = weights.scale.t()
+        out = torch._scaled_mm(x.codes, weights.codes.t(), x.scale.t(), weight_scale, out_dtype=x.dtype)
+        if x.codes.shape[0] != x.num_rows:
+            out = out[: x.num_rows]
+        return out if bias is None else out.add_(bias)
+    out = torch.empty((len(x.codes), weights.out_features), dtype=x.dtype, device=device)[: x.num_rows]
     if device.type != "meta":
-        _launch(x, weights, bias, output, tiles or TILES)
-    return output
+        _launch(x, weights, bias, out, tiles or DEFAULT_TILES)
+    return out
 
 
-def _blocks(weights: NarrowWeights) -> bool:
-    """Whether weights are scaled as cuBLAS takes them."""
+def _is_cublas_layout(weights: QuantizedWeight) -> bool:
+    """Whether the scales of ``weights`` have the layout that cuBLAS takes."""
     scale = weights.scale
-    return weights.block == (GROUP, GROUP) and scale.shape[1] % 4 == 0 and scale.dtype == torch.float32
+    return weights.block_shape == (GROUP, GROUP) and scale.shape[1] % 4 == 0 and scale.dtype == torch.float32
 
 
 @cache
-def by_library(device: torch.device) -> bool:
-    """Whether torch multiplies such rows and weights on ``device``: asked by a product whose result is known.
+def use_cublas(device: torch.device) -> bool:
+    """Whether ``torch._scaled_mm`` supports these scales on ``device``: checked once, by a GEMM with a known
+    result.
 
     cuBLAS does on compute capability 9.0, from CUDA 12.9 on.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return multiplies_rightly(device)
+    return scaled_mm_is_correct(device)
 
 
-def multiplies_rightly(device: torch.device) -> bool:
-    """Whether torch finds what a product of two blocks of weights must be, whatever stands in its way."""
-    x = torch.ones((EIGHT_BIT_ROWS, 4 * GROUP), device=device).to(torch.float8_e4m3fn)
+def scaled_mm_is_correct(device: torch.device) -> bool:
+    """Whether ``torch._scaled_mm`` computes a small block-scaled GEMM right; any failure means no."""
+    x = torch.ones((FP8_ROW_MULTIPLE, 4 * GROUP), device=device).to(torch.float8_e4m3fn)
     weight = torch.ones((2 * GROUP, 4 * GROUP), device=device).to(torch.float8_e4m3fn)
     steps = torch.arange(1.0, 5.0, device=device)
-    scale = steps.repeat(EIGHT_BIT_ROWS, 1).t().contiguous()
-    weight_scale = torch.stack((steps, 2 * steps.flip(0)))  # no two are read for one another
+    scale = steps.repeat(FP8_ROW_MULTIPLE, 1).t().contiguous()
+    weight_scale = torch.stack((steps, 2 * steps.flip(0)))  # distinct, so that a mixed-up layout shows
     try:
-        found = torch._scaled_mm(x, weight.t(), scale.t(), weight_scale.t(), out_dtype=torch.bfloat16)
+        out = torch._scaled_mm(x, weight.t(), scale.t(), weight_scale.t(), out_dtype=torch.bfloat16)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
-    known = found.new_tensor([30, 40]).repeat_interleave(GROUP)  # 1 + 4 + 9 + 16; 2 (4 + 6 + 6 + 4)
-    return bool((found == GROUP * known).all())
+    expected = out.new_tensor([30, 40]).repeat_interleave(GROUP)  # 1 + 4 + 9 + 16; 2 (4 + 6 + 6 + 4)
+    return bool((out == GROUP * expected).all())
 
 
-def _launch(x: EightBits, weights: NarrowWeights, bias: Tensor | None, output: Tensor, tiles: Tiles) -> None:
-    from vlfit.kernels.gemm.fp8_kernels import multiply as kernel
+def _launch(
+    x: Fp8Activations, weights: QuantizedWeight, bias: Tensor | None, out: Tensor, tiles: Fp8Tiles
+) -> None:
+    from vlfit.kernels.gemm.fp8_kernels import fp8_matmul_kernel
 
-    outputs, inputs = weights.outputs, weights.inputs
-    kernel[(-(-x.rows // tiles.rows) * -(-outputs // tiles.outputs),)](
+    outputs, inputs = weights.out_features, weights.in_features
+    fp8_matmul_kernel[(-(-x.num_rows // tiles.rows) * -(-outputs // tiles.outputs),)](
         x.codes,
         x.scale,
         weights.codes,
         weights.scale,
-        output if bias is None else bias,
-        output,
-        x.rows,
+        out if bias is None else bias,
+        out,
+        x.num_rows,
         len(x.codes),
         outputs,
         inputs,
         weights.scale.shape[1],
-        has_bias=bias is not None,
-        scale_rows=weights.block[0],
-        one_group=weights.block[1] != GROUP,
-        group=GROUP,
-        tile_rows=tiles.rows,
-        tile_outputs=tiles.outputs,
-        together=tiles.together,
+        HAS_BIAS=bias is not None,
+        SCALE_N=weights.block_shape[0],
+        ONE_GROUP=weights.block_shape[1] != GROUP,
+        GROUP_K=GROUP,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.outputs,
+        GROUP_N=tiles.group_n,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
 
 
-def plain_quantize(x: Tensor) -> EightBits:
-    """``quantize`` in plain PyTorch: what the kernels are tested against."""
+def reference_quantize_rows(x: Tensor) -> Fp8Activations:
+    """``quantize_rows`` in plain PyTorch: the tests' reference."""
     grouped = x.float().unflatten(1, (-1, GROUP))
-    largest = grouped.abs().amax(2).clamp_min(LEAST)
-    codes = (grouped * (LARGEST / largest).unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)
-    return EightBits(codes, (largest / LARGEST).T.contiguous(), len(x), x.dtype)
+    amax = grouped.abs().amax(2).clamp_min(MIN_AMAX)
+    codes = (grouped * (FP8_MAX / amax).unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)
+    return Fp8Activations(codes, (amax / FP8_MAX).T.contiguous(), len(x), x.dtype)
 
 
-def plain_wide(x: EightBits) -> Tensor:
-    """The numbers that ``x`` stands for [rows, width], in float64."""
-    wide: Tensor = x.codes.double().unflatten(1, (-1, GROUP)) * x.scale.T.double().unsqueeze(2)
-    return wide[: x.rows].flatten(1)
+def dequantize_activations(x: Fp8Activations) -> Tensor:
+    """The values of ``x`` in float64: [rows, width]."""
+    x_f64: Tensor = x.codes.double().unflatten(1, (-1, GROUP)) * x.scale.T.double().unsqueeze(2)
+    return x_f64[: x.num_rows].flatten(1)

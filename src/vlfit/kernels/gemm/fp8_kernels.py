@@ -1,239 +1,235 @@
-"""The kernels for many rows in FP8 times weights in FP8, on matrix units that multiply 8 bits by 8 bits.
+"""FP8 x FP8 GEMM for many rows on tensor cores, and the row operations that quantize its input.
 
-What 128 inputs give is summed by the matrix units, multiplied by the scales of the row and of the weights,
-and added up in float32. Reference: the product of ``eight_bits.plain_wide`` and the widened weights. Host
-code: ``kernels/gemm/fp8.py``.
+Activations get one scale for every 128 neighbours in a row: amax / 448. Before quantizing, each fused
+operation rounds as its half-precision twin in ``rows/row_kernels.py`` does. Host side and references:
+``fp8.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vlfit.kernels.rows.row_kernels import normalized
+from vlfit.kernels.rows.row_kernels import rms_normalize
+
+FP8_MAX = tl.constexpr(448.0)
+MIN_AMAX = tl.constexpr(1e-12)  # lower bound of a group's amax, against division by 0
 
 
 @triton.jit
-def tile_of(program, across, down, together: tl.constexpr):
-    """Which tile of outputs and of rows: ``together`` tiles of outputs take turns with all tiles of rows, so
-    that what several read is in the cache.
+def swizzled_block(pid, tiles_n, tiles_m, GROUP_N: tl.constexpr):
+    """Tile indices (N, M) of program ``pid``: groups of ``GROUP_N`` column tiles are traversed together over
+    all row tiles, so that shared operands stay in L2.
     """
-    apart = together * down
-    first = program // apart * together
-    size = tl.minimum(across - first, together)
-    within = program % apart
-    return first + within % size, within // size
+    tiles_per_group = GROUP_N * tiles_m
+    first_n = pid // tiles_per_group * GROUP_N
+    group_size = tl.minimum(tiles_n - first_n, GROUP_N)
+    pid_in_group = pid % tiles_per_group
+    return first_n + pid_in_group % group_size, pid_in_group // group_size
 
 
 @triton.jit
-def places(first, count, inputs, tile: tl.constexpr, group: tl.constexpr):
-    """Where ``group`` inputs of each of ``tile`` rows from ``first`` on lie, of ``count`` rows, relative to
-    the first. Past the end the last row is meant again: what comes of it is not stored, and no mask slows
-    loads.
+def block_offsets(start, num_rows, K, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Offsets of ``GROUP`` inputs of each of ``BLOCK`` rows from ``start`` on, relative to row ``start``.
+
+    Rows past ``num_rows`` are clamped to the last one, whose results are not stored; this saves masked loads.
     """
-    within = tl.minimum(tl.arange(0, tile), count - 1 - first)
-    return within[:, None] * inputs + tl.arange(0, group)[None, :]
+    row = tl.minimum(tl.arange(0, BLOCK), num_rows - 1 - start)
+    return row[:, None] * K + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
-def scale_of(scale, first, outputs, scale_columns, scale_rows: tl.constexpr, tile_outputs: tl.constexpr):
-    """Where the scales of the first inputs are, for the outputs from ``first`` on: one for the whole tile,
-    or one for each of its outputs.
+def weight_scale_pointers(scales, n_start, N, num_groups, SCALE_N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers to the first group's scales of the outputs from ``n_start`` on: one for the whole tile, or one
+    per output.
     """
-    if scale_rows % tile_outputs == 0:
-        place = scale + first // scale_rows * scale_columns
+    if SCALE_N % BLOCK_N == 0:
+        pointers = scales + n_start // SCALE_N * num_groups
     else:
-        index = tl.minimum(first + tl.arange(0, tile_outputs), outputs - 1)
-        place = scale + index // scale_rows * scale_columns
-    return place
+        offs_n = tl.minimum(n_start + tl.arange(0, BLOCK_N), N - 1)
+        pointers = scales + offs_n // SCALE_N * num_groups
+    return pointers
 
 
 @triton.jit
-def scaled(found, factor, scale, whole: tl.constexpr):
-    """``found`` [rows, outputs] times ``factor`` [rows] and ``scale``: one number if ``whole``."""
-    return found * (factor * scale)[:, None] if whole else found * factor[:, None] * scale[None, :]
+def apply_scales(acc, x_scale, w_scale, ONE_SCALE: tl.constexpr):
+    """``acc`` [BLOCK_M, BLOCK_N] times ``x_scale`` [BLOCK_M] and ``w_scale``, a scalar if ``ONE_SCALE``."""
+    return acc * (x_scale * w_scale)[:, None] if ONE_SCALE else acc * x_scale[:, None] * w_scale[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", "room"])
-def multiply(
+@triton.jit(do_not_specialize=["M", "x_scale_stride"])
+def fp8_matmul_kernel(
     x,
-    x_scale,
+    x_scales,
     weight,
-    scale,
+    w_scales,
     bias,
-    output,
-    rows,
-    room,
-    outputs,
-    inputs,
-    scale_columns,
-    has_bias: tl.constexpr,
-    scale_rows: tl.constexpr,
-    one_group: tl.constexpr,
-    group: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    together: tl.constexpr,
+    out,
+    M,
+    x_scale_stride,
+    N,
+    K,
+    num_groups,
+    HAS_BIAS: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_N: tl.constexpr,
 ):
-    """``output`` [rows, outputs] of ``x`` [rows, inputs], scaled by ``x_scale`` [inputs / group, room], and
-    ``weight`` [outputs, inputs], of which ``scale_rows`` outputs and ``group`` inputs (all of them if
-    ``one_group``) share one of ``scale``.
+    """``out`` [M, N] = ``x`` [M, K] @ ``weight`` [N, K].T + ``bias``, both e4m3, accumulated in float32.
+
+    Grid: (tiles of M x tiles of N,), swizzled; one program computes a tile [BLOCK_M, BLOCK_N]. ``x_scales``
+    [K / GROUP_K, x_scale_stride] holds a scale per row and ``GROUP_K`` inputs. In ``w_scales`` [N / SCALE_N,
+    num_groups] ``SCALE_N`` outputs and ``GROUP_K`` inputs share a scale (all inputs if ``ONE_GROUP``). The
+    sums of each ``GROUP_K`` inputs are scaled and added up in float32.
     """
-    whole: tl.constexpr = scale_rows % tile_outputs == 0
-    across, down = tl.cdiv(outputs, tile_outputs), tl.cdiv(rows, tile_rows)
-    of_outputs, of_rows = tile_of(tl.program_id(0), across, down, together)
-    first_row, first = of_rows * tile_rows, of_outputs * tile_outputs
-    row, index = first_row + tl.arange(0, tile_rows), first + tl.arange(0, tile_outputs)
-    in_x = places(first_row, rows, inputs, tile_rows, group)
-    in_weight = places(first, outputs, inputs, tile_outputs, group)
-    x += first_row.to(tl.int64) * inputs
-    weight += first.to(tl.int64) * inputs
-    safe_row = tl.minimum(row, rows - 1)
-    scale_at = scale_of(scale, first, outputs, scale_columns, scale_rows, tile_outputs)
-    total = tl.zeros((tile_rows, tile_outputs), tl.float32)
-    for step in range(inputs // group):
-        found = tl.dot(tl.load(x + in_x), tl.trans(tl.load(weight + in_weight)))
-        factor = tl.load(x_scale + safe_row)
-        if one_group:
-            total += found * factor[:, None]
+    ONE_SCALE: tl.constexpr = SCALE_N % BLOCK_N == 0
+    tiles_n, tiles_m = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
+    pid_n, pid_m = swizzled_block(tl.program_id(0), tiles_n, tiles_m, GROUP_N)
+    m_start, n_start = pid_m * BLOCK_M, pid_n * BLOCK_N
+    offs_m, offs_n = m_start + tl.arange(0, BLOCK_M), n_start + tl.arange(0, BLOCK_N)
+    x_offs = block_offsets(m_start, M, K, BLOCK_M, GROUP_K)
+    w_offs = block_offsets(n_start, N, K, BLOCK_N, GROUP_K)
+    x += m_start.to(tl.int64) * K
+    weight += n_start.to(tl.int64) * K
+    clamped_m = tl.minimum(offs_m, M - 1)
+    w_scale_ptrs = weight_scale_pointers(w_scales, n_start, N, num_groups, SCALE_N, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(K // GROUP_K):
+        block_acc = tl.dot(tl.load(x + x_offs), tl.trans(tl.load(weight + w_offs)))
+        x_scale = tl.load(x_scales + clamped_m)
+        if ONE_GROUP:
+            acc += block_acc * x_scale[:, None]
         else:
-            total += scaled(found, factor, tl.load(scale_at + step).to(tl.float32), whole)
-        x += group
-        weight += group
-        x_scale += room
-    if one_group:
-        last = tl.load(scale_at).to(tl.float32)
-        total *= last if whole else last[None, :]
-    if has_bias:
-        total += tl.load(bias + tl.minimum(index, outputs - 1)).to(tl.float32)[None, :]
-    place = row[:, None].to(tl.int64) * outputs + index[None, :]
-    inside = (row[:, None] < rows) & (index[None, :] < outputs)
-    tl.store(output + place, total.to(output.dtype.element_ty), mask=inside)
-
-
-# The kernels that end a step between products in FP8: rows are rounded to 8 bits where they are written.
-#
-# Every 128 neighbours of a row share a scale, their largest magnitude by the largest number of
-# float8_e4m3fn; before that each step rounds as its twin in half precision does
-# (``kernels/rows/row_kernels.py``). Reference: ``eight_bits.plain_quantize``. Host code:
-# ``kernels/gemm/fp8.py``.
-
-
-LARGEST = tl.constexpr(448.0)
-LEAST = tl.constexpr(1e-12)  # of a group's largest magnitude, so that nothing is divided by 0
+            acc += apply_scales(block_acc, x_scale, tl.load(w_scale_ptrs + step).to(tl.float32), ONE_SCALE)
+        x += GROUP_K
+        weight += GROUP_K
+        x_scales += x_scale_stride
+    if ONE_GROUP:
+        w_scale = tl.load(w_scale_ptrs).to(tl.float32)
+        acc *= w_scale if ONE_SCALE else w_scale[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + tl.minimum(offs_n, N - 1)).to(tl.float32)[None, :]
+    offs = offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
+    mask = (offs_m[:, None] < M) & (offs_n[None, :] < N)
+    tl.store(out + offs, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def on_grid(number):
-    """The nearest number of float8_e4m3fn, halves to even, in float32: Triton's interpreter cuts some off."""
-    exponent = (number.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    # Beside 1.5 x 2^(e + 20) float32 keeps 3 bits behind the first of a number with the exponent e.
-    large = (((tl.maximum(exponent, 127 - 6) + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
-    return (number + large) - large
+def round_to_e4m3(x):
+    """Round to the nearest e4m3 value, ties to even, in float32; Triton's interpreter truncates instead."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    # Added to 1.5 x 2^(e + 20), a float32 with exponent e keeps 3 mantissa bits.
+    magic = (((tl.maximum(exponent, 127 - 6) + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    return (x + magic) - magic
 
 
 @triton.jit
-def write_codes(
-    value,
-    codes,
-    scale,
-    row,
-    room,
-    start,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-    group: tl.constexpr,
-    hardware: tl.constexpr,
-):
-    """``value`` [tile], elements ``start`` and on of a ``row``, to ``codes`` [rows, width] and ``scale``
-    [width / group, room]. ``value`` is 0 past the end of the row. ``hardware``: the card rounds by itself.
-    """
-    count: tl.constexpr = tile // group
-    grouped = tl.reshape(value.to(tl.float32), (count, group))
-    largest = tl.maximum(tl.max(tl.abs(grouped), 1), LEAST)
-    factor = largest / LARGEST
-    inverse = 448.0 / largest
-    number = grouped * inverse[:, None]
-    if not hardware:
-        number = on_grid(number)
-    code = number.to(tl.float8e4nv)
-    index = start // group + tl.arange(0, count)
-    column = index[:, None] * group + tl.arange(0, group)[None, :]
-    inside = index < width // group
-    place = row.to(tl.int64) * width + column
-    tl.store(codes + place, code, mask=inside[:, None])
-    tl.store(scale + index.to(tl.int64) * room + row, factor, mask=inside)
-
-
-@triton.jit(do_not_specialize=["room"])
-def quantize(
+def quantize_store(
     x,
     codes,
-    scale,
-    room,
-    stride,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-    group: tl.constexpr,
-    hardware: tl.constexpr,
+    scales,
+    row,
+    scale_stride,
+    start,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):
-    """``tile`` elements of a row of ``x`` [rows, width], rows ``stride`` apart."""
+    """Quantize ``x`` [BLOCK], elements ``start`` and on of ``row``, and store ``codes`` [rows, WIDTH] and
+    ``scales`` [WIDTH / GROUP, scale_stride].
+
+    ``x`` is 0 past the end of the row. ``NATIVE_FP8``: the card rounds in hardware.
+    """
+    NUM_GROUPS: tl.constexpr = BLOCK // GROUP
+    grouped = tl.reshape(x.to(tl.float32), (NUM_GROUPS, GROUP))
+    amax = tl.maximum(tl.max(tl.abs(grouped), 1), MIN_AMAX)
+    scale = amax / FP8_MAX
+    inverse = 448.0 / amax
+    scaled = grouped * inverse[:, None]
+    if not NATIVE_FP8:
+        scaled = round_to_e4m3(scaled)
+    code = scaled.to(tl.float8e4nv)
+    group = start // GROUP + tl.arange(0, NUM_GROUPS)
+    offs_col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = group < WIDTH // GROUP
+    offs = row.to(tl.int64) * WIDTH + offs_col
+    tl.store(codes + offs, code, mask=mask[:, None])
+    tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=mask)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def quantize_rows_kernel(
+    x,
+    codes,
+    scales,
+    scale_stride,
+    stride_xm,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """Quantize ``x`` [rows, WIDTH] with rows ``stride_xm`` apart. Grid: (rows, blocks of BLOCK elements)."""
     row = tl.program_id(0)
-    start = tl.program_id(1) * tile
-    column = start + tl.arange(0, tile)
-    value = tl.load(x + row.to(tl.int64) * stride + column, mask=column < width, other=0.0)
-    write_codes(value, codes, scale, row, room, start, width, tile, group, hardware)
+    start = tl.program_id(1) * BLOCK
+    offs = start + tl.arange(0, BLOCK)
+    values = tl.load(x + row.to(tl.int64) * stride_xm + offs, mask=offs < WIDTH, other=0.0)
+    quantize_store(values, codes, scales, row, scale_stride, start, WIDTH, BLOCK, GROUP, NATIVE_FP8)
 
 
-@triton.jit(do_not_specialize=["room"])
-def add_norm(
+@triton.jit(do_not_specialize=["scale_stride"])
+def add_rms_norm_quantize_kernel(
     hidden,
     delta,
     weight,
     codes,
-    scale,
-    room,
+    scales,
+    scale_stride,
     eps,
-    width: tl.constexpr,
-    has_delta: tl.constexpr,
-    tile: tl.constexpr,
-    group: tl.constexpr,
-    hardware: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):
-    """A program for each row of ``hidden`` [rows, width]: adds ``delta`` to it, and writes its norm."""
+    """Add ``delta`` to ``hidden`` [rows, WIDTH] in place and quantize the sum's RMSNorm. Grid: (rows,)."""
     row = tl.program_id(0)
-    column = tl.arange(0, tile)
-    place = row.to(tl.int64) * width + column
-    inside = column < width
-    value = tl.load(hidden + place, mask=inside, other=0.0)
-    if has_delta:
-        added = value.to(tl.float32) + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
-        value = added.to(value.dtype)
-        tl.store(hidden + place, value, mask=inside)
-    factor = tl.load(weight + column, mask=inside, other=0.0)
-    write_codes(
-        normalized(value, factor, width, eps), codes, scale, row, room, 0, width, tile, group, hardware
+    offs_col = tl.arange(0, BLOCK)
+    offs = row.to(tl.int64) * WIDTH + offs_col
+    mask = offs_col < WIDTH
+    x = tl.load(hidden + offs, mask=mask, other=0.0)
+    if HAS_DELTA:
+        total = x.to(tl.float32) + tl.load(delta + offs, mask=mask, other=0.0).to(tl.float32)
+        x = total.to(x.dtype)
+        tl.store(hidden + offs, x, mask=mask)
+    w = tl.load(weight + offs_col, mask=mask, other=0.0)
+    quantize_store(
+        rms_normalize(x, w, WIDTH, eps), codes, scales, row, scale_stride, 0, WIDTH, BLOCK, GROUP, NATIVE_FP8
     )
 
 
-@triton.jit(do_not_specialize=["room"])
-def silu_and_multiply(
+@triton.jit(do_not_specialize=["scale_stride"])
+def silu_and_mul_quantize_kernel(
     gate_up,
     codes,
-    scale,
-    room,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-    group: tl.constexpr,
-    hardware: tl.constexpr,
+    scales,
+    scale_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):
-    """silu(gate) * up of ``tile`` elements of a row of ``gate_up`` [rows, 2 * width]."""
+    """Quantize silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH]. Grid: (rows, blocks of BLOCK elements)."""
     row = tl.program_id(0)
-    start = tl.program_id(1) * tile
-    column = start + tl.arange(0, tile)
-    inside = column < width
-    place = row.to(tl.int64) * (2 * width) + column
-    gate = tl.load(gate_up + place, mask=inside, other=0.0)
-    up = tl.load(gate_up + place + width, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    value = (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
-    write_codes(value, codes, scale, row, room, start, width, tile, group, hardware)
+    start = tl.program_id(1) * BLOCK
+    offs_col = start + tl.arange(0, BLOCK)
+    mask = offs_col < WIDTH
+    offs = row.to(tl.int64) * (2 * WIDTH) + offs_col
+    gate = tl.load(gate_up + offs, mask=mask, other=0.0)
+    up = tl.load(gate_up + offs + WIDTH, mask=mask, other=0.0)
+    gate_f32 = gate.to(tl.float32)
+    act = (gate_f32 / (1.0 + tl.exp(-gate_f32))).to(gate.dtype)
+    result = (act.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    quantize_store(result, codes, scales, row, scale_stride, start, WIDTH, BLOCK, GROUP, NATIVE_FP8)

@@ -1,10 +1,9 @@
-"""``x @ weights.T + bias`` where weights are FP8, int8 or int4 and stay so: no matrix is ever widened whole.
+"""``x @ weight.T + bias`` with weights kept in FP8, int8 or int4.
 
-Knows: how narrow weights lie in memory, which kernel and which tile sizes a number of rows gets, and what
-that allocates. Up to ``WIDEN_ROWS`` rows one kernel reads weights once and unpacks them on the fly. More rows
-are bound by arithmetic, at which torch's bf16 product is two to five times as fast: there, a slice of the
-matrix at a time is widened into a buffer of fixed size. How many programs there are is the plan's to say
-(``plan/native/tiles.py``), which counts what they leave for one another.
+Up to ``MAX_FUSED_ROWS`` rows one kernel reads the weights once and dequantizes on the fly. More rows are
+bound by arithmetic, at which torch's bf16 GEMM is two to five times as fast: slices of the weight are
+dequantized into a buffer of fixed size and multiplied by torch. Tile sizes and split-K factors are in
+``plan/native/tiles.py``, because the plan counts the memory they take.
 """
 
 from dataclasses import dataclass
@@ -15,308 +14,320 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
-from vlfit.kernels.gemm.epilogue import Onto, Scaled, choices, numbers, pointers
-from vlfit.kernels.launch import arrivals, overlapping
+from vlfit.kernels.gemm.epilogue import (
+    PreNormRows,
+    ResidualEpilogue,
+    epilogue_pointers,
+    fusion_flags,
+    prologue_arguments,
+)
+from vlfit.kernels.launch import pdl_options, tile_counters
 from vlfit.plan.native import tiles as plan
 from vlfit.plan.native.tiles import (
     BUILT_IN,
-    LEAST,
-    MULTIPLIES_FLOAT8,
-    WIDEN_ROWS,
+    DEFAULT_DEQUANT_CONFIG,
+    MAX_FUSED_ROWS,
+    NATIVE_FP8_CAPABILITY,
     Card,
-    Means,
+    DequantConfig,
+    GemmTiles,
     Table,
-    Tiles,
     table_of,
 )
 
-# Which table of tiles a device has: what was measured on its card, or what is built in.
+MAX_SPAN = 128  # inputs summed before their scale is applied, at most
+DEQUANT_BLOCK_N = 32  # rows of weights that one program dequantizes
+SLICE_MULTIPLE = 128  # outputs per slice, as in the tiles of torch's GEMMs
 
 
-def card_of(device: torch.device) -> Card:
-    """What tiles on ``device``, which is a GPU, are kept for."""
+def card_for_device(device: torch.device) -> Card:
+    """The card that measured tiles are stored under; ``device`` is a GPU."""
     return Card(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 @cache
-def table_on(device: torch.device) -> Table:
-    """The table of any device."""
-    return table_of(card_of(device)) if device.type == "cuda" else BUILT_IN
-
-
-LONGEST_SPAN = 128  # inputs that are summed before their scale is applied, at most
-WIDEN_OUTPUTS = 32  # rows of weights that one program widens
-SLICE_STEP = 128  # outputs of a slice are a multiple of it, as tiles of torch's products are
+def tile_table(device: torch.device) -> Table:
+    """Tile sizes for ``device``: measured on its card, or built in."""
+    return table_of(card_for_device(device)) if device.type == "cuda" else BUILT_IN
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowWeights:
-    """A matrix [outputs, inputs] in 8 or 4 bits.
+class QuantizedWeight:
+    """A weight matrix [out_features, in_features] in 8 or 4 bits.
 
-    ``codes``: [outputs, inputs] float8_e4m3fn or int8 (inputs a multiple of 4), or [outputs, inputs / 8]
-    int32, eight codes to a word, the first in its lowest bits. ``scale`` [ceil(outputs / block[0]),
-    ceil(inputs / block[1])] is shared by ``block``.
-    ``zero_point`` [ceil(outputs / 8), groups] int32, for int4; None: 8 everywhere.
+    ``codes``: [out_features, in_features] float8_e4m3fn or int8 (in_features a multiple of 4), or
+    [out_features, in_features / 8] int32, eight codes to a word, the first in its lowest bits. ``scale``
+    [ceil(out_features / block_shape[0]), ceil(in_features / block_shape[1])]. ``zero_point``
+    [ceil(out_features / 8), groups] int32, for int4; None: 8 everywhere.
     """
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
-    block: tuple[int, int]
+    block_shape: tuple[int, int]
 
     @property
-    def form(self) -> str:
+    def format(self) -> str:
         """``fp8``, ``int8`` or ``int4``."""
-        return _FORMS[self.codes.dtype]
+        return _FORMATS[self.codes.dtype]
 
     @property
-    def outputs(self) -> int:
+    def out_features(self) -> int:
         return self.codes.shape[0]
 
     @property
-    def inputs(self) -> int:
-        return self.codes.shape[1] * (8 if self.form == INT4 else 1)
+    def in_features(self) -> int:
+        return self.codes.shape[1] * (8 if self.format == INT4 else 1)
 
     @property
     def span(self) -> int:
-        """The largest power of two, at most 128, of inputs that share a scale in every row."""
-        width = self.block[1]
-        if width >= self.inputs:
-            return LONGEST_SPAN  # one scale for all of them
-        return min(width & -width, LONGEST_SPAN)
+        """The largest power of two of inputs, at most ``MAX_SPAN``, that share a scale in every row."""
+        width = self.block_shape[1]
+        if width >= self.in_features:
+            return MAX_SPAN  # one scale per row
+        return min(width & -width, MAX_SPAN)
 
 
-_FORMS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.int32: INT4}
+_FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.int32: INT4}
 
 
-def tiles_for(rows: int, weights: NarrowWeights, dtype: torch.dtype) -> Tiles:
-    """The sizes for ``rows`` rows in ``dtype``."""
-    if dtype == torch.float32:  # no matrix units for it, and twice the room
-        return Tiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
-    return plan.tiles_for(rows, weights.form, table_on(weights.codes.device))
+def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTiles:
+    """Tile sizes for ``rows`` rows of ``x`` in ``dtype``."""
+    if dtype == torch.float32:  # no tensor cores, and twice the size
+        return GemmTiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
+    return plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
 
 
-def linear(
-    x: Tensor | Scaled,
-    weights: NarrowWeights,
+def quantized_linear(
+    x: Tensor | PreNormRows,
+    weights: QuantizedWeight,
     bias: Tensor | None,
-    tiles: Tiles | None = None,
+    tiles: GemmTiles | None = None,
     splits: int | None = None,
-    hardware: bool | None = None,
-    gated: bool = False,
+    native_fp8: bool | None = None,
+    swiglu: bool = False,
 ) -> Tensor:
-    """``x`` [rows, inputs] (rows may lie apart) times ``weights``: [rows, outputs] in the dtype of ``x``.
+    """``x`` [rows, in_features] (rows may be strided) times ``weights``: [rows, out_features] in the dtype of
+    ``x``.
 
-    ``gated``, for at most ``WIDEN_ROWS`` rows: the first half of the outputs are gates, and what comes is
-    silu(gate) * other, [rows, outputs / 2]. Rows before their norm are as few.
-    Allocates the output; for a product that is split as much as all outputs in float32 for each split; for
-    one of more than ``WIDEN_ROWS`` rows the buffer of ``means``. ``tiles``, ``splits`` and ``hardware``
-    (whether the card converts float8 itself) are chosen if not given.
+    ``swiglu``: the first half of the outputs are gates, and the result is silu(gate) * up, [rows,
+    out_features / 2]. ``swiglu`` and ``PreNormRows`` take at most ``MAX_FUSED_ROWS`` rows. ``tiles``,
+    ``splits`` (split-K) and ``native_fp8`` are chosen if not given. Allocates the output; with split-K all
+    outputs in float32 for each split; above ``MAX_FUSED_ROWS`` rows the buffer of ``dequant_config``.
     """
-    all_rows = x.rows if isinstance(x, Scaled) else x
-    rows = len(all_rows)
-    if hardware is None:
-        hardware = converts_float8(all_rows.device)
-    if rows > WIDEN_ROWS and tiles is None:
-        return _by_slices(all_rows, weights, bias, hardware)
-    width = weights.outputs // 2 if gated else weights.outputs
-    output = torch.empty((rows, width), dtype=all_rows.dtype, device=all_rows.device)
-    if rows == 0:
-        return output
-    tiles = tiles or tiles_for(rows, weights, all_rows.dtype)
-    _launch_matmul(x, weights, bias, output, tiles, splits, hardware, gated=gated)
-    return output
+    rows = x.rows if isinstance(x, PreNormRows) else x
+    num_rows = len(rows)
+    if native_fp8 is None:
+        native_fp8 = has_native_fp8(rows.device)
+    if num_rows > MAX_FUSED_ROWS and tiles is None:
+        return _dequantize_and_multiply(rows, weights, bias, native_fp8)
+    width = weights.out_features // 2 if swiglu else weights.out_features
+    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
+    if num_rows == 0:
+        return out
+    tiles = tiles or tiles_for(num_rows, weights, rows.dtype)
+    _launch(x, weights, bias, out, tiles, splits, native_fp8, swiglu=swiglu)
+    return out
 
 
-def add_product(
+def quantized_linear_add(
     x: Tensor,
-    weights: NarrowWeights,
+    weights: QuantizedWeight,
     bias: Tensor | None,
-    onto: Onto,
-    tiles: Tiles | None = None,
+    residual: ResidualEpilogue,
+    tiles: GemmTiles | None = None,
     splits: int | None = None,
-) -> Scaled:
-    """Adds to the rows of ``onto``, at most ``WIDEN_ROWS``, in place, what ``linear`` gives; what comes is
-    ready for the next.
+) -> PreNormRows:
+    """Add ``quantized_linear`` to ``residual.hidden``, at most ``MAX_FUSED_ROWS`` rows, in place; returns the
+    rows for the next GEMM's prologue.
     """
     tiles = tiles or tiles_for(len(x), weights, x.dtype)
-    left = onto.scaled(tiles.outputs)
-    hardware = converts_float8(x.device)
-    _launch_matmul(x, weights, bias, onto.hidden, tiles, splits, hardware, onto=onto, left=left)
-    return left
+    prenorm = residual.allocate_prenorm(tiles.outputs)
+    native_fp8 = has_native_fp8(x.device)
+    _launch(x, weights, bias, residual.hidden, tiles, splits, native_fp8, residual=residual, prenorm=prenorm)
+    return prenorm
 
 
 @cache
-def converts_float8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MULTIPLIES_FLOAT8
+def has_native_fp8(device: torch.device) -> bool:
+    """Whether ``device`` converts FP8 in hardware."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE_FP8_CAPABILITY
 
 
-_MEANS: dict[torch.device, Means] = {}
+_DEQUANT_CONFIGS: dict[torch.device, DequantConfig] = {}
 
 
-def provide(device: torch.device, means: Means) -> None:
-    """``device`` has these ``means`` for many rows from now on, as the plan says that counts them."""
-    _MEANS[device] = means
-    if device.type == "cuda" and device.index is None:  # tensors tell its number
-        _MEANS[torch.device("cuda", torch.cuda.current_device())] = means
+def set_dequant_config(device: torch.device, config: DequantConfig) -> None:
+    """Use ``config`` for GEMMs of many rows on ``device``, as the plan has counted it."""
+    _DEQUANT_CONFIGS[device] = config
+    if device.type == "cuda" and device.index is None:  # devices of tensors have an index
+        _DEQUANT_CONFIGS[torch.device("cuda", torch.cuda.current_device())] = config
 
 
-def means(device: torch.device) -> Means:
-    """What ``device`` has for many rows."""
-    return _MEANS.get(device, LEAST)
+def dequant_config(device: torch.device) -> DequantConfig:
+    """The configuration of ``device`` for GEMMs of many rows."""
+    return _DEQUANT_CONFIGS.get(device, DEFAULT_DEQUANT_CONFIG)
 
 
-def by_hand(device: torch.device) -> bool:
-    """Whether kernels may name an instruction of NVIDIA's cards (Triton's interpreter knows none)."""
+def has_inline_ptx(device: torch.device) -> bool:
+    """Whether kernels may contain PTX instructions; Triton's interpreter knows none."""
     return device.type == "cuda"
 
 
-def _by_slices(x: Tensor, weights: NarrowWeights, bias: Tensor | None, hardware: bool) -> Tensor:
-    """Always a buffer of the same size, so that torch's allocator has one block for all of them."""
-    room = means(x.device).scratch // x.dtype.itemsize
-    scratch = torch.empty(room, dtype=x.dtype, device=x.device)
-    outputs, inputs = weights.outputs, weights.inputs
-    height = slice_height(outputs, inputs, room)
-    if height >= outputs and x.device.type != "meta":
-        whole = scratch[: outputs * inputs].view(outputs, inputs)
-        widen_rows(weights, 0, whole, hardware)
-        return F.linear(x, whole, bias)
-    output = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+def _dequantize_and_multiply(
+    x: Tensor, weights: QuantizedWeight, bias: Tensor | None, native_fp8: bool
+) -> Tensor:
+    """Dequantize one slice of the weight at a time and multiply by torch.
+
+    The buffer always has the same size, so that torch's allocator reuses one block for it.
+    """
+    capacity = dequant_config(x.device).scratch_bytes // x.dtype.itemsize
+    buffer = torch.empty(capacity, dtype=x.dtype, device=x.device)
+    outputs, inputs = weights.out_features, weights.in_features
+    slice_height = slice_rows(outputs, inputs, capacity)
+    if slice_height >= outputs and x.device.type != "meta":
+        weight = buffer[: outputs * inputs].view(outputs, inputs)
+        dequantize_rows(weights, 0, weight, native_fp8)
+        return F.linear(x, weight, bias)
+    out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
     if x.device.type == "meta":
-        return output
-    wide = scratch[: height * inputs].view(height, inputs)
-    columns = wide.T
+        return out
+    part_weight = buffer[: slice_height * inputs].view(slice_height, inputs)
+    part_weight_t = part_weight.T
     first = 0
-    for part in output.split(height, dim=1):
-        rows = part.shape[1]
-        if rows < height:
-            wide, columns = wide[:rows], columns[:, :rows]
-        widen_rows(weights, first, wide, hardware)
-        torch.mm(x, columns, out=part)
+    for out_part in out.split(slice_height, dim=1):
+        rows = out_part.shape[1]
+        if rows < slice_height:
+            part_weight, part_weight_t = part_weight[:rows], part_weight_t[:, :rows]
+        dequantize_rows(weights, first, part_weight, native_fp8)
+        torch.mm(x, part_weight_t, out=out_part)
         first += rows
     if bias is not None:
-        output += bias
-    return output
+        out += bias
+    return out
 
 
-def slice_height(outputs: int, inputs: int, room: int) -> int:
-    """Outputs in a slice, of at most ``room`` weights: all slices but the last have it.
+def slice_rows(outputs: int, inputs: int, capacity: int) -> int:
+    """Outputs per slice of at most ``capacity`` weights; only the last slice may have fewer.
 
-    A multiple of ``SLICE_STEP`` wherever so many fit: a slice that begins off 16 bytes in the output costs
-    torch's product two thirds of its speed.
+    A multiple of ``SLICE_MULTIPLE`` wherever that fits: a slice that starts off a 16-byte boundary in the
+    output costs torch's GEMM two thirds of its speed.
     """
-    most = room // inputs // SLICE_STEP * SLICE_STEP
-    if most == 0:
-        return max(room // inputs, 1)
-    slices = -(-outputs // most)
-    return -(-outputs // (slices * SLICE_STEP)) * SLICE_STEP
+    limit = capacity // inputs // SLICE_MULTIPLE * SLICE_MULTIPLE
+    if limit == 0:
+        return max(capacity // inputs, 1)
+    slices = -(-outputs // limit)
+    return -(-outputs // (slices * SLICE_MULTIPLE)) * SLICE_MULTIPLE
 
 
-def widen_rows(weights: NarrowWeights, first: int, wide: Tensor, hardware: bool) -> None:
-    """Fills ``wide`` [outputs, inputs] with the rows of ``weights`` from ``first`` on, in its dtype."""
-    from vlfit.kernels.gemm.quantized_kernels import widen
+def dequantize_rows(weights: QuantizedWeight, first: int, out: Tensor, native_fp8: bool) -> None:
+    """Fill ``out`` [n, in_features] with the rows of ``weights`` from ``first`` on, in its dtype."""
+    from vlfit.kernels.gemm.quantized_kernels import dequantize_kernel
 
-    outputs, inputs = wide.shape
-    widen[(-(-outputs // WIDEN_OUTPUTS), -(-inputs // LONGEST_SPAN))](
-        *_stored(weights),
-        wide,
+    outputs, inputs = out.shape
+    dequantize_kernel[(-(-outputs // DEQUANT_BLOCK_N), -(-inputs // MAX_SPAN))](
+        *_kernel_tensors(weights),
+        out,
         first,
         first + outputs,
         inputs,
         weights.scale.shape[1],
-        form=weights.form,
-        hardware=hardware and weights.form == FP8,
-        has_zero_point=weights.zero_point is not None,
-        scale_rows=weights.block[0],
-        scale_width=weights.block[1],
-        span=weights.span,
-        tile_outputs=WIDEN_OUTPUTS,
-        tile_inputs=LONGEST_SPAN,
+        FORMAT=weights.format,
+        NATIVE_FP8=native_fp8 and weights.format == FP8,
+        HAS_ZEROS=weights.zero_point is not None,
+        SCALE_N=weights.block_shape[0],
+        SCALE_K=weights.block_shape[1],
+        SPAN=weights.span,
+        BLOCK_N=DEQUANT_BLOCK_N,
+        BLOCK_K=MAX_SPAN,
         num_warps=4,
     )
 
 
-def _launch_matmul(
-    x: Tensor | Scaled,
-    weights: NarrowWeights,
+def _launch(
+    x: Tensor | PreNormRows,
+    weights: QuantizedWeight,
     bias: Tensor | None,
-    output: Tensor,
-    tiles: Tiles,
+    out: Tensor,
+    tiles: GemmTiles,
     splits: int | None,
-    hardware: bool,
-    gated: bool = False,
-    onto: Onto | None = None,
-    left: Scaled | None = None,
+    native_fp8: bool,
+    swiglu: bool = False,
+    residual: ResidualEpilogue | None = None,
+    prenorm: PreNormRows | None = None,
 ) -> None:
-    norm = x if isinstance(x, Scaled) else None
-    x = x.rows if isinstance(x, Scaled) else x
-    rows, outputs = len(x), weights.outputs
-    splits = splits or plan.splits_for(rows, outputs, weights.inputs, tiles)
-    partial = output
+    prologue = x if isinstance(x, PreNormRows) else None
+    x = x.rows if isinstance(x, PreNormRows) else x
+    num_rows, outputs = len(x), weights.out_features
+    splits = splits or plan.splits_for(num_rows, outputs, weights.in_features, tiles)
+    partial = out
     if splits > 1:
-        partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
+        partial = torch.empty((splits, num_rows, outputs), dtype=torch.float32, device=x.device)
     if x.device.type == "meta":
         return
-    from vlfit.kernels.gemm.quantized_kernels import matmul
+    from vlfit.kernels.gemm.quantized_kernels import quantized_matmul_kernel
 
-    steps = -(-weights.inputs // (splits * tiles.inputs))
-    # Halves of a tile are gates and what they are for.
-    cut = (outputs // 2, tiles.outputs // 2) if gated else (outputs, tiles.outputs)
-    programs = -(-cut[0] // cut[1]) * -(-rows // tiles.rows)
-    codes, scale, zero_point = _stored(weights)
-    # One row of int4 whose groups a tile has enough rows for.
-    apart = rows == 1 and weights.form == INT4 and tiles.inputs // tiles.parts <= tiles.rows * weights.span
-    matmul[(programs, splits)](
+    steps = -(-weights.in_features // (splits * tiles.inputs))
+    # With SwiGLU a tile holds gates and ups, half each.
+    tiled = (outputs // 2, tiles.outputs // 2) if swiglu else (outputs, tiles.outputs)
+    programs = -(-tiled[0] // tiled[1]) * -(-num_rows // tiles.rows)
+    codes, scales, zeros = _kernel_tensors(weights)
+    # A group's inputs must fit one column of the tile (``single_row_dot``).
+    single_row_int4 = (
+        num_rows == 1 and weights.format == INT4 and tiles.inputs // tiles.parts <= tiles.rows * weights.span
+    )
+    quantized_matmul_kernel[(programs, splits)](
         x,
         codes,
-        scale,
-        zero_point,
+        scales,
+        zeros,
         x if bias is None else bias,
         partial,
-        arrivals(x.device),
-        output,
-        *pointers(x, norm, onto, left),
-        rows,
+        tile_counters(x.device),
+        out,
+        *epilogue_pointers(x, prologue, residual, prenorm),
+        num_rows,
         outputs,
         codes.shape[1],
         x.stride(0),
         weights.scale.shape[1],
         steps,
-        *numbers(norm),
-        **_form(weights, hardware),
-        by_hand=by_hand(x.device),
-        has_bias=bias is not None,
-        gated=gated,
-        **choices(norm, onto),
-        span=min(weights.span, tiles.inputs),
-        apart=apart,
-        one_scale=not apart and weights.scale.shape[1] == 1,
-        whole=cut[0] % cut[1] == 0 and weights.inputs % tiles.inputs == 0,
-        tile_rows=tiles.rows,
-        tile_outputs=tiles.outputs,
-        tile_inputs=tiles.inputs,
-        parts=tiles.parts,
-        splits=splits,
-        stages=tiles.stages,
+        *prologue_arguments(prologue),
+        **_format_constants(weights, native_fp8),
+        INLINE_PTX=has_inline_ptx(x.device),
+        HAS_BIAS=bias is not None,
+        SWIGLU=swiglu,
+        **fusion_flags(prologue, residual),
+        SPAN=min(weights.span, tiles.inputs),
+        SINGLE_ROW_INT4=single_row_int4,
+        ONE_GROUP=not single_row_int4 and weights.scale.shape[1] == 1,
+        EVEN=tiled[0] % tiled[1] == 0 and weights.in_features % tiles.inputs == 0,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.outputs,
+        BLOCK_K=tiles.inputs,
+        SLICE_K=tiles.parts,
+        SPLIT_K=splits,
+        NUM_STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **overlapping(x.device),
+        **pdl_options(x.device),
     )
 
 
-def _stored(weights: NarrowWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors as the kernels take them; codes stand in for zero points that are not there."""
+def _kernel_tensors(weights: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zero points as the kernels take them; codes stand in for missing zero points."""
     codes = weights.codes
     if codes.dtype != torch.int32:
         codes = codes.view(torch.uint8 if codes.dtype == torch.float8_e4m3fn else torch.int32)
     return codes, weights.scale, codes if weights.zero_point is None else weights.zero_point
 
 
-def _form(weights: NarrowWeights, hardware: bool) -> dict[str, int | bool | str]:
+def _format_constants(weights: QuantizedWeight, native_fp8: bool) -> dict[str, int | bool | str]:
+    """Compile-time arguments that describe the format of ``weights``."""
     return {
-        "form": weights.form,
-        "hardware": hardware and weights.form == FP8,
-        "has_zero_point": weights.zero_point is not None,
-        "scale_rows": weights.block[0],
-        "scale_width": weights.block[1],
+        "FORMAT": weights.format,
+        "NATIVE_FP8": native_fp8 and weights.format == FP8,
+        "HAS_ZEROS": weights.zero_point is not None,
+        "SCALE_N": weights.block_shape[0],
+        "SCALE_K": weights.block_shape[1],
     }

@@ -1,430 +1,437 @@
-"""The kernel for up to a few hundred rows: tiles of narrow weights, unpacked on the fly, times those rows.
+"""GEMM of up to a few hundred rows with quantized weights, dequantized on the fly, and a kernel that only
+dequantizes.
 
-``matmul`` computes a tile of the transposed output, so that unpacked weights are the product's first operand:
-that one may stay in registers. One row is computed as eight: matrix units wait for memory all the same, while
-a kernel without them took twice as long on an H200 (converting and adding up weights one by one). With few
-rows there are too few tiles to keep a card busy, so the inputs of a tile are shared out: among the warps of a
-program, each of which sums over a part of every step of inputs, and where that is not enough among ``splits``
-programs, the last of which to finish adds up their sums, always in the same order (``kernels/gemm/tile.py``).
-Reference: ``layers/linear.py`` widens and calls ``F.linear``.
+The transposed output is computed, so that unpacked weights are the dot product's first operand, which may
+stay in registers. A single row is padded to 8: tensor cores wait for memory anyway, and a kernel without them
+took twice as long on an H200. With few rows there are too few output tiles to keep a card busy, so K is
+split: first among the warps of a program (sliced-K), then among ``SPLIT_K`` programs
+(``tile.split_k_epilogue``). Reference: ``layers/linear.py``, which dequantizes and calls ``F.linear``. Host
+side: ``quantized.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vlfit.kernels.gemm.tile import finish, inputs_tile, product, shrink, squares_of, tile_index
-from vlfit.kernels.gemm.unpack import (
-    fp8_tile,
-    groups_of,
-    int4_tile,
-    int8_tile,
-    marked_codes,
-    scales,
-    shuffle,
-    shuffle_words,
-    spread,
-    zero_points,
+from vlfit.kernels.gemm.tile import (
+    block_dot,
+    load_square_sums,
+    load_x,
+    output_offsets,
+    rms_scale,
+    split_k_epilogue,
 )
-from vlfit.kernels.primitives import wait
+from vlfit.kernels.gemm.unpack import (
+    broadcast_spans,
+    group_indices,
+    load_fp8,
+    load_int4,
+    load_int4_magic,
+    load_int8,
+    load_scales,
+    load_zeros,
+    permute_x_int4,
+    permute_x_int8,
+)
+from vlfit.kernels.primitives import pdl_sync
 
 
-@triton.jit(do_not_specialize=["rows", "steps", "square_tiles"])
-def matmul(
+@triton.jit(do_not_specialize=["M", "k_steps", "num_sums"])
+def quantized_matmul_kernel(
     x,
     codes,
-    scale,
-    zero_point,
+    scales,
+    zeros,
     bias,
     partial,
-    arrivals,
-    output,
+    counters,
+    out,
     norm_weight,
-    scaled,
-    squares,
-    rows,
-    outputs,
+    prenorm_out,
+    square_sums,
+    M,
+    N,
     code_columns,
-    x_stride,
-    scale_columns,
-    steps,
-    square_tiles,
+    stride_xm,
+    num_groups,
+    k_steps,
+    num_sums,
     eps,
-    form: tl.constexpr,
-    hardware: tl.constexpr,
-    by_hand: tl.constexpr,
-    has_zero_point: tl.constexpr,
-    has_bias: tl.constexpr,
-    gated: tl.constexpr,
-    normed: tl.constexpr,
-    adds: tl.constexpr,
-    tile_squares: tl.constexpr,
-    scale_rows: tl.constexpr,
-    scale_width: tl.constexpr,
-    span: tl.constexpr,
-    apart: tl.constexpr,
-    one_scale: tl.constexpr,
-    whole: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    parts: tl.constexpr,
-    splits: tl.constexpr,
-    stages: tl.constexpr,
-    overlap: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    PRENORM: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    SPAN: tl.constexpr,
+    SINGLE_ROW_INT4: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICE_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """``output`` [rows, outputs] = ``x`` [rows, inputs] @ weights.T + ``bias``, summed in float32.
+    """``out`` [M, N] = ``x`` [M, K] @ weight.T + ``bias``, accumulated in float32.
 
-    With ``splits`` > 1 each program sums over ``steps`` tiles of inputs, and ``finish`` says what ``partial``
-    and ``arrivals`` are, and ``gated``. ``code_columns``: bytes (FP8) or words of codes in a row. ``whole``:
-    tiles fill outputs and inputs exactly. ``parts``: into how many a tile of inputs is cut, one for each
-    warp, if not 1.
-    Where a part of a tile shares its scale, codes are multiplied as they are and the scale is applied to the
-    sum; else a weight is its code times its scale, rounded once to the dtype of ``x``. ``one_scale``: all
-    inputs share one. ``apart``: one row of int4 (``apart_sums``). ``normed``: times what makes norms of
-    ``x``, by the sums of ``squares`` [rows, square_tiles]. ``adds``: to what stands in ``output``; see
-    ``finish`` for ``scaled``, and ``squares`` [rows, tiles].
+    Grid: (tiles of N x tiles of M, SPLIT_K). One program computes a tile [BLOCK_N, BLOCK_M] over ``k_steps``
+    blocks of ``BLOCK_K`` inputs. ``codes`` are [N, code_columns] bytes (FP8) or packed int32 words,
+    ``scales`` [N / SCALE_N, num_groups], ``zeros`` [N / 8, num_groups].
+
+    Where a slice of the tile shares one scale, codes are multiplied as they are and the scale is applied to
+    the sums; otherwise a weight is code times scale, rounded once to the dtype of ``x``. ``ONE_GROUP``: all
+    inputs of an output share one scale. ``SINGLE_ROW_INT4``: see ``single_row_dot``. ``EVEN``: tiles divide N
+    and K. ``SLICE_K``: number of slices of a block of K, one per warp, or 1.
+
+    Prologue (``PRENORM``): ``x`` are rows before RMSNorm, times its weight; sums are scaled by the norm's
+    factor, from ``square_sums`` [M, num_sums]. Epilogue: ``tile.split_k_epilogue``.
     """
-    in_word: tl.constexpr = 8 if form == "int4" else 4 if form == "int8" else 1
-    inputs = code_columns * in_word
-    row_tiles = tl.cdiv(rows, tile_rows)
-    # Neighbours share weights, which are then read from memory once, whatever the number of rows.
-    output_index = tile_index(tl.program_id(0) // row_tiles, outputs, tile_outputs, gated)
-    row = (tl.program_id(0) % row_tiles) * tile_rows + tl.arange(0, tile_rows)
-    split = tl.program_id(1)
-    begin = split * steps * tile_inputs
-    wait(overlap)
-    written = tl.arange(0, 1) if apart else row
-    if normed:
-        found = squares_of(squares, written, rows, square_tiles, tile_squares)
-    before = 0.0
-    if adds:
-        place = written[None, :].to(tl.int64) * outputs + output_index[:, None]
-        inside = (output_index[:, None] < outputs) & (written[None, :] < rows)
-        before = tl.load(output + place, mask=inside, other=0.0)
-    end = tl.minimum(begin + steps * tile_inputs, inputs)
-    if parts > 1:
-        total = tl.zeros((parts, tile_outputs, tile_rows), tl.float32)
+    PACK: tl.constexpr = 8 if FORMAT == "int4" else 4 if FORMAT == "int8" else 1
+    K = code_columns * PACK
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    # Consecutive programs share weights, which are then read from memory once, whatever the number of rows.
+    offs_n = output_offsets(tl.program_id(0) // tiles_m, N, BLOCK_N, SWIGLU)
+    offs_m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    pid_k = tl.program_id(1)
+    k_begin = pid_k * k_steps * BLOCK_K
+    pdl_sync(USE_PDL)
+    out_m = tl.arange(0, 1) if SINGLE_ROW_INT4 else offs_m
+    if PRENORM:
+        norm_sums = load_square_sums(square_sums, out_m, M, num_sums, BLOCK_SUMS)
+    residual = 0.0
+    if ADD_RESIDUAL:
+        offs = out_m[None, :].to(tl.int64) * N + offs_n[:, None]
+        mask = (offs_n[:, None] < N) & (out_m[None, :] < M)
+        residual = tl.load(out + offs, mask=mask, other=0.0)
+    k_end = tl.minimum(k_begin + k_steps * BLOCK_K, K)
+    if SLICE_K > 1:
+        acc = tl.zeros((SLICE_K, BLOCK_N, BLOCK_M), tl.float32)
     else:
-        total = tl.zeros((tile_outputs, tile_rows), tl.float32)
-    # Said here, the number of stages is that of scales too, which else would be waited for in every step.
-    for start in tl.range(begin, end, tile_inputs, num_stages=stages):
-        if apart:
-            total += apart_sums(
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    # ``num_stages`` on the loop pipelines the loads of scales too, which would otherwise stall every step.
+    for k_start in tl.range(k_begin, k_end, BLOCK_K, num_stages=NUM_STAGES):
+        if SINGLE_ROW_INT4:
+            acc += single_row_dot(
                 x,
                 codes,
-                scale,
-                zero_point,
-                output_index,
-                start,
-                outputs,
-                inputs,
-                scale_columns,
-                by_hand,
-                has_zero_point,
-                scale_width,
-                span,
-                whole,
-                tile_rows,
-                tile_outputs,
-                tile_inputs,
-                parts,
+                scales,
+                zeros,
+                offs_n,
+                k_start,
+                N,
+                K,
+                num_groups,
+                INLINE_PTX,
+                HAS_ZEROS,
+                SCALE_K,
+                SPAN,
+                EVEN,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                SLICE_K,
             )
         else:
-            total += sums(
+            acc += step_dot(
                 x,
                 codes,
-                scale,
-                zero_point,
-                output_index,
-                row,
-                start,
-                rows,
-                outputs,
-                inputs,
-                x_stride,
-                scale_columns,
-                form,
-                hardware,
-                by_hand,
-                has_zero_point,
-                scale_rows,
-                scale_width,
-                span,
-                one_scale,
-                whole,
-                tile_rows,
-                tile_outputs,
-                tile_inputs,
-                parts,
+                scales,
+                zeros,
+                offs_n,
+                offs_m,
+                k_start,
+                M,
+                N,
+                K,
+                stride_xm,
+                num_groups,
+                FORMAT,
+                NATIVE_FP8,
+                INLINE_PTX,
+                HAS_ZEROS,
+                SCALE_N,
+                SCALE_K,
+                SPAN,
+                ONE_GROUP,
+                EVEN,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                SLICE_K,
             )
-    if form == "fp8" and not hardware:
-        total *= 256.0
-    if parts > 1:
-        total = tl.sum(total, 0)
-    if one_scale:
-        total *= scales(scale, output_index, tl.arange(0, 1), outputs, scale_columns, scale_rows).to(
-            tl.float32
-        )
-    if apart:
-        total = tl.sum(total, 1)[:, None]
-    if normed:
-        total *= shrink(found, inputs, eps)[None, :]
-    finish(
-        total,
+    if FORMAT == "fp8" and not NATIVE_FP8:
+        acc *= 256.0
+    if SLICE_K > 1:
+        acc = tl.sum(acc, 0)
+    if ONE_GROUP:
+        acc *= load_scales(scales, offs_n, tl.arange(0, 1), N, num_groups, SCALE_N).to(tl.float32)
+    if SINGLE_ROW_INT4:
+        acc = tl.sum(acc, 1)[:, None]
+    if PRENORM:
+        acc *= rms_scale(norm_sums, K, eps)[None, :]
+    split_k_epilogue(
+        acc,
         bias,
         partial,
-        arrivals + tl.program_id(0),
-        output,
+        counters + tl.program_id(0),
+        out,
         norm_weight,
-        scaled,
-        squares + written * (tl.num_programs(0) // row_tiles) + tl.program_id(0) // row_tiles,
-        before,
-        output_index,
-        written,
-        split,
-        rows,
-        outputs,
-        has_bias,
-        gated,
-        adds,
-        splits,
+        prenorm_out,
+        square_sums + out_m * (tl.num_programs(0) // tiles_m) + tl.program_id(0) // tiles_m,
+        residual,
+        offs_n,
+        out_m,
+        pid_k,
+        M,
+        N,
+        HAS_BIAS,
+        SWIGLU,
+        ADD_RESIDUAL,
+        SPLIT_K,
     )
 
 
 @triton.jit
-def sums(
+def step_dot(
     x,
     codes,
-    scale,
-    zero_point,
-    output_index,
-    row,
-    start,
-    rows,
-    outputs,
-    inputs,
-    x_stride,
-    groups,
-    form: tl.constexpr,
-    hardware: tl.constexpr,
-    by_hand: tl.constexpr,
-    has_zero_point: tl.constexpr,
-    scale_rows: tl.constexpr,
-    scale_width: tl.constexpr,
-    span: tl.constexpr,
-    one_scale: tl.constexpr,
-    whole: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    parts: tl.constexpr,
+    scales,
+    zeros,
+    offs_n,
+    offs_m,
+    k_start,
+    M,
+    N,
+    K,
+    stride_xm,
+    num_groups,
+    FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    SPAN: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICE_K: tl.constexpr,
 ):
-    """What the tile of inputs from ``start`` on adds: ``product``, with scales but for ``one_scale``."""
-    part_width: tl.constexpr = tile_inputs // parts
-    spans: tl.constexpr = tile_inputs // span
-    x_tile = inputs_tile(x, row, rows, start, inputs, x_stride, whole, tile_inputs)
-    group = groups_of(start, scale_width, span, spans)
-    if form == "int4":
-        x_tile = shuffle(x_tile, tile_rows, tile_inputs)
-        value = int4_tile(
-            codes,
-            zero_point,
-            output_index,
-            start,
-            group,
-            outputs,
-            inputs,
-            groups,
-            x_tile.dtype,
-            has_zero_point,
-            True,
-            tile_outputs,
-            tile_inputs,
-            spans,
-            by_hand,
-            whole,
-        )
-    elif form == "int8":
-        x_tile = shuffle_words(x_tile, tile_rows, tile_inputs)
-        value = int8_tile(
-            codes,
-            output_index,
-            start,
-            outputs,
-            inputs,
-            x_tile.dtype,
-            True,
-            tile_outputs,
-            tile_inputs,
-            by_hand,
-            whole,
-        )
-    else:
-        column = start + tl.arange(0, tile_inputs)
-        value = fp8_tile(codes, output_index, column, outputs, inputs, hardware, whole)
-    if one_scale:
-        found = product(value.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
-    elif span >= part_width:
-        found = product(value.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
-        part = groups_of(start, scale_width, part_width, parts)
-        factor = scales(scale, output_index, part, outputs, groups, scale_rows, whole).to(tl.float32)
-        if parts > 1:
-            found *= tl.trans(factor)[:, :, None]
-        else:
-            found *= factor
-    else:
-        factor = scales(scale, output_index, group, outputs, groups, scale_rows, whole)
-        if factor.dtype != value.dtype:
-            # Where both are of one half precision, their product is rounded once as it is.
-            factor = factor.to(tl.float32)
-            value = value.to(tl.float32)
-        weight = value * spread(factor, form == "int4", tile_outputs, tile_inputs, spans)
-        found = product(weight.to(x_tile.dtype), x_tile, tile_rows, tile_outputs, tile_inputs, parts)
-    return found
-
-
-@triton.jit
-def apart_sums(
-    x,
-    codes,
-    scale,
-    zero_point,
-    output_index,
-    start,
-    outputs,
-    inputs,
-    groups,
-    by_hand: tl.constexpr,
-    has_zero_point: tl.constexpr,
-    scale_width: tl.constexpr,
-    span: tl.constexpr,
-    whole: tl.constexpr,
-    columns: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    parts: tl.constexpr,
-):
-    """What a tile of inputs of one row adds to each output, in ``columns``: [tile_outputs, columns] float32.
-
-    Matrix units want ``columns`` rows. As there is one, each of them has a share of its inputs and zeros: so
-    they sum up inputs that share a scale, which is applied to sums. Codes are multiplied as they come, in the
-    last bits of a number; what that and their zero point are too much is taken from the sum. That sum is
-    some 200 times what is left of it at most, which float32 has the digits for beside half precision.
-    With several ``parts`` (``product``) each is cut into as many shares: [parts, tile_outputs, columns].
+    """Contribution of one block of inputs, from ``k_start`` on, with scales applied unless ``ONE_GROUP``: as
+    ``block_dot``.
     """
-    width: tl.constexpr = tile_inputs // parts // columns
-    column = tl.arange(0, tile_inputs)
-    lane = tl.arange(0, columns)
-    mine = ((column // width) & (columns - 1))[None, :] == lane[:, None]
-    known = start + column < inputs
-    x_place = (start + column)[None, :] + tl.zeros((columns, 1), tl.int32)
-    x_tile = tl.load(x + x_place, mask=mine if whole else mine & known[None, :], other=0.0)
-    dtype: tl.constexpr = x_tile.dtype
-    code = marked_codes(
-        codes, output_index, start, outputs, inputs, dtype, True, tile_outputs, tile_inputs, by_hand, whole
-    )
-    if dtype == tl.float32:  # no digits to spare
-        code -= 8388608.0
-    too_much: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
-    x_tile = shuffle(x_tile, columns, tile_inputs)
-    found = product(code, x_tile, columns, tile_outputs, tile_inputs, parts)
-    # [shares], of which ``columns`` belong to each part
-    share = tl.load(x + start + column, mask=known, other=0.0).to(tl.float32)
-    share = tl.sum(tl.reshape(share, (parts * columns, width)), 1)
-    spans: tl.constexpr = tile_inputs // span
-    group = groups_of(start, scale_width, span, spans)
-    factor = scales(scale, output_index, group, outputs, groups, 1, whole)
-    factor = repeated(factor.to(tl.float32), tile_outputs, spans, parts * columns)
-    if has_zero_point:
-        zero = zero_points(zero_point, output_index, group, outputs, groups)
-        less = (too_much + repeated(zero, tile_outputs, spans, parts * columns)) * share[None, :]
-    else:
-        less = (too_much + 8.0) * share[None, :]
-    if parts > 1:
-        less = by_part(less, columns, parts)
-        factor = by_part(factor, columns, parts)
-    return (found - less) * factor
-
-
-@triton.jit
-def repeated(value, outputs: tl.constexpr, spans: tl.constexpr, shares: tl.constexpr):
-    """``value`` [outputs, spans] for each of the ``shares`` of a tile, of which each span has as many."""
-    wide = tl.broadcast_to(value[:, :, None], (outputs, spans, shares // spans))
-    return tl.reshape(wide, (outputs, shares))
-
-
-@triton.jit
-def by_part(value, columns: tl.constexpr, parts: tl.constexpr):
-    """``value`` [outputs, parts * columns] as [parts, outputs, columns]."""
-    return tl.permute(tl.reshape(value, (value.shape[0], parts, columns)), (1, 0, 2))
-
-
-# The kernel for many rows: narrow weights as numbers of the computation's dtype, for torch to multiply
-# with.
-#
-# Reference: ``dequantize_fp8``, ``_int8`` and ``_int4`` of ``layers/linear.py``, to the bit.
-
-
-@triton.jit(do_not_specialize=["first", "outputs"])
-def widen(
-    codes,
-    scale,
-    zero_point,
-    output,
-    first,
-    outputs,
-    inputs,
-    scale_columns,
-    form: tl.constexpr,
-    hardware: tl.constexpr,
-    has_zero_point: tl.constexpr,
-    scale_rows: tl.constexpr,
-    scale_width: tl.constexpr,
-    span: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-):
-    """``output`` [outputs - first, inputs]: rows ``first`` to ``outputs`` of the weights, rounded once."""
-    tile_spans: tl.constexpr = tile_inputs // span
-    output_index = first + tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
-    start = tl.program_id(1) * tile_inputs
-    column = start + tl.arange(0, tile_inputs)
-    group = (start + tl.arange(0, tile_spans) * span) // scale_width
-    if form == "int4":
-        value = int4_tile(
+    SLICE_WIDTH: tl.constexpr = BLOCK_K // SLICE_K
+    NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
+    x_tile = load_x(x, offs_m, M, k_start, K, stride_xm, EVEN, BLOCK_K)
+    group = group_indices(k_start, SCALE_K, SPAN, NUM_SPANS)
+    if FORMAT == "int4":
+        x_tile = permute_x_int4(x_tile, BLOCK_M, BLOCK_K)
+        w = load_int4(
             codes,
-            zero_point,
-            output_index,
-            start,
+            zeros,
+            offs_n,
+            k_start,
             group,
-            outputs,
-            inputs,
-            scale_columns,
-            output.dtype.element_ty,
-            has_zero_point,
-            False,
-            tile_outputs,
-            tile_inputs,
-            tile_spans,
+            N,
+            K,
+            num_groups,
+            x_tile.dtype,
+            HAS_ZEROS,
+            True,
+            BLOCK_N,
+            BLOCK_K,
+            NUM_SPANS,
+            INLINE_PTX,
+            EVEN,
         )
-    elif form == "int8":
-        value = int8_tile(
+    elif FORMAT == "int8":
+        x_tile = permute_x_int8(x_tile, BLOCK_M, BLOCK_K)
+        w = load_int8(
             codes,
-            output_index,
-            start,
-            outputs,
-            inputs,
-            output.dtype.element_ty,
-            False,
-            tile_outputs,
-            tile_inputs,
+            offs_n,
+            k_start,
+            N,
+            K,
+            x_tile.dtype,
+            True,
+            BLOCK_N,
+            BLOCK_K,
+            INLINE_PTX,
+            EVEN,
         )
     else:
-        value = fp8_tile(codes, output_index, column, outputs, inputs, hardware)
-    factor = scales(scale, output_index, group, outputs, scale_columns, scale_rows).to(tl.float32)
-    if form == "fp8" and not hardware:
-        factor *= 256.0
-    weight = value.to(tl.float32) * spread(factor, False, tile_outputs, tile_inputs, tile_spans)
-    inside = (output_index[:, None] < outputs) & (column[None, :] < inputs)
-    place = (output_index - first)[:, None].to(tl.int64) * inputs + column[None, :]
-    tl.store(output + place, weight.to(output.dtype.element_ty), mask=inside)
+        offs_k = k_start + tl.arange(0, BLOCK_K)
+        w = load_fp8(codes, offs_n, offs_k, N, K, NATIVE_FP8, EVEN)
+    if ONE_GROUP:
+        acc = block_dot(w.to(x_tile.dtype), x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
+    elif SPAN >= SLICE_WIDTH:
+        acc = block_dot(w.to(x_tile.dtype), x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
+        slice_group = group_indices(k_start, SCALE_K, SLICE_WIDTH, SLICE_K)
+        w_scale = load_scales(scales, offs_n, slice_group, N, num_groups, SCALE_N, EVEN).to(tl.float32)
+        if SLICE_K > 1:
+            acc *= tl.trans(w_scale)[:, :, None]
+        else:
+            acc *= w_scale
+    else:
+        w_scale = load_scales(scales, offs_n, group, N, num_groups, SCALE_N, EVEN)
+        if w_scale.dtype != w.dtype:
+            # If both have the same half precision, their product is rounded only once anyway.
+            w_scale = w_scale.to(tl.float32)
+            w = w.to(tl.float32)
+        w_dequant = w * broadcast_spans(w_scale, FORMAT == "int4", BLOCK_N, BLOCK_K, NUM_SPANS)
+        acc = block_dot(w_dequant.to(x_tile.dtype), x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
+    return acc
+
+
+@triton.jit
+def single_row_dot(
+    x,
+    codes,
+    scales,
+    zeros,
+    offs_n,
+    k_start,
+    N,
+    K,
+    num_groups,
+    INLINE_PTX: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    SPAN: tl.constexpr,
+    EVEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICE_K: tl.constexpr,
+):
+    """Contribution of one block of inputs of a single row with int4 weights: [BLOCK_N, COLUMNS] float32.
+
+    Tensor cores want ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros
+    elsewhere, so a column sums inputs that share a scale, and scales apply to sums instead of weights. Codes
+    are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the zero point
+    are subtracted from the sum. That sum is at most about 200 times what remains, for which float32 has
+    enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into as many shares: [SLICE_K,
+    BLOCK_N, COLUMNS].
+    """
+    WIDTH: tl.constexpr = BLOCK_K // SLICE_K // COLUMNS
+    offs_k = tl.arange(0, BLOCK_K)
+    col = tl.arange(0, COLUMNS)
+    own = ((offs_k // WIDTH) & (COLUMNS - 1))[None, :] == col[:, None]
+    in_bounds = k_start + offs_k < K
+    x_offs = (k_start + offs_k)[None, :] + tl.zeros((COLUMNS, 1), tl.int32)
+    x_tile = tl.load(x + x_offs, mask=own if EVEN else own & in_bounds[None, :], other=0.0)
+    dtype: tl.constexpr = x_tile.dtype
+    code = load_int4_magic(codes, offs_n, k_start, N, K, dtype, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN)
+    if dtype == tl.float32:  # float32 codes have no spare mantissa bits
+        code -= 8388608.0
+    MAGIC: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
+    x_tile = permute_x_int4(x_tile, COLUMNS, BLOCK_K)
+    acc = block_dot(code, x_tile, COLUMNS, BLOCK_N, BLOCK_K, SLICE_K)
+    # Sums of x, [SLICE_K * COLUMNS].
+    x_sum = tl.load(x + k_start + offs_k, mask=in_bounds, other=0.0).to(tl.float32)
+    x_sum = tl.sum(tl.reshape(x_sum, (SLICE_K * COLUMNS, WIDTH)), 1)
+    NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
+    group = group_indices(k_start, SCALE_K, SPAN, NUM_SPANS)
+    w_scale = load_scales(scales, offs_n, group, N, num_groups, 1, EVEN)
+    w_scale = repeat_spans(w_scale.to(tl.float32), BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)
+    if HAS_ZEROS:
+        zero = load_zeros(zeros, offs_n, group, N, num_groups)
+        bias = (MAGIC + repeat_spans(zero, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)) * x_sum[None, :]
+    else:
+        bias = (MAGIC + 8.0) * x_sum[None, :]
+    if SLICE_K > 1:
+        bias = split_slices(bias, COLUMNS, SLICE_K)
+        w_scale = split_slices(w_scale, COLUMNS, SLICE_K)
+    return (acc - bias) * w_scale
+
+
+@triton.jit
+def repeat_spans(value, BLOCK_N: tl.constexpr, NUM_SPANS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    """Repeat ``value`` [BLOCK_N, NUM_SPANS] for the columns of each span: [BLOCK_N, NUM_COLUMNS]."""
+    expanded = tl.broadcast_to(value[:, :, None], (BLOCK_N, NUM_SPANS, NUM_COLUMNS // NUM_SPANS))
+    return tl.reshape(expanded, (BLOCK_N, NUM_COLUMNS))
+
+
+@triton.jit
+def split_slices(value, COLUMNS: tl.constexpr, SLICE_K: tl.constexpr):
+    """``value`` [N, SLICE_K * COLUMNS] as [SLICE_K, N, COLUMNS]."""
+    return tl.permute(tl.reshape(value, (value.shape[0], SLICE_K, COLUMNS)), (1, 0, 2))
+
+
+@triton.jit(do_not_specialize=["first_row", "end_row"])
+def dequantize_kernel(
+    codes,
+    scales,
+    zeros,
+    out,
+    first_row,
+    end_row,
+    K,
+    num_groups,
+    FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Dequantize weight rows ``first_row`` to ``end_row`` into ``out`` [end_row - first_row, K], for torch's
+    GEMM.
+
+    Grid: (tiles of BLOCK_N rows, blocks of BLOCK_K inputs). Code times scale in float32, rounded once:
+    bit-equal to ``dequantize_fp8``, ``_int8`` and ``_int4`` of ``layers/linear.py``.
+    """
+    NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
+    offs_n = first_row + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_start = tl.program_id(1) * BLOCK_K
+    offs_k = k_start + tl.arange(0, BLOCK_K)
+    group = (k_start + tl.arange(0, NUM_SPANS) * SPAN) // SCALE_K
+    if FORMAT == "int4":
+        w = load_int4(
+            codes,
+            zeros,
+            offs_n,
+            k_start,
+            group,
+            end_row,
+            K,
+            num_groups,
+            out.dtype.element_ty,
+            HAS_ZEROS,
+            False,
+            BLOCK_N,
+            BLOCK_K,
+            NUM_SPANS,
+        )
+    elif FORMAT == "int8":
+        w = load_int8(
+            codes,
+            offs_n,
+            k_start,
+            end_row,
+            K,
+            out.dtype.element_ty,
+            False,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    else:
+        w = load_fp8(codes, offs_n, offs_k, end_row, K, NATIVE_FP8)
+    w_scale = load_scales(scales, offs_n, group, end_row, num_groups, SCALE_N).to(tl.float32)
+    if FORMAT == "fp8" and not NATIVE_FP8:
+        w_scale *= 256.0
+    dequantized = w.to(tl.float32) * broadcast_spans(w_scale, False, BLOCK_N, BLOCK_K, NUM_SPANS)
+    mask = (offs_n[:, None] < end_row) & (offs_k[None, :] < K)
+    offs = (offs_n - first_row)[:, None].to(tl.int64) * K + offs_k[None, :]
+    tl.store(out + offs, dequantized.to(out.dtype.element_ty), mask=mask)

@@ -1,6 +1,7 @@
-"""What kernels for few rows have in common, whatever their weights: which outputs and inputs, and a product.
+"""Building blocks of the GEMM kernels for few rows: tile indices, loads, the dot product, and the epilogue.
 
-Host code: ``linear.py`` and ``kernels/gemm/dense.py``.
+These kernels compute the transposed output: accumulators are [BLOCK_N, BLOCK_M]. Host side: ``quantized.py``
+and ``dense.py``.
 """
 
 import triton
@@ -8,210 +9,208 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_index(tile, outputs, tile_outputs: tl.constexpr, gated: tl.constexpr):
-    """Which of ``outputs`` the tile of that number computes: [tile_outputs], ``outputs`` or more for none.
+def output_offsets(pid_n, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+    """Output columns of tile ``pid_n``: [BLOCK_N], at least ``N`` where there is none.
 
-    ``gated``: the first half of all outputs are gates, of which a tile has some and the others that belong to
-    them (``kernels/gemm/tile.py``).
+    With ``SWIGLU`` the first N / 2 outputs are gates and the rest their ups; a tile holds BLOCK_N / 2 gates
+    and then the matching ups.
     """
-    lane = tl.arange(0, tile_outputs)
-    if gated:
-        unit = tile * (tile_outputs // 2) + lane % (tile_outputs // 2)
-        index = tl.where(unit < outputs // 2, lane // (tile_outputs // 2) * (outputs // 2) + unit, outputs)
+    lane = tl.arange(0, BLOCK_N)
+    if SWIGLU:
+        unit = pid_n * (BLOCK_N // 2) + lane % (BLOCK_N // 2)
+        offs_n = tl.where(unit < N // 2, lane // (BLOCK_N // 2) * (N // 2) + unit, N)
     else:
-        index = tile * tile_outputs + lane
-    return index
+        offs_n = pid_n * BLOCK_N + lane
+    return offs_n
 
 
 @triton.jit
-def product(
+def block_dot(
     weight,
     x_tile,
-    tile_rows: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    parts: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICE_K: tl.constexpr,
 ):
-    """``weight`` [tile_outputs, tile_inputs] times ``x_tile`` [tile_rows, tile_inputs].T.
+    """``weight`` [BLOCK_N, BLOCK_K] @ ``x_tile`` [BLOCK_M, BLOCK_K].T in float32: [BLOCK_N, BLOCK_M].
 
-    [tile_outputs, tile_rows], or that for each of several ``parts`` of the inputs, in float32.
+    With ``SLICE_K`` > 1 the sums of each slice of BLOCK_K are kept apart, one slice per warp: [SLICE_K,
+    BLOCK_N, BLOCK_M].
     """
-    if parts == 1:
-        found = tl.dot(weight, tl.trans(x_tile), input_precision="ieee")
+    if SLICE_K == 1:
+        acc = tl.dot(weight, tl.trans(x_tile), input_precision="ieee")
     else:
-        width: tl.constexpr = tile_inputs // parts
-        left = tl.permute(tl.reshape(weight, (tile_outputs, parts, width)), (1, 0, 2))
-        right = tl.permute(tl.reshape(x_tile, (tile_rows, parts, width)), (1, 2, 0))
-        found = tl.dot(left, right, input_precision="ieee")
-    return found
+        width: tl.constexpr = BLOCK_K // SLICE_K
+        a = tl.permute(tl.reshape(weight, (BLOCK_N, SLICE_K, width)), (1, 0, 2))
+        b = tl.permute(tl.reshape(x_tile, (BLOCK_M, SLICE_K, width)), (1, 2, 0))
+        acc = tl.dot(a, b, input_precision="ieee")
+    return acc
 
 
 @triton.jit
-def inputs_tile(
+def load_x(
     x,
-    row,
-    rows,
-    start,
-    inputs,
-    x_stride,
-    whole: tl.constexpr,
-    tile_inputs: tl.constexpr,
+    offs_m,
+    M,
+    k_start,
+    K,
+    stride_xm,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """The inputs from ``start`` on of the rows ``row``: [rows of the tile, tile_inputs], 0 outside."""
-    column = start + tl.arange(0, tile_inputs)
-    inside = row[:, None] < rows
-    if not whole:
-        inside = inside & (column[None, :] < inputs)
-    return tl.load(x + row[:, None].to(tl.int64) * x_stride + column[None, :], mask=inside, other=0.0)
+    """Rows ``offs_m`` of ``x`` from input ``k_start`` on: [BLOCK_M, BLOCK_K], 0 out of bounds."""
+    offs_k = k_start + tl.arange(0, BLOCK_K)
+    mask = offs_m[:, None] < M
+    if not EVEN:
+        mask = mask & (offs_k[None, :] < K)
+    return tl.load(x + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def squares_of(squares, row, rows, square_tiles, tile_squares: tl.constexpr):
-    """What tiles of the product before have left of the rows ``row``, [rows of the tile, tile_squares]."""
-    tile = tl.arange(0, tile_squares)
-    known = (row[:, None] < rows) & (tile[None, :] < square_tiles)
-    return tl.load(squares + row[:, None] * square_tiles + tile[None, :], mask=known, other=0.0)
-
-
-@triton.jit
-def shrink(found, inputs, eps):
-    """What sums over rows are multiplied by, that the rows become their norms: [rows].
-
-    ``found`` [rows, some] are sums of squares of ``inputs`` numbers.
+def load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS: tl.constexpr):
+    """Partial sums of squares of the rows ``offs_m``, [BLOCK_M, BLOCK_SUMS], from the previous GEMM's
+    epilogue.
     """
-    return tl.rsqrt(tl.sum(found, 1) / inputs + eps)
-
-
-# How a tile of a product ends, one program's or several programs': sums written, with the bias, or gated.
-#
-# Where the inputs of a tile are shared out, no second kernel waits for the first: each program leaves its
-# sums, and the last one to come adds them up, always in the same order, so that the result does not depend
-# on who was last. Host code: ``launch.py``.
+    offs = tl.arange(0, BLOCK_SUMS)
+    mask = (offs_m[:, None] < M) & (offs[None, :] < num_sums)
+    return tl.load(square_sums + offs_m[:, None] * num_sums + offs[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def finish(
-    total,
+def rms_scale(square_sums, K, eps):
+    """RMSNorm's factor for each row, [BLOCK_M], from ``square_sums`` [BLOCK_M, n] over ``K`` elements."""
+    return tl.rsqrt(tl.sum(square_sums, 1) / K + eps)
+
+
+@triton.jit
+def split_k_epilogue(
+    acc,
     bias,
     partial,
-    arrived,
-    output,
+    counter,
+    out,
     norm_weight,
-    scaled,
-    squares,
-    before,
-    index,
-    row,
-    split,
-    rows,
-    outputs,
-    has_bias: tl.constexpr,
-    gated: tl.constexpr,
-    adds: tl.constexpr,
-    splits: tl.constexpr,
+    prenorm_out,
+    square_sums,
+    residual,
+    offs_n,
+    offs_m,
+    pid_k,
+    M,
+    N,
+    HAS_BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):
-    """``total`` [tile of outputs, tile of rows] float32 to ``output`` [rows, outputs], at ``index``, ``row``.
+    """Finish a tile: reduce over split-K programs, then apply ``epilogue``.
 
-    ``adds``: it is added to ``before``, what stands there. What becomes of that goes times ``norm_weight``
-    [outputs] to ``scaled`` [rows, outputs], too, and its squares are summed up in ``squares`` [tile of rows].
-
-    ``gated``: the outputs are gates and as many others (``tile_index``), and ``output`` [rows, outputs / 2]
-    is silu(gate) * other, rounded where ``row_steps.silu_and_multiply`` rounds.
-    With ``splits`` > 1 ``partial`` is [splits, rows, outputs] float32, and ``arrived`` counts the programs of
-    this tile that have left their sums there: 0 before the first and after the last.
+    ``acc`` [BLOCK_N, BLOCK_M] float32 belongs to outputs ``offs_n`` and rows ``offs_m`` of ``out`` [M, N].
+    With ``SPLIT_K`` > 1 each program stores its sums in ``partial`` [SPLIT_K, M, N] float32 and increments
+    ``counter``; the last to arrive adds them up and resets the counter to 0. No second kernel is launched,
+    and the order of additions is fixed, so the result does not depend on which program comes last.
     """
-    inside = (index[:, None] < outputs) & (row[None, :] < rows)
-    place = row[None, :].to(tl.int64) * outputs + index[:, None]
-    if splits > 1:
-        cells = rows.to(tl.int64) * outputs
-        tl.store(partial + split * cells + place, total, mask=inside)
-        tl.debug_barrier()  # all threads' sums are on their way before the one that counts says so
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
-            total = tl.zeros_like(total)
-            for other in range(splits):
-                # Past the first cache, which does not see what other multiprocessors write.
-                found = tl.load(partial + other * cells + place, mask=inside, other=0.0, cache_modifier=".cg")
-                total += found
-            tl.store(arrived, 0)
-            write(
-                total,
+    mask = (offs_n[:, None] < N) & (offs_m[None, :] < M)
+    offs = offs_m[None, :].to(tl.int64) * N + offs_n[:, None]
+    if SPLIT_K > 1:
+        split_stride = M.to(tl.int64) * N
+        tl.store(partial + pid_k * split_stride + offs, acc, mask=mask)
+        tl.debug_barrier()  # every thread has stored its sums before the counter is incremented
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT_K - 1:
+            acc = tl.zeros_like(acc)
+            for k in range(SPLIT_K):
+                # Bypass L1, which does not see other multiprocessors' writes.
+                part_acc = tl.load(
+                    partial + k * split_stride + offs, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+                acc += part_acc
+            tl.store(counter, 0)
+            epilogue(
+                acc,
                 bias,
-                output,
+                out,
                 norm_weight,
-                scaled,
-                squares,
-                before,
-                place,
-                index,
-                inside,
-                row,
-                rows,
-                outputs,
-                has_bias,
-                gated,
-                adds,
+                prenorm_out,
+                square_sums,
+                residual,
+                offs,
+                offs_n,
+                mask,
+                offs_m,
+                M,
+                N,
+                HAS_BIAS,
+                SWIGLU,
+                ADD_RESIDUAL,
             )
     else:
-        write(
-            total,
+        epilogue(
+            acc,
             bias,
-            output,
+            out,
             norm_weight,
-            scaled,
-            squares,
-            before,
-            place,
-            index,
-            inside,
-            row,
-            rows,
-            outputs,
-            has_bias,
-            gated,
-            adds,
+            prenorm_out,
+            square_sums,
+            residual,
+            offs,
+            offs_n,
+            mask,
+            offs_m,
+            M,
+            N,
+            HAS_BIAS,
+            SWIGLU,
+            ADD_RESIDUAL,
         )
 
 
 @triton.jit
-def write(
-    total,
+def epilogue(
+    acc,
     bias,
-    output,
+    out,
     norm_weight,
-    scaled,
-    squares,
-    before,
-    place,
-    index,
-    inside,
-    row,
-    rows,
-    outputs,
-    has_bias: tl.constexpr,
-    gated: tl.constexpr,
-    adds: tl.constexpr,
+    prenorm_out,
+    square_sums,
+    residual,
+    offs,
+    offs_n,
+    mask,
+    offs_m,
+    M,
+    N,
+    HAS_BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
 ):
-    """``total`` and ``bias`` to ``output`` at ``place``; ``gated`` and ``adds``: see ``finish``."""
-    if has_bias:
-        total += tl.load(bias + index, mask=index < outputs, other=0.0).to(tl.float32)[:, None]
-    rounded = total.to(output.dtype.element_ty)
-    if gated:
-        half: tl.constexpr = total.shape[0] // 2
-        pairs = tl.permute(tl.reshape(rounded, (2, half, total.shape[1])), (1, 2, 0))
-        gate, other = tl.split(pairs)
-        wide = gate.to(tl.float32)
-        active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-        product = active.to(tl.float32) * other.to(tl.float32)
-        unit, _ = tl.split(tl.permute(tl.reshape(index, (2, half)), (1, 0)))
-        there = (unit[:, None] < outputs // 2) & (row[None, :] < rows)
-        unit_place = row[None, :].to(tl.int64) * (outputs // 2) + unit[:, None]
-        tl.store(output + unit_place, product.to(gate.dtype), mask=there)
-    elif adds:
-        rounded = (before.to(tl.float32) + rounded.to(tl.float32)).to(rounded.dtype)
-        tl.store(output + place, rounded, mask=inside)
-        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
-        factor = tl.load(norm_weight + index, mask=index < outputs, other=0.0).to(tl.float32)[:, None]
-        tl.store(scaled + place, (wide * factor).to(rounded.dtype), mask=inside)
-        tl.store(squares, tl.sum(wide * wide, 0), mask=row < rows)
+    """Bias, then SwiGLU or residual add, then store.
+
+    ``SWIGLU``: ``out`` [M, N / 2] is silu(gate) * up, rounded where ``row_ops.silu_and_mul`` rounds.
+    ``ADD_RESIDUAL``: the tile is added to ``residual``, the previous contents of ``out``. The sum times
+    ``norm_weight`` [N] goes to ``prenorm_out`` [M, N], and its sum of squares over the tile to
+    ``square_sums`` [BLOCK_M], for the next GEMM's prologue (``PreNormRows``).
+    """
+    if HAS_BIAS:
+        acc += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[:, None]
+    rounded = acc.to(out.dtype.element_ty)
+    if SWIGLU:
+        HALF: tl.constexpr = acc.shape[0] // 2
+        halves = tl.permute(tl.reshape(rounded, (2, HALF, acc.shape[1])), (1, 2, 0))
+        gate, up = tl.split(halves)
+        x = gate.to(tl.float32)
+        act = (x / (1.0 + tl.exp(-x))).to(gate.dtype)
+        result = act.to(tl.float32) * up.to(tl.float32)
+        unit, _ = tl.split(tl.permute(tl.reshape(offs_n, (2, HALF)), (1, 0)))
+        unit_mask = (unit[:, None] < N // 2) & (offs_m[None, :] < M)
+        unit_offs = offs_m[None, :].to(tl.int64) * (N // 2) + unit[:, None]
+        tl.store(out + unit_offs, result.to(gate.dtype), mask=unit_mask)
+    elif ADD_RESIDUAL:
+        rounded = (residual.to(tl.float32) + rounded.to(tl.float32)).to(rounded.dtype)
+        tl.store(out + offs, rounded, mask=mask)
+        x = tl.where(mask, rounded.to(tl.float32), 0.0)
+        norm_scale = tl.load(norm_weight + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(prenorm_out + offs, (x * norm_scale).to(rounded.dtype), mask=mask)
+        tl.store(square_sums, tl.sum(x * x, 0), mask=offs_m < M)
     else:
-        tl.store(output + place, rounded, mask=inside)
+        tl.store(out + offs, rounded, mask=mask)

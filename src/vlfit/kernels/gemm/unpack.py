@@ -1,6 +1,7 @@
-"""What a tile of narrow weights is in numbers: functions that the kernels for linear layers are made of.
+"""Loading and unpacking tiles of quantized weights: FP8, int8 and int4 codes, zero points and scales.
 
-Columns past the last input come out as some number, never as NaN; rows of inputs are 0 there.
+Out-of-bounds codes read as some finite number; the matching inputs are 0. ``EVEN``: tiles divide N and K, so
+no bounds are checked.
 """
 
 import triton
@@ -8,247 +9,253 @@ import triton.language as tl
 
 
 @triton.jit
-def fp8_tile(
+def load_fp8(
     codes,
-    output_index,
-    column,
-    outputs,
-    inputs,
-    hardware: tl.constexpr,
-    whole: tl.constexpr = False,
+    offs_n,
+    offs_k,
+    N,
+    K,
+    NATIVE_FP8: tl.constexpr,
+    EVEN: tl.constexpr = False,
 ):
-    """Bytes of ``codes`` [outputs, inputs] as float16: each number itself, or a 256th without ``hardware``.
+    """Tile of e4m3 ``codes`` [N, K] as float16: the value itself, or 2^-8 of it without ``NATIVE_FP8``.
 
-    Only cards from compute capability 8.9 on convert float8 themselves. Elsewhere sign, exponent and fraction
-    are put where float16 has them: its exponent counts from 15 instead of 7, so the number is 2^-8 of what
-    the code stands for, exactly, subnormal numbers included. NaN, which no sound file holds, reads as 480.
+    Compute capability 8.9 and later converts FP8 in hardware. Elsewhere sign, exponent and mantissa are
+    shifted to where float16 has them. As float16's exponent bias is 15 and e4m3's 7, the result is exactly
+    2^-8 of the value, subnormals included. NaN, which no valid checkpoint holds, reads as 480.
     """
-    inside = (output_index[:, None] < outputs) & (column[None, :] < inputs)
-    code = stored(codes, output_index, column, inputs, inside, whole)
-    if hardware:
+    mask = (offs_n[:, None] < N) & (offs_k[None, :] < K)
+    code = load_codes(codes, offs_n, offs_k, K, mask, EVEN)
+    if NATIVE_FP8:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    wide = code.to(tl.uint16)
-    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    bits = code.to(tl.uint16)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def stored(codes, output_index, column, columns, inside, whole: tl.constexpr):
-    """``codes`` [outputs, columns] at ``output_index`` and ``column``, 0 where not ``inside``.
+def load_codes(codes, offs_n, offs_col, row_stride, mask, EVEN: tl.constexpr):
+    """``codes`` at rows ``offs_n`` and columns ``offs_col`` of ``row_stride`` columns, 0 where not ``mask``.
 
-    They are read once, so the cache need not keep them. ``whole``: all are inside.
+    Weights are read once, so the cache need not keep them.
     """
-    place = output_index[:, None].to(tl.int64) * columns + column[None, :]
-    if whole:
-        found = tl.load(codes + place, eviction_policy="evict_first")
+    offs = offs_n[:, None].to(tl.int64) * row_stride + offs_col[None, :]
+    if EVEN:
+        loaded = tl.load(codes + offs, eviction_policy="evict_first")
     else:
-        found = tl.load(codes + place, mask=inside, other=0, eviction_policy="evict_first")
-    return found
+        loaded = tl.load(codes + offs, mask=mask, other=0, eviction_policy="evict_first")
+    return loaded
 
 
 @triton.jit
-def int4_tile(
-    words,
-    zero_point,
-    output_index,
-    start,
+def load_int4(
+    codes,
+    zeros,
+    offs_n,
+    k_start,
     group,
-    outputs,
-    inputs,
-    groups,
+    N,
+    K,
+    num_groups,
     dtype: tl.constexpr,
-    has_zero_point: tl.constexpr,
-    shuffled: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    tile_spans: tl.constexpr,
-    by_hand: tl.constexpr = False,
-    whole: tl.constexpr = False,
+    HAS_ZEROS: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_SPANS: tl.constexpr,
+    INLINE_PTX: tl.constexpr = False,
+    EVEN: tl.constexpr = False,
 ):
-    """Codes of ``words`` [outputs, inputs / 8] from input ``start`` on less zero points, as ``dtype``."""
-    number = marked_codes(
-        words,
-        output_index,
-        start,
-        outputs,
-        inputs,
+    """Tile of int4 ``codes`` [N, K / 8] int32 from input ``k_start`` on, minus zero points, as ``dtype``."""
+    marked = load_int4_magic(
+        codes,
+        offs_n,
+        k_start,
+        N,
+        K,
         dtype,
-        shuffled,
-        tile_outputs,
-        tile_inputs,
-        by_hand,
+        PERMUTED,
+        BLOCK_N,
+        BLOCK_K,
+        INLINE_PTX,
         False,
     )
     mark: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 8388608.0
-    if has_zero_point:
-        zero = zero_points(zero_point, output_index, group, outputs, groups) + mark
-        return number - spread(zero.to(dtype), shuffled, tile_outputs, tile_inputs, tile_spans)
-    return number - (mark + 8)
+    if HAS_ZEROS:
+        zero = load_zeros(zeros, offs_n, group, N, num_groups) + mark
+        return marked - broadcast_spans(zero.to(dtype), PERMUTED, BLOCK_N, BLOCK_K, NUM_SPANS)
+    return marked - (mark + 8)
 
 
 @triton.jit
-def zero_points(zero_point, output_index, group, outputs, groups):
-    """The codes that stand for 0 in ``group`` [some], of ``zero_point`` [outputs / 8, groups]: float32."""
-    known = (output_index[:, None] < outputs) & (group[None, :] < groups)
-    zeros = tl.load(zero_point + (output_index[:, None] // 8) * groups + group[None, :], mask=known, other=0)
-    return ((zeros >> ((output_index[:, None] % 8) * 4)) & 15).to(tl.float32)
-
-
-@triton.jit
-def marked_codes(
-    words,
-    output_index,
-    start,
-    outputs,
-    inputs,
-    dtype: tl.constexpr,
-    shuffled: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    by_hand: tl.constexpr,
-    whole: tl.constexpr,
-):
-    """Codes of ``words`` [outputs, inputs / 8] from input ``start`` on, plus a number, as ``dtype``.
-
-    A code becomes a number without conversion: in the last bits of 128 (bfloat16), 1024 (float16) or 2^23
-    (float32), which stays in it, it counts units. Two codes of a word that are 16 bits apart are treated as
-    one register, so two weights cost one instruction and a share of a shift. ``by_hand``: see ``halves``.
-    ``whole``: see ``stored``.
+def load_zeros(zeros, offs_n, group, N, num_groups):
+    """Zero points of ``group`` [n] from ``zeros`` [N / 8, num_groups], packed like codes: [BLOCK_N, n]
+    float32.
     """
-    word = start // 8 + tl.arange(0, tile_inputs // 8)
-    inside = (output_index[:, None] < outputs) & (word[None, :] < inputs // 8)
-    eight = stored(words, output_index, word, inputs // 8, inside, whole)
-    shifted = tl.join(eight, eight >> 4)
-    number = halves(tl.join(shifted, shifted >> 8), 0x000F000F, dtype, by_hand)
-    # [outputs, words, 2, 2, 2]: the last three count a code's place in its word, lowest bit first.
-    if shuffled:
-        number = tl.reshape(number, (tile_outputs, tile_inputs // 32, 4, 2, 2, 2))
-        number = tl.permute(number, (0, 1, 4, 2, 3, 5))
-    else:
-        number = tl.permute(number, (0, 1, 4, 3, 2))
-    return tl.reshape(number, (tile_outputs, tile_inputs))
+    mask = (offs_n[:, None] < N) & (group[None, :] < num_groups)
+    packed = tl.load(zeros + (offs_n[:, None] // 8) * num_groups + group[None, :], mask=mask, other=0)
+    return ((packed >> ((offs_n[:, None] % 8) * 4)) & 15).to(tl.float32)
 
 
 @triton.jit
-def halves(word, mask: tl.constexpr, dtype: tl.constexpr, by_hand: tl.constexpr):
-    """The bits ``mask`` of both halves of ``word`` in the last bits of the same large number: [..., 2].
+def load_int4_magic(
+    codes,
+    offs_n,
+    k_start,
+    N,
+    K,
+    dtype: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Tile of int4 ``codes`` [N, K / 8] int32 from input ``k_start`` on, plus a magic number, as ``dtype``.
 
-    ``by_hand``: with the one instruction that NVIDIA's cards have for it, of which their assembler makes two,
-    because both constants are too long to stand beside each other.
+    Codes are converted without conversion instructions: OR-ed into the lowest mantissa bits of 128
+    (bfloat16), 1024 (float16) or 2^23 (float32), where a code counts units. Two codes that are 16 bits apart
+    in a word share a register, so two weights cost one instruction and part of a shift. ``INLINE_PTX``: see
+    ``magic_halves``.
+    """
+    offs_word = k_start // 8 + tl.arange(0, BLOCK_K // 8)
+    mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 8)
+    packed = load_codes(codes, offs_n, offs_word, K // 8, mask, EVEN)
+    shifted = tl.join(packed, packed >> 4)
+    marked = magic_halves(tl.join(shifted, shifted >> 8), 0x000F000F, dtype, INLINE_PTX)
+    # [BLOCK_N, words, 2, 2, 2]: the last three are the bits of a code's index in its word, lowest first.
+    if PERMUTED:
+        marked = tl.reshape(marked, (BLOCK_N, BLOCK_K // 32, 4, 2, 2, 2))
+        marked = tl.permute(marked, (0, 1, 4, 2, 3, 5))
+    else:
+        marked = tl.permute(marked, (0, 1, 4, 3, 2))
+    return tl.reshape(marked, (BLOCK_N, BLOCK_K))
+
+
+@triton.jit
+def magic_halves(word, MASK: tl.constexpr, dtype: tl.constexpr, INLINE_PTX: tl.constexpr):
+    """Bits ``MASK`` of both 16-bit halves of ``word``, OR-ed into the mantissa of a magic number: [..., 2].
+
+    ``INLINE_PTX`` uses lop3, PTX's three-input logic instruction; the assembler makes two of it, as both
+    constants do not fit into one.
     """
     if dtype == tl.float32:
-        low = ((word & mask & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
-        high = (((word & mask) >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
+        low = ((word & MASK & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        high = (((word & MASK) >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
     else:
-        mark: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
-        if by_hand:
+        MAGIC: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        if INLINE_PTX:
             marked = tl.inline_asm_elementwise(
                 "lop3.b32 $0, $1, $2, $3, 0xEA;",
                 "=r,r,r,r",
-                [word, mask, mark],
+                [word, MASK, MAGIC],
                 tl.int32,
                 is_pure=True,
                 pack=1,
             )
         else:
-            marked = (word & mask) | mark
+            marked = (word & MASK) | MAGIC
         low = (marked & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
         high = ((marked >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
     return tl.join(low, high)
 
 
 @triton.jit
-def int8_tile(
-    words,
-    output_index,
-    start,
-    outputs,
-    inputs,
+def load_int8(
+    codes,
+    offs_n,
+    k_start,
+    N,
+    K,
     dtype: tl.constexpr,
-    shuffled: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    by_hand: tl.constexpr = False,
-    whole: tl.constexpr = False,
+    PERMUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INLINE_PTX: tl.constexpr = False,
+    EVEN: tl.constexpr = False,
 ):
-    """Bytes of ``words`` [outputs, inputs / 4] from input ``start`` on, signed numbers, as ``dtype``.
+    """Tile of int8 ``codes`` [N, K / 4] int32, four to a word, from input ``k_start`` on, as ``dtype``.
 
-    Without conversion, as in ``int4_tile``: a signed byte is its lowest seven bits, less 128 if its highest
-    is set, and both count units in the last bits of the same large number. Two bytes of a word that are 16
-    bits apart are treated as one register, so two weights cost three instructions and a share of a shift.
+    Without conversion instructions, as in ``load_int4_magic``: a signed byte is its low seven bits minus 128
+    if the sign bit is set, and both parts are OR-ed into the same magic number. Two bytes that are 16 bits
+    apart in a word share a register, so two weights cost three instructions and part of a shift.
     """
-    word = start // 4 + tl.arange(0, tile_inputs // 4)
-    inside = (output_index[:, None] < outputs) & (word[None, :] < inputs // 4)
-    four = stored(words, output_index, word, inputs // 4, inside, whole)
-    pairs = tl.join(four, four >> 8)  # bytes 0 and 2, and bytes 1 and 3
-    number = halves(pairs, 0x007F007F, dtype, by_hand) - halves(pairs, 0x00800080, dtype, by_hand)
-    # [outputs, words, 2, 2]: the last two count a byte's place in its word, lowest bit first.
-    if not shuffled:
-        number = tl.permute(number, (0, 1, 3, 2))
-    return tl.reshape(number, (tile_outputs, tile_inputs))
+    offs_word = k_start // 4 + tl.arange(0, BLOCK_K // 4)
+    mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 4)
+    packed = load_codes(codes, offs_n, offs_word, K // 4, mask, EVEN)
+    pairs = tl.join(packed, packed >> 8)  # bytes 0 and 2, and bytes 1 and 3
+    value = magic_halves(pairs, 0x007F007F, dtype, INLINE_PTX) - magic_halves(
+        pairs, 0x00800080, dtype, INLINE_PTX
+    )
+    # [BLOCK_N, words, 2, 2]: the last two are the bits of a byte's index in its word, lowest first.
+    if not PERMUTED:
+        value = tl.permute(value, (0, 1, 3, 2))
+    return tl.reshape(value, (BLOCK_N, BLOCK_K))
 
 
 @triton.jit
-def shuffle_words(rows, tile_rows: tl.constexpr, tile_inputs: tl.constexpr):
-    """``rows`` [tile_rows, tile_inputs] in the order of ``int8_tile(shuffled=True)``: of four 0, 2, 1, 3."""
-    parts = tl.reshape(rows, (tile_rows, tile_inputs // 4, 2, 2))
-    return tl.reshape(tl.permute(parts, (0, 1, 3, 2)), (tile_rows, tile_inputs))
+def permute_x_int8(rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``rows`` [BLOCK_M, BLOCK_K] in the input order of ``load_int8(PERMUTED=True)``: 0, 2, 1, 3 of four."""
+    parts = tl.reshape(rows, (BLOCK_M, BLOCK_K // 4, 2, 2))
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 2)), (BLOCK_M, BLOCK_K))
 
 
 @triton.jit
-def shuffle(rows, tile_rows: tl.constexpr, tile_inputs: tl.constexpr):
-    """``rows`` [tile_rows, tile_inputs] with its inputs in the order of ``int4_tile(shuffled=True)``.
+def permute_x_int4(rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``rows`` [BLOCK_M, BLOCK_K] in the input order of ``load_int4(PERMUTED=True)``.
 
-    A product does not mind the order of its inputs, if both sides have the same. This one is how matrix units
-    want weights in registers: a thread holds the codes of a word, no weight moves between threads. Of 32
-    inputs, word t's code 4c + 2a + b stands at 16a + 4t + 2b + c.
+    A dot product may sum its inputs in any order that both operands share. This one matches the register
+    layout of tensor cores: a thread holds all codes of a word, so no weight moves between threads. Of 32
+    inputs, word t's code 4c + 2a + b is at 16a + 4t + 2b + c.
     """
-    parts = tl.reshape(rows, (tile_rows, tile_inputs // 32, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(parts, (0, 1, 4, 2, 5, 3)), (tile_rows, tile_inputs))
+    parts = tl.reshape(rows, (BLOCK_M, BLOCK_K // 32, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (0, 1, 4, 2, 5, 3)), (BLOCK_M, BLOCK_K))
 
 
 @triton.jit
-def spread(
+def broadcast_spans(
     value,
-    shuffled: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    tile_spans: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_SPANS: tl.constexpr,
 ):
-    """``value`` [tile_outputs, tile_spans] for each of the inputs: [tile_outputs, tile_inputs].
+    """Expand ``value`` [BLOCK_N, NUM_SPANS] to all inputs: [BLOCK_N, BLOCK_K].
 
-    ``shuffled``: in the order of ``shuffle``, for spans of whole words.
+    ``PERMUTED``: in the order of ``permute_x_int4``, for spans of whole words.
     """
-    if shuffled:
-        in_span: tl.constexpr = tile_inputs // tile_spans // 8
-        word = tl.broadcast_to(value[:, :, None], (tile_outputs, tile_spans, in_span))
-        word = tl.reshape(word, (tile_outputs, tile_inputs // 32, 4))
-        wide = tl.broadcast_to(word[:, :, None, :, None, None], (tile_outputs, tile_inputs // 32, 2, 4, 2, 2))
+    if PERMUTED:
+        WORDS_PER_SPAN: tl.constexpr = BLOCK_K // NUM_SPANS // 8
+        word = tl.broadcast_to(value[:, :, None], (BLOCK_N, NUM_SPANS, WORDS_PER_SPAN))
+        word = tl.reshape(word, (BLOCK_N, BLOCK_K // 32, 4))
+        expanded = tl.broadcast_to(word[:, :, None, :, None, None], (BLOCK_N, BLOCK_K // 32, 2, 4, 2, 2))
     else:
-        wide = tl.broadcast_to(value[:, :, None], (tile_outputs, tile_spans, tile_inputs // tile_spans))
-    return tl.reshape(wide, (tile_outputs, tile_inputs))
+        expanded = tl.broadcast_to(value[:, :, None], (BLOCK_N, NUM_SPANS, BLOCK_K // NUM_SPANS))
+    return tl.reshape(expanded, (BLOCK_N, BLOCK_K))
 
 
 @triton.jit
-def groups_of(start, scale_width: tl.constexpr, span: tl.constexpr, spans: tl.constexpr):
-    """The groups of ``scale_width`` inputs that the ``spans`` of ``span`` inputs from ``start`` on lie in."""
-    lane = tl.arange(0, spans)
-    # Where each has its own, the compiler sees that they are neighbours, and loads them together.
-    return start // span + lane if scale_width == span else (start + lane * span) // scale_width
+def group_indices(k_start, SCALE_K: tl.constexpr, SPAN: tl.constexpr, NUM_SPANS: tl.constexpr):
+    """Index of the group (of ``SCALE_K`` inputs) of each of the ``NUM_SPANS`` spans of ``SPAN`` inputs from
+    ``k_start`` on.
+    """
+    lane = tl.arange(0, NUM_SPANS)
+    # With one group per span the compiler sees that indices are consecutive and vectorizes the loads.
+    return k_start // SPAN + lane if SCALE_K == SPAN else (k_start + lane * SPAN) // SCALE_K
 
 
 @triton.jit
-def scales(
-    scale,
-    output_index,
+def load_scales(
+    scales,
+    offs_n,
     group,
-    outputs,
-    groups,
-    scale_rows: tl.constexpr,
-    whole: tl.constexpr = False,
+    N,
+    num_groups,
+    SCALE_N: tl.constexpr,
+    EVEN: tl.constexpr = False,
 ):
-    """Scales [tile_outputs, tile_spans] of the groups ``group``, 0 outside; ``whole``: none is outside."""
-    place = (output_index[:, None] // scale_rows) * groups + group[None, :]
-    if whole:
-        return tl.load(scale + place)
-    inside = (output_index[:, None] < outputs) & (group[None, :] < groups)
-    return tl.load(scale + place, mask=inside, other=0.0)
+    """Scales of the groups ``group``: [BLOCK_N, n], 0 out of bounds."""
+    offs = (offs_n[:, None] // SCALE_N) * num_groups + group[None, :]
+    if EVEN:
+        return tl.load(scales + offs)
+    mask = (offs_n[:, None] < N) & (group[None, :] < num_groups)
+    return tl.load(scales + offs, mask=mask, other=0.0)

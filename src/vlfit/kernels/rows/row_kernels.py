@@ -1,247 +1,262 @@
-"""The kernels for what is done to rows between products: residual and norm, rotation into the cache, SiLU.
+"""Row operations between GEMMs: residual add and RMSNorm, RoPE and KV cache store, SwiGLU, embedding lookup,
+RoPE tables, and the inputs of the next decode step.
 
-Each rounds where plain PyTorch does (``layers/fused.py``), so that half precision gives the same
-numbers whether steps are fused or not. Host code: ``fused.py``.
+Each rounds where the plain PyTorch of ``layers/`` does, so that half precision gives the same numbers. Host
+side: ``row_ops.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vlfit.kernels.primitives import narrowed, wait
+from vlfit.kernels.primitives import pdl_sync, quantize_kv_rows
 
 
 @triton.jit
-def add_norm(
+def add_rms_norm_kernel(
     hidden,
     delta,
     weight,
-    output,
+    out,
     eps,
-    width: tl.constexpr,
-    has_delta: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """A program for each row of ``hidden`` [rows, width]: adds ``delta`` to it, and writes its norm."""
-    wait(overlap)
-    column = tl.arange(0, tile)
-    place = tl.program_id(0).to(tl.int64) * width + column
-    inside = column < width
-    value = tl.load(hidden + place, mask=inside, other=0.0)
-    if has_delta:
-        added = value.to(tl.float32) + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
-        value = added.to(value.dtype)
-        tl.store(hidden + place, value, mask=inside)
-    factor = tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(output + place, normalized(value, factor, width, eps), mask=inside)
+    """Add ``delta`` to ``hidden`` [rows, WIDTH] in place and store the RMSNorm of the sum. Grid: (rows,)."""
+    pdl_sync(USE_PDL)
+    offs_col = tl.arange(0, BLOCK)
+    offs = tl.program_id(0).to(tl.int64) * WIDTH + offs_col
+    mask = offs_col < WIDTH
+    x = tl.load(hidden + offs, mask=mask, other=0.0)
+    if HAS_DELTA:
+        total = x.to(tl.float32) + tl.load(delta + offs, mask=mask, other=0.0).to(tl.float32)
+        x = total.to(x.dtype)
+        tl.store(hidden + offs, x, mask=mask)
+    w = tl.load(weight + offs_col, mask=mask, other=0.0)
+    tl.store(out + offs, rms_normalize(x, w, WIDTH, eps), mask=mask)
 
 
 @triton.jit
-def normalized(value, weight, width: tl.constexpr, eps):
-    """``rms_norm`` of one row, rounded before it is multiplied by ``weight``, as the reference does."""
-    wide = value.to(tl.float32)
-    mean_square = tl.sum(wide * wide, 0) * (1.0 / width)
-    rounded = (wide * tl.rsqrt(mean_square + eps)).to(value.dtype)
-    return (rounded.to(tl.float32) * weight.to(tl.float32)).to(value.dtype)
+def rms_normalize(x, weight, WIDTH: tl.constexpr, eps):
+    """RMSNorm of one row, rounded before it is multiplied by ``weight``, as the reference does."""
+    x_f32 = x.to(tl.float32)
+    mean_square = tl.sum(x_f32 * x_f32, 0) * (1.0 / WIDTH)
+    normed = (x_f32 * tl.rsqrt(mean_square + eps)).to(x.dtype)
+    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
-def rotate_and_store(
-    joined,
-    norm_weight,
-    cosines,
-    sines,
-    slots,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    query,
+def rope_store_kv_kernel(
+    qkv,
+    qk_norm_weight,
+    cos,
+    sin,
+    slot_mapping,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    q_out,
     eps,
-    query_heads: tl.constexpr,
-    key_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    rotated: tl.constexpr,
-    has_norm: tl.constexpr,
-    tile_heads: tl.constexpr,
-    tile: tl.constexpr,
-    narrow: tl.constexpr,
-    overlap: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_QK_NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FP8_KV: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """``tile_heads`` heads of a row of ``joined`` [rows, query_heads + 2 * key_heads, head_dim].
+    """Apply QK norm and RoPE, and store keys and values in the cache.
 
-    Queries and keys are normalized and their first ``rotated`` elements turned; queries go to ``query``
-    [rows, query_heads, head_dim], keys and values to the slot of the row in ``keys`` and ``values`` [slots,
-    key_heads, head_dim]; ``narrow``: as codes of FP8, with their scales to ``key_scales`` and
-    ``value_scales`` [slots, key_heads]. A row whose slot is negative leaves nothing in the cache.
+    Grid: (rows, tiles of BLOCK_H heads) of ``qkv`` [rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]. Queries go
+    to ``q_out`` [rows, NUM_HEADS, HEAD_DIM], keys and values to the row's slot in ``k_cache`` and ``v_cache``
+    [slots, NUM_KV_HEADS, HEAD_DIM]; with ``FP8_KV`` as FP8 codes, and their scales to ``k_scales`` and
+    ``v_scales`` [slots, NUM_KV_HEADS]. A row with a negative slot stores nothing in the cache.
     """
-    wait(overlap)
+    pdl_sync(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)[:, None]
-    dim = tl.arange(0, tile)[None, :]
-    inside = (dim < head_dim) & (head < query_heads + 2 * key_heads)
-    in_turn = inside & (head < query_heads + key_heads)
-    source = joined + (row * (query_heads + 2 * key_heads) + head) * head_dim + dim
-    weight = norm_weight + head * head_dim + dim
-    angle = row * rotated + dim
-    slot = tl.load(slots + row).to(tl.int64)
-    value = turned(
-        source, weight, cosines + angle, sines + angle, dim, in_turn, eps, head_dim, rotated, has_norm
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (offs_d < HEAD_DIM) & (offs_h < NUM_HEADS + 2 * NUM_KV_HEADS)
+    is_qk = mask & (offs_h < NUM_HEADS + NUM_KV_HEADS)
+    qkv_ptrs = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + offs_h) * HEAD_DIM + offs_d
+    norm_ptrs = qk_norm_weight + offs_h * HEAD_DIM + offs_d
+    rope_offs = row * ROTARY_DIM + offs_d
+    slot = tl.load(slot_mapping + row).to(tl.int64)
+    qk = load_norm_rope(
+        qkv_ptrs,
+        norm_ptrs,
+        cos + rope_offs,
+        sin + rope_offs,
+        offs_d,
+        is_qk,
+        eps,
+        HEAD_DIM,
+        ROTARY_DIM,
+        HAS_QK_NORM,
     )
-    tl.store(query + (row * query_heads + head) * head_dim + dim, value, mask=in_turn & (head < query_heads))
-    in_keys = in_turn & (head >= query_heads) & (slot >= 0)
-    key_cell = slot * key_heads + head - query_heads
-    in_values = inside & (head >= query_heads + key_heads) & (slot >= 0)
-    value_cell = key_cell - key_heads
-    other = tl.load(source, mask=in_values, other=0.0)
-    if narrow:
-        value, scale = narrowed(tl.where(head < query_heads + key_heads, value, other))
-        other = value
-        is_key = (head >= query_heads) & (head < query_heads + key_heads) & (slot >= 0)
-        is_value = (head >= query_heads + key_heads) & (head < query_heads + 2 * key_heads) & (slot >= 0)
-        tl.store(key_scales + key_cell, scale, mask=is_key)
-        tl.store(value_scales + value_cell, scale, mask=is_value)
-    tl.store(keys + key_cell * head_dim + dim, value, mask=in_keys)
-    tl.store(values + value_cell * head_dim + dim, other, mask=in_values)
+    tl.store(q_out + (row * NUM_HEADS + offs_h) * HEAD_DIM + offs_d, qk, mask=is_qk & (offs_h < NUM_HEADS))
+    k_mask = is_qk & (offs_h >= NUM_HEADS) & (slot >= 0)
+    k_row = slot * NUM_KV_HEADS + offs_h - NUM_HEADS
+    v_mask = mask & (offs_h >= NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
+    v_row = k_row - NUM_KV_HEADS
+    v = tl.load(qkv_ptrs, mask=v_mask, other=0.0)
+    if FP8_KV:
+        qk, scale = quantize_kv_rows(tl.where(offs_h < NUM_HEADS + NUM_KV_HEADS, qk, v))
+        v = qk
+        is_key = (offs_h >= NUM_HEADS) & (offs_h < NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
+        is_value = (
+            (offs_h >= NUM_HEADS + NUM_KV_HEADS) & (offs_h < NUM_HEADS + 2 * NUM_KV_HEADS) & (slot >= 0)
+        )
+        tl.store(k_scales + k_row, scale, mask=is_key)
+        tl.store(v_scales + v_row, scale, mask=is_value)
+    tl.store(k_cache + k_row * HEAD_DIM + offs_d, qk, mask=k_mask)
+    tl.store(v_cache + v_row * HEAD_DIM + offs_d, v, mask=v_mask)
 
 
 @triton.jit
-def turned(
-    source,
-    weight,
-    cosines,
-    sines,
-    dim,
-    inside,
+def load_norm_rope(
+    x_ptrs,
+    norm_ptrs,
+    cos_ptrs,
+    sin_ptrs,
+    offs_d,
+    mask,
     eps,
-    head_dim: tl.constexpr,
-    rotated: tl.constexpr,
-    has_norm: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):
-    """Heads of one row, normalized if they are to be, and their first ``rotated`` elements turned.
+    """Load heads of one row, apply RMSNorm if ``HAS_NORM``, and RoPE to their first ``ROTARY_DIM`` elements.
 
-    ``source`` and ``weight`` are where the elements [heads, dim] and their weights lie, ``cosines`` and
-    ``sines`` [1, dim] where the row's angles do.
+    ``x_ptrs`` and ``norm_ptrs`` point to elements [heads, dim] and their norm weights, ``cos_ptrs`` and
+    ``sin_ptrs`` [1, dim] to the row's RoPE tables (``rope_cos_sin_kernel``).
     """
-    half: tl.constexpr = rotated // 2
-    in_turn = dim < rotated
-    to_partner = tl.where(in_turn, tl.where(dim < half, half, -half), 0)
-    value = tl.load(source, mask=inside, other=0.0)
-    partner = tl.load(source + to_partner, mask=inside, other=0.0)
-    if has_norm:
-        wide = value.to(tl.float32)
-        shrink = tl.rsqrt(tl.sum(wide * wide, 1) * (1.0 / head_dim) + eps)[:, None]
-        own = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(weight + to_partner, mask=inside, other=0.0).to(tl.float32)
-        value = ((wide * shrink).to(value.dtype).to(tl.float32) * own).to(value.dtype)
-        partner = (partner.to(tl.float32) * shrink).to(value.dtype).to(tl.float32) * other
-        partner = partner.to(value.dtype)
-    cosine = tl.load(cosines, mask=in_turn, other=1.0).to(tl.float32)
-    sine = tl.load(sines, mask=in_turn, other=0.0).to(tl.float32)
-    straight = (value.to(tl.float32) * cosine).to(value.dtype).to(tl.float32)
-    return (straight + partner.to(tl.float32) * sine).to(value.dtype)
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    is_rotary = offs_d < ROTARY_DIM
+    to_partner = tl.where(is_rotary, tl.where(offs_d < HALF, HALF, -HALF), 0)
+    x = tl.load(x_ptrs, mask=mask, other=0.0)
+    partner = tl.load(x_ptrs + to_partner, mask=mask, other=0.0)
+    if HAS_NORM:
+        x_f32 = x.to(tl.float32)
+        rms = tl.rsqrt(tl.sum(x_f32 * x_f32, 1) * (1.0 / HEAD_DIM) + eps)[:, None]
+        w = tl.load(norm_ptrs, mask=mask, other=0.0).to(tl.float32)
+        w_partner = tl.load(norm_ptrs + to_partner, mask=mask, other=0.0).to(tl.float32)
+        x = ((x_f32 * rms).to(x.dtype).to(tl.float32) * w).to(x.dtype)
+        partner = (partner.to(tl.float32) * rms).to(x.dtype).to(tl.float32) * w_partner
+        partner = partner.to(x.dtype)
+    cos = tl.load(cos_ptrs, mask=is_rotary, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptrs, mask=is_rotary, other=0.0).to(tl.float32)
+    x_cos = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
+    return (x_cos + partner.to(tl.float32) * sin).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["cells"])
-def silu_and_multiply(gate_up, cells, width: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr):
-    """silu(gate) * up of ``gate_up`` [rows, 2 * width], where gate was; cells are rows x width."""
-    wait(overlap)
-    cell = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    inside = cell < cells
-    place = cell // width * (2 * width) + cell % width
-    gate = tl.load(gate_up + place, mask=inside, other=0.0)
-    up = tl.load(gate_up + place + width, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(gate_up + place, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
-
-
-# The kernels with which a decode step begins and ends. Host code, and what they mean:
-# ``kernels/rows/row_ops.py``.
+@triton.jit(do_not_specialize=["numel"])
+def silu_and_mul_kernel(gate_up, numel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    """silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH], stored over gate. Grid: (blocks of ``numel`` = rows *
+    WIDTH,).
+    """
+    pdl_sync(USE_PDL)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    offs = index // WIDTH * (2 * WIDTH) + index % WIDTH
+    gate = tl.load(gate_up + offs, mask=mask, other=0.0)
+    up = tl.load(gate_up + offs + WIDTH, mask=mask, other=0.0)
+    gate_f32 = gate.to(tl.float32)
+    act = (gate_f32 / (1.0 + tl.exp(-gate_f32))).to(gate.dtype)
+    tl.store(gate_up + offs, (act.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
 @triton.jit
-def look_up(
+def embedding_lookup_kernel(
     token_ids,
     codes,
-    scale,
-    output,
-    width: tl.constexpr,
-    groups: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
+    scales,
+    out,
+    WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """A program for each row: code times scale, in float32 and rounded once."""
-    wait(overlap)
+    """Rows of an int8 embedding: code times scale in float32, rounded once. Grid: (rows,)."""
+    pdl_sync(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    token = tl.load(token_ids + row).to(tl.int64)
-    column = tl.arange(0, tile)
-    inside = column < width
-    code = tl.load(codes + token * width + column, mask=inside, other=0).to(tl.float32)
-    factor = tl.load(scale + token * groups + column // (width // groups), mask=inside, other=0.0)
-    value = code * factor.to(tl.float32)
-    tl.store(output + row * width + column, value.to(output.dtype.element_ty), mask=inside)
+    token_id = tl.load(token_ids + row).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < WIDTH
+    code = tl.load(codes + token_id * WIDTH + offs, mask=mask, other=0).to(tl.float32)
+    scale = tl.load(scales + token_id * NUM_GROUPS + offs // (WIDTH // NUM_GROUPS), mask=mask, other=0.0)
+    value = code * scale.to(tl.float32)
+    tl.store(out + row * WIDTH + offs, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["axis_stride", "row_stride"])
-def rotation_tables(
+@triton.jit(do_not_specialize=["stride_axis", "stride_row"])
+def rope_cos_sin_kernel(
     positions,
     frequencies,
     axis,
-    cosines,
-    sines,
-    factor,
-    axis_stride,
-    row_stride,
-    has_axis: tl.constexpr,
-    pairs: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
+    cos_out,
+    sin_out,
+    attention_scale,
+    stride_axis,
+    stride_row,
+    HAS_AXIS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """A program for each row. The sines of the first half have their sign turned (``rope.rotate``)."""
-    wait(overlap)
+    """RoPE tables of each row: cosines, and sines whose first half is negated (``layers/rope.py``). Grid:
+    (rows,).
+    """
+    pdl_sync(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    pair = tl.arange(0, tile)
-    inside = pair < pairs
-    place = positions + row * row_stride + pair * 0
-    if has_axis:
-        place += tl.load(axis + pair, mask=inside, other=0) * axis_stride
-    position = tl.load(place, mask=inside, other=0).to(tl.float32)
-    angle = position * tl.load(frequencies + pair, mask=inside, other=0.0)
-    cosine = (tl.cos(angle) * factor).to(cosines.dtype.element_ty)
-    sine = (tl.sin(angle) * factor).to(sines.dtype.element_ty)
-    target = row * 2 * pairs + pair
-    tl.store(cosines + target, cosine, mask=inside)
-    tl.store(cosines + target + pairs, cosine, mask=inside)
-    tl.store(sines + target, -sine, mask=inside)
-    tl.store(sines + target + pairs, sine, mask=inside)
+    pair = tl.arange(0, BLOCK)
+    mask = pair < PAIRS
+    position_ptrs = positions + row * stride_row + pair * 0
+    if HAS_AXIS:
+        position_ptrs += tl.load(axis + pair, mask=mask, other=0) * stride_axis
+    position = tl.load(position_ptrs, mask=mask, other=0).to(tl.float32)
+    angle = position * tl.load(frequencies + pair, mask=mask, other=0.0)
+    cos = (tl.cos(angle) * attention_scale).to(cos_out.dtype.element_ty)
+    sin = (tl.sin(angle) * attention_scale).to(sin_out.dtype.element_ty)
+    offs = row * 2 * PAIRS + pair
+    tl.store(cos_out + offs, cos, mask=mask)
+    tl.store(cos_out + offs + PAIRS, cos, mask=mask)
+    tl.store(sin_out + offs, -sin, mask=mask)
+    tl.store(sin_out + offs + PAIRS, sin, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def next_inputs(
-    chosen,
+@triton.jit(do_not_specialize=["num_rows"])
+def advance_decode_inputs_kernel(
+    sampled,
     token_ids,
     positions,
-    slots,
-    spans,
-    table,
-    rows,
-    blocks: tl.constexpr,
-    block_size: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
+    slot_mapping,
+    query_spans,
+    block_tables,
+    num_rows,
+    MAX_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """One program for all rows."""
-    wait(overlap)
-    row = tl.arange(0, tile)
-    inside = row < rows
-    past = tl.load(spans + row * 3 + 2, mask=inside, other=-1) + 1
-    goes_on = inside & (past > 0)
-    position = tl.load(positions + row, mask=goes_on, other=0) + 1
-    block = past // block_size
-    known = goes_on & (block < blocks)
-    slot = tl.load(table + row * blocks + block, mask=known, other=0) * block_size + past % block_size
-    tl.store(token_ids + row, tl.load(chosen + row, mask=goes_on, other=0).to(tl.int32), mask=goes_on)
-    tl.store(positions + row, position, mask=goes_on)
-    tl.store(spans + row * 3 + 2, past, mask=goes_on)
-    tl.store(slots + row, tl.where(known, slot, -1), mask=goes_on)
+    """Advance all rows' decode inputs by one token, in one program."""
+    pdl_sync(USE_PDL)
+    row = tl.arange(0, BLOCK)
+    mask = row < num_rows
+    past = tl.load(query_spans + row * 3 + 2, mask=mask, other=-1) + 1
+    active = mask & (past > 0)
+    position = tl.load(positions + row, mask=active, other=0) + 1
+    block = past // BLOCK_SIZE
+    has_block = active & (block < MAX_BLOCKS)
+    slot = (
+        tl.load(block_tables + row * MAX_BLOCKS + block, mask=has_block, other=0) * BLOCK_SIZE
+        + past % BLOCK_SIZE
+    )
+    tl.store(token_ids + row, tl.load(sampled + row, mask=active, other=0).to(tl.int32), mask=active)
+    tl.store(positions + row, position, mask=active)
+    tl.store(query_spans + row * 3 + 2, past, mask=active)
+    tl.store(slot_mapping + row, tl.where(has_block, slot, -1), mask=active)

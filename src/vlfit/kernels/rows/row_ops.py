@@ -1,7 +1,7 @@
-"""What is done to rows between products, one kernel for what PyTorch does in three to eight.
+"""Row operations between GEMMs, each one kernel for what PyTorch does in three to eight.
 
-Knows: what each step allocates, and how many programs it gets. The references are in
-``layers/fused.py``, which also decides where these run.
+References are in ``layers/`` (``fused.py``, ``embedding.py``, ``rope.py``), which also decides where these
+run.
 """
 
 from dataclasses import dataclass
@@ -9,197 +9,193 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.kernels.launch import overlapping, power_of_two
+from vlfit.kernels.launch import next_power_of_2, pdl_options
 
-_TILE = 1024  # elements that one program multiplies
-_HEADS = 8  # that one program turns
+_BLOCK = 1024  # elements per program of silu_and_mul
+_BLOCK_H = 8  # heads per program of rope_store_kv
 
 
-def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds ``delta`` to ``hidden`` [rows, width] in place; gives the norm of the sum, times ``weight``."""
-    output = torch.empty_like(hidden)
+def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Add ``delta`` to ``hidden`` [rows, width] in place; returns the RMSNorm of the sum."""
+    out = torch.empty_like(hidden)
     rows, width = hidden.shape
     if hidden.device.type != "meta" and rows:
-        from vlfit.kernels.rows.row_kernels import add_norm as kernel
+        from vlfit.kernels.rows.row_kernels import add_rms_norm_kernel
 
-        tile = power_of_two(width)
-        kernel[(rows,)](
+        block = next_power_of_2(width)
+        add_rms_norm_kernel[(rows,)](
             hidden,
             hidden if delta is None else delta,
             weight,
-            output,
+            out,
             eps,
-            width=width,
-            has_delta=delta is not None,
-            tile=tile,
-            num_warps=8 if tile >= 2048 else 4,
-            **overlapping(hidden.device),
+            WIDTH=width,
+            HAS_DELTA=delta is not None,
+            BLOCK=block,
+            num_warps=8 if block >= 2048 else 4,
+            **pdl_options(hidden.device),
         )
-    return output
+    return out
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
-    """Queries, keys and values as a product leaves them, and what they are turned by.
+class PackedQKV:
+    """Output of the QKV projection, with what QK norm and RoPE need.
 
-    ``joined`` [rows, heads + 2 * key_heads, head_dim]. Queries and keys are normalized head by head if there
-    is a ``norm_weight`` [heads + key_heads, head_dim], and turned by ``cosines`` and ``sines`` [rows, 1,
-    rotated] (``rope.rotate``).
+    ``qkv`` [rows, heads + 2 * kv_heads, head_dim]. ``norm_weight`` [heads + kv_heads, head_dim] for QK norm,
+    or None; ``cos`` and ``sin`` [rows, 1, rotary_dim] are RoPE tables (``rope_cos_sin``).
     """
 
-    joined: Tensor
+    qkv: Tensor
     norm_weight: Tensor | None
-    cosines: Tensor
-    sines: Tensor
+    cos: Tensor
+    sin: Tensor
     eps: float
 
 
-def rotate_and_store(
-    fresh: Fresh,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scales: tuple[Tensor, Tensor] | None = None,
+def rope_store_kv(
+    packed: PackedQKV,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Queries [rows, heads, head_dim] of ``fresh``, normalized and rotated; keys and values to the cache.
+    """Apply QK norm and RoPE; returns queries [rows, heads, head_dim] and stores keys and values in the
+    cache.
 
-    ``slots`` [rows], negative for a row that leaves nothing, ``keys`` and ``values`` [slots, key_heads,
-    head_dim] of one layer; with ``scales`` [slots, key_heads] of either they are codes of FP8, uint8.
+    ``slot_mapping`` [rows], negative for a row that stores nothing. ``k_cache`` and ``v_cache`` [slots,
+    kv_heads, head_dim] belong to one layer; with ``kv_scales`` (for keys and for values, [slots, kv_heads]
+    each) they hold FP8 codes, uint8.
     """
-    joined, norm_weight = fresh.joined, fresh.norm_weight
-    rows, heads, head_dim = joined.shape
-    key_heads = keys.shape[1]
-    query = torch.empty((rows, heads - 2 * key_heads, head_dim), dtype=joined.dtype, device=joined.device)
-    if joined.device.type != "meta" and rows:
-        from vlfit.kernels.rows.row_kernels import rotate_and_store as kernel
+    qkv, norm_weight = packed.qkv, packed.norm_weight
+    rows, heads, head_dim = qkv.shape
+    kv_heads = k_cache.shape[1]
+    query = torch.empty((rows, heads - 2 * kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if qkv.device.type != "meta" and rows:
+        from vlfit.kernels.rows.row_kernels import rope_store_kv_kernel
 
-        kernel[(rows, -(-heads // _HEADS))](
-            joined,
-            joined if norm_weight is None else norm_weight,
-            fresh.cosines,
-            fresh.sines,
-            slots,
-            keys,
-            values,
-            *(scales or (keys, values)),
+        rope_store_kv_kernel[(rows, -(-heads // _BLOCK_H))](
+            qkv,
+            qkv if norm_weight is None else norm_weight,
+            packed.cos,
+            packed.sin,
+            slot_mapping,
+            k_cache,
+            v_cache,
+            *(kv_scales or (k_cache, v_cache)),
             query,
-            fresh.eps,
-            query_heads=heads - 2 * key_heads,
-            key_heads=key_heads,
-            head_dim=head_dim,
-            rotated=fresh.cosines.shape[-1],
-            has_norm=norm_weight is not None,
-            tile_heads=_HEADS,
-            tile=power_of_two(head_dim),
-            narrow=scales is not None,
+            packed.eps,
+            NUM_HEADS=heads - 2 * kv_heads,
+            NUM_KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            ROTARY_DIM=packed.cos.shape[-1],
+            HAS_QK_NORM=norm_weight is not None,
+            BLOCK_H=_BLOCK_H,
+            BLOCK_D=next_power_of_2(head_dim),
+            FP8_KV=kv_scales is not None,
             num_warps=4,
-            **overlapping(joined.device),
+            **pdl_options(qkv.device),
         )
     return query
 
 
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` [rows, inner] of ``gate_up`` [rows, 2 * inner], where gate was: rows lie apart."""
-    rows, both = gate_up.shape
-    output = gate_up[:, : both // 2]
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [rows, inner] of ``gate_up`` [rows, 2 * inner], in gate's place: rows are strided."""
+    rows, double_width = gate_up.shape
+    out = gate_up[:, : double_width // 2]
     if gate_up.device.type != "meta" and rows:
-        from vlfit.kernels.rows.row_kernels import silu_and_multiply as kernel
+        from vlfit.kernels.rows.row_kernels import silu_and_mul_kernel
 
-        cells = output.numel()
-        kernel[(-(-cells // _TILE),)](
-            gate_up, cells, width=both // 2, tile=_TILE, num_warps=4, **overlapping(gate_up.device)
+        numel = out.numel()
+        silu_and_mul_kernel[(-(-numel // _BLOCK),)](
+            gate_up, numel, WIDTH=double_width // 2, BLOCK=_BLOCK, num_warps=4, **pdl_options(gate_up.device)
         )
-    return output
+    return out
 
 
-# How a pass begins and ends on a GPU: rows of a table in 8 bits, what positions turn by, and what the step
-# after it reads.
-#
-# Knows: what each allocates, and how many programs it gets. References: ``layers/embedding.py`` and
-# ``layers/rope.py``, which also decide where these run; of ``next_inputs`` ``graphs.StepInputs.fill``.
-
-
-def look_up(token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [n, width] of ``codes`` [tokens, width] int8 times ``scale`` [tokens, groups]."""
+def embedding_lookup(token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [n, width] of the int8 embedding ``codes`` [tokens, width] times ``scale`` [tokens, groups]."""
     rows, width = len(token_ids), codes.shape[1]
-    output = torch.empty((rows, width), dtype=dtype, device=codes.device)
+    out = torch.empty((rows, width), dtype=dtype, device=codes.device)
     if codes.device.type != "meta" and rows:
-        from vlfit.kernels.rows.row_kernels import look_up as kernel
+        from vlfit.kernels.rows.row_kernels import embedding_lookup_kernel
 
-        kernel[(rows,)](
+        embedding_lookup_kernel[(rows,)](
             token_ids,
             codes,
             scale,
-            output,
-            width=width,
-            groups=scale.shape[1],
-            tile=power_of_two(width),
+            out,
+            WIDTH=width,
+            NUM_GROUPS=scale.shape[1],
+            BLOCK=next_power_of_2(width),
             num_warps=4,
-            **overlapping(codes.device),
+            **pdl_options(codes.device),
         )
-    return output
+    return out
 
 
-def rotation_tables(
-    positions: Tensor, frequencies: Tensor, axis: Tensor | None, factor: float, dtype: torch.dtype
+def rope_cos_sin(
+    positions: Tensor, frequencies: Tensor, axis: Tensor | None, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [rows, 1, 2 * pairs], times ``factor``, for ``positions`` [3, rows].
+    """RoPE tables: cosines and signed sines [rows, 1, 2 * pairs], times ``scale``, for ``positions`` [3,
+    rows].
 
-    ``frequencies`` [pairs] float32; ``axis`` [pairs] int64: which of the three each pair stands on; None: the
-    first.
+    ``frequencies`` [pairs] float32. ``axis`` [pairs] int64: which of the three positions each pair uses
+    (M-RoPE); None: the first.
     """
     rows, pairs = positions.shape[1], len(frequencies)
-    cosines, sines = torch.empty((2, rows, 1, 2 * pairs), dtype=dtype, device=positions.device)
+    cos, sin = torch.empty((2, rows, 1, 2 * pairs), dtype=dtype, device=positions.device)
     if positions.device.type != "meta" and rows:
-        from vlfit.kernels.rows.row_kernels import rotation_tables as kernel
+        from vlfit.kernels.rows.row_kernels import rope_cos_sin_kernel
 
-        kernel[(rows,)](
+        rope_cos_sin_kernel[(rows,)](
             positions,
             frequencies,
             frequencies if axis is None else axis,
-            cosines,
-            sines,
-            factor,
+            cos,
+            sin,
+            scale,
             positions.stride(0),
             positions.stride(1),
-            has_axis=axis is not None,
-            pairs=pairs,
-            tile=power_of_two(pairs),
+            HAS_AXIS=axis is not None,
+            PAIRS=pairs,
+            BLOCK=next_power_of_2(pairs),
             num_warps=1,
-            **overlapping(positions.device),
+            **pdl_options(positions.device),
         )
-    return cosines, sines
+    return cos, sin
 
 
-def next_inputs(
-    chosen: Tensor,
+def advance_decode_inputs(
+    sampled: Tensor,
     token_ids: Tensor,
     positions: Tensor,
-    slots: Tensor,
-    spans: Tensor,
-    table: Tensor,
+    slot_mapping: Tensor,
+    query_spans: Tensor,
+    block_tables: Tensor,
     block_size: int,
 ) -> None:
-    """What a decode step reads, as the next one is to read it, in place.
+    """Turn a decode step's inputs into the next step's, in place, on the device.
 
-    ``chosen`` [rows] int64 become ``token_ids`` [rows]; ``positions`` [rows], the past in ``spans`` [rows, 3]
-    and ``slots`` [rows] move on by a token, all int32. ``table`` [rows, blocks] says where the next slot is;
-    past its end it is -1. A row whose past is negative stays as it is.
+    ``sampled`` [rows] int64 becomes ``token_ids`` [rows]; ``positions`` [rows], the past in ``query_spans``
+    [rows, 3] and ``slot_mapping`` [rows] advance by one token, all int32. The next slot comes from
+    ``block_tables`` [rows, blocks], or is -1 past its end. A row with a negative past stays as it is.
+    Reference: ``StepInputs.fill`` of ``engine/execution/cuda_graphs.py``.
     """
-    if chosen.device.type != "meta":
-        from vlfit.kernels.rows.row_kernels import next_inputs as kernel
+    if sampled.device.type != "meta":
+        from vlfit.kernels.rows.row_kernels import advance_decode_inputs_kernel
 
-        kernel[(1,)](
-            chosen,
+        advance_decode_inputs_kernel[(1,)](
+            sampled,
             token_ids,
             positions,
-            slots,
-            spans,
-            table,
+            slot_mapping,
+            query_spans,
+            block_tables,
             len(token_ids),
-            blocks=table.shape[1],
-            block_size=block_size,
-            tile=power_of_two(len(token_ids)),
+            MAX_BLOCKS=block_tables.shape[1],
+            BLOCK_SIZE=block_size,
+            BLOCK=next_power_of_2(len(token_ids)),
             num_warps=1,
-            **overlapping(chosen.device),
+            **pdl_options(sampled.device),
         )

@@ -1,5 +1,6 @@
-"""The kernels around the patch embedding: from bytes to patches, and the learned positions of what a product
-made of those. Host code: ``vision.py``.
+"""Vision tower row operations: patch extraction, position embeddings, residual add and LayerNorm, 2-D RoPE.
+
+Host side: ``vision_ops.py``.
 """
 
 import triton
@@ -7,163 +8,170 @@ import triton.language as tl
 
 
 @triton.jit
-def place_of(patch, columns, merge: tl.constexpr):
-    """Row and column of a ``patch`` in merge order: each merge x merge square together."""
-    square = patch // (merge * merge)
-    within = patch % (merge * merge)
-    across = columns // merge
-    return square // across * merge + within // merge, square % across * merge + within % merge
+def patch_position(patch, num_columns, MERGE: tl.constexpr):
+    """Row and column of ``patch`` in merge order, where each MERGE x MERGE square is contiguous."""
+    square = patch // (MERGE * MERGE)
+    within = patch % (MERGE * MERGE)
+    squares_per_row = num_columns // MERGE
+    return (
+        square // squares_per_row * MERGE + within // MERGE,
+        square % squares_per_row * MERGE + within % MERGE,
+    )
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
-def patches_into(
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
+def extract_patches_kernel(
     pixels,
-    numbers,
-    output,
-    rows,
-    columns,
-    frames: tl.constexpr,
-    channels: tl.constexpr,
-    patch: tl.constexpr,
-    merge: tl.constexpr,
-    temporal: tl.constexpr,
-    tile: tl.constexpr,
+    lookup,
+    out,
+    num_rows,
+    num_columns,
+    FRAMES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PATCH: tl.constexpr,
+    MERGE: tl.constexpr,
+    TEMPORAL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """A program for each patch of ``output`` [time * rows * columns, channels * temporal * patch * patch].
+    """Cut ``pixels`` [time * FRAMES, num_rows * PATCH, num_columns * PATCH, CHANNELS] uint8 into patches.
 
-    ``pixels`` [time * frames, rows * patch, columns * patch, channels] are bytes; a byte in a channel becomes
-    what ``numbers`` [256, channels] has. ``frames`` of a temporal patch: all of it, or one for all.
+    Grid: (patches,) of ``out`` [time * num_rows * num_columns, CHANNELS * TEMPORAL * PATCH * PATCH]. Each
+    byte is normalized by ``lookup`` [256, CHANNELS]. ``FRAMES`` of a temporal patch: TEMPORAL, or 1 to repeat
+    a frame.
     """
-    program = tl.program_id(0).to(tl.int64)
-    time = program // (rows * columns)
-    row, column = place_of(program % (rows * columns), columns, merge)
-    area: tl.constexpr = patch * patch
-    values: tl.constexpr = channels * temporal * area
-    value = tl.arange(0, tile)
-    inside = value < values
-    channel = value // (temporal * area)
-    frame = time * frames
-    if frames > 1:
-        frame += value // area % temporal
-    y = row * patch + value // patch % patch
-    x = column * patch + value % patch
-    place = ((frame * rows * patch + y) * columns * patch + x) * channels + channel
-    byte = tl.load(pixels + place, mask=inside, other=0).to(tl.int32)
-    number = tl.load(numbers + byte * channels + channel, mask=inside, other=0.0)
-    tl.store(output + program * values + value, number.to(output.dtype.element_ty), mask=inside)
+    pid = tl.program_id(0).to(tl.int64)
+    time = pid // (num_rows * num_columns)
+    row, column = patch_position(pid % (num_rows * num_columns), num_columns, MERGE)
+    AREA: tl.constexpr = PATCH * PATCH
+    NUM_VALUES: tl.constexpr = CHANNELS * TEMPORAL * AREA
+    offs = tl.arange(0, BLOCK)
+    mask = offs < NUM_VALUES
+    channel = offs // (TEMPORAL * AREA)
+    frame = time * FRAMES
+    if FRAMES > 1:
+        frame += offs // AREA % TEMPORAL
+    y = row * PATCH + offs // PATCH % PATCH
+    x = column * PATCH + offs % PATCH
+    pixel_offs = ((frame * num_rows * PATCH + y) * num_columns * PATCH + x) * CHANNELS + channel
+    pixel = tl.load(pixels + pixel_offs, mask=mask, other=0).to(tl.int32)
+    normalized = tl.load(lookup + pixel * CHANNELS + channel, mask=mask, other=0.0)
+    tl.store(out + pid * NUM_VALUES + offs, normalized.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def stretched(place, count, side: tl.constexpr):
-    """Where ``place`` of ``count`` lies on an axis of ``side``: the one before, and how far it is past it."""
-    longest = tl.maximum(count - 1, 1).to(tl.float32)
-    at = tl.math.div_rn((place * (side - 1)).to(tl.float32), longest)
-    before = tl.floor(at)
-    return before.to(tl.int32), at - before
+def interpolation_point(index, num_points, SIDE: tl.constexpr):
+    """Map ``index`` of ``num_points`` to an axis of ``SIDE`` points, end points fixed: the lower neighbour
+    and the fraction past it.
+    """
+    last = tl.maximum(num_points - 1, 1).to(tl.float32)
+    position = tl.math.div_rn((index * (SIDE - 1)).to(tl.float32), last)
+    lower = tl.floor(position)
+    return lower.to(tl.int32), position - lower
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
-def add_positions(
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
+def add_position_embedding_kernel(
     hidden,
     table,
-    rows,
-    columns,
-    side: tl.constexpr,
-    merge: tl.constexpr,
-    width: tl.constexpr,
-    tile: tl.constexpr,
+    num_rows,
+    num_columns,
+    SIDE: tl.constexpr,
+    MERGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """A program for each patch of ``hidden`` [rows * columns, width]: adds what is learned of its place.
+    """Add position embeddings to ``hidden`` [num_rows * num_columns, WIDTH] in place. Grid: (patches,).
 
-    Its place in ``table`` [side * side, width] lies between four, whose shares are bilinear, corners fixed.
+    Bilinear interpolation in ``table`` [SIDE * SIDE, WIDTH], corners aligned.
     """
-    patch = tl.program_id(0)
-    row, column = place_of(patch, columns, merge)
-    top, lower = stretched(row, rows, side)
-    left, right = stretched(column, columns, side)
-    below = tl.minimum(top + 1, side - 1)
-    beside = tl.minimum(left + 1, side - 1)
-    value = tl.arange(0, tile)
-    inside = value < width
-    position = corner(table, top * side + left, width, value, inside) * ((1.0 - lower) * (1.0 - right))
-    position += corner(table, top * side + beside, width, value, inside) * ((1.0 - lower) * right)
-    position += corner(table, below * side + left, width, value, inside) * (lower * (1.0 - right))
-    position += corner(table, below * side + beside, width, value, inside) * (lower * right)
-    place = hidden + patch.to(tl.int64) * width + value
-    embedded = tl.load(place, mask=inside, other=0.0)
-    rounded = position.to(embedded.dtype).to(tl.float32)
-    tl.store(place, (embedded.to(tl.float32) + rounded).to(embedded.dtype), mask=inside)
+    pid = tl.program_id(0)
+    row, column = patch_position(pid, num_columns, MERGE)
+    top, row_weight = interpolation_point(row, num_rows, SIDE)
+    left, column_weight = interpolation_point(column, num_columns, SIDE)
+    bottom = tl.minimum(top + 1, SIDE - 1)
+    right = tl.minimum(left + 1, SIDE - 1)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < WIDTH
+    embedding = load_embedding_row(table, top * SIDE + left, WIDTH, offs, mask) * (
+        (1.0 - row_weight) * (1.0 - column_weight)
+    )
+    embedding += load_embedding_row(table, top * SIDE + right, WIDTH, offs, mask) * (
+        (1.0 - row_weight) * column_weight
+    )
+    embedding += load_embedding_row(table, bottom * SIDE + left, WIDTH, offs, mask) * (
+        row_weight * (1.0 - column_weight)
+    )
+    embedding += load_embedding_row(table, bottom * SIDE + right, WIDTH, offs, mask) * (
+        row_weight * column_weight
+    )
+    hidden_ptrs = hidden + pid.to(tl.int64) * WIDTH + offs
+    x = tl.load(hidden_ptrs, mask=mask, other=0.0)
+    embedding_rounded = embedding.to(x.dtype).to(tl.float32)
+    tl.store(hidden_ptrs, (x.to(tl.float32) + embedding_rounded).to(x.dtype), mask=mask)
 
 
 @triton.jit
-def corner(table, row, width: tl.constexpr, value, inside):
-    """A row of ``table`` in float32."""
-    return tl.load(table + row * width + value, mask=inside, other=0.0).to(tl.float32)
-
-
-# The kernels for what the vision tower does to rows between products: residual and norm, and turning q and
-# k by their position. Host code: ``vision.py``.
+def load_embedding_row(table, row, WIDTH: tl.constexpr, offs, mask):
+    """Row ``row`` of ``table`` in float32."""
+    return tl.load(table + row * WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def add_layer_norm(
+def add_layer_norm_kernel(
     hidden,
-    found,
+    delta,
     weight,
     bias,
-    output,
+    out,
     eps,
-    width: tl.constexpr,
-    tile: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """A program for each row of ``hidden`` [rows, width]: adds ``found`` to it, and writes its norm."""
-    column = tl.arange(0, tile)
-    place = tl.program_id(0).to(tl.int64) * width + column
-    inside = column < width
-    value = tl.load(hidden + place, mask=inside, other=0.0)
-    value = (value.to(tl.float32) + tl.load(found + place, mask=inside, other=0.0).to(tl.float32)).to(
-        value.dtype
-    )
-    tl.store(hidden + place, value, mask=inside)
-    wide = value.to(tl.float32)
-    apart = tl.where(inside, wide - tl.sum(wide, 0) * (1.0 / width), 0.0)
-    normal = apart * tl.rsqrt(tl.sum(apart * apart, 0) * (1.0 / width) + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + place, (normal * factor + shift).to(value.dtype), mask=inside)
+    """Add ``delta`` to ``hidden`` [rows, WIDTH] in place and store the sum's LayerNorm. Grid: (rows,)."""
+    offs_col = tl.arange(0, BLOCK)
+    offs = tl.program_id(0).to(tl.int64) * WIDTH + offs_col
+    mask = offs_col < WIDTH
+    x = tl.load(hidden + offs, mask=mask, other=0.0)
+    x = (x.to(tl.float32) + tl.load(delta + offs, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+    tl.store(hidden + offs, x, mask=mask)
+    x_f32 = x.to(tl.float32)
+    centered = tl.where(mask, x_f32 - tl.sum(x_f32, 0) * (1.0 / WIDTH), 0.0)
+    normed = centered * tl.rsqrt(tl.sum(centered * centered, 0) * (1.0 / WIDTH) + eps)
+    w = tl.load(weight + offs_col, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(bias + offs_col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offs, (normed * w + b).to(x.dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["columns", "places"])
-def turn_by_place(
-    joined,
+@triton.jit(do_not_specialize=["num_columns", "num_positions"])
+def vision_rope_kernel(
+    qkv,
     angles,
-    columns,
-    places,
-    merge: tl.constexpr,
-    width: tl.constexpr,
-    head_dim: tl.constexpr,
-    tile: tl.constexpr,
+    num_columns,
+    num_positions,
+    MERGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """A program for each row of ``joined`` [patches, 3, width], where ``width`` is heads x head_dim.
+    """Rotate q and k of ``qkv`` [patches, 3, WIDTH] in place, WIDTH = heads * HEAD_DIM. Grid: (patches,).
 
-    q and k are turned in place, v stays. Element i of the first half of a head pairs with i of the second;
-    pairs of a head's first quarter turn by the row of their patch, the others by its column. ``angles``
-    [2, places, head_dim / 4] has cosines, then sines, in float32. ``tile`` is at least ``width``, which is as
-    many as there are pairs.
+    Element i of a head's first half pairs with i of the second; pairs of the first quarter rotate by the
+    patch's row, the others by its column. ``angles`` [2, num_positions, HEAD_DIM / 4] float32: cosines, then
+    sines. ``BLOCK`` is at least ``WIDTH``, the number of pairs in q and k.
     """
-    half: tl.constexpr = head_dim // 2
-    quarter: tl.constexpr = head_dim // 4
-    patch = tl.program_id(0)
-    row, column = place_of(patch, columns, merge)
-    pair = tl.arange(0, tile)
-    inside = pair < width
-    dim = pair % half
-    first = joined + patch.to(tl.int64) * (3 * width) + pair // half * head_dim + dim
-    angle = angles + tl.where(dim < quarter, row, column) * quarter + dim % quarter
-    cosine = tl.load(angle, mask=inside, other=1.0)
-    sine = tl.load(angle + places * quarter, mask=inside, other=0.0)
-    one = tl.load(first, mask=inside, other=0.0)
-    other = tl.load(first + half, mask=inside, other=0.0)
-    wide, partner = one.to(tl.float32), other.to(tl.float32)
-    tl.store(first, (wide * cosine - partner * sine).to(one.dtype), mask=inside)
-    tl.store(first + half, (partner * cosine + wide * sine).to(one.dtype), mask=inside)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    QUARTER: tl.constexpr = HEAD_DIM // 4
+    pid = tl.program_id(0)
+    row, column = patch_position(pid, num_columns, MERGE)
+    pair = tl.arange(0, BLOCK)
+    mask = pair < WIDTH
+    offs_d = pair % HALF
+    x_ptrs = qkv + pid.to(tl.int64) * (3 * WIDTH) + pair // HALF * HEAD_DIM + offs_d
+    cos_ptrs = angles + tl.where(offs_d < QUARTER, row, column) * QUARTER + offs_d % QUARTER
+    cos = tl.load(cos_ptrs, mask=mask, other=1.0)
+    sin = tl.load(cos_ptrs + num_positions * QUARTER, mask=mask, other=0.0)
+    x = tl.load(x_ptrs, mask=mask, other=0.0)
+    partner = tl.load(x_ptrs + HALF, mask=mask, other=0.0)
+    x_f32, partner_f32 = x.to(tl.float32), partner.to(tl.float32)
+    tl.store(x_ptrs, (x_f32 * cos - partner_f32 * sin).to(x.dtype), mask=mask)
+    tl.store(x_ptrs + HALF, (partner_f32 * cos + x_f32 * sin).to(x.dtype), mask=mask)

@@ -1,8 +1,7 @@
-"""What the vision tower does before and between products, in one kernel where plain PyTorch takes up to ten.
+"""Vision tower operations, each one kernel for what PyTorch does in up to ten.
 
-Knows: what each step allocates, and how many programs it gets: one for each patch. The references are
-``patchify`` in ``image_processor.py`` and, in ``vision.py``, ``learned_positions`` and ``Turn``
-on a CPU.
+References: ``patchify`` in ``models/qwen3_vl/image_processor.py``, and the CPU code in
+``models/qwen3_vl/vision.py``.
 """
 
 from dataclasses import dataclass
@@ -10,94 +9,98 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.kernels.launch import power_of_two
+from vlfit.kernels.launch import next_power_of_2
 
 LOG2_E = 1.4426950408889634
-SHORTEST = 16  # elements of a row that matrix units take
+MIN_DOT_DIM = 16  # smallest inner dimension of tl.dot
 
 
-def patches_of(
-    pixels: Tensor, numbers: Tensor, dtype: torch.dtype, patch: int, merge: int, temporal: int
+def extract_patches(
+    pixels: Tensor, lookup: Tensor, dtype: torch.dtype, patch: int, merge: int, temporal: int
 ) -> Tensor:
-    """The patches of ``pixels``, uint8 [frames, height, width, channels], as ``images.patchify`` gives them.
+    """Patches of ``pixels``, uint8 [frames, height, width, channels], as ``image_processor.patchify`` returns
+    them.
 
-    ``numbers`` [256, channels] float32 is what each byte becomes. ``frames`` is 1, which fills the whole
-    temporal patch, or a multiple of ``temporal``. Allocates what it gives.
+    ``lookup`` [256, channels] float32 is the normalized value of each byte. ``frames`` is 1, repeated to fill
+    the temporal patch, or a multiple of ``temporal``. Allocates the result.
     """
     frames, height, width, channels = pixels.shape
     rows, columns = height // patch, width // patch
     depth = min(frames, temporal)
     patches = frames // depth * rows * columns
     values = channels * temporal * patch**2
-    output = torch.empty((patches, values), dtype=dtype, device=pixels.device)
+    out = torch.empty((patches, values), dtype=dtype, device=pixels.device)
     if patches and pixels.device.type != "meta":
-        from vlfit.kernels.rows.vision_kernels import patches_into
+        from vlfit.kernels.rows.vision_kernels import extract_patches_kernel
 
-        patches_into[(patches,)](
+        extract_patches_kernel[(patches,)](
             pixels.contiguous(),
-            numbers,
-            output,
+            lookup,
+            out,
             rows,
             columns,
-            frames=depth,
-            channels=channels,
-            patch=patch,
-            merge=merge,
-            temporal=temporal,
-            tile=power_of_two(values),
+            FRAMES=depth,
+            CHANNELS=channels,
+            PATCH=patch,
+            MERGE=merge,
+            TEMPORAL=temporal,
+            BLOCK=next_power_of_2(values),
             num_warps=4,
         )
-    return output
+    return out
 
 
-def add_positions(hidden: Tensor, table: Tensor, rows: int, columns: int, merge: int) -> None:
-    """Adds to ``hidden`` [rows * columns, width], patches of one frame in merge order, what is learned of
-    their places: ``table`` [side * side, width], stretched to rows x columns. Allocates nothing.
+def add_position_embedding(hidden: Tensor, table: Tensor, rows: int, columns: int, merge: int) -> None:
+    """Add position embeddings in place to ``hidden`` [rows * columns, width], patches of one frame in merge
+    order.
+
+    ``table`` [side * side, width] is interpolated to rows x columns. Allocates nothing.
     """
     patches, width = hidden.shape
     if patches and hidden.device.type != "meta":
-        from vlfit.kernels.rows.vision_kernels import add_positions as kernel
+        from vlfit.kernels.rows.vision_kernels import add_position_embedding_kernel
 
         side = int(len(table) ** 0.5)
-        kernel[(patches,)](
+        add_position_embedding_kernel[(patches,)](
             hidden,
             table,
             rows,
             columns,
-            side=side,
-            merge=merge,
-            width=width,
-            tile=power_of_two(width),
+            SIDE=side,
+            MERGE=merge,
+            WIDTH=width,
+            BLOCK=next_power_of_2(width),
             num_warps=4,
         )
 
 
-def turn_by_place(joined: Tensor, angles: Tensor, columns: int, merge: int) -> None:
-    """q and k of ``joined`` [patches, 3, heads, head_dim] turned by their place in float32, where they are.
+def apply_vision_rope(qkv: Tensor, angles: Tensor, columns: int, merge: int) -> None:
+    """Rotate q and k of ``qkv`` [patches, 3, heads, head_dim] by the patches' positions, in float32 and in
+    place.
 
-    The patches are those of one frame in merge order, ``columns`` wide. ``angles`` [2, places, head_dim / 4]
-    (``rope.vision_angles``) are float32. Allocates nothing.
+    The patches are those of one frame in merge order, ``columns`` wide. ``angles`` [2, positions, head_dim /
+    4] (``mrope.vision_angles``) are float32. Allocates nothing.
     """
-    patches, _, heads, head_dim = joined.shape
-    if patches and joined.device.type != "meta":
-        from vlfit.kernels.rows.vision_kernels import turn_by_place as kernel
+    patches, _, heads, head_dim = qkv.shape
+    if patches and qkv.device.type != "meta":
+        from vlfit.kernels.rows.vision_kernels import vision_rope_kernel
 
-        kernel[(patches,)](
-            joined,
+        vision_rope_kernel[(patches,)](
+            qkv,
             angles,
             columns,
             angles.shape[1],
-            merge=merge,
-            width=heads * head_dim,
-            head_dim=head_dim,
-            tile=power_of_two(heads * head_dim),
+            MERGE=merge,
+            WIDTH=heads * head_dim,
+            HEAD_DIM=head_dim,
+            BLOCK=next_power_of_2(heads * head_dim),
             num_warps=4,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """What a program of attention computes: patches, with so many keys at a time."""
+class VisionTiles:
+    """One program's tile of vision attention: rows (patches) x keys per step."""
 
     rows: int
     keys: int
@@ -105,64 +108,65 @@ class Tiles:
     stages: int
 
 
-def attention_tiles(dtype: torch.dtype) -> Tiles:
-    return Tiles(32, 32, 4, 2) if dtype == torch.float32 else Tiles(128, 64, 8, 3)
+def vision_tiles(dtype: torch.dtype) -> VisionTiles:
+    """The attention tile for ``dtype``."""
+    return VisionTiles(32, 32, 4, 2) if dtype == torch.float32 else VisionTiles(128, 64, 8, 3)
 
 
-def attend(joined: Tensor, tiles: Tiles | None = None) -> Tensor:
-    """What each patch finds in all: ``joined`` [patches, 3, heads, head_dim], q, k and v, to [patches, heads
-    * head_dim].
+def vision_attention(qkv: Tensor, tiles: VisionTiles | None = None) -> Tensor:
+    """Attention of all patches over all patches: ``qkv`` [patches, 3, heads, head_dim] to [patches, heads *
+    head_dim].
 
-    Allocates what it gives. ``tiles`` are chosen if not given.
+    Allocates the result. ``tiles`` are chosen if not given.
     """
-    patches, _, heads, head_dim = joined.shape
-    output = torch.empty((patches, heads * head_dim), dtype=joined.dtype, device=joined.device)
-    if patches and joined.device.type != "meta":
-        from vlfit.kernels.attention.vision_kernel import whole_attention
+    patches, _, heads, head_dim = qkv.shape
+    out = torch.empty((patches, heads * head_dim), dtype=qkv.dtype, device=qkv.device)
+    if patches and qkv.device.type != "meta":
+        from vlfit.kernels.attention.vision_kernel import vision_attention_kernel
 
-        tiles = tiles or attention_tiles(joined.dtype)
-        low, rest = parts_of_head(head_dim)
-        whole_attention[(-(-patches // tiles.rows), heads)](
-            joined,
-            output,
+        tiles = tiles or vision_tiles(qkv.dtype)
+        low, rest = split_head_dim(head_dim)
+        vision_attention_kernel[(-(-patches // tiles.rows), heads)](
+            qkv,
+            out,
             patches,
-            heads=heads,
-            head_dim=head_dim,
-            low=low,
-            rest=rest,
-            factor=LOG2_E / head_dim**0.5,
-            tile_rows=tiles.rows,
-            tile_keys=tiles.keys,
+            NUM_HEADS=heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=low,
+            REST_D=rest,
+            SCALE_LOG2=LOG2_E / head_dim**0.5,
+            BLOCK_M=tiles.rows,
+            BLOCK_N=tiles.keys,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
-    return output
+    return out
 
 
-def parts_of_head(head_dim: int) -> tuple[int, int]:
-    """A head as two powers of two that matrix units take, the second of which may be 0: 72 as 64 and 16."""
-    low = max(power_of_two(head_dim + 1) // 2, SHORTEST)
-    left = head_dim - low
-    return low, max(power_of_two(left), SHORTEST) if left > 0 else 0
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """A head as two powers of two that tensor cores take, the second of which may be 0: 72 as 64 and 16."""
+    low = max(next_power_of_2(head_dim + 1) // 2, MIN_DOT_DIM)
+    remaining = head_dim - low
+    return low, max(next_power_of_2(remaining), MIN_DOT_DIM) if remaining > 0 else 0
 
 
-def add_layer_norm(hidden: Tensor, found: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Adds ``found`` to ``hidden`` [rows, width] in place; gives the layer norm of the sum."""
-    output = torch.empty_like(hidden)
+def add_layer_norm(hidden: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Add ``delta`` to ``hidden`` [rows, width] in place; returns the LayerNorm of the sum."""
+    out = torch.empty_like(hidden)
     rows, width = hidden.shape
     if rows and hidden.device.type != "meta":
-        from vlfit.kernels.rows.vision_kernels import add_layer_norm as kernel
+        from vlfit.kernels.rows.vision_kernels import add_layer_norm_kernel
 
-        tile = power_of_two(width)
-        kernel[(rows,)](
+        block = next_power_of_2(width)
+        add_layer_norm_kernel[(rows,)](
             hidden,
-            found,
+            delta,
             weight,
             bias,
-            output,
+            out,
             eps,
-            width=width,
-            tile=tile,
-            num_warps=8 if tile >= 2048 else 4,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=8 if block >= 2048 else 4,
         )
-    return output
+    return out

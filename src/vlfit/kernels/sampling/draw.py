@@ -1,8 +1,8 @@
-"""Each row's next token, chosen where the logits are: the likeliest one, or one drawn as a request wishes.
+"""Sampling on the GPU, where the logits are: greedy, or by temperature, top-k, top-p and min-p.
 
-Knows: which wishes are carried out here, how they are written down for the kernel, what it allocates, and how
-many programs it gets. Reference, and the way for all other wishes: ``sampler.py``. A row is drawn from a list
-of its likeliest tokens; where the list does not say what comes, which is rare, the host is told to draw.
+A row is sampled from its ``MAX_CANDIDATES`` most likely tokens. In the rare case that these do not determine
+the token, and for all other sampling parameters, the host samples (``engine/sampling/sampler.py``, the
+reference).
 """
 
 import numpy as np
@@ -10,101 +10,101 @@ import torch
 from torch import Tensor
 
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.kernels.launch import arrivals, overlapping, power_of_two
+from vlfit.kernels.launch import next_power_of_2, pdl_options, tile_counters
+from vlfit.plan.native.cost import LOGITS_PER_PROGRAM, MAX_CANDIDATES
 
-MOST_LISTED = 64  # tokens of a list; a power of two
-FIELDS = 7  # of what is written down for a row
-FORMED = 6  # the one that says whether it keeps to a form
-_TILE = 4096  # logits that one program looks through; no fewer than are listed
+NUM_FIELDS = 7  # int32 words of a row's packed sampling parameters
+GRAMMAR_FIELD = 6  # index of the field that is 1 if the row has a grammar
 
-Words = np.ndarray[tuple[int], np.dtype[np.int32]]
-
-
-def draws(sampling: SamplingParams) -> bool:
-    """Whether rows are drawn here as they come: by temperature, top-k, top-p and min-p alone."""
-    return may_draw(sampling) and sampling.top_logprobs is None and not sampling.penalizes
+PackedParams = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
-def surely_draws(sampling: SamplingParams) -> bool:
-    """Whether rows are drawn here whatever they are: without top-k a list may not say what comes."""
-    return draws(sampling) and sampling.top_k > 0
+def samples_on_gpu(sampling: SamplingParams) -> bool:
+    """Whether rows are sampled here as they are: temperature, top-k, top-p and min-p alone."""
+    return can_sample_on_gpu(sampling) and sampling.top_logprobs is None and not sampling.has_penalties
 
 
-def may_draw(sampling: SamplingParams) -> bool:
-    """Whether a row that all else has been done to can be drawn here."""
-    return not sampling.greedy and sampling.top_k <= MOST_LISTED
+def always_samples_on_gpu(sampling: SamplingParams) -> bool:
+    """Whether every row is sampled here; without top-k the candidates may not determine the token."""
+    return samples_on_gpu(sampling) and sampling.top_k > 0
 
 
-def words_of(sampling: SamplingParams, seed: int) -> Words:
-    """What is asked of a row, [FIELDS] int32; all 0, which is greedy, where ``draws`` says no."""
-    return written(sampling, seed) if draws(sampling) else np.zeros(FIELDS, dtype=np.int32)
+def can_sample_on_gpu(sampling: SamplingParams) -> bool:
+    """Whether a row can be sampled here once penalties are applied and logprobs taken."""
+    return not sampling.greedy and sampling.top_k <= MAX_CANDIDATES
 
 
-def written(sampling: SamplingParams, seed: int) -> Words:
-    """[FIELDS] int32: temperature, top-p and min-p as the bits of float32, top-k, the seed's halves, and 0
-    for no form.
+def packed_params(sampling: SamplingParams, seed: int) -> PackedParams:
+    """Sampling parameters of a row, [NUM_FIELDS] int32; all 0, which is greedy, unless ``samples_on_gpu``."""
+    return pack_params(sampling, seed) if samples_on_gpu(sampling) else np.zeros(NUM_FIELDS, dtype=np.int32)
+
+
+def pack_params(sampling: SamplingParams, seed: int) -> PackedParams:
+    """[NUM_FIELDS] int32: temperature, top-p and min-p as the bits of float32, top-k, the seed's two halves,
+    and 0 for no grammar.
     """
-    shares = np.array((sampling.temperature, sampling.top_p, sampling.min_p), dtype=np.float32)
-    halves = np.array((seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), dtype=np.uint32)
+    floats = np.array((sampling.temperature, sampling.top_p, sampling.min_p), dtype=np.float32)
+    seed_words = np.array((seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), dtype=np.uint32)
     top_k = np.array([sampling.top_k], dtype=np.int32)
-    return np.concatenate((shares.view(np.int32), top_k, halves.view(np.int32), np.zeros(1, np.int32)))
+    return np.concatenate((floats.view(np.int32), top_k, seed_words.view(np.int32), np.zeros(1, np.int32)))
 
 
-def choose_tokens(
+def sample_tokens(
     logits: Tensor,
-    asked: Tensor | None = None,
+    params: Tensor | None = None,
     positions: Tensor | None = None,
-    forms: Tensor | None = None,
+    bitmask: Tensor | None = None,
 ) -> Tensor:
-    """[3, rows] int64 of ``logits`` [rows, vocabulary]: the token of each row; 1 where all logits are numbers
-    and one is finite, else 0; and 1 where the token was drawn, as ``asked`` [FIELDS, rows] int32 wishes.
+    """Next tokens of ``logits`` [rows, vocabulary]: [3, rows] int64.
 
-    Where it was not drawn it is the likeliest, the first of equals. ``positions`` [rows] int32 are those of
-    the tokens that the rows are of: what is drawn stands one further. None: nothing is asked.
+    Row 0: the token. Row 1: 1 if the logits are valid (no NaN, a finite maximum), else 0. Row 2: 1 if the
+    token was sampled by ``params`` [NUM_FIELDS, rows] int32; otherwise it is the most likely, the first of
+    equals. ``positions`` [rows] int32 are those of the rows' own tokens; the sampled token's is one more.
+    None: greedy.
 
-    ``forms`` [rows, words] int32 has a bit for each token, the lowest first: which of them rows that keep to
-    a form may have. All that is said of such a row is said of those.
+    ``bitmask`` [rows, words] int32 has a bit for each token, lowest first: the tokens that a row with a
+    grammar may take. All results for such a row consider only those.
     """
     rows, vocabulary = logits.shape
-    parts = -(-vocabulary // _TILE)
+    num_parts = -(-vocabulary // LOGITS_PER_PROGRAM)
 
-    def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    summary = room(3, rows, dtype=torch.int64)
-    largest, weights = (room(rows, parts, dtype=torch.float32) for _ in range(2))
-    places = room(rows, parts)
-    lists = rows, parts + 1, MOST_LISTED
-    values, tokens = room(*lists, dtype=torch.float32), room(*lists)
-    if asked is None or positions is None:
-        asked = torch.zeros((FIELDS + 1, rows), dtype=torch.int32, device=logits.device)
-        positions = asked[FIELDS]
-    if forms is None:
-        forms = asked  # nobody has one: it is not looked at
+    out = empty(3, rows, dtype=torch.int64)
+    part_max, part_weights = (empty(rows, num_parts, dtype=torch.float32) for _ in range(2))
+    part_argmax = empty(rows, num_parts)
+    candidates_shape = rows, num_parts + 1, MAX_CANDIDATES
+    cand_logits, cand_tokens = empty(*candidates_shape, dtype=torch.float32), empty(*candidates_shape)
+    if params is None or positions is None:
+        params = torch.zeros((NUM_FIELDS + 1, rows), dtype=torch.int32, device=logits.device)
+        positions = params[NUM_FIELDS]
+    if bitmask is None:
+        bitmask = params  # a valid pointer, not read
     if logits.device.type != "meta" and rows:
-        from vlfit.kernels.sampling.draw_kernels import choose_tokens as kernel
+        from vlfit.kernels.sampling.draw_kernels import sample_tokens_kernel
 
-        kernel[(rows, parts)](
+        sample_tokens_kernel[(rows, num_parts)](
             logits,
-            asked,
+            params,
             positions,
-            forms,
-            largest,
-            places,
-            weights,
-            values,
-            tokens,
-            arrivals(logits.device),
-            summary,
+            bitmask,
+            part_max,
+            part_argmax,
+            part_weights,
+            cand_logits,
+            cand_tokens,
+            tile_counters(logits.device),
+            out,
             rows,
             vocabulary,
-            forms.shape[1],
-            bits=16 if logits.dtype == torch.bfloat16 else 32,  # that tell one number from another
-            parts=parts,
-            tile=_TILE,
-            tile_parts=power_of_two(parts),
-            most=MOST_LISTED,
+            bitmask.shape[1],
+            BITS=16 if logits.dtype == torch.bfloat16 else 32,  # significant bits of the dtype
+            NUM_PARTS=num_parts,
+            BLOCK=LOGITS_PER_PROGRAM,
+            BLOCK_PARTS=next_power_of_2(num_parts),
+            MAX_CANDIDATES=MAX_CANDIDATES,
             num_warps=8,
-            **overlapping(logits.device),
+            **pdl_options(logits.device),
         )
-    return summary
+    return out

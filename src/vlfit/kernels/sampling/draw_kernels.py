@@ -1,186 +1,227 @@
-"""The kernel that chooses each row's next token. Host code, and what it means: ``draw.py``."""
+"""Sampling on the GPU: greedy, or temperature, top-k, top-p and min-p with a counter-based random number.
+
+Host side: ``draw.py``. Reference: ``engine/sampling/sampler.py``.
+"""
 
 import triton
 import triton.language as tl
 from triton.language.random import philox_impl
 
-from vlfit.kernels.primitives import wait
+from vlfit.kernels.primitives import pdl_sync
 
-LOWEST = tl.constexpr(-3e38)  # about the least finite number of float32
+MIN_FINITE = tl.constexpr(-3e38)  # about the lowest finite float32
 
 
 @triton.jit
-def sortable(value, bits: tl.constexpr):
-    """The first ``bits`` of numbers without sign that are in the order of ``value``, float32; 0 is none."""
+def sort_key(value, BITS: tl.constexpr):
+    """The first ``BITS`` bits of unsigned keys that sort like the float32 ``value``; 0 sorts below all."""
     word = tl.where(value == 0, 0.0, value).to(tl.uint32, bitcast=True)
     word = tl.where(word >> 31 == 1, word ^ 0xFFFFFFFF, word | 0x80000000)
-    return word >> (32 - bits)
+    return word >> (32 - BITS)
 
 
 @triton.jit
-def list_likeliest(value, token, inside, values, tokens, most: tl.constexpr, bits: tl.constexpr):
-    """Write the ``most`` largest of ``value`` [n] and their tokens, in the order they come in; of equals at
-    the end of the list the first ones. Fewer where no more are ``inside``.
+def store_top_candidates(
+    value, token, mask, values, tokens, MAX_CANDIDATES: tl.constexpr, BITS: tl.constexpr
+):
+    """Store the ``MAX_CANDIDATES`` largest of ``value`` [n] and their tokens, in index order; ties at the end
+    go to the first ones. Fewer if fewer are in ``mask``.
 
-    Bit by bit a limit is found that so many reach.
+    A binary search over key bits finds the threshold.
     """
-    key = tl.where(inside, sortable(value, bits), 0)
-    limit = tl.full([], 0, tl.uint32)
-    step = tl.full([], 1 << (bits - 1), tl.uint32)
-    for _ in range(bits):
-        trial = limit | step
-        limit = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= most, trial, limit)
+    key = tl.where(mask, sort_key(value, BITS), 0)
+    threshold = tl.full([], 0, tl.uint32)
+    step = tl.full([], 1 << (BITS - 1), tl.uint32)
+    for _ in range(BITS):
+        trial = threshold | step
+        threshold = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= MAX_CANDIDATES, trial, threshold)
         step = step >> 1
-    above = key > limit
-    equal = (key == limit) & inside
-    room = most - tl.sum(above.to(tl.int32), 0)
-    listed = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
-    place = tl.cumsum(listed.to(tl.int32), 0) - 1
-    tl.store(values + place, value, mask=listed)
-    tl.store(tokens + place, token, mask=listed)
+    above = key > threshold
+    tied = (key == threshold) & mask
+    num_ties = MAX_CANDIDATES - tl.sum(above.to(tl.int32), 0)
+    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= num_ties))
+    slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(values + slot, value, mask=chosen)
+    tl.store(tokens + slot, token, mask=chosen)
 
 
 @triton.jit
-def draw(likeliest, everything, values, tokens, asked, position, rows, vocabulary, most: tl.constexpr):
-    """The token that a row is to go on with, and 1; or any, and 0, where the likeliest ones, which are
-    listed, do not say which. ``everything``: the weight of the whole vocabulary, the likeliest's being 1.
+def draw_token(
+    max_logit,
+    vocab_weight,
+    values,
+    tokens,
+    params,
+    position,
+    num_rows,
+    vocabulary,
+    MAX_CANDIDATES: tl.constexpr,
+):
+    """Sample from a row's candidates: the token and 1, or any token and 0 if the candidates do not determine
+    it.
 
-    Each of those listed finds its own rank, and the weight of those before it.
+    ``vocab_weight``: sum of weights over the vocabulary, where the most likely token has 1. Each candidate
+    computes its own rank and the weight before it, so no sort is needed. The random number is Philox at
+    counter ``position``, keyed by the request's seed: the same whatever else is in the batch.
     """
-    temperature = tl.load(asked).to(tl.float32, bitcast=True)
-    top_p = tl.load(asked + rows).to(tl.float32, bitcast=True)
-    min_p = tl.load(asked + 2 * rows).to(tl.float32, bitcast=True)
-    top_k = tl.load(asked + 3 * rows)
-    low = tl.load(asked + 4 * rows).to(tl.uint32, bitcast=True)
-    high = tl.load(asked + 5 * rows).to(tl.uint32, bitcast=True)
-    none = tl.full([], 0, tl.uint32)
-    word, _, _, _ = philox_impl(position.to(tl.uint32, bitcast=True), none, none, none, low, high)
+    temperature = tl.load(params).to(tl.float32, bitcast=True)
+    top_p = tl.load(params + num_rows).to(tl.float32, bitcast=True)
+    min_p = tl.load(params + 2 * num_rows).to(tl.float32, bitcast=True)
+    top_k = tl.load(params + 3 * num_rows)
+    seed_low = tl.load(params + 4 * num_rows).to(tl.uint32, bitcast=True)
+    seed_high = tl.load(params + 5 * num_rows).to(tl.uint32, bitcast=True)
+    zero = tl.full([], 0, tl.uint32)
+    word, _, _, _ = philox_impl(position.to(tl.uint32, bitcast=True), zero, zero, zero, seed_low, seed_high)
     uniform = (word >> 8).to(tl.float32) * (1.0 / (1 << 24))  # as in ``engine/sampling/sampler.py``
 
-    each = tl.arange(0, most)
-    count = tl.minimum(most, vocabulary)
-    listed = each < count
-    value = tl.load(values + each, mask=listed, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(tokens + each, mask=listed, other=0, cache_modifier=".cg")
-    weight = tl.exp((value - tl.maximum(likeliest, LOWEST)) / temperature)
-    higher = value[None, :] > value[:, None]
-    earlier = (value[None, :] == value[:, None]) & (token[None, :] < token[:, None])
-    comes_before = (higher | earlier) & listed[None, :]
+    offs = tl.arange(0, MAX_CANDIDATES)
+    num_candidates = tl.minimum(MAX_CANDIDATES, vocabulary)
+    mask = offs < num_candidates
+    logit = tl.load(values + offs, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    token = tl.load(tokens + offs, mask=mask, other=0, cache_modifier=".cg")
+    weight = tl.exp((logit - tl.maximum(max_logit, MIN_FINITE)) / temperature)
+    higher = logit[None, :] > logit[:, None]
+    earlier = (logit[None, :] == logit[:, None]) & (token[None, :] < token[:, None])
+    comes_before = (higher | earlier) & mask[None, :]
     rank = tl.sum(comes_before.to(tl.int32), 1)
-    before = tl.sum(tl.where(comes_before, weight[None, :], 0.0), 1)
+    weight_before = tl.sum(tl.where(comes_before, weight[None, :], 0.0), 1)
 
-    whole = count == vocabulary
-    by_rank = listed & ((top_k == 0) | (rank < top_k))
-    among = tl.sum(tl.where(by_rank, weight, 0.0), 0)
-    total = tl.where((top_k > 0) | whole, among, everything)
-    reach = tl.where(top_p >= 1.0, float("inf"), top_p * total)
-    kept = by_rank & (before < reach) & (weight >= min_p) & (weight > 0)
-    many = tl.sum(kept.to(tl.int32), 0)
-    # Whether nothing beyond what is listed may be drawn.
-    ended = whole | (many < count) | (top_k > 0)
-    without_end = (top_k == 0) & (top_p >= 1.0) & (min_p <= 0.0)
-    point = uniform * tl.where(ended, tl.sum(tl.where(kept, weight, 0.0), 0), everything)
-    passed = tl.sum((kept & (before + weight <= point)).to(tl.int32), 0)
-    known = (ended | (without_end & (passed < many))) & (many > 0)
-    chosen = tl.sum(tl.where(kept & (rank == tl.minimum(passed, many - 1)), token, 0), 0)
-    return chosen, known.to(tl.int32)
+    is_complete = num_candidates == vocabulary
+    in_top_k = mask & ((top_k == 0) | (rank < top_k))
+    top_k_weight = tl.sum(tl.where(in_top_k, weight, 0.0), 0)
+    top_p_total = tl.where((top_k > 0) | is_complete, top_k_weight, vocab_weight)
+    top_p_limit = tl.where(top_p >= 1.0, float("inf"), top_p * top_p_total)
+    kept = in_top_k & (weight_before < top_p_limit) & (weight >= min_p) & (weight > 0)
+    num_kept = tl.sum(kept.to(tl.int32), 0)
+    # Whether no token outside the candidates can be sampled.
+    is_bounded = is_complete | (num_kept < num_candidates) | (top_k > 0)
+    is_unfiltered = (top_k == 0) & (top_p >= 1.0) & (min_p <= 0.0)
+    target = uniform * tl.where(is_bounded, tl.sum(tl.where(kept, weight, 0.0), 0), vocab_weight)
+    index = tl.sum((kept & (weight_before + weight <= target)).to(tl.int32), 0)
+    is_known = (is_bounded | (is_unfiltered & (index < num_kept))) & (num_kept > 0)
+    token_id = tl.sum(tl.where(kept & (rank == tl.minimum(index, num_kept - 1)), token, 0), 0)
+    return token_id, is_known.to(tl.int32)
 
 
 @triton.jit
-def list_of_parts(
-    values, tokens, vocabulary, tile, parts, tile_parts: tl.constexpr, most: tl.constexpr, bits: tl.constexpr
+def merge_candidates(
+    values,
+    tokens,
+    vocabulary,
+    BLOCK,
+    num_parts,
+    BLOCK_PARTS: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
+    BITS: tl.constexpr,
 ):
-    """The list of a row, behind those that its parts have."""
-    slot = tl.arange(0, tile_parts * most)
-    owner = slot // most
-    listed = (owner < parts) & (slot % most < vocabulary - owner * tile)
-    value = tl.load(values + slot, mask=listed, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(tokens + slot, mask=listed, other=0, cache_modifier=".cg")
-    behind = parts * most
-    list_likeliest(value, token, listed, values + behind, tokens + behind, most, bits)
+    """Merge the candidates of all parts of a row into one list, stored behind them."""
+    slot = tl.arange(0, BLOCK_PARTS * MAX_CANDIDATES)
+    part = slot // MAX_CANDIDATES
+    mask = (part < num_parts) & (slot % MAX_CANDIDATES < vocabulary - part * BLOCK)
+    value = tl.load(values + slot, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    token = tl.load(tokens + slot, mask=mask, other=0, cache_modifier=".cg")
+    target = num_parts * MAX_CANDIDATES
+    store_top_candidates(value, token, mask, values + target, tokens + target, MAX_CANDIDATES, BITS)
 
 
 @triton.jit(
-    do_not_specialize=["rows", "form_words"],
-    do_not_specialize_on_alignment=["asked", "positions", "forms"],
+    do_not_specialize=["num_rows", "bitmask_words"],
+    do_not_specialize_on_alignment=["params", "positions", "bitmask"],
 )
-def choose_tokens(
+def sample_tokens_kernel(
     logits,
-    asked,
+    params,
     positions,
-    forms,
-    largest,
-    places,
-    weights,
-    values,
-    tokens,
-    arrivals,
-    summary,
-    rows,
+    bitmask,
+    part_max,
+    part_argmax,
+    part_weights,
+    cand_logits,
+    cand_tokens,
+    counters,
+    out,
+    num_rows,
     vocabulary,
-    form_words,
-    bits: tl.constexpr,
-    parts: tl.constexpr,
-    tile: tl.constexpr,
-    tile_parts: tl.constexpr,
-    most: tl.constexpr,
-    overlap: tl.constexpr,
+    bitmask_words,
+    BITS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """A program for each row and part of it; the last one of a row to come compares what all have found.
+    """Choose each row's next token from ``logits`` [num_rows, vocabulary].
 
-    What is no number counts as infinite. ``arrivals`` counts the programs of each row: 0 before and after.
+    Grid: (num_rows, NUM_PARTS). One program reduces ``BLOCK`` logits: masked by ``bitmask`` (structured
+    output), their maximum, sum of weights and candidates; the last program of a row combines the parts and
+    samples. NaN counts as infinite, so it shows as invalid. ``counters`` per row are zero before and after.
     """
-    wait(overlap)
+    pdl_sync(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    here = row * parts
-    lists = row * (parts + 1) * most  # the last one of a row is of all its parts
-    temperature = tl.load(asked + row).to(tl.float32, bitcast=True)
-    token = part * tile + tl.arange(0, tile)
-    inside = token < vocabulary
-    value = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
-    value = tl.where(value == value, value, float("inf"))
-    if tl.load(asked + 6 * rows + row) == 1:  # it keeps to a form
-        allowed = tl.load(forms + row * form_words + token // 32, mask=inside, other=0)
-        value = tl.where((allowed >> (token % 32)) & 1 == 1, value, float("-inf"))
-    likeliest = tl.max(value, 0)
-    tl.store(largest + here + part, likeliest)
-    tl.store(places + here + part, tl.min(tl.where(value == likeliest, token, vocabulary), 0))
+    row_parts = row * NUM_PARTS
+    row_candidates = row * (NUM_PARTS + 1) * MAX_CANDIDATES  # per row NUM_PARTS lists, then the merged one
+    temperature = tl.load(params + row).to(tl.float32, bitcast=True)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    mask = token < vocabulary
+    logit = tl.load(logits + row * vocabulary + token, mask=mask, other=float("-inf")).to(tl.float32)
+    logit = tl.where(logit == logit, logit, float("inf"))
+    if tl.load(params + 6 * num_rows + row) == 1:  # structured output
+        allowed = tl.load(bitmask + row * bitmask_words + token // 32, mask=mask, other=0)
+        logit = tl.where((allowed >> (token % 32)) & 1 == 1, logit, float("-inf"))
+    max_logit = tl.max(logit, 0)
+    tl.store(part_max + row_parts + part, max_logit)
+    tl.store(part_argmax + row_parts + part, tl.min(tl.where(logit == max_logit, token, vocabulary), 0))
     if temperature > 0:
-        least = tl.maximum(likeliest, LOWEST)  # a part may hold nothing that can be said
-        tl.store(weights + here + part, tl.sum(tl.exp((value - least) / temperature), 0))
-        own = lists + part * most
-        list_likeliest(value, token, inside, values + own, tokens + own, most, bits)
-    tl.debug_barrier()  # as in ``kernels/gemm/tile.py``
-    if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == parts - 1:
-        other = tl.arange(0, tile_parts)
-        there = other < parts
-        found = tl.load(largest + here + other, mask=there, other=float("-inf"), cache_modifier=".cg")
-        place = tl.load(places + here + other, mask=there, other=0, cache_modifier=".cg")
-        likeliest = tl.max(found, 0)
-        best = tl.min(tl.where((found == likeliest) & there, place, vocabulary), 0)
+        finite_max = tl.maximum(max_logit, MIN_FINITE)  # a part may be masked out completely
+        tl.store(part_weights + row_parts + part, tl.sum(tl.exp((logit - finite_max) / temperature), 0))
+        offs = row_candidates + part * MAX_CANDIDATES
+        store_top_candidates(logit, token, mask, cand_logits + offs, cand_tokens + offs, MAX_CANDIDATES, BITS)
+    tl.debug_barrier()  # every thread has stored its part before the counter is incremented
+    if tl.atomic_add(counters + row, 1, sem="acq_rel") == NUM_PARTS - 1:
+        offs_part = tl.arange(0, BLOCK_PARTS)
+        part_mask = offs_part < NUM_PARTS
+        maxima = tl.load(
+            part_max + row_parts + offs_part, mask=part_mask, other=float("-inf"), cache_modifier=".cg"
+        )
+        argmaxima = tl.load(
+            part_argmax + row_parts + offs_part, mask=part_mask, other=0, cache_modifier=".cg"
+        )
+        max_logit = tl.max(maxima, 0)
+        best = tl.min(tl.where((maxima == max_logit) & part_mask, argmaxima, vocabulary), 0)
         drawn = tl.full([], 0, tl.int32)
         if temperature > 0:
-            weight = tl.load(weights + here + other, mask=there, other=0.0, cache_modifier=".cg")
-            weight = weight * tl.exp((found - tl.maximum(likeliest, LOWEST)) / temperature)
-            list_of_parts(values + lists, tokens + lists, vocabulary, tile, parts, tile_parts, most, bits)
-            tl.debug_barrier()
-            own = lists + parts * most
-            position = tl.load(positions + row) + 1
-            chosen, drawn = draw(
-                likeliest,
-                tl.sum(weight, 0),
-                values + own,
-                tokens + own,
-                asked + row,
-                position,
-                rows,
-                vocabulary,
-                most,
+            weight = tl.load(
+                part_weights + row_parts + offs_part, mask=part_mask, other=0.0, cache_modifier=".cg"
             )
-            best = tl.where(drawn == 1, chosen, best)
-        tl.store(summary + row, best.to(tl.int64))
-        usable = (likeliest < float("inf")) & (likeliest > float("-inf"))
-        tl.store(summary + rows + row, usable.to(tl.int64))
-        tl.store(summary + 2 * rows + row, drawn.to(tl.int64))
-        tl.store(arrivals + row, 0)
+            weight = weight * tl.exp((maxima - tl.maximum(max_logit, MIN_FINITE)) / temperature)
+            merge_candidates(
+                cand_logits + row_candidates,
+                cand_tokens + row_candidates,
+                vocabulary,
+                BLOCK,
+                NUM_PARTS,
+                BLOCK_PARTS,
+                MAX_CANDIDATES,
+                BITS,
+            )
+            tl.debug_barrier()
+            offs = row_candidates + NUM_PARTS * MAX_CANDIDATES
+            position = tl.load(positions + row) + 1
+            sampled, drawn = draw_token(
+                max_logit,
+                tl.sum(weight, 0),
+                cand_logits + offs,
+                cand_tokens + offs,
+                params + row,
+                position,
+                num_rows,
+                vocabulary,
+                MAX_CANDIDATES,
+            )
+            best = tl.where(drawn == 1, sampled, best)
+        tl.store(out + row, best.to(tl.int64))
+        is_valid = (max_logit < float("inf")) & (max_logit > float("-inf"))
+        tl.store(out + num_rows + row, is_valid.to(tl.int64))
+        tl.store(out + 2 * num_rows + row, drawn.to(tl.int64))
+        tl.store(counters + row, 0)

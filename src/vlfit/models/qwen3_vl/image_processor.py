@@ -1,19 +1,14 @@
-"""From a picture or a clip of a conversation to the pixels and patches that the vision tower takes.
+"""Qwen3-VL's image processor: pictures and clips to resized pixels, and pixels to patches.
 
-Knows: the reference's sizes (multiples of patch x merge, between the checkpoint's least and most pixels), the
-plan's cap, the order of patches, and what to tell the caller was done. Does not know: file formats
-(``images/decode.py``), nor tokens beyond their number.
-
-Resampling is the reference's (``Qwen2VLImageProcessorPil``: Pillow, bicubic, on 8-bit RGB), bit for bit.
-Frames of a clip go the same way; there the reference uses torchvision, whose antialiased bicubic rounds a
-little otherwise.
+Sizes are the reference's (multiples of patch x merge within the checkpoint's pixel limits), capped by the
+plan. Resampling is the reference's, bit for bit (``Qwen2VLImageProcessorPil``: Pillow, bicubic, 8-bit RGB).
+Frames of a clip are resampled the same way; there the reference uses torchvision, whose antialiased bicubic
+rounds slightly differently.
 """
 
 import hashlib
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -24,66 +19,28 @@ from PIL import Image
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.api.outputs import ImageSeen
 from vlfit.checkpoint.processor_files import ImageProcessing
-from vlfit.errors import InvalidRequest, PictureError, PictureTooLarge
-from vlfit.images.cancellation import check_wanted
-from vlfit.images.decode import MAX_ASPECT, Decoded, check_size, decode
+from vlfit.errors import InvalidRequest, PictureTooLarge
+from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, error_param, frame_param
+from vlfit.images.decode import MAX_ASPECT, check_size, decode
+from vlfit.models.base import PreparedImage
 
 if TYPE_CHECKING:
     import torch
 
 
-MAX_FRAMES = 768  # the reference samples no more from any clip
-STRIP_BYTES = 2**18  # of pixels that are taken over from Pillow at once
-LOW_DETAIL = 256  # tokens: 512x512 pixels, which is what OpenAI's low detail means
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedImage:
-    """A picture or a clip, resized, ready for the vision tower.
-
-    ``pixels``: uint8 [frames, height, width, 3]. ``frames`` is 1 for a picture; for a clip a multiple of
-    the checkpoint's ``temporal_patch_size`` (the last frame is repeated). ``grid``: (time, height, width)
-    in patches. ``tokens``: placeholders in the prompt. ``key``: SHA-256 over shape and pixels, the same for
-    the same content. ``frame_seconds``: for a clip the time of each temporal patch; empty for a picture.
-    """
-
-    pixels: NDArray[np.uint8]
-    grid: tuple[int, int, int]
-    tokens: int
-    key: bytes
-    seen: ImageSeen
-    is_video: bool = False
-    frame_seconds: tuple[float, ...] = ()
-
-    def steps(self) -> "Iterator[PreparedImage]":
-        """What the vision tower looks at by itself: a picture as it is, of a clip each temporal patch."""
-        time, height, width = self.grid
-        if time == 1:
-            yield self
-            return
-        depth = len(self.pixels) // time
-        for step in range(time):
-            yield replace(
-                self,
-                pixels=self.pixels[step * depth : (step + 1) * depth],
-                grid=(1, height, width),
-                tokens=self.tokens // time,
-                key=self.key + step.to_bytes(2, "little"),
-                frame_seconds=self.frame_seconds[step : step + 1],
-            )
+STRIP_BYTES = 2**18  # of pixels copied from Pillow at a time
 
 
 def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
     """Decode and resize one picture to at most ``max_tokens`` tokens (None: what the checkpoint allows).
 
-    One of low detail gets at most ``LOW_DETAIL`` tokens.
-    Raises ``NotAPicture`` or ``PictureTooLarge``.
+    A picture of low detail gets at most ``LOW_DETAIL_TOKENS``. Raises ``NotAPicture`` or ``PictureTooLarge``.
     """
-    with naming(part.place):
+    with error_param(part.place):
         decoded = decode(part.data, part.label)
     cause = f"the plan allows {max_tokens} tokens per picture"
-    if part.detail == "low" and (max_tokens is None or max_tokens > LOW_DETAIL):
-        max_tokens, cause = LOW_DETAIL, f"detail low means {LOW_DETAIL} tokens at most"
+    if part.detail == "low" and (max_tokens is None or max_tokens > LOW_DETAIL_TOKENS):
+        max_tokens, cause = LOW_DETAIL_TOKENS, f"detail low means {LOW_DETAIL_TOKENS} tokens at most"
     size = _capped_size(decoded.image, processing, max_tokens, frames=None)
     notes = [*decoded.notes, *_size_notes(decoded.image, size, processing, cause, frames=None)]
     pixels = _resized(decoded.image, size)[None]
@@ -93,9 +50,9 @@ def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int 
 def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
     """Decode and resize the frames of a clip to one size.
 
-    ``processing`` holds the checkpoint's limits for clips: its pixels count over all frames together.
-    ``max_tokens`` caps each temporal patch (a pair of frames) as it caps a picture. The reference's
-    ``cap_pixels_per_frame`` is left off, as it is by default in the transformers that is our reference.
+    ``processing``: the checkpoint's limits for clips, over the pixels of all frames. ``max_tokens`` caps each
+    temporal patch (a pair of frames) as it caps a picture. The reference's ``cap_pixels_per_frame`` is off,
+    as by default in transformers.
 
     Raises ``NotAPicture``, ``PictureTooLarge``, or ``InvalidRequest`` for no frames, more than
     ``MAX_FRAMES``, frames of unequal size, or an ``fps`` that is not a positive number.
@@ -116,7 +73,7 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
                 f"{part.label}: frame {index + 1} is {image.width}x{image.height}, "
                 f"the first is {first.image.width}x{first.image.height}",
                 "All frames of a clip must have one size; send others as separate pictures.",
-                param=_frame_place(part, index) or "messages",
+                param=frame_param(part, index) or "messages",
             )
         pixels[index] = _resized(image, size)
     if repeats:
@@ -129,10 +86,10 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, label: str = "picture"
 ) -> tuple[int, int]:
-    """The (height, width) at which the model sees a picture: multiples of ``factor`` near its shape.
+    """The (height, width) that a picture is resized to: multiples of ``factor`` near its shape.
 
-    The reference's formula (``smart_resize`` of Qwen2-VL), rounding included. Raises ``PictureTooLarge``
-    where the reference refuses: sides more than 1:200.
+    The reference's ``smart_resize`` (Qwen2-VL), rounding included. Raises ``PictureTooLarge`` where the
+    reference raises: aspect ratios above 1:200.
     """
     check_size(width, height, label)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
@@ -149,11 +106,9 @@ def smart_resize_video(
     max_pixels: int,
     label: str = "video",
 ) -> tuple[int, int]:
-    """The (height, width) of every frame; the pixel limits count over all frames (Qwen3-VL's video
-    processor).
+    """The (height, width) of every frame, with pixel limits over all frames (Qwen3-VL's video processor).
 
-    A clip shorter than ``temporal_factor`` counts as if its last frame were repeated. Raises
-    ``PictureTooLarge``.
+    A clip shorter than ``temporal_factor`` counts as padded with its last frame. Raises ``PictureTooLarge``.
     """
     check_size(width, height, label)
     frames = max(frames, temporal_factor)
@@ -172,12 +127,12 @@ def smart_resize_video(
 def patchify(
     pixels: "torch.Tensor", processing: ImageProcessing, dtype: "torch.dtype | None" = None
 ) -> "torch.Tensor":
-    """Normalised patches of one picture or clip, on the device where ``pixels`` are.
+    """Normalized patches of one picture or clip, on the device of ``pixels``.
 
     uint8 [frames, height, width, 3] to ``dtype`` (None: float32) [time*height*width patches,
-    3*temporal*patch*patch]. Patches come in merge order: time, then rows and columns of ``merge x merge``
-    squares, then inside a square. Values of a patch are ordered channel, time, row, column. A picture's one
-    frame fills the whole temporal patch.
+    3*temporal*patch*patch]. Patches are in merge order: time, then rows and columns of ``merge x merge``
+    squares, then inside a square. Values of a patch: channel, time, row, column. A picture's one frame fills
+    the whole temporal patch.
     """
     import torch
 
@@ -186,16 +141,16 @@ def patchify(
     dtype = dtype or torch.float32
     frames, height, width, channels = pixels.shape
     patch, merge, temporal = processing.patch_size, processing.merge_size, processing.temporal_patch_size
-    if kernels.used_on(pixels.device):
-        from vlfit.kernels.rows.vision_ops import patches_of
+    if kernels.enabled_on(pixels.device):
+        from vlfit.kernels.rows.vision_ops import extract_patches
 
-        numbers = torch.from_numpy(numbers_of_bytes(processing)).to(pixels.device, non_blocking=True)
-        return patches_of(pixels, numbers, dtype, patch, merge, temporal)
+        numbers = torch.from_numpy(normalized_byte_values(processing)).to(pixels.device, non_blocking=True)
+        return extract_patches(pixels, numbers, dtype, patch, merge, temporal)
     depth = min(frames, temporal)
     rows, columns = height // (patch * merge), width // (patch * merge)
-    # Channels apart first, while a value is one byte: whole rows of a patch then move at once.
+    # Split channels while values are bytes: whole rows of a patch then move at once.
     planes = pixels.permute(0, 3, 1, 2).contiguous().to(torch.float32)
-    squares = _normalised(planes, processing, 1).view(
+    squares = _normalize(planes, processing, 1).view(
         -1, depth, channels, rows, merge, patch, columns, merge, patch
     )
     ordered = squares.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
@@ -207,35 +162,31 @@ def patchify(
 def patches_by_time(
     pixels: NDArray[np.uint8], processing: ImageProcessing, device: "torch.device", dtype: "torch.dtype"
 ) -> "Iterator[torch.Tensor]":
-    """``patchify`` of each temporal patch by itself: all patches of a picture, or of two frames of a clip.
+    """``patchify`` of each temporal patch by itself: of a picture, or of two frames of a clip.
 
-    ``pixels`` [frames, height, width, 3] are in host memory; ``device`` gets those of one temporal patch at a
-    time.
+    ``pixels`` [frames, height, width, 3] on the host are copied to ``device`` one temporal patch at a time.
     """
     import torch
 
     depth = min(len(pixels), processing.temporal_patch_size)
     for first in range(0, len(pixels), depth):
         part = torch.from_numpy(pixels[first : first + depth])
-        # From memory that is not pinned CUDA returns when all is read: nobody waits for what the device does.
+        # From pageable memory CUDA returns once all is read, without waiting for earlier work of the device.
         yield patchify(part.to(device, non_blocking=True), processing, dtype)
 
 
 @lru_cache(maxsize=4)  # of a checkpoint
-def numbers_of_bytes(processing: ImageProcessing) -> NDArray[np.float32]:
-    """What each byte becomes in each channel [256, 3]."""
+def normalized_byte_values(processing: ImageProcessing) -> NDArray[np.float32]:
+    """The normalized value of each byte in each channel [256, 3]."""
     import torch
 
     ramp = torch.arange(256, dtype=torch.float32)[:, None].repeat(1, len(processing.mean))
-    numbers: NDArray[np.float32] = _normalised(ramp, processing, 1).numpy()
+    numbers: NDArray[np.float32] = _normalize(ramp, processing, 1).numpy()
     return numbers
 
 
-def _normalised(values: "torch.Tensor", processing: ImageProcessing, channel: int) -> "torch.Tensor":
-    """Bytes as float32, in place to what the tower takes, as the reference computes it on a CPU.
-
-    ``channel`` is the dimension that channels lie along.
-    """
+def _normalize(values: "torch.Tensor", processing: ImageProcessing, channel: int) -> "torch.Tensor":
+    """Normalize float32 byte values in place, as the reference does on a CPU. ``channel``: its dimension."""
     import torch
 
     shape = [1] * values.dim()
@@ -256,7 +207,7 @@ def _into_limits(
     min_pixels: int,
     max_pixels: int,
 ) -> tuple[int, int]:
-    """Scale the rounded size so that all frames together lie within the limits, as the reference does."""
+    """Scale the rounded size so that all frames together are within the limits, as the reference does."""
     frames, height, width = original
     if rounded_frames * rows * columns > max_pixels:
         shrink = math.sqrt((frames * height * width) / max_pixels)
@@ -272,7 +223,7 @@ def _into_limits(
 def _capped_size(
     image: Image.Image, processing: ImageProcessing, max_tokens: int | None, frames: int | None
 ) -> tuple[int, int]:
-    """The reference's size with the plan's cap as its most pixels; ``frames`` None means a picture."""
+    """The reference's size under the plan's cap; ``frames``: None for a picture."""
     factor = processing.patch_size * processing.merge_size
     most, least = processing.max_pixels, processing.min_pixels
     if max_tokens is not None:
@@ -286,8 +237,8 @@ def _capped_size(
         height, width = smart_resize_video(frames, image.height, image.width, temporal, factor, least, most)
     if max_tokens is None:
         return height, width
-    # The formula never makes a side shorter than one factor and rounds small pictures up, so a long thin
-    # one can come out over the cap. The cap is memory that was planned: the long side gives way.
+    # The formula keeps each side at one factor or more and rounds small pictures up, so a long thin one can
+    # exceed the cap. The cap is planned memory: shorten the long side.
     if height <= width:
         return height, min(width, max(max_tokens * factor // height, 1) * factor)
     return min(height, max(max_tokens * factor // width, 1) * factor), width
@@ -300,8 +251,9 @@ def _size_notes(
     cause: str,
     frames: int | None,
 ) -> list[str]:
-    """What a cap changed, and its ``cause``; of a picture also what the checkpoint's own most did. That a
-    picture was enlarged to its least, or rounded to patches, is nobody's concern.
+    """Notes on downscaling by the plan's cap (``cause``) or, for a picture, the checkpoint's own limit.
+
+    Enlarging to the smallest size and rounding to patches are not noted.
     """
     uncapped = _capped_size(image, processing, None, frames)
     height, width = size
@@ -311,7 +263,7 @@ def _size_notes(
         cause = f"the checkpoint takes at most {processing.most_tokens} tokens per picture"
     if height * width < image.height * image.width:
         return [f"scaled down from {image.width}x{image.height} to {width}x{height}: {cause}"]
-    # Smaller than what the checkpoint enlarges to its least size.
+    # The cap is below the checkpoint's smallest size.
     return [f"seen at {width}x{height} instead of {uncapped[1]}x{uncapped[0]}: {cause}"]
 
 
@@ -320,8 +272,8 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
     resized = (
         image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
     )
-    # A strip at a time, into an array of our own, which torch may write to: Pillow makes several copies of
-    # what it hands out, and in a cache they take a tenth of the time.
+    # Strip by strip, into a writable array: Pillow makes several copies of what it returns, ten times as fast
+    # within the CPU's cache.
     pixels = np.empty((height, width, 3), dtype=np.uint8)
     rows = max(STRIP_BYTES // (3 * width), 1)
     for top in range(0, height, rows):
@@ -346,39 +298,6 @@ def _prepared(
     digest.update(pixels.data)
     seen = ImageSeen(original[0], original[1], width, height, tokens, frames, tuple(notes))
     return PreparedImage(pixels, grid, tokens, digest.digest(), seen, bool(frame_seconds), frame_seconds)
-
-
-def decode_frame(part: VideoPart, index: int) -> Decoded:
-    """One frame of a clip. Raises what ``decode`` raises, with the place of the frame."""
-    check_wanted()
-    with naming(_frame_place(part, index)):
-        return decode(part.frames[index], f"{part.label} frame {index + 1}")
-
-
-def _frame_place(part: VideoPart, index: int) -> str | None:
-    return None if part.place is None else f"{part.place}[{index}]"
-
-
-@contextmanager
-def naming(place: str | None) -> Iterator[None]:
-    """Errors about a picture say which field of the request it came in."""
-    try:
-        yield
-    except PictureError as error:
-        error.param = error.param or place
-        raise
-
-
-def check_clip(part: VideoPart) -> None:
-    """Raises ``InvalidRequest`` for no frames, too many, or a rate that is none."""
-    if not 0 < len(part.frames) <= MAX_FRAMES:
-        raise InvalidRequest(
-            f"{part.label} has {len(part.frames)} frames",
-            f"A clip has 1 to {MAX_FRAMES} frames; 2 to a second are usual.",
-            param="messages",
-        )
-    if not (math.isfinite(part.fps) and part.fps > 0):
-        raise InvalidRequest(f"{part.label}: fps is {part.fps}", "fps must be above 0", param="messages")
 
 
 def _frame_seconds(frames: int, fps: float, temporal: int) -> tuple[float, ...]:

@@ -1,5 +1,4 @@
-"""Rotary positions of Qwen3-VL: where each token stands (text in one dimension, pictures in three), and the
-tables of the vision tower. Those of text are in ``layers/rope.py``.
+"""M-RoPE positions of Qwen3-VL's tokens (time, row, column), and the vision tower's rotary tables.
 
 Sources: Qwen3-VL's reference in transformers (``get_rope_index``, ``Qwen3VLVisionRotaryEmbedding``).
 """
@@ -23,10 +22,10 @@ def mrope_positions(
 ) -> tuple[npt.NDArray[np.int64], int]:
     """Positions [3, tokens] (time, row, column) of a prompt, and the position of the first token after it.
 
-    ``is_visual`` [tokens] marks placeholders; ``grids`` are the (time, rows, columns) in patches of the
-    pictures and clips in the order of their placeholders. Text counts on in all three dimensions. A picture
-    keeps one time, spreads its rows and columns from there, and moves the count by its longer side. Every
-    time step of a clip stands between its own markers and counts as a picture.
+    ``is_visual`` [tokens] marks placeholders; ``grids``: (time, rows, columns) in patches of the pictures and
+    clips in order. A text token advances all three axes. A picture has one time; its rows and columns start
+    there, and its longer side advances the count. Each time step of a clip has markers of its own and counts
+    as a picture.
     """
     frames = [(rows // merge, columns // merge) for time, rows, columns in grids for _ in range(time)]
     positions = np.empty((3, len(is_visual)), dtype=np.int64)
@@ -45,17 +44,17 @@ def mrope_positions(
     return positions, count + len(is_visual) - at
 
 
-def vision_angles(head_dim: int, places: int) -> Tensor:
-    """Cosines and sines of the angle that each row or column stands for: float32 [2, places, head_dim / 4].
+def vision_rope_angles(head_dim: int, places: int) -> Tensor:
+    """Cosines and sines of each row's or column's angles: float32 [2, places, head_dim / 4], on the host.
 
-    In host memory. Not to be changed.
+    Cached: not to be changed.
     """
     return torch.from_numpy(_vision_angles(head_dim, places))
 
 
 @lru_cache(maxsize=4)
 def _vision_angles(head_dim: int, places: int) -> npt.NDArray[np.float32]:
-    """Computed by torch, as the reference does, and kept as numbers of the host."""
+    """Computed by torch, as the reference does, and kept as an array."""
     quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     inverse_frequencies = 1.0 / VISION_THETA**quarter
     angles = torch.arange(places, dtype=torch.float32)[:, None] * inverse_frequencies
@@ -63,22 +62,22 @@ def _vision_angles(head_dim: int, places: int) -> npt.NDArray[np.float32]:
     return kept
 
 
-def vision_tables(config: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Tables for ``rotate`` [rows * columns, 1, 1, head_dim], for one frame's patches in merge order.
+def vision_rope_tables(config: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Tables for ``apply_rope`` [rows * columns, 1, 1, head_dim] of one frame's patches in merge order.
 
-    The first half of a patch's angles are its row's, the other its column's.
+    The first half of a patch's angles is its row's, the other its column's.
     """
-    row, column = map(torch.from_numpy, merge_order(rows, columns, config.spatial_merge_size))
+    row, column = map(torch.from_numpy, merge_order_indices(rows, columns, config.spatial_merge_size))
     cosines, sines = (
         torch.cat((of_place[row], of_place[column]), dim=-1)[:, None, None]
-        for of_place in vision_angles(config.head_dim, max(rows, columns))
+        for of_place in vision_rope_angles(config.head_dim, max(rows, columns))
     )
     return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
 
 
 @lru_cache(maxsize=8)  # pictures of one camera, frames of a clip
-def merge_order(rows: int, columns: int, merge: int) -> tuple[IntVector, IntVector]:
-    """Row and column [rows * columns] of each patch, each merge x merge block together. Not to be changed."""
+def merge_order_indices(rows: int, columns: int, merge: int) -> tuple[IntVector, IntVector]:
+    """Row and column [rows * columns] of each patch in merge order. Cached: not to be changed."""
     raster = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
     order = raster.transpose(0, 2, 1, 3).reshape(-1)
     return order // columns, order % columns

@@ -1,8 +1,4 @@
-"""Where pictures and clips stand in a prompt: their placeholders in text, then in tokens.
-
-Knows: the placeholders of Qwen3-VL, how often each is repeated, and that a clip is written out with its
-times. Does not know: templates, how text becomes tokens (``builder.py``), or pixels beyond preparing them.
-"""
+"""Qwen3-VL's placeholders of pictures and clips, in the rendered template and in tokens."""
 
 import re
 from collections.abc import Iterator
@@ -15,15 +11,14 @@ from vlfit.api.conversation import Conversation, ImagePart, VideoPart
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.errors import CheckpointError, InvalidRequest
-from vlfit.images.cancellation import check_wanted
-from vlfit.models.qwen3_vl.image_processor import PreparedImage, prepare_image, prepare_video
+from vlfit.images.cancellation import check_cancelled
+from vlfit.models.base import PreparedImage
+from vlfit.models.qwen3_vl.image_processor import prepare_image, prepare_video, smart_resize
 from vlfit.prompt.control_tokens import ControlTokens, Markers
 
 
-class PicturePlaces:
-    """Of a checkpoint with eyes. Raises ``CheckpointError`` for picture settings that are missing or that do
-    not agree with the rest.
-    """
+class Qwen3VLPrompts:
+    """Raises ``CheckpointError`` for picture settings that are missing or contradict config.json."""
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self.processing = ImageProcessing.read(folder)
@@ -36,13 +31,37 @@ class PicturePlaces:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tokens that only a template may write."""
+        """Control tokens that only a template may write."""
         return self._image.text, self._video.text, self._vision_start, self._vision_end
+
+    @property
+    def placeholder_ids(self) -> frozenset[int]:
+        """Tokens whose embeddings are replaced by features."""
+        return frozenset((self._image.token_id, self._video.token_id))
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens of the smallest picture."""
+        factor = self.processing.patch_size * self.processing.merge_size
+        return -(-self.processing.min_pixels // factor**2)
+
+    def resized(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
+        """Height and width of a picture with about ``max_tokens`` tokens: more only if it is so long and thin
+        that the formula gives more. None: the checkpoint would enlarge it.
+        """
+        factor = self.processing.patch_size * self.processing.merge_size
+        least = self.processing.min_pixels
+        size = smart_resize(height, width, factor, least, max_tokens * factor**2)
+        return None if size[0] * size[1] < least else size
+
+    @property
+    def pixels_per_token(self) -> int:
+        return (self.processing.patch_size * self.processing.merge_size) ** 2
 
     def prepare(self, conversation: Conversation, max_tokens: int | None) -> tuple[PreparedImage, ...]:
         """Every picture and clip of ``conversation``, each capped at ``max_tokens``.
 
-        A picture that comes again is prepared once. Raises ``Unwanted`` between two of them.
+        A repeated picture is prepared once. Raises ``Cancelled`` between two pictures.
         """
         return tuple(self._prepare(conversation, max_tokens))
 
@@ -51,7 +70,7 @@ class PicturePlaces:
         for message in conversation:
             for part in message.parts:
                 if isinstance(part, ImagePart):
-                    check_wanted()
+                    check_cancelled()
                     same = (part.data, part.detail)
                     if same not in seen:
                         seen[same] = prepare_image(part, self.processing, max_tokens)
@@ -59,7 +78,7 @@ class PicturePlaces:
                 elif isinstance(part, VideoPart):
                     yield prepare_video(part, self.video_processing, max_tokens)
 
-    def write_out_clips(
+    def expand_clips(
         self,
         rendered: str,
         images: tuple[PreparedImage, ...],
@@ -68,8 +87,8 @@ class PicturePlaces:
     ) -> str:
         """One placeholder for each picture and each temporal patch of a clip, the latter with its time.
 
-        transformers puts the times in the place of the bare placeholder and keeps the ``<|vision_start|>``
-        and ``<|vision_end|>`` that the template wrote around it; so do we.
+        As transformers does: times replace the bare placeholder, inside the ``<|vision_start|>`` and
+        ``<|vision_end|>`` that the template wrote around it.
         """
         pieces = re.split(control.unmarked(self._image.text, self._video.text, markers), rendered)
         placeholders = pieces[1::2]
@@ -77,8 +96,8 @@ class PicturePlaces:
         if placeholders != wanted:
             raise InvalidRequest(
                 f"the conversation has {len(wanted)} pictures or clips, "
-                f"the checkpoint's chat template gave {len(placeholders)} a place",
-                "Put pictures into user messages; most templates leave them out elsewhere.",
+                f"but the checkpoint's chat template placed {len(placeholders)}",
+                "Put pictures into user messages; most templates drop them elsewhere.",
                 param="messages",
             )
         for index, image in enumerate(images):
@@ -90,14 +109,14 @@ class PicturePlaces:
         return "".join(pieces)
 
     def expand(self, token_ids: list[int], images: tuple[PreparedImage, ...]) -> tuple[int, ...]:
-        """Each placeholder as often as its picture (or temporal patch) has tokens."""
+        """Repeat each placeholder once per token of its picture (or temporal patch)."""
         repeats = [image.tokens // image.grid[0] for image in images for _ in range(image.grid[0])]
         placeholders = (self._image.token_id, self._video.token_id)
         places = [place for place, token_id in enumerate(token_ids) if token_id in placeholders]
         if len(places) != len(repeats):
             raise CheckpointError(
-                f"the tokenizer made {len(places)} placeholders of {len(repeats)}",
-                "Its added tokens are not as Qwen3-VL has them; fetch tokenizer.json again.",
+                f"the tokenizer produced {len(places)} of {len(repeats)} placeholders",
+                "Its added tokens are not Qwen3-VL's; fetch tokenizer.json again.",
             )
         expanded: list[int] = []
         last = 0
@@ -119,19 +138,19 @@ def _token(tokenizer: Tokenizer, token_id: int, field: str) -> str:
     token: str | None = tokenizer.id_to_token(token_id)
     if token is None:
         raise CheckpointError(
-            f"config.json: {field} is {token_id}, which is no token of tokenizer.json",
+            f"config.json: {field} is {token_id}, which tokenizer.json does not have",
             "The two files belong to different models; fetch the checkpoint again.",
         )
     return token
 
 
 def _check_processing(pictures: ImageProcessing, clips: ImageProcessing, config: ModelConfig) -> None:
-    """Pictures and clips go through one vision tower: all but their pixel limits must agree with it."""
-    vision = config.eyes
+    """Pictures and clips share one vision tower: all settings but pixel limits must agree with it."""
+    vision = config.required_vision
     if replace(clips, min_pixels=0, max_pixels=0) != replace(pictures, min_pixels=0, max_pixels=0):
         raise CheckpointError(
-            "preprocessor_config.json and video_preprocessor_config.json disagree on more than sizes",
-            "Qwen3-VL has the same patches and normalisation in both; fetch the two files again.",
+            "preprocessor_config.json and video_preprocessor_config.json differ in more than sizes",
+            "Qwen3-VL has the same patches and normalization in both; fetch the two files again.",
         )
     for name, found, wanted in (
         ("patch_size", pictures.patch_size, vision.patch_size),

@@ -1,47 +1,42 @@
-"""Layers of the text model that wait in RAM: which they are, what that frees, and what it costs.
+"""Weights in RAM: text layers offloaded from a GPU, and all weights on a CPU.
 
-Two slots on the card take them in turn, so the card holds two layers for all that wait
-(``loading/offload.py``). Knows sizes, and the speed of the link. Does not know what fits (``search.py``,
-``engine/memory/fit.py``).
+Offloaded layers are copied in turn into two slots on the card (``loading/offload.py``), one while others
+compute; the first of a pass is copied during the pass before. The layers are spread evenly over the model, so
+that each copy overlaps with the same share of computing, and a pass takes as long as all copies or all
+computing, whichever is longer. If they were the last layers, their copies would only overlap with each
+other's computing.
 
-Speed: with two slots one layer is copied while others compute, and what comes first in a pass is copied
-behind the pass before. Where the layers that wait are spread evenly each has the same share of the others to
-hide behind, and a pass takes as long as all copies or all computing, whichever is longer. Were they the last
-ones of the model, all but two would be copied with nothing but each other's computing to hide behind.
+A CPU that computes in 32 bits keeps large matrices in 16 bits, where torch has the products for it
+(``layers/cpu_linear.py``).
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import Quantization
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import PACKED_SUFFIX, codes_per_word, is_embedding, is_no_weight
+from vlfit.checkpoint.tensors import PACKED_SUFFIX, codes_per_word, is_embedding, is_quantization_metadata
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.model import Gpu, Host
-from vlfit.plan.allocator import held_for, shelved
+from vlfit.plan.allocator import UNIT, arena_allocations, reserved_bytes
 from vlfit.plan.calibration import Constants
-from vlfit.plan.shapes import Model, ledger_part
-from vlfit.units import GIB, format_bytes, parse_gibibytes
+from vlfit.plan.shapes import HALF, Model, ledger_part
+from vlfit.plan.wishes import AUTO
+from vlfit.units import GIB, format_bytes
 
 SLOTS = 2
-ALIGNMENT = 512  # of a tensor in a slot, as torch's allocator aligns them
-AUTO: Literal["auto"] = "auto"
-RAM_LEFT = GIB  # a choice: RAM that stays for others when layers, which cannot be swapped, have theirs
-
-Wish = int | Literal["auto"]  # bytes that leave the card, or the least that makes it fit
+ALIGNMENT = UNIT  # of a tensor in a slot, as torch's allocator aligns them
+RAM_LEFT = GIB  # a choice: RAM that stays for other programs beside pinned layers
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """``layers`` that wait, ``ram`` bytes that they take there, ``weights`` without what aligns them, and
-    ``slot`` bytes of each of the two slots.
-    """
+    """Offloaded ``layers``: bytes in ``ram``, of ``weights`` without padding, and of a ``slot``."""
 
     layers: tuple[int, ...]
     ram: int
@@ -55,7 +50,7 @@ class Offload:
 
     @property
     def frees(self) -> int:
-        """By how much less the card holds of weights."""
+        """Bytes of weights that the card holds less."""
         return self.weights - self.slots
 
     @property
@@ -64,11 +59,11 @@ class Offload:
 
 
 def offload_of(model: Model, count: int) -> Offload:
-    """``count`` layers of ``model`` wait, spread evenly."""
+    """``count`` layers of ``model``, spread evenly, in RAM."""
     if not count:
-        return Offload((), 0, 0, 0)  # a search asks this a thousand times
+        return Offload((), 0, 0, 0)  # the usual case of a search
     exact, packed = _layer_sizes(model)
-    layers = spread(len(exact), count)
+    layers = spread_layers(len(exact), count)
     return Offload(
         layers,
         ram=sum(packed[index] for index in layers),
@@ -77,22 +72,22 @@ def offload_of(model: Model, count: int) -> Offload:
     )
 
 
-def spread(layers: int, count: int) -> tuple[int, ...]:
-    """``count`` of ``layers``, as far apart as can be, the last and the first of the next pass too."""
+def spread_layers(layers: int, count: int) -> tuple[int, ...]:
+    """Indices of ``count`` of ``layers``, evenly spaced, also from the last to the first of the next pass."""
     return tuple((2 * number + 1) * layers // (2 * count) for number in range(count))
 
 
-def counts(model: Model) -> range:
-    """How many layers can wait so that the card holds less for it, the fewest first."""
+def offload_counts(model: Model) -> range:
+    """Numbers of offloaded layers that free memory, the fewest first."""
     return range(SLOTS + 1, model.text.num_hidden_layers + 1)
 
 
-def count_for(model: Model, wanted: int) -> int:
-    """The fewest layers to wait so that the card holds ``wanted`` bytes less. Raises ``UsageError``."""
-    for count in counts(model):
+def layers_to_free(model: Model, wanted: int) -> int:
+    """The fewest layers whose offload frees ``wanted`` bytes. Raises ``UsageError`` if none do."""
+    for count in offload_counts(model):
         if offload_of(model, count).frees >= wanted:
             return count
-    most = max((offload_of(model, count).frees for count in counts(model)), default=0)
+    most = max((offload_of(model, count).frees for count in offload_counts(model)), default=0)
     raise UsageError(
         f"--offload {format_bytes(wanted)} is more than can leave the card: {format_bytes(most)} with all "
         f"text layers of {model.name} in RAM",
@@ -101,20 +96,8 @@ def count_for(model: Model, wanted: int) -> int:
     )
 
 
-def parse_wish(text: str) -> Wish:
-    """``auto``, or a size: a bare number is in GiB. Raises ``UsageError``."""
-    if text.strip().lower() == AUTO:
-        return AUTO
-    wanted = parse_gibibytes(text, "--offload")
-    if wanted <= 0:
-        raise UsageError(
-            f"--offload is {text}", "ask for more than 0, or leave it out: all stays on the card then"
-        )
-    return wanted
-
-
 def check_ram(offload: Offload, host: Host) -> None:
-    """Raises ``DoesNotFit`` where the layers would not leave enough of the RAM."""
+    """Raise ``DoesNotFit`` where the layers would not leave ``RAM_LEFT``."""
     room = host.ram_available - RAM_LEFT
     if offload.ram > room:
         raise DoesNotFit(
@@ -125,23 +108,20 @@ def check_ram(offload: Offload, host: Host) -> None:
         )
 
 
-def torch_takes(model: Model, offload: Offload) -> int:
-    """Bytes that torch takes from the driver for what stays on the card and the slots, in their order."""
+def bytes_torch_reserves(model: Model, offload: Offload) -> int:
+    """Bytes that torch reserves for the weights that stay on the card and the slots, in order."""
     layers = {name: _LAYER.search(name) for name in model.sizes}
     here = [
         size
         for name, size in model.sizes.items()
         if (found := layers[name]) is not None and int(found[1]) not in offload.layers
     ]
-    rest = shelved({name: size for name, size in model.sizes.items() if layers[name] is None})
-    return held_for([*here, *[offload.slot] * SLOTS, *rest])
+    rest = arena_allocations({name: size for name, size in model.sizes.items() if layers[name] is None})
+    return reserved_bytes([*here, *[offload.slot] * SLOTS, *rest])
 
 
 def copy_seconds(offload: Offload, gpu: Gpu, constants: Constants) -> tuple[float, float, float] | None:
-    """Seconds in which all layers that wait are copied once: at best, expected, at worst.
-
-    None where nobody knows the link's speed.
-    """
+    """Seconds to copy all offloaded layers once: at best, expected, at worst; None if the link is unknown."""
     if constants.link_bandwidth is not None:  # measured on this machine
         speeds = [constants.link_bandwidth.value] * 3
     elif gpu.pcie_bandwidth is not None:
@@ -154,7 +134,7 @@ def copy_seconds(offload: Offload, gpu: Gpu, constants: Constants) -> tuple[floa
 
 
 def _layer_sizes(model: Model) -> tuple[list[int], list[int]]:
-    """Bytes of each text layer: of its tensors, and with each of them aligned."""
+    """Bytes of each text layer, exact and with every tensor aligned."""
     exact = [0] * model.text.num_hidden_layers
     packed = list(exact)
     for name, size in model.sizes.items():
@@ -165,39 +145,30 @@ def _layer_sizes(model: Model) -> tuple[list[int], list[int]]:
     return exact, packed
 
 
-# What weights take on a CPU: which matrices the engine keeps in 16 bits there, and the bytes of all.
-#
-# A CPU that computes in 32 bits multiplies with weights in 16 where torch has the products for it
-# (``layers/cpu_linear.py``). Knows their layout and the sizes from which it pays. Does not know whether
-# this CPU has them: the engine does.
+# --- weights on a CPU --------------------------------------------------------------------------------------
 
-
-HALF = 2  # bytes
 # A matrix is laid out in blocks of so many inputs and outputs (FBGEMM, PackedGemmMatrixFP16; of 16 outputs
 # without AVX-512). Inputs are padded to whole blocks; matrices whose outputs would be are left as they are.
 BLOCK_INPUTS = 512
 BLOCK_OUTPUTS = 32
-# Weights of the smallest matrix that is laid out so: in 32 bits 4 MiB, more than a core keeps near. What is
-# smaller is hardly read faster, and laying it out takes a core 11 ns for each weight. A choice: mini, whose
-# matrices are smaller, decodes 13 % faster with it on a CPU with AVX2, and 30 % slower on one with AVX-512.
+# Weights of the smallest matrix that is packed so: in 32 bits 4 MiB, more than a core caches. Smaller ones
+# are hardly read faster, and packing takes a core 11 ns for each weight. A choice: mini, whose matrices are
+# smaller, decodes 13 % faster with it on a CPU with AVX2, and 30 % slower on one with AVX-512.
 LEAST_WEIGHTS = 2**20
-LEAST_INPUTS = BLOCK_INPUTS  # with fewer, half of what is laid out would be padding
+LEAST_INPUTS = BLOCK_INPUTS  # with fewer, half would be padding
 
 _HALVES = ("BF16", "F16")
 _HALVED = (*_HALVES, "F8_E4M3", "I8", "I32")  # stored in 16 bits or fewer
 _STACKED = re.compile(r"(\.)(?:[qkv]|gate|up)_proj(\.(?!bias))")  # q, k and v; gate and up: one input
 
 
-def half_bytes(rows: int, columns: int) -> int:
-    """Bytes of a matrix [rows, columns] as it is laid out for products."""
+def packed_bytes(rows: int, columns: int) -> int:
+    """Bytes of a matrix [rows, columns] packed in 16 bits for FBGEMM."""
     return rows * -(-columns // BLOCK_INPUTS) * BLOCK_INPUTS * HALF
 
 
-def in_halves(parts: Sequence[TensorInfo], quantization: Quantization | None) -> bool:
-    """Whether a linear layer, whose matrices ``parts`` stand on top of one another, is kept in 16 bits.
-
-    Not one that is stored in 32: it would not be the same.
-    """
+def is_packed(parts: Sequence[TensorInfo], quantization: Quantization | None) -> bool:
+    """Whether a linear layer of stacked matrices ``parts`` is kept in 16 bits; not if stored in 32."""
     shapes = [matrix_shape(info, quantization) for info in parts]
     rows, columns = sum(rows for rows, _ in shapes), shapes[0][1]
     return (
@@ -208,13 +179,13 @@ def in_halves(parts: Sequence[TensorInfo], quantization: Quantization | None) ->
     )
 
 
-def table_in_halves(info: TensorInfo, quantization: Quantization | None) -> bool:
-    """Whether the table of tokens stays as it is stored; a head of the same numbers is laid out beside it."""
-    return info.dtype in _HALVES and in_halves([info], quantization)
+def is_embedding_packed(info: TensorInfo, quantization: Quantization | None) -> bool:
+    """Whether the table of tokens stays as it is stored; a tied head is packed beside it."""
+    return info.dtype in _HALVES and is_packed([info], quantization)
 
 
 def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[int, int]:
-    """Outputs and inputs of what ``info`` stores; (1, n) of what is no matrix."""
+    """Outputs and inputs of a stored matrix; (1, n) for other tensors."""
     if len(info.shape) != 2:
         return 1, info.count
     packed = info.name.endswith(PACKED_SUFFIX)
@@ -224,7 +195,7 @@ def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[i
 def weights_in_ram(checkpoint: Checkpoint, value_bytes: int, *, halves: bool) -> dict[str, int]:
     """Bytes of each part of the ledger. ``halves``: the engine multiplies with weights in 16 bits.
 
-    What is not kept so is widened; the norms of q and k are repeated for each head.
+    Other weights are converted to ``value_bytes``; the norms of q and k are repeated for each head.
     """
     config = checkpoint.config
     heads = {
@@ -236,11 +207,11 @@ def weights_in_ram(checkpoint: Checkpoint, value_bytes: int, *, halves: bool) ->
         name = parts[0].name
         if name.startswith("lm_head.") and config.tie_word_embeddings:
             continue
-        laid_out = sum(half_bytes(*matrix_shape(info, config.quantization)) for info in parts)
-        if halves and is_embedding(name) and table_in_halves(parts[0], config.quantization):
-            size = parts[0].bytes + (laid_out if config.tie_word_embeddings else 0)
-        elif halves and _is_linear(parts[0]) and in_halves(parts, config.quantization):
-            size = laid_out
+        packed = sum(packed_bytes(*matrix_shape(info, config.quantization)) for info in parts)
+        if halves and is_embedding(name) and is_embedding_packed(parts[0], config.quantization):
+            size = parts[0].bytes + (packed if config.tie_word_embeddings else 0)
+        elif halves and _is_linear(parts[0]) and is_packed(parts, config.quantization):
+            size = packed
         else:
             copies = next((count for ending, count in heads.items() if name.endswith(ending)), 1)
             weights = sum(count_weights(info, config.quantization) for info in parts)
@@ -250,10 +221,10 @@ def weights_in_ram(checkpoint: Checkpoint, value_bytes: int, *, halves: bool) ->
 
 
 def _stacks(checkpoint: Checkpoint) -> Iterable[Sequence[TensorInfo]]:
-    """All tensors with weights; those that the engine makes one matrix of, together."""
+    """All weight tensors, grouped into the matrices that the engine stacks."""
     stacks: dict[str, list[TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
-        if not is_no_weight(name):
+        if not is_quantization_metadata(name):
             stacks.setdefault(_STACKED.sub(r"\1together\2", name), []).append(info)
     return stacks.values()
 

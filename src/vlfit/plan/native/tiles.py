@@ -1,8 +1,8 @@
-"""How products with narrow weights are cut into programs: the engine launches them so, and the plan counts.
+"""Tile sizes of GEMMs with quantized weights, and how prompts are dequantized, for engine and plan.
 
-Knows: which tile a number of rows gets, and among how many programs the inputs of one are shared out. What is
-built in is fixed, so no first start waits for a search; what was measured on a card itself goes before it
-(``tiles.py``). Does not know tensors; ``quantized.py`` says what a program does with its tile.
+Tiles are built in, so no first start waits for autotuning; those measured on a card by ``vlfit plan
+--calibrate`` replace them, from a JSON file for each card, Triton and kernels. A broken file, or one of other
+kernels, is ignored.
 """
 
 import hashlib
@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
-from vlfit.plan.calibration import kept_file, write_whole
+from vlfit.plan.calibration import cache_file, write_atomically
 from vlfit.units import GIB, KIB, MIB
 
-SPLIT_ROWS = 64  # up to so many rows the inputs of a product may be shared out among programs
-BUSY = 1200  # warps that keep a card reading; programs with fewer share out their inputs
+SPLIT_ROWS = 64  # most rows of a GEMM that may be split over its inputs (split-K)
+BUSY = 1200  # warps that keep a card reading; a GEMM with fewer is split
 MOST_SPLITS = 16
 FORMS = (FP8, INT8, INT4)
-REGIMES = (1, 8, 16)  # rows, up to which there is a choice for each form
+REGIMES = (1, 8, 16)  # rows up to which each format has tiles of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """What one program computes: rows x outputs over steps of inputs, by so many warps and load stages.
+class GemmTiles:
+    """Tile of one program: rows x outputs over steps of inputs, by so many warps and load stages.
 
-    With several ``parts``, as many as warps, each warp sums over one part of every step. ``busy``: as many
-    warps are launched at least, if there are inputs to share out.
+    With several ``parts``, as many as warps, each warp sums over one part of every step. ``busy``: split-K
+    goes on until so many warps are launched.
     """
 
     rows: int
@@ -42,37 +42,37 @@ class Tiles:
     busy: int = BUSY
 
 
-Table = Mapping[tuple[str, int], Tiles]  # by form and regime
+Table = Mapping[tuple[str, int], GemmTiles]  # by form and regime
 
 # What `vlfit plan --calibrate` found on one H100; FP8 of up to 8 rows has a stage less, by which steps of 2B
 # take a twelfth less and of 4B a fiftieth more (docs/log.md).
 BUILT_IN: Table = {
-    (FP8, 1): Tiles(8, 64, 128, 4, 3),
-    (FP8, 8): Tiles(8, 64, 128, 4, 3),
-    (FP8, 16): Tiles(16, 32, 128, 2, 4, busy=640),
-    (INT8, 1): Tiles(8, 32, 128, 2, 4),
-    (INT8, 8): Tiles(8, 32, 128, 2, 4),
-    (INT8, 16): Tiles(16, 32, 128, 2, 6, busy=640),
+    (FP8, 1): GemmTiles(8, 64, 128, 4, 3),
+    (FP8, 8): GemmTiles(8, 64, 128, 4, 3),
+    (FP8, 16): GemmTiles(16, 32, 128, 2, 4, busy=640),
+    (INT8, 1): GemmTiles(8, 32, 128, 2, 4),
+    (INT8, 8): GemmTiles(8, 32, 128, 2, 4),
+    (INT8, 16): GemmTiles(16, 32, 128, 2, 6, busy=640),
     # A step of int4 is as many bytes as one of FP8. Busy: o and down of 8B took 6.9 and 14.7 us among four
     # programs, 7.8 and 15.3 among eight.
-    (INT4, 1): Tiles(8, 64, 256, 4, 3, busy=1000),
-    (INT4, 8): Tiles(8, 32, 256, 2, 3),
-    (INT4, 16): Tiles(16, 32, 256, 2, 4),
+    (INT4, 1): GemmTiles(8, 64, 256, 4, 3, busy=1000),
+    (INT4, 8): GemmTiles(8, 32, 256, 2, 3),
+    (INT4, 16): GemmTiles(16, 32, 256, 2, 4),
 }
 
 
-def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> Tiles:
-    """The sizes for ``rows`` rows and weights in ``form``; half precision."""
+def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
+    """Tiles for ``rows`` rows in 16 bits and weights in ``form``."""
     for regime in REGIMES:
         if rows <= regime:
             return table[form, regime]
     if rows <= SPLIT_ROWS:
-        return Tiles(32 if rows <= 32 else 64, 64, 128, 4, 3)
-    return Tiles(128, 64, 64, 4, 3)
+        return GemmTiles(32 if rows <= 32 else 64, 64, 128, 4, 3)
+    return GemmTiles(128, 64, 64, 4, 3)
 
 
-def splits_for(rows: int, outputs: int, inputs: int, tiles: Tiles) -> int:
-    """Among how many programs the inputs of a tile are shared out: a power of two up to ``MOST_SPLITS``."""
+def splits_for(rows: int, outputs: int, inputs: int, tiles: GemmTiles) -> int:
+    """Split-K programs of a tile: a power of two up to ``MOST_SPLITS``."""
     if rows > SPLIT_ROWS:
         return 1
     warps = -(-outputs // tiles.outputs) * -(-rows // tiles.rows) * tiles.warps
@@ -82,16 +82,11 @@ def splits_for(rows: int, outputs: int, inputs: int, tiles: Tiles) -> int:
     return splits
 
 
-# The tiles that were measured to be the fastest on a card: a JSON file for each card, Triton and kernels.
-#
-# Knows the fields, what is possible in them on a card, and where the files lie. Does not know how tiles are
-# measured (``tuning/tune.py``). A file that is broken, or of other kernels, is as good as none: what is
-# built in is used.
-
+# --- tiles measured on a card (``tuning/tune.py``) ----------------------------------------------------------
 
 VERSION = 1
 _MOST = 2**16  # bytes of a file; real ones have two thousand
-# What a kernel may be compiled with, each by itself.
+# Values that a kernel may be compiled with.
 _POSSIBLE = {
     "outputs": (16, 32, 64, 128, 256),
     "inputs": (64, 128, 256, 512, 1024),
@@ -118,7 +113,7 @@ _MOST_BUSY = 100_000  # warps; the largest card has 10,000 at once
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What tiles are measured for: ``name`` as the driver has it, and the compute capability."""
+    """A kind of card: ``name`` as the driver has it, and the compute capability."""
 
     name: str
     capability: tuple[int, int]
@@ -137,19 +132,19 @@ def triton_version() -> str:
 
 @lru_cache(maxsize=1)
 def kernels_version() -> str:
-    """What changes when a kernel does: a hash of their sources, shortened."""
+    """A short hash of the kernels' sources."""
     sources = sorted((Path(__file__).parent.parent.parent / "kernels").rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
 def file_of(card: Card) -> Path:
-    """Where the tiles of ``card`` are kept, for this Triton and these kernels."""
+    """The file of the tiles of ``card``, for this Triton and these kernels."""
     capability = ".".join(map(str, card.capability))
-    return kept_file("tiles", card.name, capability, triton_version(), kernels_version())
+    return cache_file("tiles", card.name, capability, triton_version(), kernels_version())
 
 
 def save(card: Card, table: Table) -> Path:
-    """Keep ``table``, whole or not at all; the file. Raises ``UsageError`` if it cannot be written."""
+    """Write ``table`` and return the path. Raises ``UsageError`` if it cannot be written."""
     tiles = {form: {str(regime): asdict(table[form, regime]) for regime in REGIMES} for form in FORMS}
     facts = {
         "version": VERSION,
@@ -160,14 +155,14 @@ def save(card: Card, table: Table) -> Path:
         "tiles": tiles,
     }
     path = file_of(card)
-    write_whole(path, json.dumps(facts, indent=2) + "\n", "tiles")
+    write_atomically(path, json.dumps(facts, indent=2) + "\n", "tiles")
     table_of.cache_clear()
     return path
 
 
 @cache
 def table_of(card: Card) -> Table:
-    """What was measured on ``card``, and else what is built in. Read once: an engine keeps its tiles."""
+    """Tiles measured on ``card``, else those built in. Read once: an engine keeps its tiles."""
     if not triton_version():
         return BUILT_IN
     try:
@@ -180,7 +175,7 @@ def table_of(card: Card) -> Table:
 
 
 def _table(facts: Any, card: Card) -> Table:
-    """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for what vlfit does not write."""
+    """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for a file that vlfit did not write."""
     return {
         (form, regime): _tiles(facts[form][str(regime)], form, regime, card)
         for form in FORMS
@@ -188,11 +183,11 @@ def _table(facts: Any, card: Card) -> Table:
     }
 
 
-def _tiles(facts: Any, form: str, regime: int, card: Card) -> Tiles:
-    values = {field.name: facts[field.name] for field in fields(Tiles)}
+def _tiles(facts: Any, form: str, regime: int, card: Card) -> GemmTiles:
+    values = {field.name: facts[field.name] for field in fields(GemmTiles)}
     if not all(type(value) is int for value in values.values()):
         raise ValueError("a number of tiles is no whole one")
-    tiles = Tiles(**values)
+    tiles = GemmTiles(**values)
     sound = (
         tiles.rows == (16 if regime > 8 else 8)
         and tiles.parts in (1, tiles.warps)
@@ -204,9 +199,11 @@ def _tiles(facts: Any, form: str, regime: int, card: Card) -> Tiles:
     return tiles
 
 
-def _has_room(card: Card, form: str, tiles: Tiles) -> bool:
-    """Whether a program of ``tiles`` has room on ``card``: in shared memory for the codes and rows of all
-    stages of loads, in registers for the weights of a step in 16 bits and its sums in 32.
+def _has_room(card: Card, form: str, tiles: GemmTiles) -> bool:
+    """Whether a program of ``tiles`` fits ``card``.
+
+    Shared memory holds the codes and rows of all load stages, registers the weights of a step in 16 bits and
+    its sums in 32.
     """
     codes = tiles.outputs * tiles.inputs
     step = codes // (2 if form == INT4 else 1) + tiles.rows * tiles.inputs * 2
@@ -219,18 +216,14 @@ def _has_room(card: Card, form: str, tiles: Tiles) -> bool:
     )
 
 
-# How prompts are multiplied with narrow weights: the engine does it so, and the plan counts what it takes.
-#
-# Knows: from how many rows on a product is no longer bound by reading weights, and what a card has that
-# decides how it is done then. Does not know tensors (``kernels/gemm/quantized.py``,
-# ``kernels/gemm/fp8.py``) or machines.
+# --- GEMMs of many rows (``kernels/gemm/quantized.py``, ``kernels/gemm/fp8.py``)
+# -----------------------------
 
-
-# Widening moves about 5 bytes a weight (1 read, 2 written, 2 read again; int4 half a byte less), unpacking on
-# the fly 1, and computes at a share s of torch's speed. With F operations for each byte that a card moves in
-# the same time, they are even at 2 F / (1/s - 1) rows. An H200 has F = 260 and s = 0.45 (FP8) or 0.2 to 0.4
-# (int4): 430, and 130 to 350. Cards for games have F = 110 to 130: 200, and 60 to 160.
-WIDEN_ROWS = 256
+# Dequantizing first moves about 5 bytes a weight (1 read, 2 written, 2 read again; int4 half a byte less),
+# unpacking on the fly 1, and computes at a share s of torch's speed. With F operations for each byte that a
+# card moves in the same time, they are even at 2 F / (1/s - 1) rows. An H200 has F = 260 and s = 0.45 (FP8)
+# or 0.2 to 0.4 (int4): 430, and 130 to 350. Cards for games have F = 110 to 130: 200, and 60 to 160.
+MAX_FUSED_ROWS = 256
 # A slice of so many bytes stays in the L2 cache of newer cards (24 MB and more) until it is multiplied, and
 # has tiles enough for torch's product to fill a card with 8 or 16 GB.
 SCRATCH_BYTES = 24 * MIB
@@ -238,35 +231,29 @@ SCRATCH_BYTES = 24 * MIB
 # holds gate and up of 2B whole and of 4B in two, down of 4B whole and of 8B in two.
 ROOMY_SCRATCH_BYTES = 48 * MIB
 ROOMY = 18 * GIB  # of memory that is free: it does not matter there
-MULTIPLIES_FLOAT8 = (8, 9)  # compute capability from which on matrix units do
-EIGHT_BIT_ROWS = 16  # rows in FP8 are allocated in multiples of it
-GROUP = 128  # inputs that share a scale, in rows that are rounded to FP8 and in weights
+NATIVE_FP8_CAPABILITY = (8, 9)  # compute capability from which on matrix units do
+FP8_ROW_MULTIPLE = 16  # rows in FP8 are allocated in multiples of it
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What a card has for prompts and pictures: a buffer of ``scratch`` bytes that slices of weights are
-    widened into; ``eight_bits``: matrix units for FP8, which need no widening of such weights; ``tower``:
-    room for what the vision tower does to be recorded as CUDA graphs.
+class DequantConfig:
+    """How prompts and images are computed on a card.
+
+    ``scratch_bytes``: buffer that slices of quantized weights are dequantized into. ``fp8_activations``: FP8
+    tensor cores multiply FP8 weights without dequantizing. ``encoder_graphs``: enough memory to capture the
+    vision tower as CUDA graphs.
     """
 
-    scratch: int = SCRATCH_BYTES
-    eight_bits: bool = False
-    tower: bool = False
+    scratch_bytes: int = SCRATCH_BYTES
+    fp8_activations: bool = False
+    encoder_graphs: bool = False
 
 
-LEAST = Means()
+DEFAULT_DEQUANT_CONFIG = DequantConfig()
 
 
-def means_of(free: int, capability: tuple[int, int]) -> Means:
-    """The means of a card with ``free`` bytes of memory that nobody else holds."""
+def dequant_config_for(free: int, capability: tuple[int, int]) -> DequantConfig:
+    """The configuration for a card with ``free`` bytes of free memory."""
     roomy = free >= ROOMY
     scratch = ROOMY_SCRATCH_BYTES if roomy else SCRATCH_BYTES
-    return Means(scratch, capability >= MULTIPLIES_FLOAT8, roomy)
-
-
-def fits_eight_bits(form: str, inputs: int, shared: int) -> bool:
-    """Whether weights of so many ``inputs``, of which ``shared`` have one scale, are in FP8 with scales that
-    change where those of rows do, or not at all.
-    """
-    return form == FP8 and inputs % GROUP == 0 and (shared == GROUP or shared >= inputs)
+    return DequantConfig(scratch, capability >= NATIVE_FP8_CAPABILITY, roomy)

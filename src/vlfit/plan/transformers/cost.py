@@ -1,7 +1,7 @@
-"""The ledger of a model that nobody has measured, as transformers runs it: what is exact, what is a guess.
+"""The ledger of any model as transformers runs it, without knowing its architecture.
 
-Knows: bytes from headers, and the KV cache where the config is that of a plain transformer. Does not know:
-any architecture by name. What a pass takes beside that is guessed here and measured once the model is loaded
+Weights are exact, by headers, and so is the KV cache where the config is that of a plain transformer. What a
+pass takes is estimated here and measured once the model is loaded
 (``backends/transformers/generate_engine.py``).
 """
 
@@ -14,23 +14,25 @@ from vlfit.checkpoint.any_model import PARTS, AnyCheckpoint
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.errors import DoesNotFit, VlfitError
 from vlfit.machine.model import Gpu, Host
-from vlfit.plan import calibration
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
-from vlfit.plan.ledger import TRANSFORMERS, Line, Settings, held_by_others, ledger
-from vlfit.plan.shapes import HALF, Model, model_of
+from vlfit.plan.ledger import DEFAULT_CONTEXT, Line, Settings, desktop_line, held_by_others, reserve_line
+from vlfit.plan.shapes import HALF, SINGLE, Model, model_of
+from vlfit.plan.transformers.lines import TEXT_SLACK, VISION_PER_TOKEN, VISION_SLACK
+from vlfit.plan.transformers.lines import context_of as cuda_context
+from vlfit.plan.transformers.lines import lines as known_lines
 from vlfit.units import MIB, format_bytes
 
-DEFAULT_CONTEXT = 8192  # as the native engine's, where the model has more
-_SINGLE = 4
-# Names under which configs keep that of their text model.
+# Keys of the text model's config.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _FULL, _WINDOWED = ("full_attention", "attention"), ("sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """What of a text model's config says what it holds. ``full`` layers keep keys and values of all tokens,
-    ``windowed`` ones of the last ``window``; ``others`` something that does not grow, or that nobody knows.
+    """Sizes of a text model, from its config.
+
+    ``full`` layers keep keys and values of all tokens, ``windowed`` ones of the last ``window``; ``others``
+    keep a state that does not grow, or something unknown.
     """
 
     full: int
@@ -51,7 +53,7 @@ class TextShape:
 
 
 def text_shape(config: Mapping[str, Any]) -> TextShape | None:
-    """From ``config.json``, or from a config of transformers as a dict; None where it does not say enough."""
+    """Sizes from ``config.json``, or a transformers config as a dict; None where it lacks some."""
     text = text_config(config)
     layers, hidden, heads = (
         _count(text, *names)
@@ -63,7 +65,7 @@ def text_shape(config: Mapping[str, Any]) -> TextShape | None:
     )
     if layers is None or hidden is None or heads is None:
         return None
-    compressed = _count(text, "kv_lora_rank") is not None  # keys and values are kept in another form
+    compressed = _count(text, "kv_lora_rank") is not None  # keys and values are compressed
     kinds = text.get("layer_types")
     kinds = kinds if isinstance(kinds, list) and len(kinds) == layers else ["full_attention"] * layers
     full, windowed = (sum(kind in names for kind in kinds) for names in (_FULL, _WINDOWED))
@@ -85,7 +87,7 @@ def text_shape(config: Mapping[str, Any]) -> TextShape | None:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that is about text; the whole, if no part is."""
+    """The text model's part of a config; the whole if it has none."""
     for name in _TEXT_CONFIGS:
         part = config.get(name)
         if isinstance(part, Mapping):
@@ -94,16 +96,17 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of ``names`` that is a whole number above 0."""
-    found = (config.get(name) for name in names)
-    return next((each for each in found if type(each) is int and each > 0), None)
+    """The value of the first of ``names`` that is a positive integer."""
+    values = (config.get(name) for name in names)
+    return next((each for each in values if type(each) is int and each > 0), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What the model is to run with: tokens of a request and of a picture, bytes of a value, and how many
-    bytes of weights leave the GPU (``auto``: as few as make it fit; None: none). ``known``: the model, where
-    it is of a kind that other plans are made for.
+class RunOptions:
+    """Options of a run: tokens of a request and of a picture, and bytes of a value.
+
+    ``offload``: bytes of weights that leave the GPU; ``auto``: as few as make it fit; None: none. ``known``:
+    the model where plans are made for its architecture.
     """
 
     context: int
@@ -114,8 +117,8 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """``lines`` are those of the device; ``weights_here`` of ``weights`` are there, the rest in RAM."""
+class DeviceFit:
+    """The device's ``lines``; ``weights_here`` of ``weights`` bytes are there, the rest in RAM."""
 
     lines: tuple[Line, ...]
     weights: int
@@ -127,7 +130,7 @@ class Room:
 
 
 def known_model(folder: Path) -> Model | None:
-    """What is in ``folder``, if plans are made for it; None for every other architecture."""
+    """The model in ``folder`` if plans are made for its architecture, else None."""
     try:
         found = read_checkpoint(folder.name, folder)
         return model_of(found.name, found.config, found.tensors, "read from its headers")
@@ -136,9 +139,9 @@ def known_model(folder: Path) -> Model | None:
 
 
 def context_of(shape: TextShape | None, wished: int | None) -> int:
-    """Most tokens of a request: as wished, else the model's, at most ``DEFAULT_CONTEXT``.
+    """Most tokens of a request: ``wished``, else the model's, at most ``DEFAULT_CONTEXT``.
 
-    Raises ``DoesNotFit`` for more than the model knows.
+    Raises ``DoesNotFit`` for more than the model's positions.
     """
     most = shape.positions if shape is not None else None
     if wished is None:
@@ -152,7 +155,7 @@ def context_of(shape: TextShape | None, wished: int | None) -> int:
 
 
 def lines_on_gpu(
-    checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, wish: Wish
+    checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, wish: RunOptions
 ) -> tuple[Line, ...]:
     """The ledger on ``gpu`` with all weights there, whether it fits or not."""
     parts = checkpoint.bytes_loaded(wish.value_bytes)
@@ -160,11 +163,13 @@ def lines_on_gpu(
     return _in_order(_around(shape, gpu, wish), _weights(parts, weights, weights, wish.value_bytes))
 
 
-def room_on_gpu(checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, host: Host, wish: Wish) -> Room:
+def fit_on_gpu(
+    checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, host: Host, wish: RunOptions
+) -> DeviceFit:
     """The ledger on ``gpu`` as it is before anything is loaded.
 
-    Raises ``DoesNotFit`` where what is certain does not fit: weights, KV cache, the driver's own, and air.
-    What passes take is only guessed before they have run, so it decides nothing but how much is offloaded.
+    Raises ``DoesNotFit`` where weights, KV cache, context and reserve do not fit. The estimate of what passes
+    take only decides how much is offloaded.
     """
     parts = checkpoint.bytes_loaded(wish.value_bytes)
     weights = sum(parts.values())
@@ -186,10 +191,10 @@ def room_on_gpu(checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, ho
             "lower --context or --image-tokens, or use --device cpu",
         )
     _check_ram(weights - here, host)
-    return Room(_in_order(around, _weights(parts, weights, here, wish.value_bytes)), weights, here)
+    return DeviceFit(_in_order(around, _weights(parts, weights, here, wish.value_bytes)), weights, here)
 
 
-def room_in_ram(checkpoint: AnyCheckpoint, shape: TextShape | None, host: Host, wish: Wish) -> Room:
+def fit_in_ram(checkpoint: AnyCheckpoint, shape: TextShape | None, host: Host, wish: RunOptions) -> DeviceFit:
     """The ledger on a CPU: weights and KV cache. Raises ``DoesNotFit``."""
     parts = checkpoint.bytes_loaded(wish.value_bytes)
     weights = sum(parts.values())
@@ -202,45 +207,42 @@ def room_in_ram(checkpoint: AnyCheckpoint, shape: TextShape | None, host: Host, 
             f"free, {format_bytes(total - host.ram_available)} too few",
             "use --dtype bfloat16, a smaller --context, or close programs",
         )
-    return Room(lines, weights, weights)
+    return DeviceFit(lines, weights, weights)
 
 
 def measured(lines: tuple[Line, ...], held: Mapping[str, int], peak: int, note: str) -> tuple[Line, ...]:
-    """``lines`` once the model is loaded and its worst request has run: ``held`` bytes of weights by line,
-    and ``peak`` bytes beside weights and KV cache.
+    """``lines`` once the model is loaded and its worst request has run.
+
+    ``held``: bytes of weights by line. ``peak``: bytes beside weights and KV cache.
     """
-    found = []
+    updated = []
     for line in lines:
         if line.line in held:
-            found.append(
+            updated.append(
                 replace(line, bytes=held[line.line], how=MEASURED, note=f"{line.note}, as it is held")
             )
         elif line.line == "vision_workspace":
-            found.append(replace(line, bytes=0, how=MEASURED, note="in text_workspace: one pool has both"))
+            updated.append(replace(line, bytes=0, how=MEASURED, note="in text_workspace: one pool has both"))
         elif line.line == "text_workspace":
-            found.append(replace(line, bytes=peak, how=MEASURED, note=note))
+            updated.append(replace(line, bytes=peak, how=MEASURED, note=note))
         else:
-            found.append(line)
-    return tuple(found)
+            updated.append(line)
+    return tuple(updated)
 
 
 def _in_order(around: tuple[Line, ...], weights: tuple[Line, ...]) -> tuple[Line, ...]:
-    """As the memory is taken: the driver's own, weights, the KV cache, what passes take, air."""
+    """Lines in the order in which memory is taken: context, weights, KV cache, workspaces, reserve."""
     first = tuple(line for line in around if line.line in ("desktop", "context"))
     return (*first, *weights, *(line for line in around if line not in first))
 
 
-def _around(shape: TextShape | None, gpu: Gpu, wish: Wish) -> tuple[Line, ...]:
-    """All that is not weights."""
-    context = calibration.constants_for(gpu).transformers_context
-    vision = round(
-        calibration.TRANSFORMERS_VISION_SLACK.value
-        * wish.image_tokens
-        * calibration.TRANSFORMERS_VISION_PER_TOKEN.value
-    )
+def _around(shape: TextShape | None, gpu: Gpu, wish: RunOptions) -> tuple[Line, ...]:
+    """All lines but the weights."""
+    context = cuda_context(gpu)
+    vision = round(VISION_SLACK.value * wish.image_tokens * VISION_PER_TOKEN.value)
     text = _text_workspace(shape, wish)
     around = (
-        Line("desktop", held_by_others(gpu), MEASURED, "what other programs and the driver hold"),
+        desktop_line(gpu),
         Line("context", context.bytes, context.how, f"CUDA and its libraries: {context.source}"),
         _kv_cache(shape, wish),
         # Tower and text model never run at once, so only the larger counts.
@@ -251,40 +253,35 @@ def _around(shape: TextShape | None, gpu: Gpu, wish: Wish) -> tuple[Line, ...]:
             f"a guess: {wish.image_tokens} image tokens as Qwen3-VL 2B's tower takes them",
         ),
         Line("text_workspace", 0 if vision > text else text, MODELLED, "a guess, until a request has run"),
-        Line(
-            "reserve",
-            calibration.RESERVE.bytes,
-            MODELLED,
-            f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice)",
-        ),
+        reserve_line(),
     )
     passes = {line.line: line for line in _known_passes(gpu, wish)}
     return tuple(passes.get(line.line, line) for line in around)
 
 
-def _known_passes(gpu: Gpu, wish: Wish) -> tuple[Line, ...]:
-    """What passes of a known model take, as a plan has it; none of one that is not, or in float32."""
+def _known_passes(gpu: Gpu, wish: RunOptions) -> tuple[Line, ...]:
+    """Workspaces of a known model as a plan has them; none for other models or float32."""
     if wish.known is None or wish.value_bytes != HALF:
         return ()
     settings = Settings(wish.known.weights, wish.context, wish.image_tokens, 1, wish.context)
-    lines = ledger(wish.known, gpu, TRANSFORMERS, settings)
-    return tuple(line for line in lines if line.line in ("vision_workspace", "text_workspace"))
+    every = known_lines(wish.known, gpu, settings)
+    return tuple(line for line in every if line.line in ("vision_workspace", "text_workspace"))
 
 
-def _text_workspace(shape: TextShape | None, wish: Wish) -> int:
-    """A prompt as long as the context in one pass: of each token its row through norms in float32, or the
-    three products of a layer's inner width; and one row of logits, in float32 as well.
+def _text_workspace(shape: TextShape | None, wish: RunOptions) -> int:
+    """A prompt as long as the context in one pass, and one row of logits in float32.
+
+    For each token the row in a float32 norm, or the feed-forward's three intermediate rows.
     """
     if shape is None:
         return 0
-    norms = (2 * _SINGLE + wish.value_bytes) * shape.hidden
+    norms = (2 * SINGLE + wish.value_bytes) * shape.hidden
     inner = wish.value_bytes * (2 * shape.hidden + 3 * shape.intermediate)
-    logits = shape.vocabulary * (wish.value_bytes + 2 * _SINGLE)
-    slack = calibration.TRANSFORMERS_TEXT_SLACK.value
-    return round(slack * (wish.context * max(norms, inner) + logits))
+    logits = shape.vocabulary * (wish.value_bytes + 2 * SINGLE)
+    return round(TEXT_SLACK.value * (wish.context * max(norms, inner) + logits))
 
 
-def _kv_cache(shape: TextShape | None, wish: Wish) -> Line:
+def _kv_cache(shape: TextShape | None, wish: RunOptions) -> Line:
     if shape is None or not shape.full + shape.windowed:
         return Line("kv_cache", 0, MODELLED, "unknown: its config does not say what a token keeps")
     size = shape.kv_bytes(wish.context, wish.value_bytes)
@@ -297,7 +294,7 @@ def _kv_cache(shape: TextShape | None, wish: Wish) -> Line:
 
 
 def _weights(parts: Mapping[str, int], weights: int, here: int, value_bytes: int) -> tuple[Line, ...]:
-    """Where not all are ``here``, each part has its share: which layers they are is decided at loading."""
+    """Where some are in RAM, each part has its share: which layers these are is decided at loading."""
     note = f"read from headers, values of {value_bytes} bytes"
     if here == weights:
         return tuple(Line(part, parts[part], EXACT, note) for part in PARTS)

@@ -1,50 +1,39 @@
-"""The ``vllm serve`` command that holds a plan: its flags, its environment, and what each is for.
+"""The ``vllm serve`` command of a plan (0.11 to 0.33): flags, environment, and which ledger line each moves.
 
-Knows: how flags are spelt in vLLM 0.11 to 0.33, and which line of the ledger each moves. Does not know how
-the settings were chosen. Two flags say how much memory: the KV cache in bytes, which is what vLLM allocates;
-and a share of the whole card, which with the bytes given moves nothing but is still checked against what is
-free at the start. The share is therefore what the plan counts for vLLM once it has grown: a start that passes
-that check has the room.
+Two flags say how much memory: the KV cache in bytes, which is what vLLM allocates; and a share of the whole
+card, which with the bytes given moves nothing but is still checked against what is free at the start. The
+share is therefore what the plan counts for vLLM once it has grown: a start that passes that check has enough
+memory.
 """
 
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import MINI, mini_folder
 from vlfit.machine.model import Gpu
 from vlfit.machine.survey import BFLOAT16_FROM
+from vlfit.plan.ledger import Line
+from vlfit.plan.plans import Command, Flag
 from vlfit.plan.shapes import Model
-from vlfit.plan.vllm import cost as constants
-from vlfit.plan.vllm import cost as costs
-from vlfit.plan.vllm.cost import all_reduces
-from vlfit.plan.vllm.flags import (
-    ASSUMED,
+from vlfit.plan.vllm import cost
+from vlfit.plan.vllm.flags import ASSUMED, INSTALLED, NEWEST, PINNED, SIZES_ARE_FIXED_FROM, Version, has
+from vlfit.plan.vllm.lines import bytes_outside_budget
+from vlfit.plan.vllm.settings import (
     FLOAT32,
-    INSTALLED,
     LOOPBACK,
-    NEWEST,
     NO_PEERS,
     OLDER_RUNNER,
     OLDER_SHARING,
-    PINNED,
-    SIZES_ARE_FIXED_FROM,
     SOCKETS,
-    Version,
-    has,
+    VllmSettings,
 )
 from vlfit.units import format_bytes
 
-if TYPE_CHECKING:
-    from vlfit.plan.ledger import Line, Settings
-
-
 NO_LINE = "-"  # a flag that moves nothing on the GPU
 _OUTSIDE = ("desktop", "reserve")  # lines that are not vLLM's
-# The library that the native engine has for this, too; vLLM refuses the second for a backend that it chooses.
+# The native engine uses this library, too; vLLM refuses the second key for a backend that it chooses itself.
 _FORMS = {"backend": "guidance", "disable_any_whitespace": True}
 _DIGITS = 1000  # a share is written with three digits, rounded down
 _UVA = "ends with 'UVA is not available' under WSL2"
@@ -58,41 +47,19 @@ _WHY = {
 _FLOAT8_FROM = (8, 9)  # the first compute capability with instructions for it
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A flag with its ``value`` ("" for a switch), or a variable; the ledger's ``line`` it moves; ``why``."""
-
-    flag: str
-    value: str
-    line: str
-    why: str
-
-    @property
-    def words(self) -> list[str]:
-        return [self.flag, self.value] if self.value else [self.flag]
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How a plan is started: ``words`` of the command, its ``environment``, and what each flag is for."""
-
-    words: tuple[str, ...]
-    environment: dict[str, str] = field(default_factory=dict)
-    flags: tuple[Flag, ...] = ()
-
-
 def start(
     model: Model,
-    settings: "Settings",
-    lines: "tuple[Line, ...]",
+    settings: VllmSettings,
+    lines: tuple[Line, ...],
     gpus: Sequence[Gpu],
     version: Version,
     *,
     wsl2: bool,
     several: bool,
-) -> Start:
-    """The command for a plan. ``gpus``: those that it takes, the one of the ledger first; ``several``: the
-    machine has more than one.
+) -> Command:
+    """The command of a plan. ``gpus``: the cards that it takes, that of the ledger first.
+
+    ``several``: the cards have to be named, as the machine has more.
     """
     every = [
         *_flags(model, settings, lines, gpus[0]),
@@ -114,22 +81,20 @@ def start(
     for flag in flags:
         words += flag.words
     environment = {variable.flag: variable.value for variable in variables}
-    return Start(tuple(words), environment, (*flags, *variables))
+    return Command(tuple(words), environment, (*flags, *variables))
 
 
-def budget(lines: "tuple[Line, ...]") -> int:
-    """Bytes that must be free when vLLM looks, its own context taken: what it comes to hold in the end."""
-    from vlfit.plan.vllm.lines import outside
-
-    return sum(line.bytes for line in lines if line.line not in _OUTSIDE) - outside(lines)
+def budget(lines: tuple[Line, ...]) -> int:
+    """Bytes that must be free when vLLM starts, beside its CUDA context: what it holds in the end."""
+    return sum(line.bytes for line in lines if line.line not in _OUTSIDE) - bytes_outside_budget(lines)
 
 
-def share(lines: "tuple[Line, ...]", gpu: Gpu) -> float:
+def share(lines: tuple[Line, ...], gpu: Gpu) -> float:
     """``budget`` as a share of all memory of the card, rounded down."""
     return math.floor(budget(lines) / gpu.total * _DIGITS) / _DIGITS
 
 
-def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: Gpu) -> Iterator[Flag]:
+def _flags(model: Model, settings: VllmSettings, lines: tuple[Line, ...], gpu: Gpu) -> Iterator[Flag]:
     pool = next(line.bytes for line in lines if line.line == "kv_cache")
     longest = model.text.max_position_embeddings
     yield Flag(
@@ -137,7 +102,7 @@ def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: G
         str(settings.context),
         "kv_cache",
         f"without it {longest} tokens must fit, "
-        f"{format_bytes(longest * costs.kv_bytes(model, settings.kv_dtype, settings.vllm))}",
+        f"{format_bytes(longest * cost.kv_bytes(model, settings.kv_dtype, settings.vllm))}",
     )
     yield Flag(
         "--kv-cache-memory-bytes",
@@ -163,8 +128,8 @@ def _flags(model: Model, settings: "Settings", lines: "tuple[Line, ...]", gpu: G
         "tokens of a pass; also how many pictures are encoded together (vision_workspace)",
     )
     if not settings.graphs:
-        compiling = 0 if costs.has_newer_runner(settings.vllm) else constants.COMPILING.bytes
-        saved = constants.GRAPHS_OF_FEW.bytes + compiling
+        compiling = 0 if cost.has_newer_runner(settings.vllm) else cost.COMPILING.bytes
+        saved = cost.GRAPHS_OF_FEW.bytes + compiling
         why = f"no graphs and no compiling, about {format_bytes(saved)}; slower"
         if settings.vllm.in_ram:
             why = "compiling for a processor takes minutes, and there are no graphs"
@@ -182,7 +147,7 @@ def _dtype_flag(chosen: str, gpu: Gpu) -> Flag:
     return Flag("--dtype", chosen, NO_LINE, f"{why}; as many bytes")
 
 
-def _share_flag(settings: "Settings", lines: "tuple[Line, ...]", gpu: Gpu) -> Flag:
+def _share_flag(settings: VllmSettings, lines: tuple[Line, ...], gpu: Gpu) -> Flag:
     """The share of all memory that is checked against what is free."""
     whole, most = share(lines, gpu), settings.vllm.share
     if most is None or most >= whole:
@@ -195,43 +160,43 @@ def _share_flag(settings: "Settings", lines: "tuple[Line, ...]", gpu: Gpu) -> Fl
     return Flag("--gpu-memory-utilization", f"{most:g}", "total", why)
 
 
-def _flags_of_cards(model: Model, settings: "Settings") -> Iterator[Flag]:
-    """Over how many cards the layers go, and how many copies there are."""
-    told = settings.vllm
-    if told.tensor > 1:
+def _flags_of_cards(model: Model, settings: VllmSettings) -> Iterator[Flag]:
+    """Tensor parallelism, and copies of the model."""
+    args = settings.vllm
+    if args.tensor > 1:
         yield Flag(
             "--tensor-parallel-size",
-            str(told.tensor),
+            str(args.tensor),
             "weights.text",
-            f"each layer goes over {told.tensor} cards, which add up {all_reduces(model)} times a token",
+            f"each layer goes over {args.tensor} cards, which add up {cost.all_reduces(model)} times a token",
         )
-        if told.apart:
+        if args.apart:
             why = "vLLM's own sums over cards want them to read each other's memory"
             yield Flag("--disable-custom-all-reduce", "", NO_LINE, why)
-        if model.vision is not None and settings.image_tokens and not told.split_tower:
+        if model.vision is not None and settings.image_tokens and not args.split_tower:
             yield Flag(
                 "--mm-encoder-tp-mode",
                 "data",
                 "weights.vision",
                 "each card has the whole tower and takes pictures of its own, with no sums between cards",
             )
-    if told.data > 1:
+    if args.data > 1:
         yield Flag(
             "--data-parallel-size",
-            str(told.data),
+            str(args.data),
             NO_LINE,
-            f"{told.data} copies of the model, which share the requests; each has the ledger above",
+            f"{args.data} copies of the model, which share the requests; each has the ledger above",
         )
-    if told.one_front:
+    if args.one_front:
         yield Flag("--api-server-count", "1", NO_LINE, "one process takes requests, not one for each copy")
 
 
-def _picture_flags(model: Model, settings: "Settings") -> Iterator[Flag]:
+def _picture_flags(model: Model, settings: VllmSettings) -> Iterator[Flag]:
     vision = model.vision
     if vision is None:
         return
-    most = settings.image_tokens * costs.pixels_of_token(vision)
-    size = {"size": {"longest_edge": most, "shortest_edge": costs.LEAST_PIXELS}}
+    most = settings.image_tokens * cost.pixels_of_token(vision)
+    size = {"size": {"longest_edge": most, "shortest_edge": cost.LEAST_PIXELS}}
     yield Flag(
         "--mm-processor-kwargs",
         json.dumps(size),
@@ -240,7 +205,7 @@ def _picture_flags(model: Model, settings: "Settings") -> Iterator[Flag]:
     )
     yield Flag(
         "--limit-mm-per-prompt",
-        json.dumps({"image": costs.pictures_of_prompt(settings), "video": 0}),
+        json.dumps({"image": cost.pictures_of_prompt(settings), "video": 0}),
         "vision_workspace",
         "no video: its frames are not held to the size above, and the trial run would encode 12288 tokens of "
         "them",
@@ -249,7 +214,7 @@ def _picture_flags(model: Model, settings: "Settings") -> Iterator[Flag]:
 
 
 def _variables(
-    gpus: Sequence[Gpu], settings: "Settings", version: Version, *, wsl2: bool, several: bool
+    gpus: Sequence[Gpu], settings: VllmSettings, version: Version, *, wsl2: bool, several: bool
 ) -> Iterator[Flag]:
     if settings.vllm.in_ram:
         return
@@ -262,16 +227,17 @@ def _variables(
             f"the GPU{'s' if len(gpus) > 1 else ''} that {'are' if len(gpus) > 1 else 'is'} planned for: "
             f"{gpus[0].name}",
         )
-    told = dict(each.split("=", 1) for each in sorted(settings.vllm.variables))
-    if wsl2 and version.needs_pinned_memory and OLDER_RUNNER not in told:
-        told = {PINNED: "1", **told}
-    told |= dict([NO_PEERS.split("=", 1)]) if settings.vllm.apart else {}
-    for name, value in told.items():
+    variables = dict(each.split("=", 1) for each in sorted(settings.vllm.variables))
+    if wsl2 and version.needs_pinned_memory and OLDER_RUNNER not in variables:
+        variables = {PINNED: "1", **variables}
+    variables |= dict([NO_PEERS.split("=", 1)]) if settings.vllm.apart else {}
+    for name, value in variables.items():
         yield Flag(name, value, NO_LINE, _WHY.get(name) or f"without it vLLM {version.text} {_UVA}")
 
 
-def remarks(version: Version, settings: "Settings", *, capability: tuple[int, int]) -> Iterator[str]:
-    """What a person should know of this version and these sums, in sentences."""
+def remarks(version: Version, settings: VllmSettings, gpu: Gpu) -> Iterator[str]:
+    """Sentences about this version, and how well its memory is known."""
+    capability = gpu.compute_capability
     if settings.vllm.in_ram:
         yield (
             f"This is for vLLM {version.text} on the processor: every line is RAM, and what is modelled was "
@@ -290,10 +256,8 @@ def remarks(version: Version, settings: "Settings", *, capability: tuple[int, in
             f"vLLM {version.text} is newer than {newest}, the last whose flags were read: they are taken to "
             "be the same."
         )
-    newer = costs.has_newer_runner(settings.vllm)
-    measured = (
-        f"{constants.NEWER_MEASURED_WITH} on one H100" if newer else f"{constants.MEASURED_WITH} on one H200"
-    )
+    newer = cost.has_newer_runner(settings.vllm)
+    measured = f"{cost.NEWER_MEASURED_WITH} on one H100" if newer else f"{cost.MEASURED_WITH} on one H200"
     yield (
         f"Workspaces, graphs and growth were measured with vLLM {measured}; other versions and cards differ "
         "by some hundred MiB, so the first start is a trial."

@@ -1,32 +1,24 @@
-"""What vLLM holds while it serves Qwen3-VL: bytes as functions of shapes and settings.
+"""Memory of vLLM while it serves Qwen3-VL: measured constants, and bytes as functions of shapes and settings.
 
-Knows: what its code allocates (read in the sources of 0.11 to 0.33) and how its trial run sizes pictures.
-Does not know: machines. The peaks are arithmetic from the source; where a measured start showed more, the
-difference is a constant (``plan/vllm/cost.py``). Tests hold the sum against measured processes.
+Formulas follow the sources of 0.11 to 0.33, in which the profiling run sizes pictures; where a measured start
+showed more, the difference is a constant. "Measured" is vLLM 0.22.0, with the older runner, and 0.26.0, with
+the newer one (``has_newer_runner``), with random weights at the true shapes of Qwen3-VL and some 7 GiB.
+Nothing was measured on a small card. Tests hold the sums against measured processes.
 """
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.checkpoint.quantization import FP8, INT4
+from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import MEASURED, MODELLED, Constant
-from vlfit.plan.native.cost import feature_bytes, kv_tokens
-from vlfit.plan.shapes import HALF, Matrix, Model
-from vlfit.plan.vllm.flags import OLDER_RUNNER, OfVllm, parse_version
+from vlfit.plan.ledger import shared_pool
+from vlfit.plan.shapes import HALF, Matrix, Model, feature_bytes
+from vlfit.plan.vllm.flags import parse_version
+from vlfit.plan.vllm.settings import OLDER_RUNNER, VllmArgs, VllmSettings
 from vlfit.units import GIB, MIB
 
-if TYPE_CHECKING:
-    from vlfit.machine.model import Gpu
-    from vlfit.plan.ledger import Settings
-
-
-# What only measurement can give of vLLM's memory, each number with its source.
-#
-# Knows numbers. Does not know formulas (``costs.py``). "Measured" is vLLM 0.22.0, whose runner was the
-# older one, and 0.26.0, with the newer one (``costs.has_newer_runner``), with random weights at the true
-# shapes of Qwen3-VL and some 7 GiB for it. Nothing here was measured on a small card.
-
+# --- measured constants -------------------------------------------------------------------------------------
 
 MEASURED_WITH = "0.22.0"
 NEWER_MEASURED_WITH = "0.26.0"
@@ -34,13 +26,13 @@ _H100 = f"vLLM {NEWER_MEASURED_WITH} on one H100, driver 580.159.04, torch 2.11.
 _TWO_H200 = f"vLLM {NEWER_MEASURED_WITH} on two H200, by hand"
 _H200 = f"vLLM {MEASURED_WITH} on one H200, driver 580.159.04, torch 2.11.0+cu130, 2026-11-21"
 
-# What the process holds on the card before vLLM takes its first look: outside its budget, inside "used".
+# What the process holds before vLLM first reads free memory: outside its budget, but used.
 CONTEXT = Constant(
     0.53 * GIB, MEASURED, f"522-527 MiB; users of small cards report 0.4-0.6 GiB before it counts; {_H200}"
 )
-# What CUDA's libraries take during the trial run, beside torch's pool: inside the budget.
+# What CUDA's libraries take during the profiling run, beside torch's pool: inside the budget.
 LIBRARIES = Constant(0.24 * GIB, MEASURED, f"0.22-0.24 GiB of non-torch memory; {_H200}")
-# What a running process holds more than after its start. Two requests at once: 160-180 MiB; eight: 344-472.
+# Growth of a process after its start. Two requests at once: 160-180 MiB; eight: 344-472.
 GROWTH_OF_FEW = Constant(
     0.2 * GIB, MEASURED, f"160-180 MiB more after the first requests, two at once; {_H200}"
 )
@@ -53,18 +45,19 @@ GROWTH_OF_NEWER = Constant(0.265 * GIB, MEASURED, f"154-270 MiB more at the firs
 GRAPHS_OF_FEW = Constant(72 * MIB, MEASURED, f"0.01-0.07 GiB for 2 to 8 sequences; {_H200}")
 GRAPHS_OF_MANY = Constant(0.39 * GIB, MEASURED, f"0.37-0.39 GiB for 256 sequences, 86 graphs; {_H200}")
 FEW_GRAPHS, MANY_GRAPHS = 8, 256  # sequences for which these two were measured
-# What compiling takes at the peak of a first start, beside what the pass itself holds: 0.40-0.45 GiB in all;
+# Compiling at the peak of a first start, beside the pass itself: 0.40-0.45 GiB in all;
 # with the newer runner nothing of it was seen, at a first start of 2B in FP8 (47 s of compiling, 0.26.0).
 COMPILING = Constant(290 * MIB, MEASURED, f"peaks of 0.40-0.45 GiB less 136-264 MiB by shapes; {_H200}")
-# The trial run of two pictures of 1024 tokens peaked at 0.27 GiB without graphs, where shapes say 256 MiB.
+# The profiling run of two pictures of 1024 tokens peaked at 0.27 GiB without graphs, where shapes say 256
+# MiB.
 BESIDE_PICTURES = Constant(36 * MIB, MEASURED, f"0.27 GiB against 256 MiB by shapes, 2B; {_H200}")
 # Seconds for each layer of one pass whose kernels lie in a CUDA graph, from pass to pass.
 LAUNCH_OF_GRAPHS = Constant(2.17e-3 / 28, MEASURED, f"Qwen3-VL 2B in bf16: 2.17 ms for 28 layers; {_H200}")
 LAUNCH_OF_GRAPHS_LOW = Constant(
     (2.17e-3 - 1.295e-3) / 28, MEASURED, f"the same, less 1.295 ms of matrix products alone; {_H200}"
 )
-# What NCCL holds on each card of a group that shares layers, before vLLM's first look. Linear in its
-# channels, of which fast links have more (NCCL's issue 864).
+# What NCCL holds on each card of a group that shares layers, before vLLM first reads free memory. Linear in
+# its channels, of which fast links have more (NCCL's issue 864).
 NCCL = Constant(
     688 * MIB,
     MODELLED,
@@ -93,26 +86,21 @@ ENGINE_RAM = Constant(0.64e9, MEASURED, "resident memory of vLLM 0.32's EngineCo
 WORKER_RAM = Constant(1.0e9, MEASURED, "resident memory of vLLM 0.32's worker, mini on a processor")
 
 
-# Several cards for vLLM: which may go together, how a model is shared out, and what each then holds.
-#
-# Knows: vLLM's rules for sharing layers out (``--tensor-parallel-size``), read in its source, and bytes for
-# each card. Does not know how many cards to take (``plan/vllm/placement.py``) or how it is spelt
-# (``command.py``).
+# --- tensor parallelism: rules of vLLM's source, and bytes on each card ------------------------------------
 
-
-# Which side of a layer's matrices is cut: outputs, or inputs, whose results are then added up over the cards.
+# Matrices that are split by inputs, so that cards add up their results; all others are split by outputs.
 _BY_INPUTS = ("o_proj", "down_proj")
 _KEYS = ("k_proj", "v_proj")
-# What each card's piece must be a multiple of: blocks of FP8 weights (``fp8_utils.py``), tiles of Marlin's
-# kernels for int4 (``marlin_utils.py``); outputs and inputs.
+# Each card's piece must be a multiple of this (outputs, inputs): blocks of FP8 weights (``fp8_utils.py``),
+# tiles of Marlin's kernels for int4 (``marlin_utils.py``).
 _PIECES = {FP8: (128, 128), INT4: (64, 128)}
 _FROM_HOPPER = (9, 0)
-# Cards with so much memory have NVLink and NCCL's many channels, where they are of Hopper's age or later.
+# From Hopper on, cards with so much memory have NVLink, for which NCCL opens many channels.
 _SERVER_CARD = 70 * 2**30
 
 
-def why_not(model: Model, tensor: int) -> str:
-    """Why vLLM cannot share this model's layers over ``tensor`` cards; "" if it can."""
+def tensor_parallel_problem(model: Model, tensor: int) -> str:
+    """Why vLLM cannot split this model's layers over ``tensor`` cards; "" if it can."""
     if tensor == 1:
         return ""
     text = model.text
@@ -135,8 +123,8 @@ def why_not(model: Model, tensor: int) -> str:
     return ""
 
 
-def why_not_tower(vision: VisionConfig | None, tensor: int) -> str:
-    """Why the tower cannot be shared out; "" if it can."""
+def split_tower_problem(vision: VisionConfig | None, tensor: int) -> str:
+    """Why the vision tower cannot be split over ``tensor`` cards; "" if it can."""
     if vision is None or tensor == 1:
         return ""
     if vision.num_heads % tensor or vision.intermediate_size % tensor:
@@ -145,24 +133,24 @@ def why_not_tower(vision: VisionConfig | None, tensor: int) -> str:
 
 
 def keys_of_card(model: Model, tensor: int) -> int:
-    """Heads of keys and values that one card keeps; with more cards than heads each keeps one."""
+    """KV heads on one card; at least one, even with more cards than heads."""
     return max(model.text.num_key_value_heads // tensor, 1)
 
 
 def kv_bytes_of_card(model: Model, tensor: int, whole: int) -> int:
-    """Of ``whole`` bytes of a token's keys and values what one card keeps."""
+    """One card's part of a token's ``whole`` bytes of keys and values."""
     return whole * keys_of_card(model, tensor) // model.text.num_key_value_heads
 
 
 def text_bytes(model: Model, tensor: int) -> int:
-    """Weights of the text layers on one card: matrices shared out, norms on each."""
+    """Weights of the text layers on one card: matrices are split, norms are on each."""
     text = model.text
     norms = HALF * (text.num_hidden_layers * 2 * (text.hidden_size + text.head_dim) + text.hidden_size)
     return norms + _piece(model.text_bytes - norms, tensor) + _more_keys(model, tensor)
 
 
-def vision_bytes(model: Model, settings: "Settings") -> int:
-    """The tower on one card: all of it, or its matrices shared out."""
+def vision_bytes(model: Model, settings: VllmSettings) -> int:
+    """The vision tower on one card: all of it, or with its matrices split."""
     vision, tensor = model.vision, settings.vllm.tensor
     if vision is None or tensor == 1 or not settings.vllm.split_tower:
         return model.vision_bytes
@@ -173,12 +161,12 @@ def vision_bytes(model: Model, settings: "Settings") -> int:
 
 
 def embedding_bytes(model: Model, tensor: int) -> int:
-    """Table of tokens and output head on one card: rows shared out."""
+    """Table of tokens and output head on one card, split by rows."""
     return _piece(model.embedding_bytes, tensor)
 
 
-def peers(gpu: "Gpu", tensor: int) -> int:
-    """What a card holds to work with the others: NCCL and buffers that they read."""
+def peers(gpu: Gpu, tensor: int) -> int:
+    """Memory of a card for communication: NCCL, and buffers that other cards read."""
     if tensor == 1:
         return 0
     hopper = gpu.compute_capability >= _FROM_HOPPER
@@ -187,20 +175,20 @@ def peers(gpu: "Gpu", tensor: int) -> int:
     return nccl.bytes + ALL_REDUCE.bytes + (SYMMETRIC.bytes if fast else 0)
 
 
-def peers_note(gpu: "Gpu", tensor: int) -> str:
-    """What is known of ``peers``, and where from."""
+def peers_note(gpu: Gpu, tensor: int) -> str:
+    """The ledger's note for ``peers``, with its source."""
     fast = gpu.compute_capability >= _FROM_HOPPER and gpu.total >= _SERVER_CARD
     nccl = NCCL_OF_HOPPER if fast else NCCL
     return f"NCCL and all-reduce between {tensor} cards, outside vLLM's budget; {nccl.source}"
 
 
 def all_reduces(model: Model) -> int:
-    """Sums over the cards for one token: two for each layer and one for the table of tokens."""
+    """All-reduces for one token: two for each layer and one for the table of tokens."""
     return 2 * model.text.num_hidden_layers + 1
 
 
 def _more_keys(model: Model, tensor: int) -> int:
-    """What is kept more than once where there are more cards than heads of keys."""
+    """Bytes of KV projections that are replicated where there are more cards than KV heads."""
     keys = model.text.num_key_value_heads
     if tensor <= keys:
         return 0
@@ -216,6 +204,9 @@ def _piece(whole: int, tensor: int) -> int:
     return -(-whole // tensor)
 
 
+# --- memory by settings
+# --------------------------------------------------------------------------------------
+
 # vLLM makes its table of rotary positions four times as long as the model's longest context when positions
 # have three dimensions (``rotary_embedding/mrope.py``), whatever --max-model-len says.
 _POSITIONS_TIMES = 4
@@ -227,11 +218,12 @@ LEAST_PIXELS = 65536
 _NEWER_FROM = (0, 25, 1)
 
 
-def has_newer_runner(told: OfVllm) -> bool:
-    """Whether this vLLM has what it calls its V2 model runner, which runs Qwen3-VL since 0.25.1. A version
-    that is not known counts as an older one, which takes more.
+def has_newer_runner(args: VllmArgs) -> bool:
+    """Whether this vLLM runs Qwen3-VL with its V2 model runner, as it does since 0.25.1.
+
+    An unknown version counts as an older one, which takes more.
     """
-    return f"{OLDER_RUNNER}=0" not in told.variables and _is_newer(told.version)
+    return f"{OLDER_RUNNER}=0" not in args.variables and _is_newer(args.version)
 
 
 @lru_cache(maxsize=16)
@@ -244,52 +236,53 @@ def pixels_of_token(vision: VisionConfig) -> int:
     return (vision.patch_size * vision.spatial_merge_size) ** 2
 
 
-def kv_bytes(model: Model, kv_dtype: str, told: OfVllm) -> int:
-    """Keys and values of one token in all layers, on one card: in FP8, or in what is computed with."""
+def kv_bytes(model: Model, kv_dtype: str, args: VllmArgs) -> int:
+    """Keys and values of one token in all layers, on one card: in FP8, or in the dtype of the computation."""
     values = model.kv_bytes_per_token // HALF
-    return kv_bytes_of_card(model, told.tensor, values * (1 if kv_dtype == FP8 else told.value_bytes))
+    return kv_bytes_of_card(model, args.tensor, values * (1 if kv_dtype == FP8 else args.value_bytes))
 
 
-def pool_tokens(settings: "Settings") -> int:
-    """Tokens of the KV cache: as in the native engine, in whole blocks, and one that vLLM keeps for nobody.
+def pool_tokens(settings: VllmSettings) -> int:
+    """Tokens of the KV cache: as in the native engine, in whole blocks, and vLLM's null block.
 
-    From 0.30 on a start ends if one request of full length does not fit beside that block. A pool that was
+    From 0.30 on a start fails if one request of full length does not fit beside that block. A size that was
     asked for is taken as it is, in whole blocks.
     """
-    asked = settings.vllm.kv_tokens
-    if asked is not None:
-        return -(-asked // LARGEST_BLOCK) * LARGEST_BLOCK
-    tokens = kv_tokens(settings.context, settings.sequences)
+    fixed = settings.vllm.kv_tokens
+    if fixed is not None:
+        return -(-fixed // LARGEST_BLOCK) * LARGEST_BLOCK
+    tokens = shared_pool(settings.context, settings.sequences)
     return -(-tokens // LARGEST_BLOCK) * LARGEST_BLOCK + LARGEST_BLOCK
 
 
-def pictures_of_prompt(settings: "Settings") -> int:
-    """Pictures that are allowed in one prompt: as many of the largest as the context holds beside text."""
+def pictures_of_prompt(settings: VllmSettings) -> int:
+    """Most pictures in one prompt: as many of the largest as the context holds beside text."""
     if settings.vllm.pictures is not None:
         return settings.vllm.pictures
     return max((settings.context - 1) // settings.image_tokens, 1)
 
 
-def tokens_encoded_together(settings: "Settings") -> int:
-    """Tokens of the pictures that one pass of the tower may hold (``multimodal/encoder_budget.py``).
+def tokens_encoded_together(settings: VllmSettings) -> int:
+    """Most tokens of pictures that the tower encodes at once (``multimodal/encoder_budget.py``).
 
-    As many whole pictures as a pass of the text model has tokens, at least one.
+    As many whole pictures as fit the tokens of a text pass, at least one.
     """
     size = settings.image_tokens
     pictures = max(settings.chunk, size) // size
     return size * min(pictures, settings.sequences * pictures_of_prompt(settings))
 
 
-def picture_cache(vision: VisionConfig, settings: "Settings") -> int:
-    """Features of pictures that wait for the text model: as many tokens as a pass has, or one picture."""
+def picture_cache(vision: VisionConfig, settings: VllmSettings) -> int:
+    """Features of pictures that wait for the text model: of a pass's tokens, or of one picture."""
     features = feature_bytes(vision, max(settings.chunk, settings.image_tokens))
     return features // HALF * settings.vllm.value_bytes
 
 
-def vision_peak(vision: VisionConfig, settings: "Settings") -> int:
-    """What the tower holds beside its results: for each patch two rows of the MLP's inner width, residual and
-    norm, pixels, positions, and the deepstack features so far: 28 KiB in 2B in 16 bits. Where the tower is
-    shared out each card has its part of the inner width.
+def vision_peak(vision: VisionConfig, settings: VllmSettings) -> int:
+    """Peak of the tower beside its results: 28 KiB for each patch in 2B in 16 bits.
+
+    For each patch two rows of the MLP's inner width, residual and norm, pixels, positions, and the deepstack
+    features so far. If the tower is split, each card has its part of the inner width.
     """
     parts = settings.vllm.tensor if settings.vllm.split_tower else 1
     merged = vision.spatial_merge_size**2
@@ -300,32 +293,31 @@ def vision_peak(vision: VisionConfig, settings: "Settings") -> int:
     return patches * row * settings.vllm.value_bytes + BESIDE_PICTURES.bytes
 
 
-def positions(model: Model, settings: "Settings") -> int:
-    """The table of rotary positions, cosines and sines, kept all along: 256 MiB for Qwen3-VL in 16 bits."""
+def positions(model: Model, settings: VllmSettings) -> int:
+    """The persistent RoPE table of cosines and sines: 256 MiB for Qwen3-VL in 16 bits."""
     times = _POSITIONS_TIMES if model.vision is not None else 1
     rows = times * model.text.max_position_embeddings
     return rows * model.text.head_dim * settings.vllm.value_bytes
 
 
-def deepstack_buffers(model: Model, settings: "Settings") -> int:
-    """Rows that the tower's middle layers add to the first text layers, for a whole pass, kept all along."""
+def deepstack_buffers(model: Model, settings: VllmSettings) -> int:
+    """Persistent deepstack buffers, which are added to the first text layers, for a whole pass."""
     if model.vision is None or not settings.image_tokens:
         return 0
     levels = len(model.vision.deepstack_visual_indexes)
     return levels * settings.chunk * model.text.hidden_size * settings.vllm.value_bytes
 
 
-def made_with_weights(model: Model, settings: "Settings") -> int:
-    """What stands in the workspaces' lines and vLLM counts in its "Model loading took"."""
+def made_with_weights(model: Model, settings: VllmSettings) -> int:
+    """Bytes in the workspaces' lines that vLLM counts in its "Model loading took"."""
     return positions(model, settings) + deepstack_buffers(model, settings)
 
 
-def text_peak(model: Model, settings: "Settings") -> int:
-    """The peak of a pass: gate, up and their product, residual and input, embeddings; and the sampler's rows.
+def text_peak(model: Model, settings: VllmSettings) -> int:
+    """Peak of a pass: gate, up and their product, residual and input, embeddings; and the sampler's rows.
 
-    With graphs the model is compiled first, which with the older runner takes more at the first start than
-    any pass after it. The memory stays with torch. Cards that share a layer have their part of its inner
-    width each.
+    With graphs the model is compiled first, which with the older runner takes more than any pass, and the
+    memory stays with torch. Cards that share a layer have their part of its inner width each.
     """
     text = model.text
     row = 3 * text.intermediate_size // settings.vllm.tensor + 3 * text.hidden_size
@@ -335,16 +327,16 @@ def text_peak(model: Model, settings: "Settings") -> int:
     return passing + settings.sequences * SAMPLER_ROW + compiling
 
 
-def growth(settings: "Settings") -> int:
-    """What a process holds more once it has answered its first requests."""
+def growth(settings: VllmSettings) -> int:
+    """Bytes by which the process grows at its first requests."""
     if has_newer_runner(settings.vllm):
         return GROWTH_OF_NEWER.bytes
     few = settings.sequences <= FEW_SEQUENCES
     return (GROWTH_OF_FEW if few else GROWTH).bytes
 
 
-def graphs(settings: "Settings") -> int:
-    """CUDA graphs of batches up to twice the requests at once: between the two numbers that were measured."""
+def graphs(settings: VllmSettings) -> int:
+    """CUDA graphs of batches up to twice the requests at once, interpolated between two measurements."""
     if not settings.graphs:
         return 0
     few, many = GRAPHS_OF_FEW.bytes, GRAPHS_OF_MANY.bytes

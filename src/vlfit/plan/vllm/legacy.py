@@ -1,30 +1,29 @@
-"""Flags of ``vllm serve`` as people know them, and what to use of them today: wishes of the plan, or words.
+"""Flags typed for ``vllm serve``: those that change memory become wishes of the plan, others go to vLLM.
 
-Knows: which flags the plan counts with and therefore takes as wishes, which are gone and what became of them
-(``flags.py``), and how values are spelt in vLLM. What it does not know it hands on to vLLM as it is. Does not
-know a machine: whether a share of memory is there is asked after planning (``share_words``).
+Flags that are gone are left out, and their successors named (``flags.py``).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vlfit.errors import UsageError
-from vlfit.plan.vllm.flags import FLOAT32, GONE, OfVllm, Version, as_json, flags_of, has, whole_number
+from vlfit.plan.plans import Plan
+from vlfit.plan.vllm.command import budget, share
+from vlfit.plan.vllm.flags import GONE, Version, as_json, flags_of, has, whole_number
+from vlfit.plan.vllm.lines import bytes_outside_budget
+from vlfit.plan.vllm.settings import FLOAT32, VllmArgs, args_of
 from vlfit.units import format_bytes
-
-if TYPE_CHECKING:
-    from vlfit.plan.search import Plan
-
 
 _PIXELS = 1024  # of a token, in all sizes of Qwen3-VL
 
 
 @dataclass(frozen=True, slots=True)
-class Legacy:
-    """``words`` that are left for vLLM, sentences to tell (``said``), ``wishes`` by their fields' names, the
-    ``share`` of memory that was given, and variables to ``unset``.
+class ParsedFlags:
+    """``words`` for vLLM, sentences for the person (``said``), and ``wishes`` by field name.
+
+    ``share``: of memory, if given. ``unset``: environment variables to remove.
     """
 
     words: tuple[str, ...] = ()
@@ -36,7 +35,7 @@ class Legacy:
 
 @dataclass(slots=True)
 class _Reading:
-    """What was understood so far."""
+    """What was parsed so far."""
 
     version: Version
     words: list[str] = field(default_factory=list)
@@ -49,12 +48,12 @@ class _Reading:
         self.said.append(f"{flag} is taken as {words}: the plan counts with it.")
 
 
-def understood(
+def parse_flags(
     words: Sequence[str], version: Version, environment: Mapping[str, str] | None = None
-) -> Legacy:
-    """What ``words``, typed for ``vllm serve``, and ``environment`` mean to a plan for this version.
+) -> ParsedFlags:
+    """Parse ``words``, typed for ``vllm serve``, and ``environment`` for a plan for this version.
 
-    Raises ``UsageError`` for a value that is none and for what is vlfit's own to say.
+    Raises ``UsageError`` for a bad value and for flags that vlfit sets itself.
     """
     reading = _Reading(version)
     for flag, value, given in flags_of(words):
@@ -64,21 +63,18 @@ def understood(
         if name in _VARIABLES and value:
             reading.said.append(f"{name}={value}: {_VARIABLES[name]}.")
             unset.append(name)
-    return Legacy(tuple(reading.words), tuple(reading.said), reading.wishes, reading.share, tuple(unset))
+    return ParsedFlags(tuple(reading.words), tuple(reading.said), reading.wishes, reading.share, tuple(unset))
 
 
-def share_words(given: float | None, plan: "Plan") -> str:
-    """What a share of memory that was given means for ``plan``; "" if none was."""
-    from vlfit.plan.vllm.command import budget, share
-    from vlfit.plan.vllm.lines import outside
-
+def share_words(given: float | None, plan: Plan) -> str:
+    """What a given share of memory means for ``plan``, in a sentence; "" if none was given."""
     if given is None:
         return ""
     says = f"--gpu-memory-utilization {given:g}"
-    if plan.settings.vllm.in_ram:
+    if args_of(plan.settings).in_ram:
         return f"{says} means nothing on a processor: the plan gives the KV cache its bytes."
     own, total = share(plan.ledger, plan.gpu), plan.gpu.total
-    free = plan.gpu.free - outside(plan.ledger)
+    free = plan.gpu.free - bytes_outside_budget(plan.ledger)
     asked = f"{format_bytes(round(given * total))} of {format_bytes(total)}"
     if given * total > free:
         return (
@@ -103,7 +99,7 @@ _Reader = Callable[[_Reading, str, str | None, list[str]], None]
 
 
 def _other(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
-    """Handed on; one that this version lacks would end its start, and is told instead."""
+    """Passed on; a flag that this version lacks would end the start, and is left out with a note."""
     if flag in GONE and not has(reading.version.number, flag):
         reading.said.append(f"{flag} is left out: {GONE[flag]}.")
     else:
@@ -132,7 +128,7 @@ def _eager(reading: _Reading, flag: str, value: str | None, given: list[str]) ->
 
 
 def _share(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
-    """A check, not a size: the plan gives bytes."""
+    """A check, not a size: the plan sets bytes."""
     try:
         share = float(value or "")
     except ValueError:
@@ -158,14 +154,14 @@ def _dtype(reading: _Reading, flag: str, value: str | None, given: list[str]) ->
     name = {"half": "float16", "float": FLOAT32}.get(value or "", value or "")
     if name in ("float16", "bfloat16", FLOAT32):
         price = "twice the bytes" if name == FLOAT32 else "as many bytes"
-        reading.wish(flag, "vllm", OfVllm(dtype=name), f"{name}, {price}")
+        reading.wish(flag, "vllm", VllmArgs(dtype=name), f"{name}, {price}")
         return
     reading.said.append(f"{flag} {value} goes to vLLM as it is; the ledger counts 16 bits.")
     reading.words += given
 
 
 def _limits(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
-    """Pictures in one prompt: JSON as vLLM takes it today, or ``image=2,video=0`` as it did once."""
+    """Pictures in one prompt: JSON, or ``image=2,video=0`` as older versions took it."""
     if (value or "").startswith("{"):
         limits = as_json(flag, value)
     else:
@@ -184,9 +180,9 @@ def _limits(reading: _Reading, flag: str, value: str | None, given: list[str]) -
 
 def _processor(reading: _Reading, flag: str, value: str | None, given: list[str]) -> None:
     """The size of pictures."""
-    told = as_json(flag, value)
-    size = told.pop("size", None)
-    pixels = size.get("longest_edge") if isinstance(size, dict) else told.pop("max_pixels", None)
+    parsed = as_json(flag, value)
+    size = parsed.pop("size", None)
+    pixels = size.get("longest_edge") if isinstance(size, dict) else parsed.pop("max_pixels", None)
     if pixels is None:
         raise UsageError(
             f"{flag} has no size of pictures",
@@ -194,8 +190,8 @@ def _processor(reading: _Reading, flag: str, value: str | None, given: list[str]
         )
     tokens = whole_number(flag, str(pixels)) // _PIXELS
     reading.wish(flag, "image_tokens", tokens, f"--image-tokens {tokens}")
-    if told:
-        reading.said.append(f"{flag}: {', '.join(told)} is left out, as the plan writes this flag itself.")
+    if parsed:
+        reading.said.append(f"{flag}: {', '.join(parsed)} is left out, as the plan writes this flag itself.")
 
 
 def _beyond(words: str) -> _Reader:

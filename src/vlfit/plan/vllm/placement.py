@@ -1,60 +1,51 @@
-"""One card or several: the first way over a machine's equal cards on which a model fits as it should.
+"""Over which cards a model goes: the first way over a machine's equal cards on which it fits as it should.
 
-Knows: the order in which ways are tried, and when one is good enough. Does not know which ways there are
-(``plan/vllm/placement.py``) or how settings are chosen on one (``plan/candidates.py``).
+Only equal cards go together, since every card gets the same share. Layers are shared out only as far as is
+needed, because copies of the model answer more requests.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.calibration import with_bandwidth
-from vlfit.plan.candidates import Choice, best, keeps_floors
+from vlfit.plan.candidates import best
+from vlfit.plan.cost_model import CostModel
+from vlfit.plan.plans import Choice
+from vlfit.plan.preference import keeps_floors
 from vlfit.plan.shapes import Model
-from vlfit.plan.vllm import cost as constants
-from vlfit.plan.vllm.cost import why_not, why_not_tower
-from vlfit.plan.vllm.flags import OfVllm
+from vlfit.plan.vllm import cost
+from vlfit.plan.vllm.cost import split_tower_problem, tensor_parallel_problem
+from vlfit.plan.vllm.settings import VllmArgs, VllmSettings, VllmWishes
 from vlfit.units import format_bytes
 
-if TYPE_CHECKING:
-    from vlfit.plan.ledger import Settings
-    from vlfit.plan.wishes import Wishes
-
-
-# Which cards of a machine vLLM takes together, and in which ways a model may go over them.
-#
-# Knows: that only equal cards go together, since every card gets the same share; that layers are shared out
-# only as far as is needed, because copies answer more requests. Does not know what anything costs
-# (``plan/vllm/cost.py``) or which way is chosen (``search.py``).
-
-
-# Cards of one kind whose sizes differ by less are equal; drivers and ECC make them differ a little.
+# Cards of one name whose sizes differ by less are equal: drivers and ECC make a small difference.
 _ALIKE = 0.02
-# A card with less free than this share of the emptiest one's is left out: the fullest decides for all.
+# A card with less free memory than this share of the emptiest one's is left out, as the fullest decides for
+# all.
 _EMPTY_ENOUGH = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Equal cards, the emptiest first; ``busy`` ones are of the same kind, but something else holds them."""
+    """Equal cards, the emptiest first; ``busy`` ones are equal, but other programs hold much of them."""
 
     gpus: tuple[Gpu, ...]
     busy: tuple[Gpu, ...] = ()
 
     def taken(self, count: int) -> tuple[Gpu, ...]:
-        """The ``count`` emptiest, the fullest of them first: the ledger is its."""
+        """The ``count`` emptiest cards, the fullest of them first, as the ledger is its."""
         return tuple(sorted(self.gpus[:count], key=lambda gpu: gpu.free))
 
     @property
     def room(self) -> int:
-        """Free bytes that can be used, the fullest card deciding for all."""
+        """Usable free bytes of all cards: the fullest decides for all."""
         return len(self.gpus) * min(gpu.free for gpu in self.gpus)
 
 
 def groups(machine: Machine) -> list[Group]:
-    """The machine's cards in groups of equal ones, those with the most room first."""
+    """The machine's cards in groups of equal ones, the group with the most usable memory first."""
     left, found = sorted(machine.gpus, key=lambda gpu: -gpu.free), []
     while left:
         first = left[0]
@@ -65,11 +56,11 @@ def groups(machine: Machine) -> list[Group]:
     return sorted(found, key=lambda group: -group.room)
 
 
-def ways(group: Group, wishes: "Wishes") -> Iterator[OfVllm]:
-    """Ways over the cards of ``group``, the layers on as few as possible first; copies take the rest.
+def ways(group: Group, wishes: VllmWishes) -> Iterator[VllmArgs]:
+    """Arguments to try on ``group``: layers over as few cards as possible first, copies on the rest.
 
-    A tower is whole on each card before it is shared out as well. Raises ``UsageError`` for a wish that needs
-    more cards than there are.
+    A whole tower on each card comes before a split one. Raises ``UsageError`` for a wish that needs more
+    cards than there are.
     """
     count = len(group.gpus)
     tensors = [wishes.tensor_parallel] if wishes.tensor_parallel else list(range(1, count + 1))
@@ -87,65 +78,63 @@ def ways(group: Group, wishes: "Wishes") -> Iterator[OfVllm]:
             yield replace(way, split_tower=True)
 
 
-def remarks(machine: Machine, group: Group, settings: "Settings") -> Iterator[str]:
-    """What a person should know of the cards that are taken and of those that are not."""
-    told, taken = settings.vllm, group.taken(settings.vllm.cards)
-    if told.cards > 1:
+def remarks(machine: Machine, group: Group, settings: VllmSettings) -> Iterator[str]:
+    """Sentences about the cards that are taken and those that are not."""
+    args, taken = settings.vllm, group.taken(settings.vllm.cards)
+    if args.cards > 1:
         yield _how(settings, taken)
         yield _ram(settings, machine)
     unused = [gpu for gpu in group.gpus if gpu not in taken]
     others = [gpu for gpu in machine.gpus if gpu not in group.gpus and gpu not in group.busy]
     if unused:
-        yield f"Not taken: {_named(unused)}: a copy of the model needs {told.tensor} cards."
+        yield f"Not taken: {_named(unused)}: a copy of the model needs {args.tensor} cards."
     if group.busy:
         yield f"Not taken: {_named(group.busy)}, as others hold much of it: the fullest card decides for all."
     if others and len(machine.gpus) > 1:
         yield f"Not taken: {_named(others)}: only equal cards go together."
 
 
-def _how(settings: "Settings", taken: tuple[Gpu, ...]) -> str:
-    told = settings.vllm
+def _how(settings: VllmSettings, taken: tuple[Gpu, ...]) -> str:
+    args = settings.vllm
     each = f"{settings.sequences} requests at once" + (
-        f" in each copy, {settings.sequences * told.data} in all" if told.data > 1 else ""
+        f" in each copy, {settings.sequences * args.data} in all" if args.data > 1 else ""
     )
     least, most = taken[0].free, taken[-1].free
     fullest = f", the fullest ({format_bytes(least)} free)" if most > least else ""
     parts = []
-    if told.tensor > 1:
-        parts.append(f"each layer over {told.tensor} cards")
-    if told.data > 1:
-        parts.append(f"{told.data} copies of the model")
+    if args.tensor > 1:
+        parts.append(f"each layer over {args.tensor} cards")
+    if args.data > 1:
+        parts.append(f"{args.data} copies of the model")
     measured = (
         "; what cards hold for each other was measured on two H200 alone, and how fast they add up was not"
-        if told.tensor > 1
+        if args.tensor > 1
         else ""
     )
     return (
-        f"{told.cards} cards, {' and '.join(parts)}: {each}. The ledger is one card's{fullest}; speed is one "
+        f"{args.cards} cards, {' and '.join(parts)}: {each}. The ledger is one card's{fullest}; speed is one "
         f"request's{measured}."
     )
 
 
-def _ram(settings: "Settings", machine: Machine) -> str:
-    """What the processes take of RAM, by those of a processor's build."""
-    told = settings.vllm
-    fronts = 1 if told.one_front or told.data == 1 else told.data
+def _ram(settings: VllmSettings, machine: Machine) -> str:
+    """RAM of the processes, as measured with the build for processors."""
+    args = settings.vllm
+    fronts = 1 if args.one_front or args.data == 1 else args.data
     need = (
-        fronts * constants.FRONT_RAM.bytes
-        + told.data * constants.ENGINE_RAM.bytes
-        + told.cards * constants.WORKER_RAM.bytes
+        fronts * cost.FRONT_RAM.bytes + args.data * cost.ENGINE_RAM.bytes + args.cards * cost.WORKER_RAM.bytes
     )
     short = (
         f"; {format_bytes(machine.host.ram_available)} are available"
         if need > machine.host.ram_available
         else ""
     )
-    each = format_bytes(constants.FRONT_RAM.bytes)
+    each = format_bytes(cost.FRONT_RAM.bytes)
     copies = f", one for each copy (--api-server-count 1 makes it one; {each} each)"
     return (
         f"RAM: about {format_bytes(need)} or more for {fronts} process{'es' if fronts > 1 else ''} that take"
-        f"{'' if fronts > 1 else 's'} requests{copies if fronts > 1 else ''}, {told.data} engine"
-        f"{'s' if told.data > 1 else ''} and {told.cards} workers, as measured on a processor{short}."
+        f"{'' if fronts > 1 else 's'} requests{copies if fronts > 1 else ''}, {args.data} engine"
+        f"{'s' if args.data > 1 else ''} and {args.cards} workers, as measured on a processor{short}."
     )
 
 
@@ -154,13 +143,13 @@ def _are_alike(one: Gpu, other: Gpu) -> bool:
     return one.name == other.name and one.compute_capability == other.compute_capability and near
 
 
-def _named(gpus: "list[Gpu] | tuple[Gpu, ...]") -> str:
+def _named(gpus: list[Gpu] | tuple[Gpu, ...]) -> str:
     return ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in gpus)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A choice, and the cards of ``group`` that it takes: the fullest, whose ledger it is, first."""
+class CardChoice:
+    """A choice and the cards of ``group`` that it takes, the fullest first, whose ledger it is."""
 
     choice: Choice
     group: Group
@@ -171,16 +160,16 @@ class Taken:
         return self.gpus[0]
 
 
-def best_of_groups(models: list[tuple[Model, str]], machine: Machine, wishes: "Wishes") -> Taken:
-    """The first way that fits above the floors; else the first that fits; else the one that lacks the least.
+def best_of_groups(models: list[Model], machine: Machine, wishes: VllmWishes, costs: CostModel) -> CardChoice:
+    """The first way that fits above the floors; else the first that fits; else the nearest to fitting.
 
     Raises ``UsageError`` for a wish that no group of cards, or no model, can have.
     """
-    found: list[Taken] = []
+    found: list[CardChoice] = []
     refusals: list[UsageError] = []
     for group in groups(machine):
         try:
-            for taken in _on(models, group, wishes, refusals):
+            for taken in _on(models, group, wishes, costs, refusals):
                 if taken.choice.headroom >= 0 and keeps_floors(
                     taken.choice.settings, taken.choice.model, wishes
                 ):
@@ -194,15 +183,15 @@ def best_of_groups(models: list[tuple[Model, str]], machine: Machine, wishes: "W
 
 
 def _on(
-    models: list[tuple[Model, str]], group: Group, wishes: "Wishes", refusals: list[UsageError]
-) -> list[Taken]:
-    """A choice for each way over ``group``, up to the first that needs no further one."""
-    found = []
+    models: list[Model], group: Group, wishes: VllmWishes, costs: CostModel, refusals: list[UsageError]
+) -> list[CardChoice]:
+    """A choice for each way over ``group``, up to the first that fits above the floors."""
+    choices = []
     for way in ways(group, wishes):
-        able = [(model, backend) for model, backend in models if not _refusal(model, way)]
+        able = [model for model in models if not _refusal(model, way)]
         if not able:
             if wishes.tensor_parallel is not None:
-                model = models[0][0]
+                model = models[0]
                 refusals.append(
                     UsageError(
                         f"{model.name} cannot go over {way.tensor} cards: {_refusal(model, way)}",
@@ -212,18 +201,18 @@ def _on(
                 )
             continue
         gpus = tuple(with_bandwidth(gpu) for gpu in group.taken(way.cards))
-        choice = best(able, replace(wishes, vllm=way), gpus[0])
-        found.append(Taken(choice, group, gpus))
+        choice = best(able, replace(wishes, vllm=way), gpus[0], costs)
+        choices.append(CardChoice(choice, group, gpus))
         if choice.headroom >= 0 and keeps_floors(choice.settings, choice.model, wishes):
             break
-    return found
+    return choices
 
 
-def _refusal(model: Model, way: OfVllm) -> str:
-    """Why ``model`` cannot go this way, "" if it can."""
-    tower = why_not_tower(model.vision, way.tensor) if way.split_tower else ""
-    return why_not(model, way.tensor) or tower
+def _refusal(model: Model, way: VllmArgs) -> str:
+    """Why ``model`` cannot run this way, "" if it can."""
+    tower = split_tower_problem(model.vision, way.tensor) if way.split_tower else ""
+    return tensor_parallel_problem(model, way.tensor) or tower
 
 
-def _nearest(found: list[Taken]) -> Taken:
+def _nearest(found: list[CardChoice]) -> CardChoice:
     return max(found, key=lambda taken: taken.choice.headroom)

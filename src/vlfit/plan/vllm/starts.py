@@ -1,8 +1,6 @@
-"""What vLLM itself said of its memory when it was started here: a JSON file for each card, version and model.
+"""What vLLM reported of its memory at starts here: a JSON file for each card, version and model.
 
-Knows the fields, their bounds, and which start stands for which settings. Does not know how a log is read
-(``backends/vllm/starting.py``) or what the plan makes of the numbers (``costs.py``). A file that is
-broken is as good as none: the plan counts as if nothing had been started.
+A broken file is ignored.
 """
 
 import json
@@ -10,16 +8,13 @@ import os
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vlfit.plan.calibration import kept_file, write_whole
-from vlfit.plan.vllm.flags import FLOAT32
+from vlfit.plan.calibration import cache_file, write_atomically
+from vlfit.plan.ledger import Settings
+from vlfit.plan.shapes import Model
+from vlfit.plan.vllm.settings import FLOAT32, args_of
 from vlfit.units import GIB
-
-if TYPE_CHECKING:
-    from vlfit.plan.ledger import Settings
-    from vlfit.plan.shapes import Model
-
 
 VERSION = 1
 _MOST = 2**20  # bytes of a file; a start has some four hundred
@@ -28,7 +23,7 @@ _MOST_BYTES = 2**44  # no card has as much
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class StartRecord:
     """One start: the settings that its memory depends on, then bytes, each None where vLLM did not say.
 
     ``date`` is ISO. ``weights``: "Model loading took". ``peak``: of activations in the trial run.
@@ -65,15 +60,15 @@ _COUNTS = ("context", "image_tokens", "sequences", "chunk")
 
 
 def file_of(card: str, version: str, place: str) -> Path:
-    """Where the starts of the checkpoint ``place`` (a folder or a name) are kept."""
-    return kept_file("vllm", card, version, place)
+    """The file of starts of the checkpoint ``place`` (a folder or a name)."""
+    return cache_file("vllm", card, version, place)
 
 
-def keep(card: str, version: str, place: str, began: Began) -> Path:
+def keep(card: str, version: str, place: str, began: StartRecord) -> Path:
     """Keep ``began``, in place of an earlier start with the same settings; the file.
 
-    Numbers that this start did not tell stay those of the earlier one: a start with the KV cache given in
-    bytes says less than one without. Raises ``UsageError`` if the file cannot be written.
+    Numbers that this start did not report stay those of the earlier one: a start with the KV cache given in
+    bytes reports less than one without. Raises ``UsageError`` if the file cannot be written.
     """
     before = {each.key: each for each in _read(file_of(card, version, place))}
     known = before.pop(began.key, None)
@@ -83,29 +78,27 @@ def keep(card: str, version: str, place: str, began: Began) -> Path:
             name: getattr(known, name) if size is None and name != "kv_cache" else size
             for name, size in sizes.items()
         }
-        began = Began(**{**asdict(began), **whole})
+        began = StartRecord(**{**asdict(began), **whole})
     starts = [*before.values(), began][-_MOST_STARTS:]
     path = file_of(card, version, place)
     facts = {"version": VERSION, "starts": [asdict(each) for each in starts]}
-    write_whole(path, json.dumps(facts, indent=1) + "\n", "account of vLLM's memory")
+    write_atomically(path, json.dumps(facts, indent=1) + "\n", "account of vLLM's memory")
     _read.cache_clear()
     return path
 
 
-def place_of(model: "Model", settings: "Settings") -> str:
-    """What starts of ``model`` are kept under: its place, over how many cards its layers go, and in what is
-    computed if that has more than 16 bits.
-    """
-    told = settings.vllm
-    shared = "" if told.tensor == 1 else f" over {told.tensor}"
-    wide = "" if told.dtype != FLOAT32 else f" in {told.dtype}"
+def place_of(model: Model, settings: Settings) -> str:
+    """The key of starts of ``model``: its place, tensor parallelism, and the dtype if it is float32."""
+    args = args_of(settings)
+    shared = "" if args.tensor == 1 else f" over {args.tensor}"
+    wide = "" if args.dtype != FLOAT32 else f" in {args.dtype}"
     return model.place + shared + wide
 
 
-def held_by(card: str, version: str, place: str, settings: "Settings") -> Began | None:
-    """What a start with these settings held here, None if there was none.
+def same_settings(card: str, version: str, place: str, settings: Settings) -> StartRecord | None:
+    """The record of a start with these settings, None if there was none.
 
-    The context is not compared: it moves the KV cache alone, which is given in bytes.
+    The context is not compared: it only changes the KV cache, which is given in bytes.
     """
     wanted = (
         settings.image_tokens,
@@ -118,27 +111,25 @@ def held_by(card: str, version: str, place: str, settings: "Settings") -> Began 
     return next(found, None)
 
 
-def any_of(card: str, version: str, place: str) -> Began | None:
-    """The latest start with any settings, for what does not depend on them: weights and the context."""
+def latest(card: str, version: str, place: str) -> StartRecord | None:
+    """The latest start with any settings, for what does not depend on them: weights and CUDA context."""
     return next(reversed(_all(card, version, place)), None)
 
 
-def _all(card: str, version: str, place: str) -> tuple[Began, ...]:
-    """Every start of this kind. Where it is kept is worked out once: a search asks hundreds of times."""
+def _all(card: str, version: str, place: str) -> tuple[StartRecord, ...]:
+    """Every start of this kind. The path is cached, as a search asks hundreds of times."""
     return _read(_file(card, version, place, os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")))
 
 
 @lru_cache(maxsize=256)
 def _file(card: str, version: str, place: str, cache: str | None, home: str | None) -> Path:
-    """``file_of`` for as long as the folders of the environment are these."""
+    """``file_of``, cached by the environment's folders."""
     return file_of(card, version, place)
 
 
 @lru_cache(maxsize=64)
-def _read(path: Path) -> tuple[Began, ...]:
-    """Every start in a file, the latest last; none of a file that vlfit did not write. Read once a process:
-    a search for a plan asks for hundreds of settings.
-    """
+def _read(path: Path) -> tuple[StartRecord, ...]:
+    """Every start in a file, the latest last; none of a broken file. Read once per process."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST + 1)
@@ -150,9 +141,9 @@ def _read(path: Path) -> tuple[Began, ...]:
         return ()
 
 
-def _began(facts: Any) -> Began:
-    """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for what vlfit does not write."""
-    began = Began(**{field.name: facts[field.name] for field in fields(Began)})
+def _began(facts: Any) -> StartRecord:
+    """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for a file that vlfit did not write."""
+    began = StartRecord(**{field.name: facts[field.name] for field in fields(StartRecord)})
     sizes = [getattr(began, name) for name in _SIZES]
     sound = (
         isinstance(began.date, str)

@@ -1,47 +1,48 @@
-"""The next cheaper plan after a start that failed: it answers the cause that the doctor read of the log.
+"""The next cheaper plan after a start that failed, by the cause that the doctor found in its log.
 
-Knows: what helps against which cause, and by how much. A plan is never returned twice, and stepping ends:
-every answer lowers a setting or is given once (``moves.py``). What a person fixed stays so while anything
-else can give; where it gives, that is told apart. Does not know how a log is read (``vlfit.doctor``) or how a
-plan is started.
+No plan is returned twice, and stepping ends: every answer lowers a setting or is given once (``moves.py``).
+What a person fixed changes last, and the step says so (``Step.broken``).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vlfit.machine.model import Machine
+from vlfit.plan.assembly import fitting_plan
 from vlfit.plan.calibration import with_bandwidth
-from vlfit.plan.candidates import Choice
-from vlfit.plan.ledger import VLLM, Settings, ledger
-from vlfit.plan.search import Plan, finished
+from vlfit.plan.candidates import choice_of
+from vlfit.plan.plans import Plan
 from vlfit.plan.shapes import Model
-from vlfit.plan.vllm import cost as costs
-from vlfit.plan.vllm import moves
+from vlfit.plan.vllm import cost, moves
 from vlfit.plan.vllm.command import budget, share
-from vlfit.plan.vllm.cost import why_not
+from vlfit.plan.vllm.cost import tensor_parallel_problem
+from vlfit.plan.vllm.cost_model import COSTS, placement_in_ram, placement_on_cards
 from vlfit.plan.vllm.cpu import ram_as_gpu
-from vlfit.plan.vllm.flags import LOOPBACK, OLDER_RUNNER, OLDER_SHARING, PINNED, SOCKETS, chosen_version
-from vlfit.plan.vllm.moves import Mover
-from vlfit.plan.vllm.placement import Group, Taken
+from vlfit.plan.vllm.flags import PINNED, PINNED_FROM, chosen_version
+from vlfit.plan.vllm.lines import vllm_lines
+from vlfit.plan.vllm.moves import StepDown
+from vlfit.plan.vllm.placement import CardChoice, Group
+from vlfit.plan.vllm.settings import (
+    LOOPBACK,
+    OLDER_RUNNER,
+    OLDER_SHARING,
+    SOCKETS,
+    VllmSettings,
+    vllm_settings,
+)
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, format_bytes
 
-# A start that failed, and what may be tried after it: words that all answers to it are made of.
-#
-# Knows: what is known around a failure, and what an answer is. Does not know any (``step_down.py``,
-# ``plan/vllm/step_down.py``).
-
-
-# Wishes that stay fixed, with what they are called in ``Settings`` or ``OfVllm``.
+# Wishes that stay fixed, by their names in ``VllmSettings`` or ``VllmArgs``.
 _FIXED = ("context", "image_tokens", "sequences", "kv_tokens", "chunk", "data_parallel")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ended a start. ``id`` is that of the doctor's rule, "" if nothing was recognised.
+    """What ended a start: ``id`` of the doctor's rule, "" if nothing was recognised.
 
-    ``values`` are the groups of the rule's pattern, as the log prints them: sizes are in GiB. ``stage``: of
-    memory that ran out: pictures, pass, graphs, sampler, weights or requests; "" if not known.
+    ``values``: the groups of the rule's pattern, as the log prints them; sizes are in GiB. ``stage`` in which
+    memory ran out: pictures, pass, graphs, sampler, weights or requests; "" if not known.
     """
 
     id: str
@@ -49,7 +50,7 @@ class Failure:
     stage: str = ""
 
     def number(self, name: str) -> float | None:
-        """A value as a number; None if the log does not say it."""
+        """A value as a number; None if the log does not have it."""
         try:
             return float(self.values[name])
         except (KeyError, ValueError):
@@ -58,7 +59,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A failure with all that is known around it."""
+    """A failed start: the failure, its plan, the machine now, the person's wishes and ``own`` flags."""
 
     failure: Failure
     failed: Plan
@@ -71,8 +72,8 @@ class Case:
         return self.failed.model
 
     @property
-    def settings(self) -> Settings:
-        return self.failed.settings
+    def settings(self) -> VllmSettings:
+        return vllm_settings(self.failed.settings)
 
     @property
     def fixed(self) -> frozenset[str]:
@@ -86,9 +87,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Settings to try, in words."""
+    """Settings to try, what they change in words, and which wishes they break."""
 
-    settings: Settings
+    settings: VllmSettings
     words: str
     broken: tuple[str, ...] = ()
 
@@ -96,46 +97,43 @@ class Answer:
 Answers = Iterable[Answer]
 
 
-def answered(case: Case, settings: Settings, why: str = "") -> Answer:
-    """``settings`` to try after those that failed, with what that changes, and ``why``."""
+def answered(case: Case, settings: VllmSettings, why: str = "") -> Answer:
+    """``settings`` to try next, with what changes, and ``why``."""
     words = moves.in_words(case.settings, settings) + (f" ({why})" if why else "")
     return Answer(settings, words, moves.broken(case.settings, settings, case.fixed))
 
 
-def with_variable(settings: Settings, variable: str) -> Settings:
-    """``variable`` is ``NAME=VALUE``."""
-    told = settings.vllm
-    return replace(settings, vllm=replace(told, variables=told.variables | {variable}))
+def with_variable(settings: VllmSettings, variable: str) -> VllmSettings:
+    """``settings`` with an environment variable ``NAME=VALUE``."""
+    args = settings.vllm
+    return replace(settings, vllm=replace(args, variables=args.variables | {variable}))
 
 
-def total(case: Case, settings: Settings) -> int:
-    """Bytes of what vLLM itself takes."""
-    lines = ledger(case.model, case.failed.gpu, VLLM, settings)
+def total(case: Case, settings: VllmSettings) -> int:
+    """Bytes of vLLM's own lines."""
+    lines = vllm_lines(case.model, case.failed.gpu, settings)
     return sum(line.bytes for line in lines if line.line != "desktop")
 
 
-# Other ways over several cards after a failure: between them, each for itself, or more of them for a layer.
-#
-# Knows: which ways there are, and their prices. Does not know what NCCL says when one fails
-# (``doctor/rules/multi_gpu.py``).
+# --- several cards (``doctor/rules/multi_gpu.py``) ----------------------------------------------------------
 
 
 def without_peers(case: Case) -> Answers:
-    """Cards that cannot work together, or wait for each other: by way of RAM; then each for itself."""
-    told = case.settings.vllm
-    if told.cards == 1:
+    """For cards that cannot reach each other, or hang: communication through RAM; then a copy on each."""
+    args = case.settings.vllm
+    if args.cards == 1:
         return
     if "shm.cc" in case.failure.values.get("place", ""):
         words = f"{OLDER_SHARING}: NCCL shares RAM between cards as it did before 2.24"
         yield Answer(with_variable(case.settings, OLDER_SHARING), words)
-    if not told.apart:
+    if not args.apart:
         words = "cards talk through RAM and do not read each other's memory: adding up takes longer"
-        yield Answer(replace(case.settings, vllm=replace(told, apart=True)), words)
+        yield Answer(replace(case.settings, vllm=replace(args, apart=True)), words)
     yield from _each_for_itself(case)
 
 
 def without_shared_ram(case: Case) -> Answers:
-    """There is no room in /dev/shm, which only a person can change."""
+    """For a full /dev/shm, which only a person can enlarge: sockets; then a copy on each card."""
     if case.settings.vllm.cards > 1:
         words = f"{SOCKETS}: cards talk over the network's sockets, slower, as /dev/shm is full"
         yield Answer(with_variable(case.settings, SOCKETS), words)
@@ -143,70 +141,63 @@ def without_shared_ram(case: Case) -> Answers:
 
 
 def _each_for_itself(case: Case) -> Answers:
-    """A copy on each card, if the model fits one: copies need not talk."""
-    told = case.settings.vllm
-    if told.tensor == 1 or case.wishes.tensor_parallel is not None:
+    """A copy on each card, if the model fits one: copies do not communicate."""
+    args = case.settings.vllm
+    if args.tensor == 1 or case.wishes.tensor_parallel is not None:
         return
-    copies = case.wishes.data_parallel or told.cards
-    alone = replace(case.settings, vllm=replace(told, tensor=1, data=copies, split_tower=False))
+    copies = case.wishes.data_parallel or args.cards
+    alone = replace(case.settings, vllm=replace(args, tensor=1, data=copies, split_tower=False))
     if total(case, alone) <= case.failed.gpu.free:
         words = f"a copy of the model on each of {copies} cards: no layers are shared"
         yield Answer(alone, words)
 
 
 def at_home(case: Case) -> Answers:
-    """Workers that do not meet at the address that vLLM took for this computer."""
+    """For workers that do not meet at the address that vLLM chose: the loopback address."""
     words = f"{LOOPBACK}: the workers meet on this computer, whatever its network says"
     yield Answer(with_variable(case.settings, LOOPBACK), words)
 
 
 def over_more_cards(case: Case) -> Answers:
-    """Weights that do not fit one card go over more of those that copies have now."""
-    told = case.settings.vllm
+    """For weights that do not fit one card: more cards for each copy."""
+    args = case.settings.vllm
     if case.wishes.tensor_parallel is not None or case.wishes.data_parallel is not None:
         return
-    for tensor in range(told.tensor + 1, told.cards + 1):
-        if not why_not(case.model, tensor):
-            more = replace(told, tensor=tensor, data=told.cards // tensor)
-            words = f"each layer over {tensor} cards instead of {told.tensor}: {more.data} copies instead of "
-            yield Answer(replace(case.settings, vllm=more), f"{words}{told.data}")
+    for tensor in range(args.tensor + 1, args.cards + 1):
+        if not tensor_parallel_problem(case.model, tensor):
+            more = replace(args, tensor=tensor, data=args.cards // tensor)
+            words = f"each layer over {tensor} cards instead of {args.tensor}: {more.data} copies instead of "
+            yield Answer(replace(case.settings, vllm=more), f"{words}{args.data}")
 
 
-# A plan for vLLM with other settings, on the same cards, as the machine is now.
-#
-# Knows: which cards a plan had. Does not know why its settings change (``step_down.py``).
+# --- the next plan ------------------------------------------------------------------------------------------
 
 
-def again_with(plan: Plan, settings: Settings, machine: Machine) -> Plan:
-    """``plan`` with ``settings``; its cards as they are on ``machine`` now, or as they were."""
-    model, version = plan.model, chosen_version(settings.vllm.version or None)
+def again_with(plan: Plan, settings: VllmSettings, machine: Machine) -> Plan:
+    """``plan`` with ``settings``, on its cards as they are on ``machine`` now, or as they were."""
+    version = chosen_version(settings.vllm.version or None)
     if settings.vllm.in_ram:
         gpu = ram_as_gpu(machine)
-        lines = ledger(model, gpu, VLLM, settings)
-        return finished(model, VLLM, replace(machine, gpus=(gpu,)), gpu, settings, lines, version)
+        choice = choice_of(gpu, COSTS, settings, plan.model)
+        return fitting_plan(placement_in_ram(choice, gpu, version), machine, COSTS)
     had = plan.gpus or (plan.gpu,)
     wanted = {gpu.index for gpu in had}
     now = [with_bandwidth(gpu) for gpu in machine.gpus if gpu.index in wanted]
     group = Group(tuple(sorted(now or had, key=lambda gpu: -gpu.free)))
     gpus = group.taken(settings.vllm.cards)
-    lines = ledger(model, gpus[0], VLLM, settings)
-    headroom = gpus[0].total - sum(line.bytes for line in lines)
-    taken = Taken(Choice(model, VLLM, settings, lines, headroom), group, gpus)
-    return finished(model, VLLM, machine, gpus[0], settings, lines, version, taken)
+    taken = CardChoice(choice_of(gpus[0], COSTS, settings, plan.model), group, gpus)
+    return fitting_plan(placement_on_cards(taken, machine, version), machine, COSTS)
 
 
-KV_TOO_SMALL = "vllm.kv_too_small"  # the doctor's name for a KV cache that holds no request
-HANG = "vllm.waits_for_peers"  # and for cards that wait for each other for good
-_ONCE_MORE = 1  # times that the same is started again after a race
-_NEEDED = {"--max-model-len"}  # without it the model's own length counts, which never fits
-_PINNED_FROM = (0, 24, 0)  # the first version with the variable
+KV_TOO_SMALL = "vllm.kv_too_small"  # the doctor's rule for a KV cache that holds no request
+HANG = "vllm.waits_for_peers"  # and for cards that wait for each other forever
+_ONCE_MORE = 1  # retries of the same plan after a race
+_NEEDED = {"--max-model-len"}  # without it vLLM plans for the model's own length, which never fits
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The ``plan`` to start next, ``what_changed`` against the one that failed, with its price, and which of
-    the person's own wishes had to give for it.
-    """
+    """The ``plan`` to start next, ``what_changed`` and its price, and which wishes it breaks."""
 
     plan: Plan
     what_changed: str
@@ -214,7 +205,7 @@ class Step:
 
 
 def broken_words(step: Step) -> tuple[str, ...]:
-    """The wishes that had to give, each as a sentence that nobody overlooks."""
+    """Broken wishes, each as a sentence that nobody overlooks."""
     return tuple(f"NOT AS YOU ASKED: {wish}" for wish in step.broken)
 
 
@@ -244,8 +235,9 @@ def next_plan(
 
 
 def _shorter(case: Case) -> Answers:
-    """The KV cache holds less than one context: a larger one, where its size was the plan's own; else a
-    context that it holds, by vLLM's own count where it has one.
+    """For a KV cache smaller than one context: a larger cache, if its size was the plan's own.
+
+    Else a context that it holds, by vLLM's own count if the log has one.
     """
     available = case.failure.number("available")
     most = case.failure.number("estimate") or case.failure.number("stored")
@@ -256,11 +248,11 @@ def _shorter(case: Case) -> Answers:
     if most is None and length and needed and available:
         # Two digits of GiB are printed: one of them less is held for sure.
         most = length * (available - 0.01) / needed
-    pool = costs.pool_tokens(case.settings)
+    pool = cost.pool_tokens(case.settings)
     if most and most > 0:
         yield from _larger_pool(case, round(pool * case.settings.context / most))
     else:
-        most = pool - costs.LARGEST_BLOCK
+        most = pool - cost.LARGEST_BLOCK
     shorter = moves.context_to(case.model, case.settings, int(most))
     if shorter is not None:
         # What vLLM counted is of this pool, which a shorter context alone would make smaller, too.
@@ -273,22 +265,22 @@ def _shorter(case: Case) -> Answers:
 
 
 def _larger_pool(case: Case, tokens: int) -> Answers:
-    """Once, for a pool whose size nobody asked for: vLLM counts otherwise than the plan, in larger blocks."""
-    told = case.settings.vllm
-    larger = replace(case.settings, vllm=replace(told, kv_tokens=tokens + costs.LARGEST_BLOCK))
-    if told.kv_tokens is None and total(case, larger) <= case.failed.gpu.free:
+    """Once, if nobody fixed the size: vLLM may count more than the plan, in larger blocks."""
+    args = case.settings.vllm
+    larger = replace(case.settings, vllm=replace(args, kv_tokens=tokens + cost.LARGEST_BLOCK))
+    if args.kv_tokens is None and total(case, larger) <= case.failed.gpu.free:
         yield answered(case, larger, f"vLLM counts so many for {case.settings.context}")
 
 
 def _longest(case: Case) -> Answers:
-    """The model was made for less."""
+    """For a context beyond the model's positions."""
     shorter = moves.context_to(case.model, case.settings, int(case.failure.number("most") or 0))
     if shorter is not None:
         yield answered(case, shorter, "the model was made for no more")
 
 
 def _less_share(case: Case) -> Answers:
-    """Less is free than the plan counts: settings that need so much less, else the share that is free."""
+    """For less free memory than planned: smaller settings, else the share that is free."""
     free, total = case.failure.number("free"), case.failure.number("total")
     if free is None or not total:
         return
@@ -308,15 +300,15 @@ def _less_share(case: Case) -> Answers:
 
 
 def _no_room(case: Case) -> Answers:
-    """Weights and the trial run fill the budget: less of what the trial run takes."""
+    """For a budget filled by weights and profiling run: settings that make the profiling run smaller."""
     kv = case.failure.number("kv")
     pool = next(line.bytes for line in case.failed.ledger if line.line == "kv_cache")
     yield from _less(case, missing=None if kv is None else round(abs(kv) * GIB) + pool)
 
 
 def _out_of_memory(case: Case) -> Answers:
-    """What was running when memory ran out."""
-    first: dict[str, tuple[Mover, ...]] = {
+    """For memory that ran out: less of what was running then."""
+    first: dict[str, tuple[StepDown, ...]] = {
         "pictures": (moves.smaller_passes, moves.ample_pictures, moves.smaller_pictures),
         "graphs": (moves.no_graphs,),
         "sampler": (moves.fewer_requests,),
@@ -336,7 +328,7 @@ def _graphs_failed(case: Case) -> Answers:
 
 
 def _sampler(case: Case) -> Answers:
-    """Half of the requests that the rehearsal had."""
+    """Half of the requests of the warm-up."""
     rows = case.failure.number("rows")
     if rows:
         fewer = moves.requests_to(case.settings, int(rows) // 2)
@@ -346,19 +338,19 @@ def _sampler(case: Case) -> Answers:
 
 
 def _again(case: Case) -> Answers:
-    """The same once more: nothing is wrong with it."""
-    told = case.settings.vllm
-    if told.again < _ONCE_MORE:
+    """The same plan once more: nothing is wrong with it."""
+    args = case.settings.vllm
+    if args.again < _ONCE_MORE:
         words = "the same once more: another program gave memory back while vLLM measured its own"
-        yield Answer(replace(case.settings, vllm=replace(told, again=told.again + 1)), words)
+        yield Answer(replace(case.settings, vllm=replace(args, again=args.again + 1)), words)
 
 
 def _pinned(case: Case) -> Answers:
-    """Pinned memory where this version has the variable; else, or then, its older runner."""
+    """Pinned memory where this version has the variable; then, or else, the older runner."""
     set_now = case.failed.environment
     if OLDER_RUNNER in set_now:
         return
-    if PINNED not in set_now and case.version >= _PINNED_FROM:
+    if PINNED not in set_now and case.version >= PINNED_FROM:
         words = f"{PINNED}=1: WSL2 leaves pinned memory off, and this version needs it"
         yield Answer(with_variable(case.settings, f"{PINNED}=1"), words)
     words = f"{OLDER_RUNNER}=0: the older runner, which needs no pinned memory"
@@ -366,16 +358,14 @@ def _pinned(case: Case) -> Answers:
 
 
 def _float16(case: Case) -> Answers:
-    told = case.settings.vllm
-    if told.dtype != "float16":
+    args = case.settings.vllm
+    if args.dtype != "float16":
         words = "computed in float16, as the card has no bfloat16: the same bytes"
-        yield Answer(replace(case.settings, vllm=replace(told, dtype="float16")), words)
+        yield Answer(replace(case.settings, vllm=replace(args, dtype="float16")), words)
 
 
 def _without_flag(case: Case) -> Answers:
-    """A flag of the plan that this vLLM does not read is left out, if vLLM starts without it; never one that
-    the person typed.
-    """
+    """Leave out flags that this vLLM does not know; never one that it needs or that the person typed."""
     said = f"{case.failure.values.get('flags', '')} {case.failure.values.get('flag', '')}"
     named = [word.split("=")[0] for word in said.replace("/", " ").replace(",", " ").split()]
     flags = {flag.flag: flag for flag in case.failed.flags}
@@ -383,16 +373,16 @@ def _without_flag(case: Case) -> Answers:
     theirs = [name for name in named if name.startswith("--") and name not in flags]
     if not ours or theirs or any(word.split("=")[0] in ours for word in case.own):
         return
-    told = replace(case.settings.vllm, left_out=case.settings.vllm.left_out | set(ours))
+    args = replace(case.settings.vllm, left_out=case.settings.vllm.left_out | set(ours))
     whose = "; ".join(f"{name} was there for {flags[name].line}: {flags[name].why}" for name in ours)
     yield Answer(
-        replace(case.settings, vllm=told),
+        replace(case.settings, vllm=args),
         f"without {', '.join(ours)}, which this vLLM does not take ({whose})",
     )
 
 
 def _whole_pictures(case: Case) -> Answers:
-    """Pictures may not be cut, and one has more tokens than a pass."""
+    """For pictures that have more tokens than a pass and cannot be split."""
     smaller = moves.smaller_pictures(case.model, case.settings)
     while smaller is not None and smaller.image_tokens > case.settings.chunk:
         smaller = moves.smaller_pictures(case.model, smaller)
@@ -401,7 +391,7 @@ def _whole_pictures(case: Case) -> Answers:
 
 
 def _less_ram(case: Case) -> Answers:
-    """The computer's own memory ran out: fewer processes; in RAM everything else, too."""
+    """For RAM that ran out: fewer processes; with the build for processors everything else, too."""
     if not case.settings.vllm.in_ram:
         yield from _apart(case, (moves.one_front, moves.fewer_copies))
         return
@@ -409,7 +399,7 @@ def _less_ram(case: Case) -> Answers:
 
 
 def _ram_for_pool(case: Case) -> Answers:
-    """RAM holds less than the pool that was asked for."""
+    """For less RAM than the KV cache needs."""
     yield from _less(case, (moves.smaller_pool, moves.fewer_requests))
 
 
@@ -449,18 +439,18 @@ _ANSWERS: Mapping[str, Callable[[Case], Answers]] = {
 
 
 def _less(
-    case: Case, first: tuple[Mover, ...] = (), missing: int | None = None, *, all_of_it: bool = False
+    case: Case, first: tuple[StepDown, ...] = (), missing: int | None = None, *, all_of_it: bool = False
 ) -> Answers:
-    """Settings that free ``missing`` bytes, or one step where that is not known.
+    """Settings that free ``missing`` bytes, or one step down where that is not known.
 
-    Where all of them together free less, they are an answer still, unless ``all_of_it`` has to be freed.
+    If all steps together free less, they are still an answer, unless ``all_of_it`` has to be freed.
     """
     most = total(case, case.settings) - (missing or 1)
 
-    def enough(settings: Settings) -> bool:
+    def enough(settings: VllmSettings) -> bool:
         return total(case, settings) <= most
 
-    way: list[Settings] = []
+    way: list[VllmSettings] = []
     for settings in moves.downwards(case.model, case.settings, first, case.fixed):
         way.append(settings)
         if enough(settings):
@@ -470,8 +460,8 @@ def _less(
         yield answered(case, way[-1])
 
 
-def _apart(case: Case, movers: tuple[Mover, ...]) -> Answers:
-    """These moves alone, one at a time: what else could be lowered is not what lacks."""
+def _apart(case: Case, movers: tuple[StepDown, ...]) -> Answers:
+    """Only these moves, one at a time."""
     for mover in movers:
         lower = mover(case.model, case.settings)
         if lower is not None:

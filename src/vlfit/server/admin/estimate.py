@@ -1,7 +1,6 @@
-"""``/v1/vlfit/price``: what a chat would cost, without running it; ``/v1/vlfit/plan``: what was planned for.
+"""``/v1/vlfit/price``: estimated cost of a chat; ``/v1/vlfit/plan``: the memory plan.
 
-Knows: tokens, blocks of the KV cache, and how long the plan says that a step takes. Does not know: how tokens
-are counted (the backend prepares the request as if it were to run, pictures and all).
+Tokens are counted by preparing the request as if it were to run, pictures included.
 """
 
 import math
@@ -11,109 +10,110 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlfit.backends.base import Accountable, OpenBackend, Prepared
+from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest
 from vlfit.plan.actual import Expectation
-from vlfit.server.http.admission import Held
+from vlfit.server.http.admission import Slots
 from vlfit.server.openai.chat_completions import prepare_chat, read_chat
 from vlfit.server.openai.chat_schema import ChatRequest
 from vlfit.server.openai.error_replies import JSONReply
-from vlfit.server.openai.generation import Workshop, read_body
-from vlfit.server.openai.request_params import sampling_of
+from vlfit.server.openai.generation import ServerContext, read_body
+from vlfit.server.openai.request_params import chat_sampling_params
 
 
 class PriceEndpoints:
-    """The two routes."""
-
-    def __init__(self, workshop: Workshop) -> None:
-        self._workshop = workshop
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
 
     async def price(self, request: Request) -> Response:
-        """Of the chat in the body; refused as that would be."""
-        shop = self._workshop
-        shop.closing.check()
-        body = await shop.closing.watch(read_body(request, shop.settings.body_limit))
-        wishes = await shop.work.run(read_chat, body)
-        shop.check_model(wishes.model)
+        """Estimate the chat in the body; the same errors as for running it."""
+        context = self._context
+        context.shutdown.check_accepting()
+        body = await context.shutdown.run_until_disconnect(read_body(request, context.settings.body_limit))
+        params = await context.prepare_threads.run(read_chat, body)
+        context.check_model(params.model)
         try:
-            # Decoding pictures is work like any other: it takes a place, as one completion would.
-            with shop.places.take(1) as held:
-                prepared = await shop.closing.watch(self._prepared(wishes, held), request.receive)
-                return JSONReply(self._facts(wishes, prepared))
+            # Decoding pictures is work too: it takes a slot, like one completion.
+            with context.admission.acquire(1) as slots:
+                prepared = await context.shutdown.run_until_disconnect(
+                    self._prepare(params, slots), request.receive
+                )
+                return JSONReply(self._estimate(params, prepared))
         finally:
-            shop.trimming.ended()
+            context.heap_trimmer.request_ended()
 
     async def plan(self, request: Request) -> Response:
-        """Line by line, with the settings that it was planned for."""
-        _refuse_parameters(request)
-        backend, expectation = self._workshop.backend, self._workshop.settings.expectation
+        """The planned ledger, with the settings it was made for."""
+        _reject_query_params(request)
+        backend, expectation = self._context.backend, self._context.settings.expectation
         facts: dict[str, Any] = {"model": backend.model}
-        if isinstance(backend, Accountable):
-            wishes = backend.account().settings
+        if backend.capabilities.account:
+            settings = backend.account().settings
             names = ("context", "image_tokens", "sequences", "chunk", "kv_tokens")
             facts |= {
                 "backend": backend.kind,
-                "device": wishes.device,
-                "settings": {name: getattr(wishes, name) for name in names},
+                "device": settings.device,
+                "settings": {name: getattr(settings, name) for name in names},
             }
-        elif isinstance(backend, OpenBackend):
+        else:
             facts |= {"backend": backend.kind, "device": backend.device}
         lines = [asdict(line) for line in expectation.lines]
         planned = sum(line.bytes for line in expectation.lines)
         return JSONReply({**facts, "lines": lines, "total": planned, "note": expectation.why_not or None})
 
-    async def _prepared(self, wishes: ChatRequest, held: Held) -> Prepared:
-        sampling = sampling_of(wishes, self._workshop.backend.default_sampling())
-        return await prepare_chat(self._workshop, wishes, sampling, held)
+    async def _prepare(self, params: ChatRequest, slots: Slots) -> Prepared:
+        sampling = chat_sampling_params(params, self._context.backend.default_sampling())
+        return await prepare_chat(self._context, params, sampling, slots)
 
-    def _facts(self, wishes: ChatRequest, prepared: Prepared) -> dict[str, Any]:
-        backend, count = self._workshop.backend, wishes.n or 1
-        most = prepared.most_tokens
+    def _estimate(self, params: ChatRequest, prepared: Prepared) -> dict[str, Any]:
+        backend, count = self._context.backend, params.n or 1
+        max_tokens = prepared.max_tokens
         facts = {
             "model": backend.model,
             "prompt_tokens": prepared.prompt_tokens,
             "image_tokens": prepared.image_tokens,
             "images": [asdict(image) for image in prepared.images],
             "completions": count,
-            "max_tokens": most,
+            "max_tokens": max_tokens,
         }
-        if not prepared.prompt_tokens:  # no prompt is empty: the backend cannot count
+        if not prepared.prompt_tokens:  # no prompt is empty, so the backend cannot count
             unknown = dict.fromkeys(("prompt_tokens", "image_tokens", "images", "decode_s"))
-            note = "what a prompt costs only its answer tells: the server that runs the model counts it then"
-            return {**facts, **unknown, "max_tokens": most or None, "note": note}
-        if isinstance(backend, Accountable):
+            note = "prompt tokens are unknown here: the remote server counts them when it runs the request"
+            return {**facts, **unknown, "max_tokens": max_tokens or None, "note": note}
+        if backend.capabilities.account:
             account = backend.account()
-            pool, held = account.pool, account.holdings.kv_cache
-            # The last token of a completion is never fed back, so it takes no room.
-            blocks = count * math.ceil((prepared.prompt_tokens + most - 1) / pool.block_size)
+            pool, kv_bytes = account.pool, account.memory.kv_cache
+            # The last token of a completion is never fed back, so it is not in the KV cache.
+            blocks = count * math.ceil((prepared.prompt_tokens + max_tokens - 1) / pool.block_size)
             facts["kv_cache"] = {
                 "tokens": blocks * pool.block_size,
-                "bytes": round(blocks * held / pool.blocks) if pool.blocks else 0,
+                "bytes": round(blocks * kv_bytes / pool.blocks) if pool.blocks else 0,
                 "of_blocks": pool.blocks,
                 "blocks": blocks,
             }
-        facts["decode_s"] = _decode_seconds(self._workshop.settings.expectation, prepared)
+        facts["decode_s"] = _decode_seconds(self._context.settings.expectation, prepared)
         return facts
 
 
-def _refuse_parameters(request: Request) -> None:
-    """Who asks for the plan of another model or context would take this one for it."""
+def _reject_query_params(request: Request) -> None:
+    """Refuse all query parameters: a client asking for another model's plan would mistake this one for it."""
     for name in request.query_params:
         raise InvalidRequest(
-            f"vlfit does not support {name[:80]!r} here: this is the plan of what runs",
-            "for another, use `vlfit plan`",
+            f"vlfit does not support {name[:80]!r} here: this is the plan of the running server",
+            "for other plans use `vlfit plan`",
             param=name[:80],
         )
 
 
 def _decode_seconds(expectation: Expectation, prepared: Prepared) -> dict[str, float] | None:
-    """For all tokens of one completion, alone: as the plan expects it and at the slowest; None if it says
-    nothing. A step reads the tokens before it, on average the prompt and half of the completion.
+    """Expected and slowest decode time of one completion running alone; None if the plan has no speeds.
+
+    A step reads the tokens before it, on average the prompt and half of the completion.
     """
     if expectation.expected is None or expectation.slowest is None:
         return None
-    steps = max(prepared.most_tokens - 1, 0)
-    cached = prepared.prompt_tokens + prepared.most_tokens / 2
+    steps = max(prepared.max_tokens - 1, 0)
+    cached = prepared.prompt_tokens + prepared.max_tokens / 2
     return {
         name: round(steps * (pace.base_s + pace.per_token_s * cached), 3)
         for name, pace in (("expected", expectation.expected), ("slowest", expectation.slowest))

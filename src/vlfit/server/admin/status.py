@@ -1,8 +1,7 @@
-"""``/v1/vlfit/status`` and ``/v1/vlfit/ledger``: what the server does and holds, the plan beside it.
+"""``/v1/vlfit/status``, ``/v1/vlfit/ledger``, ``/v1/vlfit/sleep`` and ``/v1/vlfit/wake``.
 
-Knows: field names (docs/top.md has them all), and that looking must cost the engine nothing: its account is
-read without a lock, the driver is asked in a thread of its own, and many who look share one answer. Does not
-know: how bytes are counted (``engine/memory/usage.py``) or compared (``plan/actual.py``).
+docs/top.md lists the fields. Status costs the engine nothing: its account is read without a lock, the driver
+is queried in a thread, and the result is cached for a moment.
 """
 
 import asyncio
@@ -18,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlfit._version import __version__
-from vlfit.api.engine_options import Park
-from vlfit.api.stats import Asleep, EngineAccount, Rest
-from vlfit.backends.base import Accountable, Itemized, LocalBackend, OpenBackend, Planned, Sleeper
+from vlfit.api.engine_options import SleepLevel
+from vlfit.api.stats import EngineAccount, SleepResult, SleepState
+from vlfit.backends.base import Backend
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import InvalidRequest, UsageError
@@ -28,262 +27,257 @@ from vlfit.machine.gpu import gpu_behind
 from vlfit.machine.model import Gpu
 from vlfit.machine.survey import Watch
 from vlfit.plan import actual
-from vlfit.plan import actual as expect
 from vlfit.plan.actual import Expectation, Row
 from vlfit.plan.ledger import Settings
-from vlfit.server.http.admission import Places
-from vlfit.server.http.disconnect import Closing
-from vlfit.server.http.threads import Threads
+from vlfit.plan.native import expectation
+from vlfit.server.http.admission import AdmissionQueue
+from vlfit.server.http.disconnect import Shutdown
+from vlfit.server.http.threads import DaemonThreadPool
 from vlfit.server.openai.error_replies import JSONReply
 from vlfit.server.openai.generation import read_body
 from vlfit.units import KIB
 
-# ``POST /v1/vlfit/sleep`` and ``/v1/vlfit/wake``: the memory is given back, and taken again.
-#
-# Knows: what may be asked for and how it is told what came of it. Does not know: how an engine sleeps
-# (``engine/memory/sleep.py``) or when it does so by itself (``engine/loop.py``).
-
-
+VERSION = 1
+CACHE_SECONDS = 0.2  # limits how often the driver is queried, however many clients poll
 _BODY_LIMIT = 4 * KIB
-_LIKE = '{"park": "files"}'
-_PARKS: dict[str, Park] = {park: park for park in get_args(Park)}
+_SLEEP_EXAMPLE = '{"park": "files"}'
+_PARKS: dict[str, SleepLevel] = {park: park for park in get_args(SleepLevel)}
 
 
 class SleepEndpoints:
-    """The two routes. A client that hangs up while it waits withdraws its wish."""
+    """``/v1/vlfit/sleep`` and ``/v1/vlfit/wake``; a client that disconnects while waiting cancels them."""
 
-    def __init__(self, backend: LocalBackend, closing: Closing) -> None:
+    def __init__(self, backend: Backend, shutdown: Shutdown) -> None:
         self._backend = backend
-        self._closing = closing
+        self._shutdown = shutdown
 
     async def sleep(self, request: Request) -> Response:
-        """Answers when it sleeps: what runs or waits, and what comes before that has ended, goes first."""
+        """Reply once the engine sleeps; running, waiting and newly arriving requests finish first."""
         backend = self._check()
-        park = read_park(await self._closing.watch(read_body(request, _BODY_LIMIT)))
+        park = parse_park(await self._shutdown.run_until_disconnect(read_body(request, _BODY_LIMIT)))
         return await self._answer(backend.sleep(park), request)
 
     async def wake(self, request: Request) -> Response:
-        """Answers when it is awake."""
+        """Reply once the engine is awake."""
         backend = self._check()
-        body = await self._closing.watch(read_body(request, _BODY_LIMIT))
-        for name in _wishes(body, "{}"):
-            raise _unknown(name, "{}")
+        body = await self._shutdown.run_until_disconnect(read_body(request, _BODY_LIMIT))
+        for name in _parse_object(body, "{}"):
+            raise _unknown_field(name, "{}")
         return await self._answer(backend.wake(), request)
 
-    def _check(self) -> Sleeper:
-        self._closing.check()
-        if not isinstance(self._backend, Sleeper):
-            raise UsageError(f"the backend of {self._backend.model} cannot sleep", "stop the server instead")
+    def _check(self) -> Backend:
+        self._shutdown.check_accepting()
+        if not self._backend.capabilities.sleep:
+            raise UsageError(
+                f"the backend of {self._backend.model} does not support sleep", "stop the server instead"
+            )
         return self._backend
 
-    async def _answer(self, wish: "Future[Rest]", request: Request) -> Response:
+    async def _answer(self, result: "Future[SleepResult]", request: Request) -> Response:
         began = time.perf_counter()
-        rest = await self._closing.watch(_result_of(wish), request.receive)
+        rest = await self._shutdown.run_until_disconnect(_await_future(result), request.receive)
         waited = max(time.perf_counter() - began - rest.seconds, 0.0)
         request.state.note = "asleep" if rest.asleep else "awake"
-        return JSONReply(rest_facts(rest) | {"waited_s": round(waited, 3)})
+        return JSONReply(sleep_result_json(rest) | {"waited_s": round(waited, 3)})
 
 
-async def _result_of(wish: "Future[Rest]") -> Rest:
-    """Cancelled, it cancels the wish."""
-    return await asyncio.wrap_future(wish)
+async def _await_future(result: "Future[SleepResult]") -> SleepResult:
+    """Await ``result``; cancelling this cancels ``result``."""
+    return await asyncio.wrap_future(result)
 
 
-def rest_facts(rest: Rest) -> dict[str, Any]:
-    """What a client is told; ``seconds`` are those of going to sleep or waking, without what ran before."""
+def sleep_result_json(rest: SleepResult) -> dict[str, Any]:
+    """The response to sleep and wake; ``seconds`` excludes the wait for running requests."""
     return {
         "state": "asleep" if rest.asleep else "ready",
         "changed": rest.changed,
         "seconds": rest.seconds,
-        "sleep": sleep_facts(rest.asleep),
+        "sleep": sleep_json(rest.asleep),
     }
 
 
-def sleep_facts(asleep: Asleep | None) -> dict[str, Any] | None:
-    """Where the weights wait and how much was given back; None while awake."""
+def sleep_json(asleep: SleepState | None) -> dict[str, Any] | None:
+    """Where the weights are kept and how much memory was freed; None while awake."""
     if asleep is None:
         return None
-    return {"park": asleep.parked, "ram": asleep.ram, "freed": asleep.freed, "seconds": asleep.seconds}
+    return {"park": asleep.park, "ram": asleep.ram, "freed": asleep.freed, "seconds": asleep.seconds}
 
 
-def read_park(body: bytes) -> Park:
-    """``park`` of a body like ``{"park": "files"}``; ``auto`` of an empty one. Raises ``InvalidRequest``."""
-    wishes = _wishes(body, _LIKE)
-    for name in wishes:  # a misspelt park would be one that nobody asked for
+def parse_park(body: bytes) -> SleepLevel:
+    """Read ``park`` from a body like ``{"park": "files"}``; default ``auto``. Raises ``InvalidRequest``."""
+    fields = _parse_object(body, _SLEEP_EXAMPLE)
+    for name in fields:  # a misspelt "park" must not mean "auto"
         if name != "park":
-            raise _unknown(name, _LIKE)
-    park = wishes.get("park", "auto")
+            raise _unknown_field(name, _SLEEP_EXAMPLE)
+    park = fields.get("park", "auto")
     if not isinstance(park, str) or park not in _PARKS:
         raise InvalidRequest(f"park is {park!r}"[:200], f"use {', '.join(_PARKS)}", param="park")
     return _PARKS[park]
 
 
-def _wishes(body: bytes, like: str) -> dict[str, Any]:
-    """The object in a body that may be empty. Raises ``InvalidRequest`` for anything else."""
+def _parse_object(body: bytes, example: str) -> dict[str, Any]:
+    """Parse a JSON object; an empty body is an empty object. Raises ``InvalidRequest``."""
     if not body.strip():
         return {}
     try:
-        wishes = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError):
-        raise InvalidRequest("the body is no JSON", f"send none, or {like}") from None
-    if not isinstance(wishes, dict):
-        raise InvalidRequest("the body is JSON, but not an object", f"send none, or {like}")
-    return wishes
+        raise InvalidRequest("the body is not valid JSON", f"send no body, or {example}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body is JSON, but not an object", f"send no body, or {example}")
+    return fields
 
 
-def _unknown(name: str, like: str) -> InvalidRequest:
+def _unknown_field(name: str, example: str) -> InvalidRequest:
     return InvalidRequest(
-        f"vlfit does not support {name!r} here"[:200], f"send nothing, or {like}", param=name
+        f"vlfit does not support {name!r} here"[:200], f"send no body, or {example}", param=name
     )
 
 
-VERSION = 1
-FRESH_SECONDS = 0.2  # an answer of this age is given again: however many look, the driver is asked this often
-
-
-class Status:
-    """The two routes. Belongs to one event loop."""
+class StatusEndpoints:
+    """``/v1/vlfit/status`` and ``/v1/vlfit/ledger``. Belongs to one event loop."""
 
     def __init__(
-        self, backend: LocalBackend, expectation: Expectation, closing: Closing, places: Places
+        self, backend: Backend, expectation: Expectation, shutdown: Shutdown, admission: AdmissionQueue
     ) -> None:
         self._backend = backend
         self._expectation = expectation
-        self._closing = closing
-        self._places = places
-        self._run = uuid4().hex[:12]
+        self._shutdown = shutdown
+        self._admission = admission
+        self._run_id = uuid4().hex[:12]
         self._started = time.perf_counter()
         self._watch: Watch | None = None
-        self._thread = Threads(1)
-        self._told: dict[str, Any] = {}
-        self._told_at = float("-inf")
+        self._thread = DaemonThreadPool(1)
+        self._cached: dict[str, Any] = {}
+        self._cached_at = float("-inf")
 
     async def status(self, _: Request) -> Response:
-        """All of it."""
+        """The whole status."""
         return JSONReply(await self.facts())
 
     async def ledger(self, _: Request) -> Response:
-        """What is planned and held, line by line."""
+        """Planned and actual memory, line by line."""
         facts = await self.facts()
         names = ("version", "model", "backend", "device", "settings", "ledger", "total", "over_plan", "note")
         return JSONReply({name: facts[name] for name in names if name in facts})
 
     async def facts(self) -> dict[str, Any]:
-        """As they are, or were a moment ago."""
-        return await self._thread.run(self._look)
+        """The status, at most ``CACHE_SECONDS`` old."""
+        return await self._thread.run(self._collect)
 
-    def _look(self) -> dict[str, Any]:
-        """Called in one thread at a time."""
+    def _collect(self) -> dict[str, Any]:
+        """Collect the status; runs in one thread at a time."""
         now = time.perf_counter()
-        if now - self._told_at < FRESH_SECONDS:
-            return self._told
+        if now - self._cached_at < CACHE_SECONDS:
+            return self._cached
         facts: dict[str, Any] = {
             "version": VERSION,
             "vlfit": __version__,
             "model": self._backend.model,
-            "state": "stopping" if self._closing.draining else "ready",
+            "state": "stopping" if self._shutdown.draining else "ready",
             "pid": os.getpid(),
-            "run": self._run,
+            "run": self._run_id,
             "uptime_s": round(now - self._started, 3),
             "places": {
-                "limit": self._places.limit,
-                "taken": self._places.taken,
-                "refused": self._places.refused,
+                "limit": self._admission.limit,
+                "taken": self._admission.in_use,
+                "refused": self._admission.num_refused,
             },
         }
-        if isinstance(self._backend, Accountable):
-            facts |= self._about_engine(self._backend)
-        elif isinstance(self._backend, OpenBackend):
+        if self._backend.capabilities.account:
+            facts |= self._engine_status(self._backend)
+        else:
             facts |= {
                 "backend": self._backend.kind,
                 "device": self._backend.device,
                 "note": self._expectation.why_not,
             }
-            if isinstance(self._backend, Itemized):
-                facts |= row_facts(self._backend.rows())
-        self._told, self._told_at = facts, now
+            if self._backend.capabilities.ledger:
+                facts |= rows_json(self._backend.ledger_rows())
+        self._cached, self._cached_at = facts, now
         return facts
 
-    def _about_engine(self, backend: Accountable) -> dict[str, Any]:
+    def _engine_status(self, backend: Backend) -> dict[str, Any]:
         account = backend.account()
         watch = None
         gpu = None
         if account.settings.device != "cpu":
             watch = self._watch = self._watch or Watch()
-            gpu = gpu_of(account, watch.look()[0])
-        found = ledger_rows(account, gpu, self._expectation)
-        asleep = {"state": "asleep"} if account.asleep and not self._closing.draining else {}
+            gpu = engine_gpu(account, watch.look()[0])
+        rows = ledger_rows(account, gpu, self._expectation)
+        asleep = {"state": "asleep"} if account.asleep and not self._shutdown.draining else {}
         return {
             "backend": backend.kind,
             **asleep,
-            "sleep": sleep_facts(account.asleep),
-            **engine_facts(account),
-            "memory": memory_facts(account, gpu, found),
-            **ledger_facts(found, self._expectation, account),
+            "sleep": sleep_json(account.asleep),
+            **engine_json(account),
+            "memory": memory_json(account, gpu, rows),
+            **ledger_json(rows, self._expectation, account),
             "decode_step": {
-                "expected": _pace(self._expectation.expected),
-                "slowest": _pace(self._expectation.slowest),
+                "expected": _pace_json(self._expectation.expected),
+                "slowest": _pace_json(self._expectation.slowest),
             },
             "spills": bool(watch and watch.wsl2),
         }
 
 
-def expectation_of(backend: LocalBackend, gpus: tuple[Gpu, ...]) -> Expectation:
-    """What the plan says of the model that ``backend`` runs; ``gpus`` were read before it was loaded."""
-    if isinstance(backend, Planned):
+def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
+    """The planned memory of the model that ``backend`` runs; ``gpus``: as read before it was loaded."""
+    if backend.capabilities.plan:
         return backend.expectation
-    if not isinstance(backend, Accountable):
-        where = f"at {backend.device}" if isinstance(backend, OpenBackend) else "elsewhere"
-        return Expectation(why_not=f"the model runs {where}: what it holds is not known here")
+    if not backend.capabilities.account:
+        return Expectation(why_not=f"the model runs at {backend.device}; its memory is not known here")
     account, checkpoint = backend.account(), backend.checkpoint
     if not isinstance(checkpoint, Checkpoint):
-        return Expectation(why_not="no plan is known of a checkpoint of this architecture")
-    wishes = account.settings
-    if wishes.device == "cpu":
-        return expect.expect_in_ram(
+        return Expectation(why_not="there is no plan for checkpoints of this architecture")
+    running = account.settings
+    if running.device == "cpu":
+        return expectation.expect_in_ram(
             checkpoint,
-            wishes.kv_tokens,
-            wishes.value_bytes,
-            halves=wishes.halves,
-            kv_dtype=wishes.kv_dtype,
+            running.kv_tokens,
+            running.value_bytes,
+            halves=running.cpu_16_bit,
+            kv_dtype=running.kv_dtype,
         )
-    gpu = gpu_of(account, gpus)
+    gpu = engine_gpu(account, gpus)
     if gpu is None:
-        return Expectation(why_not="the driver's library does not tell of the GPU that the model is on")
+        return Expectation(why_not="NVML does not report the GPU that the model runs on")
     settings = Settings(
         checkpoint.weights_format,
-        wishes.context,
-        wishes.image_tokens,
-        wishes.sequences,
-        wishes.chunk,
-        offload=wishes.offload,
-        kv_dtype=wishes.kv_dtype,
-        speculate=wishes.speculate,
+        running.context,
+        running.image_tokens,
+        running.sequences,
+        running.chunk,
+        offload=running.offload,
+        kv_dtype=running.kv_dtype,
+        speculate=running.speculate,
     )
-    return expect.expect_on_gpu(checkpoint, gpu, settings, wishes.value_bytes, wishes.kv_tokens)
+    return expectation.expect_on_gpu(checkpoint, gpu, settings, running.value_bytes, running.kv_tokens)
 
 
-def gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
-    """The GPU that the engine runs on, as the driver's library sees it; None on a CPU, or if it is unseen."""
+def engine_gpu(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
+    """The GPU that the engine runs on, as NVML reports it; None on a CPU, or if NVML does not list it."""
     if account.settings.device == "cpu":
         return None
     return gpu_behind(gpus, account.settings.gpu_uuid, account.settings.device)
 
 
 def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectation) -> tuple[Row, ...]:
-    """Planned and actual, line by line."""
-    held = account.holdings
+    """Ledger rows with planned and actual bytes."""
+    memory = account.memory
     if account.settings.device == "cpu":
-        return actual.held_in_ram(
-            expectation, held.weights, held.kv_cache, held.image_cache, held.resident_before
+        return actual.compare_in_ram(
+            expectation, memory.weights, memory.kv_cache, memory.image_cache, memory.resident_before
         )
     if gpu is None:
-        return actual.rows(expectation.lines, {**held.weights, "kv_cache": held.kv_cache}, {})
-    return actual.held_on_gpu(gpu, expectation, held.weights, held.kv_cache, held.reserved or 0, held.graphs)
+        return actual.rows(expectation.lines, {**memory.weights, "kv_cache": memory.kv_cache}, {})
+    return actual.compare_on_gpu(
+        gpu, expectation, memory.weights, memory.kv_cache, memory.reserved or 0, memory.cuda_graphs
+    )
 
 
-def engine_facts(account: EngineAccount) -> dict[str, Any]:
-    """Settings, requests, tokens, steps and blocks."""
+def engine_json(account: EngineAccount) -> dict[str, Any]:
+    """Settings, requests, tokens, steps and KV blocks."""
     settings, counters, pool = account.settings, account.counters, account.pool
     return {
         "device": settings.device,
@@ -303,79 +297,80 @@ def engine_facts(account: EngineAccount) -> dict[str, Any]:
             "finished": counters.finished,
             "cancelled": counters.cancelled,
             "failed": counters.failed,
-            "pauses": account.pauses,
+            "pauses": account.num_preemptions,
         },
         "tokens": {
             "prompt": counters.prompt_tokens,
-            "shared": counters.shared_tokens,
+            "shared": counters.cached_prompt_tokens,
             "generated": counters.tokens,
-            "guessed": counters.guessed,
-            "came_true": counters.came_true,
+            "guessed": counters.draft_tokens,
+            "came_true": counters.accepted_tokens,
         },
         "steps": {
             "count": counters.steps,
             "seconds": round(counters.seconds, 6),
             "decode_count": counters.decode_steps,
             "decode_seconds": round(counters.decode_seconds, 6),
-            "decode_cached_tokens": counters.decode_cached,
-            "again": counters.again,
+            "decode_cached_tokens": counters.decode_cached_tokens,
+            "again": counters.retried_steps,
         },
         "kv_blocks": {
             "total": pool.blocks,
             "used": pool.used,
-            "known": pool.known,
+            "known": pool.cached,
             "planned": pool.planned or pool.blocks,
             "tokens_each": pool.block_size,
         },
         "image_cache": {
-            "bytes": account.holdings.image_cache,
-            "limit": account.holdings.image_cache_limit,
+            "bytes": account.memory.image_cache,
+            "limit": account.memory.image_cache_limit,
         },
     }
 
 
-def memory_facts(account: EngineAccount, gpu: Gpu | None, found: tuple[Row, ...]) -> dict[str, Any]:
-    """The card (null on a CPU), torch's pool on it, and RAM. ``held`` is the server's own share of either."""
-    held = account.holdings
-    card, ours = None, held.resident
+def memory_json(account: EngineAccount, gpu: Gpu | None, rows: tuple[Row, ...]) -> dict[str, Any]:
+    """The GPU (null on a CPU), torch's memory pool on it, RAM, and ``held``: the server's share of either."""
+    memory = account.memory
+    gpu_json, server_bytes = None, memory.resident
     if gpu is not None:
-        desktop = next((row.actual for row in found if row.line == "desktop"), None) or 0
-        ours = max(gpu.total - gpu.free - desktop, 0)
-        card = {"name": gpu.name, "total": gpu.total, "free": gpu.free, "desktop": desktop}
+        desktop = next((row.actual for row in rows if row.line == "desktop"), None) or 0
+        server_bytes = max(gpu.total - gpu.free - desktop, 0)
+        gpu_json = {"name": gpu.name, "total": gpu.total, "free": gpu.free, "desktop": desktop}
     names = ("allocated", "reserved", "peak_allocated", "peak_reserved")
     return {
-        "gpu": card,
-        "held": ours if gpu is not None or account.settings.device == "cpu" else held.reserved,
-        "pool": {name: getattr(held, name) for name in names} if held.reserved is not None else None,
-        "ram": {"resident": held.resident},
+        "gpu": gpu_json,
+        "held": server_bytes if gpu is not None or account.settings.device == "cpu" else memory.reserved,
+        "pool": {name: getattr(memory, name) for name in names} if memory.reserved is not None else None,
+        "ram": {"resident": memory.resident},
     }
 
 
-def row_facts(found: tuple[Row, ...]) -> dict[str, Any]:
-    """Rows that a backend tells itself, their sums, and the lines that hold more than planned."""
-    planned, held = actual.totals(found)
+def rows_json(rows: tuple[Row, ...]) -> dict[str, Any]:
+    """A backend's own rows, their sums, and the lines over plan."""
+    planned, held = actual.totals(rows)
     return {
-        "ledger": [asdict(row) for row in found],
+        "ledger": [asdict(row) for row in rows],
         "total": {"planned": planned, "actual": held},
-        "over_plan": [{"line": line, "bytes": more} for line, more in actual.over_plan(found)],
+        "over_plan": [{"line": line, "bytes": more} for line, more in actual.over_plan(rows)],
     }
 
 
-def ledger_facts(found: tuple[Row, ...], expectation: Expectation, account: EngineAccount) -> dict[str, Any]:
-    """The rows, their sums, and the lines that hold more than planned.
+def ledger_json(rows: tuple[Row, ...], expectation: Expectation, account: EngineAccount) -> dict[str, Any]:
+    """The rows, their sums, and the lines over plan.
 
-    In RAM the sum is what the system counts, not that of the lines: pages not yet written are not there.
+    In RAM the actual total is the process's resident size, not the sum of the lines: pages that were never
+    written take no memory.
     """
-    planned, held = actual.totals(found)
+    planned, held = actual.totals(rows)
     if account.settings.device == "cpu":
-        held = account.holdings.resident
+        held = account.memory.resident
     return {
-        "ledger": [asdict(row) for row in found],
+        "ledger": [asdict(row) for row in rows],
         "total": {"planned": planned, "actual": held},
-        "over_plan": [{"line": line, "bytes": more} for line, more in actual.over_plan(found)],
+        "over_plan": [{"line": line, "bytes": more} for line, more in actual.over_plan(rows)],
         **({"note": expectation.why_not} if expectation.why_not else {}),
     }
 
 
-def _pace(pace: actual.Pace | None) -> dict[str, float] | None:
+def _pace_json(pace: actual.Pace | None) -> dict[str, float] | None:
     return None if pace is None else {"base_s": pace.base_s, "per_cached_token_s": pace.per_token_s}

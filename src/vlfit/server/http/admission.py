@@ -1,7 +1,6 @@
-"""How many completions a server takes at once, running and waiting; and when to come again if all are taken.
+"""Limits on admission: completions in the server, requests of one client, bytes of request bodies.
 
-Knows: numbers, a clock, and the engine's own account of its pace. Does not know: requests, HTTP, or who runs
-next (the engine's scheduler). Belongs to one event loop, so that counting needs no lock.
+Everything here belongs to one event loop, so counting needs no lock.
 """
 
 import asyncio
@@ -13,223 +12,215 @@ from contextlib import contextmanager
 
 from starlette.types import Message, Receive
 
-from vlfit.backends.base import Accountable, LocalBackend
+from vlfit.backends.base import Backend
 from vlfit.errors import InvalidRequest, QueueFull, RequestTooSlow, TooManyRequests
 from vlfit.units import format_bytes
 
-LONGEST_WAIT = 60  # seconds; clients take a longer Retry-After for none at all
+MAX_RETRY_AFTER = 60  # seconds; many clients ignore a longer Retry-After
+MINUTE = 60.0
 
 
-class Held:
-    """The places of one request. One is given back as each of its completions ends, the rest with it.
+class Slots:
+    """The admission slots of one request: one is released as each completion ends, the rest on ``close``.
 
-    ``keep``: work is done for it that cannot be stopped, so that they stay taken until ``let_go``, also where
-    the request is over before: else whoever hangs up could have the server work for more than it takes.
+    ``hold`` keeps the slots until uncancellable work ends (``release_hold``), even if the client hangs up:
+    otherwise clients that hang up could make the server work on more than it admits.
     """
 
-    def __init__(self, places: "Places", count: int) -> None:
-        self._places = places
+    def __init__(self, queue: "AdmissionQueue", count: int) -> None:
+        self._queue = queue
         self._count = count
-        self._kept = False
-        self._over = False
+        self._on_hold = False
+        self._closed = False
 
-    def give_back(self) -> None:
-        """One of them, if any is left."""
+    def release_one(self) -> None:
+        """Release one slot, if any is left."""
         if self._count:
             self._count -= 1
-            self._places.taken -= 1
+            self._queue.in_use -= 1
 
-    def keep(self) -> None:
-        self._kept = True
+    def hold(self) -> None:
+        self._on_hold = True
 
-    def let_go(self) -> None:
-        self._kept = False
-        if self._over:
-            self.end()
+    def release_hold(self) -> None:
+        self._on_hold = False
+        if self._closed:
+            self.close()
 
-    def end(self) -> None:
-        """The request is over."""
-        self._over = True
-        while self._count and not self._kept:
-            self.give_back()
+    def close(self) -> None:
+        """End the request: release what is left, now or when the hold ends."""
+        self._closed = True
+        while self._count and not self._on_hold:
+            self.release_one()
 
 
-class Places:
-    """``limit`` places, one for each completion; None: as many as anybody wants. ``taken`` are so now.
+class AdmissionQueue:
+    """At most ``limit`` completions running and waiting at once (None: no limit).
 
-    ``refused``: requests that were told to come again.
+    ``in_use``: slots taken now. ``num_refused``: requests refused for want of slots.
     """
 
     def __init__(
-        self, backend: LocalBackend, limit: int | None, clock: Callable[[], float] = time.monotonic
+        self, backend: Backend, limit: int | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._backend = backend
         self._clock = clock
-        self._promised = -math.inf
+        self._promised_until = -math.inf
         self.limit = limit
-        self.taken = 0
-        self.refused = 0
+        self.in_use = 0
+        self.num_refused = 0
 
     @contextmanager
-    def take(self, count: int) -> Iterator[Held]:
-        """``count`` places for as long as the block lasts, at most.
+    def acquire(self, count: int) -> Iterator[Slots]:
+        """Take ``count`` slots, released at the end of the block at the latest.
 
-        Raises ``QueueFull`` if they are not free, ``InvalidRequest`` if so many can never be.
+        Raises ``QueueFull`` if they are not free, ``InvalidRequest`` if ``count`` exceeds the limit.
         """
-        if self.limit is not None and self.taken + count > self.limit:
-            raise self._refusal(count, self.limit)
-        self.taken += count
-        held = Held(self, count)
+        if self.limit is not None and self.in_use + count > self.limit:
+            raise self._refuse(count, self.limit)
+        self.in_use += count
+        slots = Slots(self, count)
         try:
-            yield held
+            yield slots
         finally:
-            held.end()
+            slots.close()
 
-    def _refusal(self, count: int, limit: int) -> Exception:
+    def _refuse(self, count: int, limit: int) -> Exception:
         if count > limit:
             return InvalidRequest(
-                f"n is {count}, and this server takes {limit} completions at once, running and waiting",
-                f"ask for at most {limit}",
+                f"n is {count}; this server takes at most {limit} completions at once, running and waiting",
+                f"set n to at most {limit}",
                 param="n",
             )
-        self.refused += 1
-        wait = self._wait(count)
+        self.num_refused += 1
+        wait = self._retry_after(count)
         return QueueFull(
-            f"{self.taken} completions run or wait here already, and the server takes {limit} at once",
+            f"{self.in_use} completions are running or waiting; this server takes at most {limit} at once",
             f"try again in {wait} s",
             retry_after=wait,
         )
 
-    def _wait(self, count: int) -> int:
-        """Whole seconds until ``count`` places should be free for who is refused now.
+    def _retry_after(self, count: int) -> int:
+        """Whole seconds until ``count`` slots should be free for the request refused now.
 
-        Everyone who is refused is promised the places after those promised last, so that they do not all come
-        again at once. What is promised runs out with time.
+        Each refused request is given a later time than the one before, so that they do not all retry at once.
         """
         now = self._clock()
-        promised = max(self._promised, now) + count * self._seconds_each()
-        self._promised = min(promised, now + LONGEST_WAIT)
-        return max(math.ceil(self._promised - now), 1)
+        free_at = max(self._promised_until, now) + count * self._seconds_per_completion()
+        self._promised_until = min(free_at, now + MAX_RETRY_AFTER)
+        return max(math.ceil(self._promised_until - now), 1)
 
-    def _seconds_each(self) -> float:
-        """How far apart completions have ended so far while the engine was at work.
-
-        If none has, it is at least as long as the engine has worked.
-        """
-        if not isinstance(self._backend, Accountable):
+    def _seconds_per_completion(self) -> float:
+        """Busy seconds of the engine per finished completion; all its busy seconds if none has finished."""
+        if not self._backend.capabilities.account:
             return 1.0
         counters = self._backend.account().counters
         return counters.seconds / max(counters.finished, 1)
 
 
-# What one client may ask for: requests in a minute, requests at once, and bytes of bodies under way.
-#
-# Knows: clocks and counts. Does not know: keys (a client is what it is called by), nor what requests are
-# about. Belongs to one event loop, so that counting needs no lock.
-
-
-MINUTE = 60.0
-
-
-class Limits:
-    """``a_minute`` requests of one client may begin in any minute, ``at_once`` run; None: any number."""
+class RateLimiter:
+    """Requests per client: at most ``per_minute`` started in a minute, ``concurrent`` running; None: any."""
 
     def __init__(
         self,
-        a_minute: int | None = None,
-        at_once: int | None = None,
+        per_minute: int | None = None,
+        concurrent: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._a_minute = a_minute
-        self._at_once = at_once
+        self._per_minute = per_minute
+        self._concurrent = concurrent
         self._clock = clock
-        self._begun: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._started: defaultdict[str, deque[float]] = defaultdict(deque)
         self._running: defaultdict[str, int] = defaultdict(int)
 
     @contextmanager
-    def take(self, client: str) -> Iterator[None]:
-        """One request of ``client``, for as long as the block lasts. Raises ``TooManyRequests``."""
-        if self._at_once is not None and self._running[client] >= self._at_once:
+    def acquire(self, client: str) -> Iterator[None]:
+        """Count one request of ``client`` for the length of the block. Raises ``TooManyRequests``."""
+        if self._concurrent is not None and self._running[client] >= self._concurrent:
             raise TooManyRequests(
-                f"{self._at_once} requests of this client run already, as many as one may have at once",
-                "wait for one of them to end",
+                f"this client has {self._running[client]} requests running; "
+                f"at most {self._concurrent} may run at once",
+                "wait for one of them to finish",
             )
-        self._check_pace(client)
+        self._check_rate(client)
         self._running[client] += 1
         try:
             yield
         finally:
             self._running[client] -= 1
 
-    def _check_pace(self, client: str) -> None:
-        if self._a_minute is None:
+    def _check_rate(self, client: str) -> None:
+        if self._per_minute is None:
             return
-        now, begun = self._clock(), self._begun[client]
-        while begun and begun[0] <= now - MINUTE:
-            begun.popleft()
-        if len(begun) >= self._a_minute:
-            wait = max(math.ceil(begun[0] + MINUTE - now), 1)
+        now, started = self._clock(), self._started[client]
+        while started and started[0] <= now - MINUTE:
+            started.popleft()
+        if len(started) >= self._per_minute:
+            wait = max(math.ceil(started[0] + MINUTE - now), 1)
             raise TooManyRequests(
-                f"this client has asked {len(begun)} times within a minute, as often as one may",
+                f"this client has sent {len(started)} requests within a minute; "
+                f"at most {self._per_minute} are allowed",
                 f"try again in {wait} s",
                 retry_after=wait,
             )
-        begun.append(now)
+        started.append(now)
 
 
-class Bodies:
-    """Bytes of all bodies that are under way or held: at most ``limit``.
+class BodyLimiter:
+    """At most ``limit`` bytes of request bodies in memory, over all requests.
 
-    A body must come at ``pace`` bytes a second, ``patience`` seconds granted: who sends half of one and
-    stays silent would else keep a connection and its memory for ever.
+    A body must arrive at ``min_bytes_per_s`` after ``grace_seconds``: a client that sends half of one and
+    falls silent would otherwise keep a connection and its memory for ever.
     """
 
-    def __init__(self, limit: int, patience: float, pace: float = 50_000.0) -> None:
+    def __init__(self, limit: int, grace_seconds: float, min_bytes_per_s: float = 50_000.0) -> None:
         self.limit = limit
-        self.taken = 0
-        self.patience = patience
-        self.pace = pace
+        self.in_use = 0
+        self.grace_seconds = grace_seconds
+        self.min_bytes_per_s = min_bytes_per_s
 
     @contextmanager
-    def reading(self, receive: Receive) -> Iterator[Receive]:
-        """``receive`` for one request, whose body counts for as long as the block lasts.
+    def track(self, receive: Receive) -> Iterator[Receive]:
+        """Wrap ``receive`` of one request; its body counts for the length of the block.
 
-        Raises ``QueueFull`` or ``RequestTooSlow`` in whoever reads.
+        The wrapped ``receive`` raises ``QueueFull`` and ``RequestTooSlow``.
         """
-        body = _Body(self, receive)
+        body = _TrackedBody(self, receive)
         try:
             yield body.receive
         finally:
-            self.taken -= body.size
+            self.in_use -= body.size
 
 
-class _Body:
-    def __init__(self, bodies: Bodies, receive: Receive) -> None:
-        self._bodies = bodies
+class _TrackedBody:
+    def __init__(self, limiter: BodyLimiter, receive: Receive) -> None:
+        self._limiter = limiter
         self._receive = receive
-        self._began = time.monotonic()
-        self._whole = False
+        self._started = time.monotonic()
+        self._complete = False
         self.size = 0
 
     async def receive(self) -> Message:
-        if self._whole:
+        if self._complete:
             return await self._receive()
-        bodies = self._bodies
-        left = self._began + bodies.patience + self.size / bodies.pace - time.monotonic()
+        limiter = self._limiter
+        deadline = self._started + limiter.grace_seconds + self.size / limiter.min_bytes_per_s
         try:
-            async with asyncio.timeout(max(left, 0.001)):
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.001)):
                 message = await self._receive()
         except TimeoutError:
             raise RequestTooSlow(
-                f"the body of the request comes too slowly: {format_bytes(self.size)} so far",
-                "send it faster, or a smaller one",
+                f"the request body arrives too slowly: {format_bytes(self.size)} "
+                f"in {time.monotonic() - self._started:.0f} s",
+                "send it faster, or send a smaller one",
             ) from None
         size = len(message.get("body", b""))
         self.size += size
-        bodies.taken += size
-        self._whole = not message.get("more_body", False)
-        if bodies.taken > bodies.limit:
+        limiter.in_use += size
+        self._complete = not message.get("more_body", False)
+        if limiter.in_use > limiter.limit:
             raise QueueFull(
-                f"requests of more than {format_bytes(bodies.limit)} are under way", "try again in a moment"
+                f"request bodies in progress exceed {format_bytes(limiter.limit)} in all",
+                "try again in a moment",
             )
         return message

@@ -1,7 +1,6 @@
-"""How a request ends before its answer is whole: the client hangs up, or the server stops.
+"""Early ends of a request: the client disconnects, or the server shuts down.
 
-Knows: which of the two came first. Does not know: what the work is; it is simply cancelled, and frees in
-its own ``finally`` what it held.
+Either cancels the request's coroutine, which frees its resources in its own ``finally``.
 """
 
 import asyncio
@@ -18,57 +17,57 @@ log = logging.getLogger("vlfit.server")
 
 Result = TypeVar("Result")
 
-TELLING_SECONDS = 0.5  # for those who were cut to be told so
+ERROR_FLUSH_SECONDS = 0.5  # for cancelled requests to send their error
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether ``error`` is one that outlives its request. CUDA goes on failing in a process once a kernel has
-    read where it may not; memory that was not there may be there the next time.
+    """Whether the engine cannot recover from ``error``.
+
+    After an illegal access every CUDA call of the process fails; running out of memory may be temporary.
     """
-    words = str(error)
-    lost = "CUDA error" in words and "out of memory" not in words
-    return isinstance(error, EngineLost) or (lost and not isinstance(error, VlfitError))
+    message = str(error)
+    cuda_failed = "CUDA error" in message and "out of memory" not in message
+    return isinstance(error, EngineLost) or (cuda_failed and not isinstance(error, VlfitError))
 
 
-class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
+class ClientDisconnected(Exception):
+    """The client closed its connection before the answer was complete."""
 
 
-class Closing:
-    """The end of one server's life: it runs, then drains (finishes what runs, takes nothing new), then
-    cuts. ``over`` tells when nothing runs any more, or what does has been told to end.
+class Shutdown:
+    """Graceful shutdown: refuse new requests, let running ones finish, then cancel the rest.
+
+    ``done`` is set once no request runs, or the cancelled ones have had time to send their error.
     """
 
     def __init__(self, drain_seconds: float) -> None:
         self._drain_seconds = drain_seconds
-        self._cut = False
-        self._limits: set[asyncio.Timeout] = set()
+        self._cancelled = False
+        self._timeouts: set[asyncio.Timeout] = set()
         self._running = 0
-        self.over = asyncio.Event()
+        self.done = asyncio.Event()
         self.draining = False
         self.crashed = False
         self._cause = ""
         self.on_crash: Callable[[], None] = self.begin
 
     def begin(self, seconds: float | None = None) -> None:
-        """Start draining; what still runs after ``seconds`` is cut. Call it on the event loop."""
+        """Start draining; requests still running after ``seconds`` are cancelled. Call on the event loop."""
         if not self.draining:
             self.draining = True
             later = asyncio.get_running_loop().call_later
             seconds = self._drain_seconds if seconds is None else seconds
-            later(seconds, self._cut_all)
-            later(seconds + TELLING_SECONDS, self.over.set)
-            self._look()
+            later(seconds, self._cancel_all)
+            later(seconds + ERROR_FLUSH_SECONDS, self.done.set)
+            self._check_done()
 
-    def _cut_all(self) -> None:
-        self._cut = True
-        for limit in self._limits:
-            _reach(limit)
+    def _cancel_all(self) -> None:
+        self._cancelled = True
+        for timeout in self._timeouts:
+            _expire(timeout)
 
-    def judge(self, error: Exception) -> None:
-        """End the server if ``error`` says that the engine will never answer again: a server that fails all
-        that it is asked is worth less than one that is started again.
-        """
+    def stop_if_fatal(self, error: Exception) -> None:
+        """Shut down if ``error`` is fatal for the engine, so that a supervisor can start a new one."""
         if not self.draining and is_fatal(error):
             self._cause = f"the engine is lost: {str(error).splitlines()[0] if str(error) else repr(error)}"
             log.error("%s", self._cause)
@@ -76,71 +75,72 @@ class Closing:
             self.on_crash()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """A request that is to be answered before the server ends."""
+    def track_request(self) -> Iterator[None]:
+        """Count a running request for the length of the block; shutdown waits for it."""
         self._running += 1
         try:
             yield
         finally:
             self._running -= 1
-            self._look()
+            self._check_done()
 
-    def _look(self) -> None:
+    def _check_done(self) -> None:
         if self.draining and not self._running:
-            self.over.set()
+            self.done.set()
 
-    def check(self) -> None:
-        """Raises ``EngineStopped`` if no new request is taken any more."""
+    def check_accepting(self) -> None:
+        """Raise ``EngineStopped`` if the server accepts no new requests."""
         if self.draining:
             raise EngineStopped(self._cause or "the server is stopping", "try again when it is back")
 
-    async def watch(self, work: Coroutine[Any, Any, Result], receive: Receive | None = None) -> Result:
-        """The result of ``work``, unless the client or the server goes first; then ``work`` is cancelled
-        at once.
+    async def run_until_disconnect(
+        self, work: Coroutine[Any, Any, Result], receive: Receive | None = None
+    ) -> Result:
+        """Await ``work``; cancel it if the client disconnects or the server shuts down first.
 
-        ``receive`` is the connection, its request read to the end; without it only the server is watched.
-        Raises ``ClientGone``, ``EngineStopped``, or what ``work`` raises.
+        ``receive``: the connection, its body already read; None watches for shutdown only.
+        Raises ``ClientDisconnected``, ``EngineStopped``, or what ``work`` raises.
         """
-        gone = asyncio.ensure_future(_hang_up(receive)) if receive is not None else None
-        # A limit of time that never comes unless it is told to: so the work needs no task of its own.
-        limit = asyncio.timeout(None)
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(receive)) if receive is not None else None
+        # A timeout that expires only on demand cancels ``work`` without a task of its own.
+        timeout = asyncio.timeout(None)
 
-        def end(_: object) -> None:
-            _reach(limit)
+        def expire(_: object) -> None:
+            _expire(timeout)
 
         try:
-            async with limit:
-                self._limits.add(limit)
-                if self._cut:
-                    _reach(limit)
-                if gone is not None:
-                    gone.add_done_callback(end)
+            async with timeout:
+                self._timeouts.add(timeout)
+                if self._cancelled:
+                    _expire(timeout)
+                if disconnect is not None:
+                    disconnect.add_done_callback(expire)
                 try:
                     return await work
                 finally:
-                    self._limits.discard(limit)
-                    if gone is not None:
-                        gone.remove_done_callback(end)
+                    self._timeouts.discard(timeout)
+                    if disconnect is not None:
+                        disconnect.remove_done_callback(expire)
         except TimeoutError:
-            if not limit.expired():  # one of the work's own
+            if not timeout.expired():  # raised by ``work`` itself
                 raise
-            if self._cut:
+            if self._cancelled:
                 raise EngineStopped(
-                    "the server stopped before the answer was done", "try again when it is back"
+                    "the server stopped before the answer was complete", "try again when it is back"
                 ) from None
-            raise ClientGone from None
+            raise ClientDisconnected from None
         finally:
-            if gone is not None:
-                _forget(gone)
+            if disconnect is not None:
+                _discard(disconnect)
 
 
-def _reach(limit: asyncio.Timeout) -> None:
-    if not limit.expired():
-        limit.reschedule(asyncio.get_running_loop().time())
+def _expire(timeout: asyncio.Timeout) -> None:
+    if not timeout.expired():
+        timeout.reschedule(asyncio.get_running_loop().time())
 
 
-def _forget(task: "asyncio.Task[None]") -> None:
-    """However it ended, if it has, is nobody's matter any more."""
+def _discard(task: "asyncio.Task[None]") -> None:
+    """Cancel ``task``, or retrieve its exception so that asyncio does not log it."""
     if task.done():
         if not task.cancelled():
             task.exception()
@@ -148,7 +148,6 @@ def _forget(task: "asyncio.Task[None]") -> None:
         task.cancel()
 
 
-async def _hang_up(receive: Receive) -> None:
-    """Returns when the client is gone."""
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,9 +1,6 @@
-"""How the log is written: lines for people, or one JSON object a line; no secrets in either.
+"""The server's log: lines of text, or one JSON object per line, with secrets redacted in both.
 
-Knows: what secrets look like in text. Does not know what is logged.
-
-Nobody writes a secret into the log on purpose. But messages of libraries quote what they were given, and
-what clients send holds addresses with keys in them and whole pictures.
+Libraries quote their input in error messages, and clients send URLs with keys and whole pictures in them.
 """
 
 import json
@@ -13,7 +10,7 @@ import sys
 import time
 from typing import Literal
 
-Format = Literal["text", "json"]
+LogFormat = Literal["text", "json"]
 
 _SECRETS = (
     (re.compile(r"data:[\w.+-]*/?[\w.+-]*[;,][^\s\"'<>)]*", re.IGNORECASE), "data:..."),
@@ -24,27 +21,25 @@ _SECRETS = (
 )
 
 
-def without_secrets(text: str) -> str:
-    """``text`` without passwords and queries of URLs, keys, or the contents of ``data:`` URLs."""
+def redact(text: str) -> str:
+    """Remove URL passwords and queries, API keys and the contents of ``data:`` URLs from ``text``."""
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
 
 
-class Lines(logging.Formatter):
-    """For people: the time and what is said."""
+class TextFormatter(logging.Formatter):
+    """Time and message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        return without_secrets(super().format(record))
+        return redact(super().format(record))
 
 
-class JSONLines(logging.Formatter):
-    """For programs: ``time`` (UTC), ``level``, ``logger``, ``message``, what the record has in ``fields``,
-    and ``trace`` of an error.
-    """
+class JSONFormatter(logging.Formatter):
+    """JSON: ``time`` (UTC), ``level``, ``logger``, ``message``, extra ``fields``, ``trace`` of errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -57,11 +52,11 @@ class JSONLines(logging.Formatter):
         }
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
-        return json.dumps({name: _safe(value) for name, value in line.items()}, ensure_ascii=False)
+        return json.dumps({name: _redact_value(value) for name, value in line.items()}, ensure_ascii=False)
 
 
-class ToStderr(logging.Handler):
-    """Writes to what stderr is at the moment: another may have been put in its place for a while."""
+class StderrHandler(logging.Handler):
+    """Write to the current ``sys.stderr``, which may have been replaced since the handler was made."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -70,14 +65,14 @@ class ToStderr(logging.Handler):
             self.handleError(record)
 
 
-def _safe(value: object) -> object:
-    return without_secrets(value) if isinstance(value, str) else value
+def _redact_value(value: object) -> object:
+    return redact(value) if isinstance(value, str) else value
 
 
-def log_to_stderr(quiet: bool, how: Format = "text") -> None:
-    """Ours and uvicorn's, for the rest of this process; ``quiet``: warnings and errors alone."""
-    handler = ToStderr()
-    handler.setFormatter(JSONLines() if how == "json" else Lines())
+def log_to_stderr(quiet: bool, log_format: LogFormat = "text") -> None:
+    """Log vlfit's and uvicorn's messages to stderr from now on; ``quiet``: warnings and errors only."""
+    handler = StderrHandler()
+    handler.setFormatter(JSONFormatter() if log_format == "json" else TextFormatter())
     for name, level in (
         ("vlfit", logging.WARNING if quiet else logging.INFO),
         ("uvicorn", logging.WARNING),

@@ -1,16 +1,9 @@
-"""Memory in RAM goes back to the system when it is freed, in a process that runs for weeks.
+"""malloc and garbage collector settings for a process that runs for weeks, so that freed RAM is returned.
 
-A decoded picture is tens of megabytes for a tenth of a second. glibc gives the first of them back at once,
-and then learns to keep such sizes in its heaps. A fixed limit, above which memory is mapped and unmapped for
-each buffer, keeps it where it is. Smaller buffers come from heaps, which shrink only from their end. glibc
-has up to eight of them for each core, one for each thread that runs at the same time, and every one keeps the
-most that a thread ever had there: so there are few. And when nobody has asked for a while, glibc is told to
-give back what is free between what is not (113 MiB after 233 requests with pictures). Without glibc nothing
-of this is done.
-
-Python's garbage collector has to find what refers to itself in a circle. It looks at old objects the less
-often, the more of them there are, and then at all of them, while everybody waits. So what is there when a
-server is ready is none of its business. Does not know pictures.
+glibc raises its mmap threshold when large buffers (decoded pictures) are freed, and then keeps them in its
+arenas: the threshold is fixed here. Arenas (by default eight per core) shrink only from their end and keep
+their peak: there are few here, and they are trimmed when no request has come for a while (113 MiB returned
+after 233 requests with pictures). With another C library none of this is done.
 """
 
 import asyncio
@@ -21,57 +14,59 @@ from collections.abc import Callable
 
 from vlfit.units import MIB
 
-MAPPED_FROM = 4 * MIB  # bytes of a buffer; smaller ones are had again fast
-# A choice. Threads that prepare pictures mostly compute: with 2, 4 and up to 16 heaps (2 cores) as many
-# requests were served; anonymous RAM came to 349, 362 and 375 MiB.
-MOST_HEAPS = 4
+MMAP_THRESHOLD = 4 * MIB
+# Threads that prepare pictures mostly compute: with 2, 4 and up to 16 arenas (2 cores) throughput was the
+# same; anonymous RAM came to 349, 362 and 375 MiB.
+MAX_ARENAS = 4
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # glibc's malloc.h
-QUIET = 1.0  # seconds without a request, after which heaps are gone through: that takes some tens of ms
+QUIET_SECONDS = 1.0  # without a request, before heaps are trimmed; trimming takes tens of ms
 
 
-def give_memory_back() -> bool:
-    """For the rest of this process, before it has threads; whether its C library knows how."""
+def configure_malloc() -> bool:
+    """Fix the mmap threshold and the number of arenas; call before threads start.
+
+    Returns whether the C library supports it.
+    """
     try:
         set_option = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # no such library, or none that can be named so (Windows)
+    except (OSError, AttributeError, TypeError):  # not glibc; on Windows None names no library
         return False
-    options = ((_M_MMAP_THRESHOLD, MAPPED_FROM), (_M_ARENA_MAX, MOST_HEAPS))
+    options = ((_M_MMAP_THRESHOLD, MMAP_THRESHOLD), (_M_ARENA_MAX, MAX_ARENAS))
     return all(set_option(option, value) == 1 for option, value in options)
 
 
-def keep_what_is_loaded() -> None:
-    """The garbage collector no longer looks at what is there now.
+def freeze_gc() -> None:
+    """Exclude all current objects from garbage collection.
 
-    That is 200,000 objects, most of them torch's, of which none is ever to go: a look at all of them takes a
-    fifth of a second and more.
+    They are 200,000, mostly torch's, and never freed; a full collection over them takes 0.2 s and more.
     """
     gc.freeze()
 
 
 def trim_heaps() -> None:
-    """Whole pages that are free anywhere in a heap go back to the system."""
+    """Return free pages anywhere in malloc's heaps to the system."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # as above
         return
 
 
-class Trimming:
-    """Trims heaps when requests have ended and no other has come. Belongs to one event loop.
+class HeapTrimmer:
+    """Trims heaps once no request has run for ``QUIET_SECONDS``. Belongs to one event loop.
 
-    ``busy`` says whether there is a request.
+    ``busy``: whether a request runs.
     """
 
     def __init__(self, busy: Callable[[], bool]) -> None:
         self._busy = busy
         self._planned: asyncio.TimerHandle | None = None
 
-    def ended(self) -> None:
-        """A request is over."""
+    def request_ended(self) -> None:
+        """Plan a trim, unless another request runs."""
         if self._planned is None and not self._busy():
-            self._planned = asyncio.get_running_loop().call_later(QUIET, self._trim)
+            self._planned = asyncio.get_running_loop().call_later(QUIET_SECONDS, self._trim)
 
     def _trim(self) -> None:
         self._planned = None
-        if not self._busy():  # else the end of that one is waited for
+        if not self._busy():  # otherwise the end of that request plans the next trim
             threading.Thread(target=trim_heaps, name="vlfit-trim", daemon=True).start()

@@ -1,7 +1,6 @@
-"""Blocking work beside the event loop, in threads that never hold up the end of the process.
+"""A pool of daemon threads for blocking work beside the event loop.
 
-The usual thread pool waits at exit for whatever its threads still do; a picture that comes slowly from afar
-would keep Ctrl-C waiting. These threads are daemons. Knows nothing of requests.
+``ThreadPoolExecutor`` joins its threads at exit, so one slow download would delay Ctrl-C.
 """
 
 import asyncio
@@ -12,66 +11,63 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from vlfit.images.cancellation import until
-from vlfit.server.http.admission import Held
+from vlfit.images.cancellation import cancel_when
+from vlfit.server.http.admission import Slots
 
-Given = ParamSpec("Given")
+P = ParamSpec("P")
 Result = TypeVar("Result")
 
-# Threads that wait for the next call in place of ending: starting one takes a tenth of a millisecond, which
-# the first token waits. For how long, in seconds; and how many.
-WAITING_SECONDS = 20.0
-MOST_WAITING = 2
+# Idle threads kept for the next call, and for how long: starting one adds 0.1 ms to the first token.
+IDLE_SECONDS = 20.0
+MAX_IDLE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """``settle`` is called on the event loop with what ``function`` gives or raises."""
+    """``on_done`` is called on the event loop with the result or the error of ``function``."""
 
     function: Callable[[], Any]
-    settle: Callable[[Any, BaseException | None], None]
-    gone: Callable[[], bool]
+    on_done: Callable[[Any, BaseException | None], None]
+    is_cancelled: Callable[[], bool]
 
 
-_Calls = SimpleQueue[_Call | None]  # None: end
+_CallQueue = SimpleQueue[_Call | None]  # None ends the thread
 
 
-class Threads:
-    """At most ``at_once`` threads, each with one call at a time. Belongs to one event loop."""
+class DaemonThreadPool:
+    """At most ``max_threads`` threads, each with one call at a time. Belongs to one event loop."""
 
-    def __init__(self, at_once: int) -> None:
-        self._permits = asyncio.Semaphore(at_once)
-        self._waiting: list[_Calls] = []
+    def __init__(self, max_threads: int) -> None:
+        self._permits = asyncio.Semaphore(max_threads)
+        self._idle: list[_CallQueue] = []
 
-    async def run(
-        self, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
-    ) -> Result:
-        """``function(*args, **kwargs)`` in a thread.
+    async def run(self, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        """Call ``function(*args, **kwargs)`` in a thread.
 
-        When the caller is cancelled the thread runs on until it asks whether it is wanted (``wanted.py``) or
-        is at its end, keeps its permit so long, and its result is dropped.
+        If the caller is cancelled, the thread runs until its next ``check_cancelled`` or its end, keeps its
+        permit until then, and its result is dropped.
         """
         await self._permits.acquire()
-        return await self._begin(lambda: function(*args, **kwargs))
+        return await self._submit(lambda: function(*args, **kwargs))
 
-    async def run_holding(
-        self, held: Held, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
+    async def run_with_slots(
+        self, slots: Slots, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
     ) -> Result:
-        """The same; ``held`` is kept until the thread is at its end, whatever becomes of the caller."""
+        """Like ``run``; hold ``slots`` until the thread is done, even if the caller is cancelled."""
         await self._permits.acquire()
-        held.keep()
-        return await self._begin(lambda: function(*args, **kwargs), held.let_go)
+        slots.hold()
+        return await self._submit(lambda: function(*args, **kwargs), slots.release_hold)
 
-    def _begin(
-        self, function: Callable[[], Result], over: Callable[[], None] = lambda: None
+    def _submit(
+        self, function: Callable[[], Result], finalize: Callable[[], None] = lambda: None
     ) -> "asyncio.Future[Result]":
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        calls = self._waiting.pop() if self._waiting else self._new()
+        calls = self._idle.pop() if self._idle else self._start_worker()
 
-        def settle(result: Any, error: BaseException | None) -> None:
+        def on_done(result: Any, error: BaseException | None) -> None:
             self._permits.release()
-            over()
-            self._rest(calls)
+            finalize()
+            self._keep_or_end(calls)
             if future.done():  # the caller was cancelled
                 return
             if error is not None:
@@ -79,60 +75,60 @@ class Threads:
             else:
                 future.set_result(result)
 
-        calls.put(_Call(function, settle, future.cancelled))
+        calls.put(_Call(function, on_done, future.cancelled))
         return future
 
-    def _new(self) -> _Calls:
-        calls: _Calls = SimpleQueue()
-        work = _Worker(calls, asyncio.get_running_loop(), self._retire).run
-        threading.Thread(target=work, name="vlfit-server-work", daemon=True).start()
+    def _start_worker(self) -> _CallQueue:
+        calls: _CallQueue = SimpleQueue()
+        worker = _Worker(calls, asyncio.get_running_loop(), self._retire)
+        threading.Thread(target=worker.run, name="vlfit-server-work", daemon=True).start()
         return calls
 
-    def _rest(self, calls: _Calls) -> None:
-        if len(self._waiting) < MOST_WAITING:
-            self._waiting.append(calls)
+    def _keep_or_end(self, calls: _CallQueue) -> None:
+        if len(self._idle) < MAX_IDLE:
+            self._idle.append(calls)
         else:
             calls.put(None)
 
-    def _retire(self, calls: _Calls) -> None:
-        """It has waited long; unless it has just been given something it may end."""
-        if calls in self._waiting:
-            self._waiting.remove(calls)
+    def _retire(self, calls: _CallQueue) -> None:
+        """End a thread that was idle too long, unless it has just been given a call."""
+        if calls in self._idle:
+            self._idle.remove(calls)
             calls.put(None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """What one thread does."""
+    """The loop of one thread."""
 
-    calls: _Calls
+    calls: _CallQueue
     loop: asyncio.AbstractEventLoop
-    retire: Callable[[_Calls], None]
+    retire: Callable[[_CallQueue], None]
 
     def run(self) -> None:
-        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+        with suppress(RuntimeError):  # the event loop is closed
             while (call := self._next()) is not None:
-                _carry_out(call, self.loop)
-                del call  # while the next is waited for nothing of this one is held
+                _execute(call, self.loop)
+                del call  # free its arguments while waiting for the next
 
     def _next(self) -> _Call | None:
         try:
-            return self.calls.get(timeout=WAITING_SECONDS)
+            return self.calls.get(timeout=IDLE_SECONDS)
         except Empty:
             self.loop.call_soon_threadsafe(self.retire, self.calls)
             return self.calls.get()
 
 
-def _carry_out(call: _Call, loop: asyncio.AbstractEventLoop) -> None:
+def _execute(call: _Call, loop: asyncio.AbstractEventLoop) -> None:
     result, error = None, None
     try:
-        with until(call.gone):
+        with cancel_when(call.is_cancelled):
             result = call.function()
     except BaseException as raised:
         error = raised
     try:
-        loop.call_soon_threadsafe(call.settle, result, error)
+        loop.call_soon_threadsafe(call.on_done, result, error)
     finally:
-        # An error holds the frames that it came through. This one must not hold the error, nor the future
-        # that does: such a circle would keep a request's pictures until the garbage collector comes.
+        # Break the reference cycle from the error's traceback to this frame and back, which would keep a
+        # request's pictures until the next garbage collection.
         del call, result, error

@@ -1,8 +1,4 @@
-"""``POST /v1/chat/completions``: what its fields mean.
-
-Knows: how a chat is read, prepared and answered. Does not know: the life of a request (``generating``), how a
-picture becomes tokens (the backend), how an answer is written (``replies``).
-"""
+"""``POST /v1/chat/completions``: from the request's messages to a conversation with its pictures fetched."""
 
 import asyncio
 import re
@@ -14,10 +10,10 @@ from vlfit.api.conversation import Conversation, ImagePart, Message, Part, Role,
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest, NotAPicture, PictureError
-from vlfit.server.http.admission import Held
-from vlfit.server.http.threads import Threads
+from vlfit.server.http.admission import Slots
+from vlfit.server.http.threads import DaemonThreadPool
 from vlfit.server.openai.chat_schema import (
-    MOST_PARTS,
+    MAX_PARTS,
     ChatMessage,
     ChatRequest,
     ContentPart,
@@ -26,22 +22,16 @@ from vlfit.server.openai.chat_schema import (
     VideoContent,
     VideoURLContent,
 )
-from vlfit.server.openai.generation import Endpoint, Workshop
-from vlfit.server.openai.replies import Reply
-from vlfit.server.openai.request_params import forced_tool, sampling_of, tools_of
-from vlfit.server.openai.validation import read_body_as
+from vlfit.server.openai.generation import Endpoint, ServerContext
+from vlfit.server.openai.replies import ChatResponseWriter
+from vlfit.server.openai.request_params import chat_sampling_params, forced_tool, offered_tools
+from vlfit.server.openai.validation import parse_body
 from vlfit.server.server_settings import ServerSettings
 
-# From the messages of a request to a conversation with its pictures fetched.
-#
-# Knows: roles, parts, which URLs a server may open. Does not know: how pictures are fetched
-# (``tasks/pictures.py``) or decoded (the engine), and nothing of HTTP.
-
-
 _SCHEMES = ("data:", "http://", "https://")
-FETCHES_OF_ONE_REQUEST = 8  # so that one request with many slow pictures does not hold up the others
+MAX_FETCHES_PER_REQUEST = 8  # so that one request with many slow pictures does not delay the others
 
-# OpenAI renamed "system"; clients send either.
+# OpenAI renamed "system" to "developer"; clients send either.
 _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -49,39 +39,39 @@ _ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_CLIP = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)  # vLLM's name for frames in one URL
+_FRAMES_URL = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)  # vLLM's name for frames in one URL
 
 
 async def build_conversation(
-    request: ChatRequest, settings: ServerSettings, fetches: Threads
+    request: ChatRequest, settings: ServerSettings, fetch_threads: DaemonThreadPool
 ) -> Conversation:
-    """The conversation, its pictures fetched side by side on ``fetches``.
+    """Build the conversation; its pictures are fetched concurrently on ``fetch_threads``.
 
-    Raises ``InvalidRequest`` for roles and parts that make no sense, ``PictureError`` for a URL that gives no
-    picture; the error of the picture that comes first in the request, whichever failed first.
+    Raises ``InvalidRequest`` for invalid roles and parts, and the ``PictureError`` of the first picture, in
+    the order of the request, that cannot be fetched.
     """
     if not request.messages:
         raise InvalidRequest("messages is empty", "send at least one message", param="messages")
     _check_count(request.messages)
     roles = [_role(index, message) for index, message in enumerate(request.messages)]
-    called: set[str] = set()
+    call_ids: set[str] = set()
     for index, (role, message) in enumerate(zip(roles, request.messages, strict=True)):
         if role == "user":
             _check_not_empty(index, message)
         elif role == "tool":
-            _check_was_called(index, message, called)
-        called.update(call.id for call in message.tool_calls or ())
-    places = list(_picture_urls(request))
-    if len(places) > settings.picture_limit:
+            _check_tool_call_id(index, message, call_ids)
+        call_ids.update(call.id for call in message.tool_calls or ())
+    urls = list(_picture_urls(request))
+    if len(urls) > settings.picture_limit:
         raise InvalidRequest(
-            f"the request holds {len(places)} pictures and frames, and this server takes "
+            f"the request has {len(urls)} pictures and frames; this server accepts at most "
             f"{settings.picture_limit}",
-            "send fewer pictures at once",
+            "send fewer pictures in one request",
             param="messages",
         )
-    for where, url in places:
-        _check_url(where, url, settings)
-    pictures = iter(await _fetch_all(places, settings, fetches))
+    for param, url in urls:
+        _check_url(param, url, settings)
+    pictures = iter(await _fetch_all(urls, settings, fetch_threads))
     return tuple(
         Message(role, _parts(index, message, pictures), _calls(message))
         for index, (role, message) in enumerate(zip(roles, request.messages, strict=True))
@@ -89,31 +79,31 @@ async def build_conversation(
 
 
 def _role(index: int, message: ChatMessage) -> Role:
-    where = f"messages[{index}]"
+    param = f"messages[{index}]"
     if message.role == "function" or (message.model_extra or {}).get("function_call"):
         raise InvalidRequest(
-            f"{where} is of OpenAI's old way to call functions", "use tools and tool_calls", param=where
+            f"{param} uses OpenAI's deprecated function calling", "use tools and tool_calls", param=param
         )
     if message.tool_calls and message.role != "assistant":
-        raise InvalidRequest(f"{where} has tool_calls, and only the assistant calls", param=where)
+        raise InvalidRequest(f"{param} has tool_calls; only assistant messages may have them", param=param)
     if message.content is None and message.role != "assistant":
-        raise InvalidRequest(f"{where}.content is missing", "send some text", param=f"{where}.content")
+        raise InvalidRequest(f"{param}.content is missing", "send some text", param=f"{param}.content")
     if message.role not in _ROLES:
         raise InvalidRequest(
-            f"{where}.role is {message.role[:40]!r}",
+            f"{param}.role is {message.role[:40]!r}",
             f"use one of: {', '.join(_ROLES)}",
-            param=f"{where}.role",
+            param=f"{param}.role",
         )
     return _ROLES[message.role]
 
 
 def _check_count(messages: list[ChatMessage]) -> None:
-    """Each takes its moment of the event loop, on which all others wait, and no context holds so many."""
+    """Each message and part takes time on the event loop, and no context has room for so many."""
     count = sum(_size(message) for message in messages)
-    if count > MOST_PARTS:
+    if count > MAX_PARTS:
         raise InvalidRequest(
-            f"the request holds {count} messages, parts and calls, and this server takes {MOST_PARTS}",
-            "put texts that belong together into one",
+            f"the request has {count} messages, content parts and tool calls; at most {MAX_PARTS} fit",
+            "merge adjacent texts into one part",
             param="messages",
         )
 
@@ -123,13 +113,13 @@ def _size(message: ChatMessage) -> int:
     return 1 + parts + len(message.tool_calls or ())
 
 
-def _check_was_called(index: int, message: ChatMessage, called: set[str]) -> None:
-    """An answer of a tool belongs to a call before it, or the model would read it as of nothing."""
-    wanted = message.tool_call_id
-    if wanted is None or wanted not in called:
+def _check_tool_call_id(index: int, message: ChatMessage, call_ids: set[str]) -> None:
+    """A tool message must answer a call in an earlier message."""
+    call_id = message.tool_call_id
+    if call_id is None or call_id not in call_ids:
         raise InvalidRequest(
-            f"messages[{index}] answers the call {(wanted or '')[:80]!r}, which is in no message before it",
-            "send the assistant's message with its tool_calls, too",
+            f"messages[{index}] answers tool call {(call_id or '')[:80]!r}, which is in no earlier message",
+            "also send the assistant message with its tool_calls",
             param=f"messages[{index}].tool_call_id",
         )
 
@@ -139,7 +129,7 @@ def _calls(message: ChatMessage) -> tuple[ToolCall, ...]:
 
 
 def _check_not_empty(index: int, message: ChatMessage) -> None:
-    """A question of no words and no picture is a slip of the sender's; the model would make one up."""
+    """An empty user message is a mistake of the client; the model would invent a question."""
     content = [message.content] if isinstance(message.content, str) else message.content or []
     if not any(part.text if isinstance(part, TextContent) else part for part in content):
         raise InvalidRequest(
@@ -148,60 +138,62 @@ def _check_not_empty(index: int, message: ChatMessage) -> None:
 
 
 def _picture_urls(request: ChatRequest) -> Iterator[tuple[str, str]]:
-    """Every picture of the request in order: its place, for errors, and its URL."""
+    """Yield (param, URL) of every picture and frame, in order."""
     for index, message in enumerate(request.messages):
         if isinstance(message.content, str):
             continue
         for position, part in enumerate(message.content or ()):
-            where = f"messages[{index}].content[{position}]"
+            param = f"messages[{index}].content[{position}]"
             if isinstance(part, ImageContent):
-                yield f"{where}.image_url.url", part.image_url.url
+                yield f"{param}.image_url.url", part.image_url.url
             elif isinstance(part, VideoContent):
                 for frame, url in enumerate(part.frames):
-                    yield f"{where}.frames[{frame}]", url
+                    yield f"{param}.frames[{frame}]", url
             elif isinstance(part, VideoURLContent):
-                for url in _frames(where, part.video_url.url):
-                    yield f"{where}.video_url.url", url
+                for url in _frames(param, part.video_url.url):
+                    yield f"{param}.video_url.url", url
 
 
-def _frames(where: str, url: str) -> list[str]:
-    """The frames of a clip in one URL, as vLLM writes it, each as a URL of its own."""
-    found = _CLIP.match(url)
-    if found is None:
+def _frames(param: str, url: str) -> list[str]:
+    """Split a clip in one URL, as vLLM writes it, into a URL for each frame."""
+    match = _FRAMES_URL.match(url)
+    if match is None:
         raise InvalidRequest(
-            f"{where}.video_url.url is {url[:60]!r}, and vlfit decodes no files of films",
+            f"{param}.video_url.url is {url[:60]!r}; vlfit does not decode video files",
             'send the frames: {"type": "video", "frames": [picture URLs], "fps": 2}, or '
-            "data:video/jpeg;base64, and the frames in base64 with commas between",
-            param=f"{where}.video_url.url",
+            "data:video/jpeg;base64, followed by the frames in base64, separated by commas",
+            param=f"{param}.video_url.url",
         )
-    return [f"data:image/jpeg;base64,{frame}" for frame in url[found.end() :].split(",")]
+    return [f"data:image/jpeg;base64,{frame}" for frame in url[match.end() :].split(",")]
 
 
-def _check_url(where: str, url: str, settings: ServerSettings) -> None:
-    """A server opens no files unless it was given a folder: a path would hand out what lies on its disk."""
+def _check_url(param: str, url: str, settings: ServerSettings) -> None:
+    """Allow data:, http: and https:, and file: only with ``settings.files``, so that clients cannot read the
+    server's disk.
+    """
     if not url[:8].lower().startswith(_SCHEMES if settings.files is None else (*_SCHEMES, "file:")):
         raise NotAPicture(
-            f"{where} is {url[:60]!r}, which is no data:, http: or https: URL",
-            "send the picture itself as data:image/jpeg;base64,... or give an https: address",
-            param=where,
+            f"{param} is {url[:60]!r}, which is not a data:, http: or https: URL",
+            "send the picture as data:image/jpeg;base64,... or give an https: URL",
+            param=param,
         )
 
 
 async def _fetch_all(
-    places: list[tuple[str, str]], settings: ServerSettings, fetches: Threads
+    urls: list[tuple[str, str]], settings: ServerSettings, fetch_threads: DaemonThreadPool
 ) -> list[ImagePart]:
-    """In order; one that comes again is fetched once."""
-    mine = asyncio.Semaphore(FETCHES_OF_ONE_REQUEST)
+    """Fetch the pictures, in order; a URL that occurs several times is fetched once."""
+    semaphore = asyncio.Semaphore(MAX_FETCHES_PER_REQUEST)
     first: dict[str, str] = {}
-    for where, url in places:
-        first.setdefault(url, where)
+    for param, url in urls:
+        first.setdefault(url, param)
 
-    async def fetch(url: str, where: str) -> ImagePart:
+    async def fetch(url: str, param: str) -> ImagePart:
         try:
-            async with mine:
-                return await fetches.run(_fetch, url, settings)
+            async with semaphore:
+                return await fetch_threads.run(_fetch, url, settings)
         except PictureError as error:
-            error.param = error.param or where
+            error.param = error.param or param
             raise
 
     fetched = await asyncio.gather(*(fetch(*each) for each in first.items()), return_exceptions=True)
@@ -209,22 +201,22 @@ async def _fetch_all(
     if failed is None:
         pictures = dict(zip(first, cast(list[ImagePart], fetched), strict=True))
         return [
-            replace(pictures[url], label=_label(number, url, pictures[url]), place=where)
-            for number, (where, url) in enumerate(places, 1)
+            replace(pictures[url], label=_label(number, url, pictures[url]), place=param)
+            for number, (param, url) in enumerate(urls, 1)
         ]
     try:
         raise failed
     finally:
-        del failed, fetched  # an error holds this frame, which must not hold it (``threads.py``)
+        del failed, fetched  # break the cycle between the error's traceback and this frame (``threads.py``)
 
 
 def _label(number: int, url: str, picture: ImagePart) -> str:
-    """Many pictures may be data: URLs; an error in decoding one should say which."""
+    """What decoding errors call the picture; data: URLs are numbered."""
     return f"picture {number}" if url[:5].lower() == "data:" else picture.label
 
 
 def _fetch(url: str, settings: ServerSettings) -> ImagePart:
-    # Imported here: Pillow and httpx are wanted only once the first picture comes.
+    # Imported here, since it imports Pillow and httpx, which only requests with pictures need.
     from vlfit.tasks.pictures import load_picture
 
     return load_picture(url, allow_private=settings.allow_private_urls, files=settings.files)
@@ -239,60 +231,64 @@ def _parts(index: int, message: ChatMessage, pictures: Iterator[ImagePart]) -> t
     )
 
 
-def _part(where: str, part: ContentPart, pictures: Iterator[ImagePart]) -> Part:
+def _part(param: str, part: ContentPart, pictures: Iterator[ImagePart]) -> Part:
     if isinstance(part, TextContent):
         return TextPart(part.text)
     if isinstance(part, ImageContent):
         return replace(next(pictures), detail=part.image_url.detail)
     if isinstance(part, VideoURLContent):
-        frames = tuple(next(pictures).data for _ in _frames(where, part.video_url.url))
-        return VideoPart(frames, part.video_url.fps, place=f"{where}.video_url.url")
+        frames = tuple(next(pictures).data for _ in _frames(param, part.video_url.url))
+        return VideoPart(frames, part.video_url.fps, place=f"{param}.video_url.url")
     frames = tuple(next(pictures).data for _ in part.frames)
-    return VideoPart(frames, part.fps, place=f"{where}.frames")
+    return VideoPart(frames, part.fps, place=f"{param}.frames")
 
 
 class ChatEndpoint(Endpoint[ChatRequest]):
-    """OpenAI's chat completions."""
-
     def parse(self, body: bytes) -> ChatRequest:
         return read_chat(body)
 
-    def sampling(self, wishes: ChatRequest) -> SamplingParams:
-        return sampling_of(wishes, self.workshop.backend.default_sampling())
+    def sampling_params(self, params: ChatRequest) -> SamplingParams:
+        return chat_sampling_params(params, self.context.backend.default_sampling())
 
-    def count(self, wishes: ChatRequest) -> int:
-        return wishes.n or 1
+    def num_completions(self, params: ChatRequest) -> int:
+        return params.n or 1
 
-    async def prepare(self, wishes: ChatRequest, sampling: SamplingParams, held: Held) -> Sequence[Prepared]:
-        return [await prepare_chat(self.workshop, wishes, sampling, held)] * self.count(wishes)
+    async def prepare(
+        self, params: ChatRequest, sampling: SamplingParams, slots: Slots
+    ) -> Sequence[Prepared]:
+        return [await prepare_chat(self.context, params, sampling, slots)] * self.num_completions(params)
 
-    def reply(self, wishes: ChatRequest, prepared: Sequence[Prepared], request_id: str) -> Reply:
-        return Reply(
+    def response_writer(
+        self, params: ChatRequest, prepared: Sequence[Prepared], request_id: str
+    ) -> ChatResponseWriter:
+        return ChatResponseWriter(
             f"chatcmpl-{request_id}",
-            self.workshop.backend.model,
+            self.context.backend.model,
             len(prepared),
             prompt_tokens=prepared[0].prompt_tokens,
             image_tokens=prepared[0].image_tokens,
             images=prepared[0].images,
-            ignored=wishes.ignored(),
-            with_logprobs=bool(wishes.logprobs),
-            with_usage=bool(wishes.stream_options and wishes.stream_options.include_usage),
-            tools=frozenset(tool.name for tool in tools_of(wishes)),
-            forced=forced_tool(wishes),
+            ignored=params.ignored(),
+            with_logprobs=bool(params.logprobs),
+            with_usage=bool(params.stream_options and params.stream_options.include_usage),
+            tools=frozenset(tool.name for tool in offered_tools(params)),
+            forced=forced_tool(params),
         )
 
 
 def read_chat(body: bytes) -> ChatRequest:
-    """Raises ``InvalidRequest``."""
-    wishes = read_body_as(ChatRequest, body)
-    wishes.refuse_unsupported()
-    return wishes
+    """Parse and validate a chat request. Raises ``InvalidRequest``."""
+    params = parse_body(ChatRequest, body)
+    params.refuse_unsupported()
+    return params
 
 
 async def prepare_chat(
-    workshop: Workshop, wishes: ChatRequest, sampling: SamplingParams, held: Held
+    context: ServerContext, params: ChatRequest, sampling: SamplingParams, slots: Slots
 ) -> Prepared:
-    """Its pictures fetched, then all of it prepared in a thread, for whose time ``held`` is kept."""
-    tools = tools_of(wishes)
-    conversation = await build_conversation(wishes, workshop.settings, workshop.fetches)
-    return await workshop.work.run_holding(held, workshop.backend.prepare, conversation, sampling, tools)
+    """Fetch the pictures, then prepare the prompt in a thread; hold ``slots`` until the thread is done."""
+    tools = offered_tools(params)
+    conversation = await build_conversation(params, context.settings, context.fetch_threads)
+    return await context.prepare_threads.run_with_slots(
+        slots, context.backend.prepare, conversation, sampling, tools
+    )

@@ -1,13 +1,10 @@
-"""The body of a chat request as OpenAI defines it, checked field by field.
+"""Pydantic models of a chat completion request.
 
-Knows: names, types and which fields vlfit carries out, refuses or ignores. Does not know: pictures, the
-engine, how what is wrong is said (``server/openai/validation.py``).
-
-Three kinds of fields that are not carried out:
+Fields that vlfit does not implement:
 
 - those that would change the answer (``logit_bias``, ``audio``, ...) are refused with 400;
-- OpenAI's book-keeping fields (``user``, ``metadata``, ...) change nothing and are accepted;
-- anything else is ignored, as vLLM does, but the response names it in ``vlfit.ignored``, so that a
+- OpenAI's bookkeeping fields (``user``, ``metadata``, ...) are accepted without effect;
+- anything else is ignored, as vLLM does, but listed in the response's ``vlfit.ignored``, so that a
   misspelt ``temprature`` does not go unnoticed.
 """
 
@@ -20,9 +17,9 @@ from vlfit.api.conversation import Detail
 from vlfit.errors import InvalidRequest
 
 MAX_CHOICES = 16
-MOST_TOOLS = 128  # as OpenAI has it
-MOST_PARTS = 10_000  # messages, their parts and their calls of one request, in all
-MOST_NAMED = 50  # fields that were ignored
+MAX_TOOLS = 128  # OpenAI's limit
+MAX_PARTS = 10_000  # messages, content parts and tool calls of one request, in all
+MAX_IGNORED_SHOWN = 50  # names in ``vlfit.ignored``
 BOOKKEEPING = frozenset(
     {
         "user",
@@ -38,18 +35,18 @@ BOOKKEEPING = frozenset(
 )
 
 
-class FirstWrong(FailFast):
-    """Of a list that is read no further than its first mistake, which is the one that is told."""
+class FailOnFirst(FailFast):
+    """Stop validating a list at its first error, the only one that is reported."""
 
-    __hash__ = object.__hash__  # pydantic's has none, and a branch of a union needs one
+    __hash__ = object.__hash__  # pydantic's class has none, but branches of a union need one
 
 
-class Strict(BaseModel):
-    # Strict: "0.7" is no number and 1 is no truth value, as at OpenAI.
+class StrictModel(BaseModel):
+    # Strict: "0.7" is not a number and 1 is not a boolean, as in OpenAI's API.
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
-class TextContent(Strict):
+class TextContent(StrictModel):
     type: Literal["text"]
     text: str
 
@@ -58,14 +55,14 @@ def _known_detail(detail: Any) -> Any:
     return "high" if detail == "original" else detail
 
 
-# "original" is OpenAI's newest word; nothing is more than "high" here, which makes no picture smaller.
+# OpenAI's newer "original" equals "high" here, which never scales a picture down.
 AnyDetail = Annotated[
     Detail, BeforeValidator(_known_detail, json_schema_input_type=Literal[Detail, "original"])
 ]
 
 
-class ImageURL(Strict):
-    """``url``: data:image/...;base64,..., https:// or http://. ``detail``: low for few tokens."""
+class ImageURL(StrictModel):
+    """``url``: data:image/...;base64,..., https:// or http://. ``detail`` low: fewer tokens."""
 
     url: str
     detail: AnyDetail = "auto"
@@ -75,31 +72,31 @@ def _with_url(image: Any) -> Any:
     return ImageURL(url=image) if isinstance(image, str) else image
 
 
-class ImageContent(Strict):
-    """``image_url`` may be the URL alone, as many clients send it."""
+class ImageContent(StrictModel):
+    """A picture. ``image_url`` may also be the bare URL, as many clients send it."""
 
     type: Literal["image_url"]
     image_url: Annotated[ImageURL, BeforeValidator(_with_url, json_schema_input_type=ImageURL | str)]
 
 
-class VideoContent(Strict):
-    """vlfit's own extension: a clip as a list of picture URLs, ``fps`` of them to a second."""
+class VideoContent(StrictModel):
+    """A clip as a list of picture URLs, ``fps`` frames per second (an extension of vlfit)."""
 
     type: Literal["video"]
-    frames: Annotated[list[str], Field(min_length=1, max_length=MOST_PARTS), FirstWrong()]
+    frames: Annotated[list[str], Field(min_length=1, max_length=MAX_PARTS), FailOnFirst()]
     fps: float = Field(default=2.0, gt=0, le=1000)
 
 
-class VideoURL(Strict):
-    """``url``: the frames of a clip in one, as vLLM takes them: ``data:video/jpeg;base64,`` and each frame's
-    base64, with commas between. Files of films are not decoded.
+class VideoURL(StrictModel):
+    """``url``: all frames of a clip, as in vLLM: ``data:video/jpeg;base64,`` followed by each frame's base64,
+    separated by commas. Video files are not decoded.
     """
 
     url: str
     fps: float = Field(default=2.0, gt=0, le=1000)
 
 
-class VideoURLContent(Strict):
+class VideoURLContent(StrictModel):
     type: Literal["video_url"]
     video_url: VideoURL
 
@@ -115,43 +112,44 @@ def _kind_of_content(content: Any) -> str:
     return "parts" if isinstance(content, list) else "text"
 
 
-class CalledFunction(Strict):
-    """``arguments`` is JSON in a string, as the model wrote it."""
+class CalledFunction(StrictModel):
+    """A call by the model; ``arguments`` is JSON in a string."""
 
     name: str
     arguments: str = ""
 
 
-class CalledTool(Strict):
+class CalledTool(StrictModel):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ChatMessage(Strict):
-    """``content`` is a string or a list of parts; it may be null where the assistant only calls tools."""
+class ChatMessage(StrictModel):
+    """``content``: a string or a list of parts; null only in an assistant's message with tool calls."""
 
     role: str
     content: Annotated[
         Union[  # noqa: UP007
             Annotated[None, Tag("nothing")],
             Annotated[str, Tag("text")],
-            Annotated[list[ContentPart], Tag("parts"), Field(max_length=MOST_PARTS), FirstWrong()],
+            Annotated[list[ContentPart], Tag("parts"), Field(max_length=MAX_PARTS), FailOnFirst()],
         ],
         Discriminator(_kind_of_content),
     ] = None
-    tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_PARTS), FirstWrong()] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_PARTS), FailOnFirst()] | None = None
     tool_call_id: str | None = None
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class NamedSchema(Strict):
-    """``schema`` is JSON Schema, of which everything is kept to or refused; ``strict`` changes nothing.
+class NamedSchema(StrictModel):
+    """``schema``: JSON Schema, enforced in full or refused; ``strict`` has no effect.
 
-    ``fenced``: JSON may stand between fences, and with spaces, as Qwen3-VL likes to write it. A word of ours.
+    ``fenced``: allow a Markdown code fence around the JSON and whitespace in it, as Qwen3-VL tends to
+    write (an extension of vlfit).
     """
 
     name: str = Field(min_length=1, max_length=200)
@@ -161,15 +159,15 @@ class NamedSchema(Strict):
     fenced: bool | None = None
 
 
-class ResponseFormat(Strict):
-    """``json_object``: any JSON object. ``json_schema``: JSON of that schema. ``text``: anything."""
+class ResponseFormat(StrictModel):
+    """``json_object``: any JSON object. ``json_schema``: JSON of the given schema. ``text``: anything."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
-class Function(Strict):
-    """``parameters`` is the JSON Schema of its arguments. With ``strict`` they are held to it."""
+class Function(StrictModel):
+    """A callable function. ``parameters``: JSON Schema of its arguments, enforced with ``strict``."""
 
     name: str = Field(min_length=1, max_length=200)
     description: str | None = None
@@ -177,27 +175,27 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class FunctionTool(Strict):
+class FunctionTool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Strict):
+class FunctionName(StrictModel):
     name: str
 
 
-class ToolChoice(Strict):
+class ToolChoice(StrictModel):
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTools(Strict):
+class AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=MOST_TOOLS), FirstWrong()]
+    tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=MAX_TOOLS), FailOnFirst()]
 
 
-class AllowedChoice(Strict):
-    """As if there were no other tools than these: the model is not told of the rest."""
+class AllowedChoice(StrictModel):
+    """Restricts the tools to those listed; the model does not see the others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -221,10 +219,8 @@ AnyToolChoice = Annotated[
 ]
 
 
-class SamplingWishes(Strict):
-    """How words are chosen: what chats and plain completions have in common. A field that is null or absent
-    takes the checkpoint's own default.
-    """
+class SamplingFields(StrictModel):
+    """Sampling fields of all endpoints. A null or absent field takes the checkpoint's default."""
 
     model: str | None = None
     temperature: float | None = None
@@ -236,11 +232,11 @@ class SamplingWishes(Strict):
     repetition_penalty: float | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Annotated[
-        str | Annotated[list[str], Field(max_length=MOST_PARTS), FirstWrong()] | None,
+        str | Annotated[list[str], Field(max_length=MAX_PARTS), FailOnFirst()] | None,
         Field(union_mode="left_to_right"),
     ] = None
     stop_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MOST_PARTS), FirstWrong()] | None
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_PARTS), FailOnFirst()] | None
     ) = None
     ignore_eos: bool | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -249,21 +245,21 @@ class SamplingWishes(Strict):
     loop_guard: bool | None = None
 
     def ignored(self) -> tuple[str, ...]:
-        """The fields that were sent and have no effect, as a person would write them; the first of many."""
+        """Names of sent fields without effect, at most ``MAX_IGNORED_SHOWN``."""
         names = (name for name in self.model_extra or {} if name not in BOOKKEEPING)
-        return tuple(islice(names, MOST_NAMED))
+        return tuple(islice(names, MAX_IGNORED_SHOWN))
 
 
-class ChatRequest(SamplingWishes):
+class ChatRequest(SamplingFields):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(max_length=MOST_PARTS), FirstWrong()]
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_PARTS), FailOnFirst()]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS), FirstWrong()] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), FailOnFirst()] | None = None
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Any = None
@@ -274,9 +270,7 @@ class ChatRequest(SamplingWishes):
     web_search_options: Any = None
 
     def refuse_unsupported(self) -> None:
-        """Raises ``InvalidRequest`` for a field that would change the answer and that vlfit cannot carry
-        out.
-        """
+        """Raise ``InvalidRequest`` for unsupported fields that would change the answer."""
         refused = {
             "functions": self.functions,
             "function_call": self.function_call not in (None, "none", "auto"),
@@ -285,6 +279,6 @@ class ChatRequest(SamplingWishes):
             "audio": self.audio,
             "web_search_options": self.web_search_options is not None,
         }
-        for name, wanted in refused.items():
-            if wanted:
+        for name, is_set in refused.items():
+            if is_set:
                 raise InvalidRequest(f"vlfit does not support {name}", f"leave {name} out", param=name)

@@ -1,8 +1,6 @@
-"""``POST /v1/completions``: text that the model goes on with, without a chat's turns.
+"""``POST /v1/completions``: OpenAI's legacy text completions, without a chat template.
 
-Knows: OpenAI's old completions, their fields and how they are answered. Does not know: the life of a request
-(``generating``). Names of control tokens in a prompt are those tokens here: who writes one without a template
-writes the template.
+Control tokens written in a prompt become control tokens here, so that clients can write the template.
 """
 
 from collections.abc import Sequence
@@ -15,25 +13,25 @@ from vlfit.api.outputs import Chunk, TokenLogprob, Usage
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest
-from vlfit.server.http.admission import Held
-from vlfit.server.openai.chat_schema import FirstWrong, SamplingWishes
+from vlfit.server.http.admission import Slots
+from vlfit.server.openai.chat_schema import FailOnFirst, SamplingFields
 from vlfit.server.openai.generation import Endpoint
-from vlfit.server.openai.replies import DONE, Reply, event
-from vlfit.server.openai.request_params import words_of
-from vlfit.server.openai.validation import read_body_as, renamed
+from vlfit.server.openai.replies import DONE, ChatResponseWriter, event
+from vlfit.server.openai.request_params import base_sampling_params
+from vlfit.server.openai.validation import parse_body, renamed_params
 
-DEFAULT_TOKENS = 16  # as OpenAI has it here, and nowhere else
-MOST_PROMPTS = 64
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint only
+MAX_COMPLETIONS = 64
 
 
-class CompletionRequest(SamplingWishes):
+class CompletionRequest(SamplingFields):
     """``POST /v1/completions``. ``prompt``: text, token ids, or several of either."""
 
     prompt: Annotated[
         str
-        | Annotated[list[str], FirstWrong()]
-        | Annotated[list[int], FirstWrong()]
-        | Annotated[list[Annotated[list[int], FirstWrong()]], FirstWrong()],
+        | Annotated[list[str], FailOnFirst()]
+        | Annotated[list[int], FailOnFirst()]
+        | Annotated[list[Annotated[list[int], FailOnFirst()]], FailOnFirst()],
         Field(union_mode="left_to_right"),
     ]
     max_tokens: int | None = None
@@ -44,7 +42,7 @@ class CompletionRequest(SamplingWishes):
     logit_bias: Any = None
 
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """Raises ``InvalidRequest`` for none, or too many."""
+        """The prompts. Raises ``InvalidRequest`` for none or too many."""
         prompts: list[str | tuple[int, ...]] = []
         ids: list[int] = []
         for each in [self.prompt] if isinstance(self.prompt, str) else self.prompt:
@@ -54,16 +52,16 @@ class CompletionRequest(SamplingWishes):
                 prompts.append(each if isinstance(each, str) else tuple(each))
         if ids:
             prompts.append(tuple(ids))
-        if not 0 < len(prompts) * (self.n or 1) <= MOST_PROMPTS:
+        if not 0 < len(prompts) * (self.n or 1) <= MAX_COMPLETIONS:
             raise InvalidRequest(
-                f"{len(prompts)} prompts with {self.n or 1} completions each were asked for",
-                f"ask for 1 to {MOST_PROMPTS} completions",
+                f"the request has {len(prompts)} prompts with {self.n or 1} completions each",
+                f"request 1 to {MAX_COMPLETIONS} completions in all",
                 param="prompt",
             )
         return prompts
 
     def refuse_unsupported(self) -> None:
-        """Raises ``InvalidRequest`` for a field that would change the answer and that vlfit does not know."""
+        """Raise ``InvalidRequest`` for unsupported fields that would change the answer."""
         refused = {
             "suffix": self.suffix,
             "logit_bias": self.logit_bias,
@@ -72,96 +70,103 @@ class CompletionRequest(SamplingWishes):
         }
         if self.echo and not all(isinstance(each, str) for each in self.prompts()):
             raise InvalidRequest(
-                "echo repeats text, and the prompt is token ids", "send text, or leave echo out", param="echo"
+                "echo needs a text prompt, but the prompt is token ids",
+                "send text, or leave echo out",
+                param="echo",
             )
-        for name, wanted in refused.items():
-            if wanted:
-                beside = " with logprobs" if name == "echo" else ""
+        for name, is_set in refused.items():
+            if is_set:
+                combination = " with logprobs" if name == "echo" else ""
                 raise InvalidRequest(
-                    f"vlfit does not support {name}{beside}", f"leave {name} out", param=name
+                    f"vlfit does not support {name}{combination}", f"leave {name} out", param=name
                 )
 
 
 class CompletionsEndpoint(Endpoint[CompletionRequest]):
-    """OpenAI's completions."""
-
     def parse(self, body: bytes) -> CompletionRequest:
-        wishes = read_body_as(CompletionRequest, body)
-        wishes.refuse_unsupported()
-        wishes.prompts()
-        return wishes
+        params = parse_body(CompletionRequest, body)
+        params.refuse_unsupported()
+        params.prompts()
+        return params
 
-    def sampling(self, wishes: CompletionRequest) -> SamplingParams:
-        words = words_of(wishes, self.workshop.backend.default_sampling())
-        most = DEFAULT_TOKENS if wishes.max_tokens is None else wishes.max_tokens
-        with renamed({"top_logprobs": "logprobs"}):
-            return replace(words, max_tokens=most, top_logprobs=wishes.logprobs)
+    def sampling_params(self, params: CompletionRequest) -> SamplingParams:
+        sampling = base_sampling_params(params, self.context.backend.default_sampling())
+        max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
+        with renamed_params({"top_logprobs": "logprobs"}):
+            return replace(sampling, max_tokens=max_tokens, top_logprobs=params.logprobs)
 
-    def count(self, wishes: CompletionRequest) -> int:
-        return len(wishes.prompts()) * (wishes.n or 1)
+    def num_completions(self, params: CompletionRequest) -> int:
+        return len(params.prompts()) * (params.n or 1)
 
     async def prepare(
-        self, wishes: CompletionRequest, sampling: SamplingParams, held: Held
+        self, params: CompletionRequest, sampling: SamplingParams, slots: Slots
     ) -> Sequence[Prepared]:
-        shop = self.workshop
+        context = self.context
         return [
             prepared
-            for prompt in wishes.prompts()
-            for prepared in [await shop.work.run_holding(held, shop.backend.prepare_text, prompt, sampling)]
-            * (wishes.n or 1)
+            for prompt in params.prompts()
+            for prepared in [
+                await context.prepare_threads.run_with_slots(
+                    slots, context.backend.prepare_text, prompt, sampling
+                )
+            ]
+            * (params.n or 1)
         ]
 
-    def reply(
-        self, wishes: CompletionRequest, prepared: Sequence[Prepared], request_id: str
-    ) -> "CompletionReply":
-        return CompletionReply(f"cmpl-{request_id}", self.workshop.backend.model, wishes, prepared)
+    def response_writer(
+        self, params: CompletionRequest, prepared: Sequence[Prepared], request_id: str
+    ) -> "CompletionResponseWriter":
+        return CompletionResponseWriter(f"cmpl-{request_id}", self.context.backend.model, params, prepared)
 
 
-class CompletionReply(Reply):
-    """Text in place of messages, and logprobs in lists side by side."""
+class CompletionResponseWriter(ChatResponseWriter):
+    """Formats text completions: ``text`` instead of messages, logprobs as parallel lists."""
 
     def __init__(
-        self, reply_id: str, model: str, wishes: CompletionRequest, prepared: Sequence[Prepared]
+        self, response_id: str, model: str, params: CompletionRequest, prepared: Sequence[Prepared]
     ) -> None:
         self._offsets = [0] * len(prepared)
-        echoed = [str(each) for each in wishes.prompts()] if wishes.echo else []
-        each = wishes.n or 1
-        self._echo = [text for text in echoed for _ in range(each)] or [""] * len(prepared)
+        texts = [str(each) for each in params.prompts()] if params.echo else []
+        per_prompt = params.n or 1
+        self._echo = [text for text in texts for _ in range(per_prompt)] or [""] * len(prepared)
         super().__init__(
-            reply_id,
+            response_id,
             model,
             len(prepared),
-            prompt_tokens=sum(one.prompt_tokens for one in prepared[::each]),
+            prompt_tokens=sum(one.prompt_tokens for one in prepared[::per_prompt]),
             image_tokens=0,
             images=(),
-            ignored=wishes.ignored(),
-            with_logprobs=wishes.logprobs is not None,
-            with_usage=bool(wishes.stream_options and wishes.stream_options.include_usage),
+            ignored=params.ignored(),
+            with_logprobs=params.logprobs is not None,
+            with_usage=bool(params.stream_options and params.stream_options.include_usage),
         )
-        self._each = each
+        self._choices_per_prompt = per_prompt
 
-    def whole(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         choices = [
             self._choice(
-                index, self._echo[index] + "".join(choice.text), choice.logprobs, choice.told_finish or "stop"
+                index,
+                self._echo[index] + "".join(choice.text),
+                choice.logprobs,
+                choice.openai_finish_reason or "stop",
             )
             for index, choice in enumerate(self.choices)
         ]
         return {**self._body(choices), "usage": self._usage(), "vlfit": self._extras()}
 
-    def opening(self) -> bytes:
+    def first_events(self) -> bytes:
         return b"".join(
             event(self._body([self._choice(index, text, [], None)]))
             for index, text in enumerate(self._echo)
             if text
         )
 
-    def step(self, index: int, chunk: Chunk) -> bytes:
+    def events(self, index: int, chunk: Chunk) -> bytes:
         choice = self.choices[index]
         text = choice.add(chunk).text
         if not (text or chunk.logprobs or chunk.finish_reason):
             return b""
-        body = self._body([self._choice(index, text, list(chunk.logprobs), choice.told_finish)])
+        body = self._body([self._choice(index, text, list(chunk.logprobs), choice.openai_finish_reason)])
         if not self.finished:
             return event(body)
         if not self._with_usage:
@@ -174,11 +179,11 @@ class CompletionReply(Reply):
     def _choice(
         self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None
     ) -> dict[str, Any]:
-        lists = self._lists(index, logprobs) if self._with_logprobs else None
+        lists = self._logprob_lists(index, logprobs) if self._with_logprobs else None
         return {"index": index, "text": text, "logprobs": lists, "finish_reason": finish_reason}
 
-    def _lists(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Tokens, their logprobs, the likeliest others by their text, and where each token begins."""
+    def _logprob_lists(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Parallel lists: tokens, their logprobs, the top alternatives, and each token's text offset."""
         offsets = []
         for each in logprobs:
             offsets.append(self._offsets[index])
@@ -191,11 +196,11 @@ class CompletionReply(Reply):
         }
 
     def _total(self) -> Usage:
-        """Each prompt is counted once; as cached, what none of its completions computed."""
+        """Usage with each prompt counted once; a prompt token is cached if no completion computed it."""
         usage = super()._total()
-        firsts = range(0, len(self.choices), self._each)
+        firsts = range(0, len(self.choices), self._choices_per_prompt)
         cached = sum(
-            min(choice.cached_tokens for choice in self.choices[first : first + self._each])
+            min(choice.cached_tokens for choice in self.choices[first : first + self._choices_per_prompt])
             for first in firsts
         )
         return replace(usage, cached_tokens=cached)

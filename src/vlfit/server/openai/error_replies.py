@@ -1,7 +1,4 @@
-"""Every failure in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}`` and a status.
-
-Knows: what a client may read of an error. Does not know: how errors come about.
-"""
+"""Errors in OpenAI's shape: a status and ``{"error": {"message", "type", "param", "code"}}``."""
 
 import asyncio
 import json
@@ -18,15 +15,15 @@ from vlfit.errors import CannotWake, EngineStopped, QueueFull, RequestTooLarge, 
 ROUTES = (
     "/health, /ready, /metrics, /v1/models, /v1/models/{id}, /v1/chat/completions, /v1/responses, "
     "/v1/completions, /v1/vlfit/status, /v1/vlfit/ledger, /v1/vlfit/plan, /v1/vlfit/price, "
-    "/v1/vlfit/sleep, /v1/vlfit/wake. /docs says more"
+    "/v1/vlfit/sleep, /v1/vlfit/wake. See /docs"
 )
 
-DISCARDING = 30.0  # seconds in which a body that is not wanted may still come
-BACK_AFTER = 10  # seconds until a server that is started again answers; a small model takes less
+DISCARD_SECONDS = 30.0  # how long a refused body is read and discarded
+RETRY_AFTER_RESTART = 10  # seconds a restart may take; a small model takes less
 
 
 def encode(value: Any) -> bytes:
-    """``value`` as JSON in UTF-8. A lone surrogate, which no UTF-8 can hold, becomes a question mark."""
+    """Encode ``value`` as JSON in UTF-8; a lone surrogate, invalid in UTF-8, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
@@ -37,39 +34,39 @@ class JSONReply(Response):
         return encode(content)
 
 
-class StillToCome(RequestTooLarge):
-    """As the head of the request says: nothing of its body has been read."""
+class BodyNotRead(RequestTooLarge):
+    """The headers announce a body that is too large; none of it has been read."""
 
 
-class EarlyReply(JSONReply):
-    """Said at once, while the body still comes, which is read and thrown away: else who is sending it would
-    see a broken connection instead of the answer.
+class DrainingReply(JSONReply):
+    """Sent at once, while the request body is read and discarded: a client that is still sending would
+    otherwise see a broken connection instead of the reply.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        waits = any(name == b"expect" for name, _ in scope["headers"])  # and sends nothing now
+        expects_continue = any(name == b"expect" for name, _ in scope["headers"])  # so it sends no body
         with suppress(TimeoutError):
-            async with asyncio.timeout(0 if waits else DISCARDING):
+            async with asyncio.timeout(0 if expects_continue else DISCARD_SECONDS):
                 while (await receive()).get("more_body", False):
                     pass
         await send({"type": "http.response.body", "body": b""})
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """What a client is told. Nothing of an error that was not raised on purpose: its text may say too
-    much.
-    """
+    """The body for ``error``. Unexpected errors show no details, which could leak private data."""
     if isinstance(error, VlfitError):
-        return _body(error.http_status, _in_one(error.message, error.hint), error.code, error.param)
+        return _body(error.http_status, _joined(error.message, error.hint), error.code, error.param)
     return _body(
-        500, "the server made a mistake; its log says more under this request's id", "internal_error"
+        500,
+        "internal error; the server's log has the details under this request's id",
+        "internal_error",
     )
 
 
-def _in_one(message: str, hint: str) -> str:
-    """What happened and what to do, in one line, as OpenAI's shape has room for one text only."""
+def _joined(message: str, hint: str) -> str:
+    """Message and hint in one line, since OpenAI's shape has a single text field."""
     if not hint:
         return message
     return f"{message.rstrip('.')}{'. ' if hint[0].isupper() else '; '}{hint}"
@@ -84,28 +81,25 @@ def error_reply(error: Exception) -> JSONReply:
     headers = {
         401: {"WWW-Authenticate": "Bearer"},
         408: {"Connection": "close"},
-        413: {"Connection": "close"},  # the rest of the body is not waited for
+        413: {"Connection": "close"},  # the rest of the body is not read
     }
     if isinstance(error, QueueFull | CannotWake):
         headers[status] = {"Retry-After": str(error.retry_after)}
     elif isinstance(error, EngineStopped):
-        headers[status] = {"Retry-After": str(BACK_AFTER)}
-    kind = EarlyReply if isinstance(error, StillToCome) else JSONReply
+        headers[status] = {"Retry-After": str(RETRY_AFTER_RESTART)}
+    kind = DrainingReply if isinstance(error, BodyNotRead) else JSONReply
     return kind(error_body(error), status, headers.get(status))
 
 
 async def routing_reply(request: Request, error: Exception) -> Response:
-    """404 and 405, which the router raises by itself."""
+    """Reply to the router's own errors: 404 and 405."""
     if not isinstance(error, HTTPException):
         raise error
-    place = f"{request.method} {request.url.path[:200]}"
+    route = f"{request.method} {request.url.path[:200]}"
     allowed = {name.lower(): value for name, value in (error.headers or {}).items()}.get("allow")
     messages = {
-        404: (f"there is nothing at {place}. This server has {ROUTES}", "not_found"),
-        405: (
-            f"{place} is not allowed. Use {allowed or 'another method'}",
-            "method_not_allowed",
-        ),
+        404: (f"{route} does not exist. This server's routes are {ROUTES}", "not_found"),
+        405: (f"{route} is not allowed. Use {allowed or 'another method'}", "method_not_allowed"),
     }
     message, code = messages.get(error.status_code, (str(error.detail), "http_error"))
     return JSONReply(_body(error.status_code, message, code), error.status_code, error.headers)

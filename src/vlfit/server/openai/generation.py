@@ -1,7 +1,7 @@
-"""The life of one request for words, from its bytes to its last event, whatever its shape.
+"""The life cycle of a generation request, from its body to its last event, for all API shapes.
 
-Knows: the order of the steps and who frees what. Does not know: fields of requests (``chat``,
-``completions``, ``responses``), how an answer is written, how a request is refused (``failures``).
+``Endpoint`` runs the steps: read, parse, admit, prepare, generate, write. Its subclasses in
+``chat_completions.py``, ``completions.py`` and ``responses.py`` define the fields and the output format.
 """
 
 import asyncio
@@ -16,45 +16,51 @@ from starlette.types import Receive, Scope, Send
 
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import LocalBackend, Prepared, Sleeper, TakenLater, Ticket
+from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import EngineStopped, PackedRequest, RequestTooLarge, UnknownModel
-from vlfit.server.admin.metrics import Meters
-from vlfit.server.http.admission import Held, Places
-from vlfit.server.http.disconnect import ClientGone, Closing
-from vlfit.server.http.malloc import Trimming
-from vlfit.server.http.threads import Threads
-from vlfit.server.openai.error_replies import JSONReply, StillToCome, error_body
+from vlfit.server.admin.metrics import RequestMetrics
+from vlfit.server.http.admission import AdmissionQueue, Slots
+from vlfit.server.http.disconnect import ClientDisconnected, Shutdown
+from vlfit.server.http.malloc import HeapTrimmer
+from vlfit.server.http.threads import DaemonThreadPool
+from vlfit.server.openai.error_replies import BodyNotRead, JSONReply, error_body
 from vlfit.server.openai.replies import PING, event
 from vlfit.server.server_settings import ServerSettings
 from vlfit.units import KIB, format_bytes
 
-# The completions of one request while they run: started together, read side by side, ended together.
-#
-# Knows: tickets, and threads that are not the event loop's. Does not know: what is done with the chunks.
+MAX_PREPARE_THREADS = 8
+MAX_FETCH_THREADS = 64
+MAX_INLINE_BODY = 16 * KIB  # bytes; parsing takes less time than starting a thread
+_SMALLER_HINT = "send smaller or fewer pictures, or their URLs"
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise buffer the stream
+]
 
 
-class Choices:
-    """One completion of each of ``prepared`` (the same one may be there several times), all started on
-    entering, none left running on leaving.
+class CompletionGroup:
+    """The completions of one request: all started on entering the context, all cancelled on leaving.
 
-    ``ended`` is called with the last that comes of each of them, however slowly its client reads.
+    One for each of ``prepared``, in which the same prompt may occur several times. ``on_end`` is called with
+    the last chunk or the error of each, no matter how slowly the client reads.
     """
 
     def __init__(
         self,
-        backend: LocalBackend,
+        backend: Backend,
         prepared: Sequence[Prepared],
         sampling: SamplingParams,
-        ended: Callable[[Chunk | Exception], None],
+        on_end: Callable[[Chunk | Exception], None],
     ) -> None:
         self._backend = backend
         self._prepared = list(prepared)
         self._sampling = sampling
-        self._ended = ended
+        self._on_end = on_end
         self._tickets: list[Ticket] = []
-        self._arrived: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue()
+        self._chunks: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue()
 
-    def __enter__(self) -> "Choices":
+    def __enter__(self) -> "CompletionGroup":
         try:
             for index, prepared in enumerate(self._prepared):
                 self._start(index, prepared, asyncio.get_running_loop())
@@ -67,101 +73,89 @@ class Choices:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._cancel()
-        # A ticket knows who listens, and that is us: in such a circle pictures would wait for the garbage
-        # collector, which in a process of so many objects looks at old ones every few hundred requests.
+        # Break the reference cycle ticket -> listener -> self -> ticket: pictures would otherwise stay in
+        # memory until a full garbage collection, which comes every few hundred requests.
         self._tickets.clear()
         self._prepared.clear()
 
-    async def taken(self, seconds: float) -> None:
-        """Until a server that the backend asks has taken them, or for ``seconds``: who is refused there can
-        be told with a status while no byte has gone out. Raises why.
+    async def wait_until_accepted(self, seconds: float) -> None:
+        """Wait, at most ``seconds``, until a remote backend's server has accepted all completions.
+
+        Raises that server's refusal, so that it can become a status code before any byte is sent.
         """
-        waited = [asyncio.wrap_future(each.taken) for each in self._tickets if isinstance(each, TakenLater)]
+        waited = [
+            asyncio.wrap_future(ticket.accepted) for ticket in self._tickets if ticket.accepted is not None
+        ]
         if not waited:
             return
         await asyncio.wait(waited, timeout=seconds)
         while any(each.done() and not each.result() for each in waited):
-            _, item = await self._arrived.get()
+            _, item = await self._chunks.get()
             if isinstance(item, Exception):
                 raise item
 
     async def chunks(self, ping_seconds: float) -> AsyncIterator[tuple[int, Chunk | None]]:
-        """Chunks as they come, with the number of their choice; ``None`` after each ``ping_seconds`` of
-        silence.
-        """
+        """Yield (choice index, chunk) as they arrive; the chunk is None after ``ping_seconds`` of silence."""
         running = len(self._tickets)
         while running:
             try:
                 async with asyncio.timeout(ping_seconds):
-                    index, item = await self._arrived.get()
+                    index, item = await self._chunks.get()
             except TimeoutError:
                 yield 0, None
                 continue
             if isinstance(item, Exception):
                 raise item
-            if item.finish_reason == "cancelled":  # not by us: we stop listening first
-                raise EngineStopped("the engine gave the request up", "try again")
+            if item.finish_reason == "cancelled":  # by the engine: our own cancel comes after the last read
+                raise EngineStopped("the engine cancelled the request", "try again")
             running -= item.finish_reason is not None
             yield index, item
 
     def _start(self, index: int, prepared: Prepared, loop: asyncio.AbstractEventLoop) -> None:
         def listen(item: Chunk | Exception) -> None:
             """Called from the engine's thread."""
-            with suppress(RuntimeError):  # the event loop has ended: nobody reads any more
-                loop.call_soon_threadsafe(self._arrive, index, item)
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(self._receive, index, item)
 
-        # With one seed for all, the choices would be one and the same text.
+        # With the same seed, all choices would be the same text.
         seed = self._sampling.seed
         sampling = (
             replace(self._sampling, seed=seed + index) if seed is not None and index else self._sampling
         )
         self._tickets.append(self._backend.start(prepared, sampling, listen))
 
-    def _arrive(self, index: int, item: Chunk | Exception) -> None:
+    def _receive(self, index: int, item: Chunk | Exception) -> None:
         if isinstance(item, Exception) or item.finish_reason is not None:
-            self._ended(item)
-        self._arrived.put_nowait((index, item))
+            self._on_end(item)
+        self._chunks.put_nowait((index, item))
 
     def _cancel(self) -> None:
         for ticket in self._tickets:
             ticket.cancel()
 
 
-PREPARED_AT_ONCE = 8
-FETCHED_AT_ONCE = 64
-SHORT_BODY = 16 * KIB
-_SMALLER = "send smaller or fewer pictures, or their URLs"
-EVENT_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would otherwise hold the words back
-]
-
-
-class Workshop:
-    """What all requests for words share. Belongs to one event loop."""
+class ServerContext:
+    """What all generation requests share. Belongs to one event loop."""
 
     def __init__(
-        self, backend: LocalBackend, settings: ServerSettings, closing: Closing, meters: Meters
+        self, backend: Backend, settings: ServerSettings, shutdown: Shutdown, metrics: RequestMetrics
     ) -> None:
-        self.meters = meters
+        self.metrics = metrics
         self.backend = backend
-        # Found out once: to look through a protocol's names takes a twentieth of a millisecond.
-        self.sleeper = backend if isinstance(backend, Sleeper) else None
         self.settings = settings
-        self.closing = closing
-        self.places = Places(backend, settings.places)
-        self.trimming = Trimming(lambda: bool(self.places.taken))
-        # Apart, so that waiting for slow web servers never keeps requests from being prepared.
-        self.work = Threads(PREPARED_AT_ONCE)
-        self.fetches = Threads(FETCHED_AT_ONCE)
+        self.shutdown = shutdown
+        self.admission = AdmissionQueue(backend, settings.max_completions)
+        self.heap_trimmer = HeapTrimmer(lambda: bool(self.admission.in_use))
+        # Two pools, so that slow downloads never delay the preparation of other requests.
+        self.prepare_threads = DaemonThreadPool(MAX_PREPARE_THREADS)
+        self.fetch_threads = DaemonThreadPool(MAX_FETCH_THREADS)
 
     def check_model(self, name: str | None) -> None:
         check_model(name, self.backend, self.settings)
 
 
-class Wishes(Protocol):
-    """A request's body, read."""
+class RequestParams(Protocol):
+    """The parsed body of a request."""
 
     @property
     def model(self) -> str | None: ...
@@ -169,166 +163,180 @@ class Wishes(Protocol):
     def stream(self) -> bool | None: ...
 
 
-class Written(Protocol):
-    """An answer as it comes about, and how it is written."""
+class ResponseWriter(Protocol):
+    """Collects the chunks of one response and formats it."""
 
-    def opening(self) -> bytes:
+    def first_events(self) -> bytes:
         """The first events of a stream."""
         ...
 
-    def step(self, index: int, chunk: Chunk) -> bytes:
-        """The events for the next chunk of completion ``index``; the closing ones too if it is the last."""
+    def events(self, index: int, chunk: Chunk) -> bytes:
+        """The events for the next chunk of completion ``index``, and the final ones after the last chunk."""
         ...
 
-    def take(self, index: int, chunk: Chunk) -> None:
-        """The same where nothing is written before the end."""
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Collect the next chunk of a response without sender."""
         ...
 
-    def whole(self) -> dict[str, Any]: ...
-    def failed(self, error: Exception) -> bytes:
-        """The last event of a stream that ends by ``error``."""
+    def body(self) -> dict[str, Any]:
+        """The whole response of a request without sender."""
         ...
 
-    def note(self) -> str:
-        """A few words for the log."""
+    def error_event(self, error: Exception) -> bytes:
+        """The last event of a stream that ends with ``error``."""
+        ...
+
+    def log_note(self) -> str:
+        """A few words for the log line."""
         ...
 
 
-Asked = TypeVar("Asked", bound=Wishes)
+Params = TypeVar("Params", bound=RequestParams)
 
 
-class Endpoint(Generic[Asked]):
-    """An ASGI application of its own, not a function that returns a response: so that one ``finally``
-    holds the tickets from their start to the last byte sent, and a client's hang-up is noticed at every
-    step between. Those who fill it in say what its requests mean.
+class Endpoint(Generic[Params]):
+    """Base of the generation endpoints; subclasses define the fields and the response format.
+
+    An ASGI application rather than a function that returns a response, so that one context manager owns
+    the running completions until the last byte is sent, and a disconnect is noticed at every step.
     """
 
-    def __init__(self, workshop: Workshop) -> None:
-        self.workshop = workshop
+    def __init__(self, workshop: ServerContext) -> None:
+        self.context = workshop
 
-    def parse(self, body: bytes) -> Asked:
-        """Called in a thread if ``body`` is long. Raises ``InvalidRequest``."""
+    def parse(self, body: bytes) -> Params:
+        """Parse and validate ``body``; runs in a thread if it is long. Raises ``InvalidRequest``."""
         raise NotImplementedError
 
-    def sampling(self, wishes: Asked) -> SamplingParams:
-        """Raises ``InvalidRequest``."""
+    def sampling_params(self, params: Params) -> SamplingParams:
+        """Sampling parameters over the checkpoint's defaults. Raises ``InvalidRequest``."""
         raise NotImplementedError
 
-    def count(self, wishes: Asked) -> int:
-        """How many completions are asked for."""
+    def num_completions(self, params: Params) -> int:
+        """How many completions the request produces."""
         raise NotImplementedError
 
-    async def prepare(self, wishes: Asked, sampling: SamplingParams, held: Held) -> Sequence[Prepared]:
-        """As many as ``count`` says; blocking work goes to the workshop's threads."""
+    async def prepare(self, params: Params, sampling: SamplingParams, slots: Slots) -> Sequence[Prepared]:
+        """Fetch and prepare the prompts, ``num_completions`` of them; blocking work runs in threads."""
         raise NotImplementedError
 
-    def reply(self, wishes: Asked, prepared: Sequence[Prepared], request_id: str) -> Written:
+    def response_writer(
+        self, params: Params, prepared: Sequence[Prepared], request_id: str
+    ) -> ResponseWriter:
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shop = self.workshop
-        shop.closing.check()
+        context = self.context
+        context.shutdown.check_accepting()
         request = Request(scope, receive)
-        body = await shop.closing.watch(read_body(request, shop.settings.body_limit))
-        streaming = _Streaming(send)
+        body = await context.shutdown.run_until_disconnect(read_body(request, context.settings.body_limit))
+        sender = _EventSender(send)
         try:
-            await shop.closing.watch(self._answer(body, request, streaming), receive)
-        except ClientGone:
+            await context.shutdown.run_until_disconnect(self._answer(body, request, sender), receive)
+        except ClientDisconnected:
             raise
         except Exception as error:
-            shop.closing.judge(error)
-            if not streaming.started:
+            context.shutdown.stop_if_fatal(error)
+            if not sender.started:
                 raise
-            # The status line is long gone, so the failure is told as an event, and the stream ends without
-            # [DONE].
-            await streaming.send(streaming.failed(error))
-            await streaming.end()
-            raise  # to the door, which logs it
+            # The status has been sent, so the error becomes an event, and the stream ends without [DONE].
+            await sender.send(sender.error_event(error))
+            await sender.end()
+            raise  # for the middleware to log
         finally:
-            shop.trimming.ended()
+            context.heap_trimmer.request_ended()
 
-    async def _answer(self, body: bytes, request: Request, streaming: "_Streaming") -> None:
-        shop = self.workshop
-        # A short one is read in less time than a thread takes to begin.
-        wishes = self.parse(body) if len(body) <= SHORT_BODY else await shop.work.run(self.parse, body)
-        shop.check_model(wishes.model)
-        sampling = self.sampling(wishes)
-        # Before anything is fetched or decoded: who is refused should cost next to nothing.
-        with shop.places.take(self.count(wishes)) as held:
-            await self._run(wishes, sampling, request, streaming, held)
+    async def _answer(self, body: bytes, request: Request, sender: "_EventSender") -> None:
+        context = self.context
+        params = (
+            self.parse(body)
+            if len(body) <= MAX_INLINE_BODY
+            else await context.prepare_threads.run(self.parse, body)
+        )
+        context.check_model(params.model)
+        sampling = self.sampling_params(params)
+        # Before anything is fetched or decoded, so that a refusal costs next to nothing.
+        with context.admission.acquire(self.num_completions(params)) as slots:
+            await self._run(params, sampling, request, sender, slots)
 
     async def _run(
-        self, wishes: Asked, sampling: SamplingParams, request: Request, streaming: "_Streaming", held: Held
+        self,
+        params: Params,
+        sampling: SamplingParams,
+        request: Request,
+        sender: "_EventSender",
+        slots: Slots,
     ) -> None:
-        shop, ping = self.workshop, self.workshop.settings.ping_seconds
-        prepared = await self.prepare(wishes, sampling, held)
-        if shop.sleeper is not None and shop.sleeper.asleep:
-            # A request would wake it, too, but one that cannot is then told so with a status of its own.
-            await asyncio.wrap_future(shop.sleeper.wake())
-        reply = self.reply(wishes, prepared, request.state.request_id)
+        context = self.context
+        ping = context.settings.ping_seconds
+        prepared = await self.prepare(params, sampling, slots)
+        if context.backend.asleep:
+            # The request itself would wake it too, but here a failure becomes a status of its own (503).
+            await asyncio.wrap_future(context.backend.wake())
+        writer = self.response_writer(params, prepared, request.state.request_id)
 
-        def ended(last: Chunk | Exception) -> None:
-            held.give_back()
+        def on_end(last: Chunk | Exception) -> None:
+            slots.release_one()
             if isinstance(last, Chunk):
-                shop.meters.ended(last)
+                context.metrics.record_completion(last)
 
-        with Choices(shop.backend, prepared, sampling, ended) as choices:
-            if wishes.stream:
-                streaming.failed = reply.failed
-                await choices.taken(ping)
-                await streaming.send(reply.opening())
-                async for index, chunk in choices.chunks(ping):
-                    await streaming.send(PING if chunk is None else reply.step(index, chunk))
-                request.state.note = reply.note()
-                await streaming.end()
+        with CompletionGroup(context.backend, prepared, sampling, on_end) as group:
+            if params.stream:
+                sender.error_event = writer.error_event
+                await group.wait_until_accepted(ping)
+                await sender.send(writer.first_events())
+                async for index, chunk in group.chunks(ping):
+                    await sender.send(PING if chunk is None else writer.events(index, chunk))
+                request.state.note = writer.log_note()
+                await sender.end()
                 return
-            async for index, chunk in choices.chunks(ping):
+            async for index, chunk in group.chunks(ping):
                 if chunk is not None:
-                    reply.take(index, chunk)
-        request.state.note = reply.note()
-        await JSONReply(reply.whole())(request.scope, request.receive, streaming.raw_send)
+                    writer.add(index, chunk)
+        request.state.note = writer.log_note()
+        await JSONReply(writer.body())(request.scope, request.receive, sender.send_message)
 
 
-class _Streaming:
-    """The sending half of a connection; remembers whether events have begun."""
+class _EventSender:
+    """Sends server-sent events; ``started`` once the status has been sent."""
 
     def __init__(self, send: Send) -> None:
-        self.raw_send = send
+        self.send_message = send
         self.started = False
-        self.failed: Callable[[Exception], bytes] = failure_event
+        self.error_event: Callable[[Exception], bytes] = error_event
 
     async def send(self, data: bytes) -> None:
         if not self.started:
             self.started = True
             start = {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS}
-            await self.raw_send(start)
+            await self.send_message(start)
         if data:
-            await self.raw_send({"type": "http.response.body", "body": data, "more_body": True})
+            await self.send_message({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        await self.raw_send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self.send_message({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def failure_event(error: Exception) -> bytes:
-    """The end of a stream that broke off, as OpenAI's chats have it."""
+def error_event(error: Exception) -> bytes:
+    """The last event of a stream that failed, as OpenAI's chat completions send it."""
     return event(error_body(error))
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, at most ``limit`` bytes, as it is. Raises ``RequestTooLarge`` and ``PackedRequest``; before
-    any of it has come if its head says enough.
+    """Read the body, at most ``limit`` bytes.
 
-    A body somewhat too large is read to its end and thrown away: a client that is still sending would see
-    a broken connection instead of the answer.
+    Raises ``PackedRequest`` for a Content-Encoding and ``RequestTooLarge``, before reading if the headers
+    tell. A body up to four times too large is read to its end and discarded, since a client that is still
+    sending would see a broken connection instead of the error.
     """
-    packed = request.headers.get("content-encoding", "identity")
-    if packed.strip().lower() != "identity":
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
         raise PackedRequest(
-            f"the body has the Content-Encoding {packed[:40]!r}, and this server unpacks none",
-            "send it as it is",
+            f"the body has Content-Encoding {encoding[:40]!r}; this server decompresses nothing",
+            "send the body uncompressed",
         )
-    if int(request.headers.get("content-length", 0)) > limit:  # h11 lets nothing through but digits
-        raise StillToCome(_too_large(limit), _SMALLER)
+    if int(request.headers.get("content-length", 0)) > limit:  # h11 has checked that it is digits
+        raise BodyNotRead(_too_large(limit), _SMALLER_HINT)
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
@@ -340,19 +348,19 @@ async def read_body(request: Request, limit: int) -> bytes:
         if size > 4 * limit:
             break
     if size > limit:
-        raise RequestTooLarge(_too_large(limit), _SMALLER)
+        raise RequestTooLarge(_too_large(limit), _SMALLER_HINT)
     return b"".join(pieces)
 
 
 def _too_large(limit: int) -> str:
-    return f"the request is larger than the {format_bytes(limit)} that this server takes"
+    return f"the request is larger than {format_bytes(limit)}, the most that this server accepts"
 
 
-def check_model(name: str | None, backend: LocalBackend, settings: ServerSettings) -> None:
-    """Raises ``UnknownModel`` unless ``name`` means the one model that is served; no name means it too."""
+def check_model(name: str | None, backend: Backend, settings: ServerSettings) -> None:
+    """Raise ``UnknownModel`` unless ``name`` is the served model, one of its aliases, or empty."""
     if name and name not in (backend.model, *settings.aliases):
         raise UnknownModel(
             f"the model {name[:200]!r} is not served here",
-            f"this server runs {backend.model!r}",
+            f"this server serves {backend.model!r}",
             param="model",
         )

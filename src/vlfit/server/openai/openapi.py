@@ -1,6 +1,6 @@
-"""The HTTP API as an OpenAPI document: paths by hand, bodies from the pydantic models that read them.
+"""The HTTP API as an OpenAPI document at ``/openapi.json``, and as one page without scripts at ``/docs``.
 
-Knows: what each path is for and what its body may hold. Does not know: how it is shown (``docs``) or served.
+Paths are written here; request bodies come from the pydantic models that parse them.
 """
 
 import re
@@ -27,115 +27,115 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """One path of the API. ``body``: the model that reads it, or a schema; None: none is read.
+class ApiPath:
+    """One path of the API.
 
-    ``streams``: with ``stream`` it answers in events. ``keyed``: behind the API key, if there is one.
-    ``kind``: of what it gives, as HTTP names it.
+    ``returns``: description of the response. ``body``: model or schema of the request body, if any.
+    ``can_stream``: supports ``stream``. ``needs_key``: requires the API key, if the server has one.
     """
 
     path: str
     method: str
     group: str
     summary: str
-    gives: str
+    returns: str
     body: type[BaseModel] | dict[str, Any] | None = None
-    streams: bool = False
-    keyed: bool = True
-    kind: str = "application/json"
+    can_stream: bool = False
+    needs_key: bool = True
+    media_type: str = "application/json"
 
 
-_PARK = {
+_SLEEP_BODY = {
     "type": "object",
     "properties": {"park": {"enum": ["auto", "ram", "files"], "default": "auto"}},
     "additionalProperties": False,
 }
 PATHS = (
-    Path(
+    ApiPath(
         "/v1/chat/completions",
         "post",
         "OpenAI",
-        "Answers a chat with pictures, clips, tools and answers of a given form.",
-        "A chat completion. Beside OpenAI's fields it has vlfit: what was seen of each picture, and timings.",
+        "Chat completion with pictures, clips, tools and structured output.",
+        "A chat completion. The extra field vlfit has what the model saw of each picture, and timings.",
         ChatRequest,
-        streams=True,
+        can_stream=True,
     ),
-    Path(
+    ApiPath(
         "/v1/responses",
         "post",
         "OpenAI",
-        "The same by OpenAI's newer API, without its memory: send all of a conversation each time.",
-        "A response; streamed, its named events.",
+        "OpenAI's Responses API, stateless: send the whole conversation in every request.",
+        "A response, or its named events if streamed.",
         ResponseRequest,
-        streams=True,
+        can_stream=True,
     ),
-    Path(
+    ApiPath(
         "/v1/completions",
         "post",
         "OpenAI",
-        "Goes on with text as it is, without a chat's turns.",
+        "Text completion without a chat template.",
         "A text completion.",
         CompletionRequest,
-        streams=True,
+        can_stream=True,
     ),
-    Path("/v1/models", "get", "OpenAI", "Lists the one model that is served.", "A list of one model."),
-    Path("/v1/models/{model}", "get", "OpenAI", "The same alone, by its name.", "The model; else 404."),
-    Path(
+    ApiPath("/v1/models", "get", "OpenAI", "List the served model.", "A list of one model."),
+    ApiPath("/v1/models/{model}", "get", "OpenAI", "Get the served model by name.", "The model, or 404."),
+    ApiPath(
         "/v1/embeddings",
         "post",
         "OpenAI",
-        "Answers 404: a model that writes has no embeddings worth the name.",
-        "Nothing: it always fails.",
+        "Not supported: always 404, since generative models have no useful embeddings.",
+        "Never returned.",
         {"type": "object"},
     ),
-    Path(
+    ApiPath(
         "/v1/vlfit/price",
         "post",
         "vlfit",
-        "Says what a chat would cost, without running it.",
-        "Tokens of the prompt and of each picture, room in the KV cache, and seconds if they are known.",
+        "Estimate the cost of a chat completion without running it.",
+        "Tokens of the prompt and of each picture, KV cache use, and expected seconds if known.",
         ChatRequest,
     ),
-    Path("/v1/vlfit/plan", "get", "vlfit", "The memory that was planned for.", "Lines, and their sum."),
-    Path(
+    ApiPath("/v1/vlfit/plan", "get", "vlfit", "The memory plan.", "Ledger lines and their sum."),
+    ApiPath(
         "/v1/vlfit/ledger",
         "get",
         "vlfit",
-        "What is planned and held, line by line.",
-        "Rows of planned and actual bytes.",
+        "Planned and actual memory, line by line.",
+        "Ledger rows with planned and actual bytes.",
     ),
-    Path(
+    ApiPath(
         "/v1/vlfit/status",
         "get",
         "vlfit",
-        "All that the server knows of itself.",
-        "Requests, tokens, steps, memory, the ledger.",
+        "The server's status.",
+        "Requests, tokens, steps, memory and the ledger.",
     ),
-    Path(
+    ApiPath(
         "/v1/vlfit/sleep",
         "post",
         "vlfit",
-        "Gives the memory back once nothing runs; the next request wakes the model.",
-        "Where the weights wait, and how much was given back.",
-        _PARK,
+        "Free the memory once no request runs; the next request wakes the model.",
+        "Where the weights are kept, and how many bytes were freed.",
+        _SLEEP_BODY,
     ),
-    Path(
+    ApiPath(
         "/v1/vlfit/wake",
         "post",
         "vlfit",
-        "Takes the memory again.",
+        "Load the weights back into memory.",
         "How long it took.",
         {"type": "object", "additionalProperties": False},
     ),
-    Path("/health", "get", "operation", "Whether the server is alive.", "Its state and model.", keyed=False),
-    Path("/ready", "get", "operation", "Whether it takes requests.", "Its model; else 503.", keyed=False),
-    Path(
+    ApiPath("/health", "get", "operation", "Liveness check.", "State and model.", needs_key=False),
+    ApiPath("/ready", "get", "operation", "Readiness check.", "The model, or 503.", needs_key=False),
+    ApiPath(
         "/metrics",
         "get",
         "operation",
-        "Numbers for Prometheus.",
-        "Its text format, 0.0.4.",
-        kind="text/plain; version=0.0.4",
+        "Metrics for Prometheus.",
+        "Prometheus text format 0.0.4.",
+        media_type="text/plain; version=0.0.4",
     ),
 )
 _ERROR = {
@@ -148,7 +148,7 @@ _ERROR = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "the field that is wrong"},
+                "param": {"type": ["string", "null"], "description": "the invalid field"},
                 "code": {"type": ["string", "null"]},
             },
         }
@@ -158,7 +158,7 @@ _ERROR = {
 
 @cache
 def document() -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """The API as an OpenAPI 3.1 document."""
     models = {path.body for path in PATHS if isinstance(path.body, type)}
     ordered = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=_REFERENCE)
@@ -170,7 +170,7 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "vlfit",
             "version": __version__,
-            "description": "Questions about pictures, answered on this computer, over OpenAI's API.",
+            "description": "Vision-language models on this computer, over OpenAI's API.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,
@@ -181,23 +181,23 @@ def document() -> dict[str, Any]:
     }
 
 
-def _operation(path: Path) -> dict[str, Any]:
-    schema = {"type": "object" if path.kind == "application/json" else "string"}
-    content: dict[str, Any] = {path.kind: {"schema": schema}}
-    if path.streams:
+def _operation(path: ApiPath) -> dict[str, Any]:
+    schema = {"type": "object" if path.media_type == "application/json" else "string"}
+    content: dict[str, Any] = {path.media_type: {"schema": schema}}
+    if path.can_stream:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     operation: dict[str, Any] = {
         "operationId": f"{path.method}_{re.sub(r'[^a-z0-9]+', '_', path.path).strip('_')}",
         "tags": [path.group],
         "summary": path.summary,
         "responses": {
-            "200": {"description": path.gives, "content": content},
+            "200": {"description": path.returns, "content": content},
             "default": {
-                "description": "What went wrong, in OpenAI's shape.",
+                "description": "An error, in OpenAI's format.",
                 "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}},
             },
         },
-        **({"security": [{}, {"key": []}]} if path.keyed else {}),
+        **({"security": [{}, {"key": []}]} if path.needs_key else {}),
     }
     names = re.findall(r"\{(\w+)\}", path.path)
     if names:
@@ -211,11 +211,7 @@ def _operation(path: Path) -> dict[str, Any]:
     return operation
 
 
-# ``/openapi.json``, and ``/docs``: the same for people, one page without scripts or anything from
-# elsewhere.
-#
-# Knows: how a schema is written in words. Does not know: what the API is (``openapi``).
-
+# The page at /docs.
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -235,10 +231,9 @@ _HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosni
 
 
 def docs_routes() -> list[Route]:
-    """Both are open to whoever reaches the server: they say what vlfit is, not what it holds."""
+    """``/openapi.json`` and ``/docs``, without a key: they describe the API, not this server's state."""
 
     async def schema(_: Request) -> Response:
-
         return JSONReply(document())
 
     async def page(_: Request) -> Response:
@@ -249,7 +244,6 @@ def docs_routes() -> list[Route]:
 
 @cache
 def _page() -> str:
-
     api = document()
     schemas = api["components"]["schemas"]
     groups: dict[str, list[str]] = {}
@@ -257,7 +251,7 @@ def _page() -> str:
         for method, operation in methods.items():
             groups.setdefault(operation["tags"][0], []).append(_operation_html(method, path, operation))
     paths = "".join(f"<h2>{escape(name)}</h2>{''.join(each)}" for name, each in groups.items())
-    types = "".join(_type(name, schema) for name, schema in sorted(schemas.items()))
+    types = "".join(_type_html(name, schema) for name, schema in sorted(schemas.items()))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vlfit: HTTP API</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>'
@@ -268,50 +262,49 @@ def _page() -> str:
 
 
 def _operation_html(method: str, path: str, operation: dict[str, Any]) -> str:
-    gives = operation["responses"]["200"]["description"]
+    returns = operation["responses"]["200"]["description"]
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-    takes = f"<p>Takes: {_kind(body)}</p>" if body else ""
+    accepts = f"<p>Body: {_schema_html(body)}</p>" if body else ""
     return (
         f"<details><summary><code>{method.upper()} {escape(path)}</code> {escape(operation['summary'])}"
-        f"</summary>{takes}<p>Gives: {escape(gives)}</p></details>"
+        f"</summary>{accepts}<p>Returns: {escape(returns)}</p></details>"
     )
 
 
-def _type(name: str, schema: dict[str, Any]) -> str:
-    words = f"<p>{escape(schema['description'])}</p>" if schema.get("description") else ""
+def _type_html(name: str, schema: dict[str, Any]) -> str:
+    description = f"<p>{escape(schema['description'])}</p>" if schema.get("description") else ""
     required = schema.get("required", ())
     rows = "".join(
         f"<tr><td><code>{escape(field)}</code>{'' if field in required else '?'}</td>"
-        f"<td>{_kind(wanted)}</td></tr>"
-        for field, wanted in schema.get("properties", {}).items()
+        f"<td>{_schema_html(field_schema)}</td></tr>"
+        for field, field_schema in schema.get("properties", {}).items()
     )
-    table = f"<table><tr><th>field</th><th>kind</th></tr>{rows}</table>" if rows else ""
-    return (
-        f'<details id="{escape(name)}"><summary><code>{escape(name)}</code></summary>{words}{table}</details>'
-    )
+    table = f"<table><tr><th>field</th><th>type</th></tr>{rows}</table>" if rows else ""
+    heading = f"<summary><code>{escape(name)}</code></summary>"
+    return f'<details id="{escape(name)}">{heading}{description}{table}</details>'
 
 
-def _kind(schema: dict[str, Any]) -> str:
-    """A schema in words; what it refers to is a link."""
+def _schema_html(schema: dict[str, Any]) -> str:
+    """A schema as HTML text, with links to the types it references."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}"><code>{name}</code></a>'
     for several in ("anyOf", "oneOf"):
         if several in schema:
-            return " or ".join(_kind(each) for each in schema[several])
+            return " or ".join(_schema_html(each) for each in schema[several])
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         return " or ".join(f"<code>{escape(repr(value))}</code>" for value in values)
     if schema.get("type") == "array":
-        return f"list of {_kind(schema.get('items', {}))}{_bounds(schema)}"
+        return f"list of {_schema_html(schema.get('items', {}))}{_bounds_text(schema)}"
     if schema.get("type") == "object" and schema.get("properties"):
         each_field = schema["properties"].items()
-        fields = ", ".join(f"<code>{escape(name)}</code>: {_kind(each)}" for name, each in each_field)
+        fields = ", ".join(f"<code>{escape(name)}</code>: {_schema_html(each)}" for name, each in each_field)
         return f"{{{fields}}}"
-    return escape(str(schema.get("type", "anything"))) + _bounds(schema)
+    return escape(str(schema.get("type", "anything"))) + _bounds_text(schema)
 
 
-def _bounds(schema: dict[str, Any]) -> str:
+def _bounds_text(schema: dict[str, Any]) -> str:
     names = {
         "minimum": "at least",
         "exclusiveMinimum": "above",
@@ -322,5 +315,5 @@ def _bounds(schema: dict[str, Any]) -> str:
         "minLength": "of at least",
         "maxLength": "of at most",
     }
-    told = [f"{words} {schema[name]}" for name, words in names.items() if name in schema]
-    return f", {', '.join(told)}" if told else ""
+    bounds = [f"{phrase} {schema[name]}" for name, phrase in names.items() if name in schema]
+    return f", {', '.join(bounds)}" if bounds else ""

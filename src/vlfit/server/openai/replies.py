@@ -1,11 +1,7 @@
-"""Answers in OpenAI's shape, whole or as server-sent events.
+"""Chat completions in OpenAI's format, whole or as server-sent events.
 
-Knows: chunks of each choice and how OpenAI writes them. Does not know: where chunks come from, how bytes
-are sent.
-
-Beside OpenAI's fields every response (and the first and last event of a stream) carries an object
-``vlfit``: what the model saw of each picture, how long it took, why each choice really ended, and which
-fields were ignored.
+Every response (and the first and last event of a stream) has an object ``vlfit`` beside OpenAI's fields:
+what the model saw of each picture, timings, the real finish reasons, and the ignored request fields.
 """
 
 import time
@@ -21,22 +17,22 @@ from vlfit.server.openai.error_replies import encode, error_body
 
 DONE = b"data: [DONE]\n\n"
 PING = b": still working\n\n"
-# OpenAI has no name for a completion that was stopped because it repeated itself; ``vlfit`` says so.
+# OpenAI has no finish reason for a completion stopped by the loop guard; ``vlfit.finish_reasons`` has it.
 _OPENAI_FINISH = {"stop": "stop", "length": "length", "loop": "stop"}
-# JSON has no minus infinity; OpenAI sends this number for tokens that cannot be.
-_LEAST_LOGPROB = -9999.0
+# JSON has no minus infinity; OpenAI sends this number for impossible tokens.
+_MIN_LOGPROB = -9999.0
 
-_UNTOLD = Usage(0, 0, 0)
+_NO_USAGE = Usage(0, 0, 0)
 
 
 def event(value: Any) -> bytes:
-    """``value`` as one server-sent event."""
+    """Encode ``value`` as one server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a chunk says: text, and calls of tools that it made whole, each with its id."""
+class Delta:
+    """What a chunk adds: text, and the tool calls that it completes, each with its id."""
 
     text: str = ""
     calls: tuple[tuple[str, ToolCall], ...] = ()
@@ -44,10 +40,10 @@ class Said:
 
 @dataclass(slots=True)
 class Choice:
-    """What has come of one choice so far. ``reader`` finds calls of tools in it; None: there are none.
+    """One choice as generated so far.
 
-    ``usage`` and ``images`` are what its chunks told: all that is known of a prompt which the backend could
-    not count (``Prepared``).
+    ``reader`` parses tool calls out of the text; None: no tools. ``usage`` and ``images`` come from the
+    chunks, for backends that cannot count the prompt beforehand (``Prepared``).
     """
 
     reader: ToolCallReader | None = None
@@ -58,13 +54,13 @@ class Choice:
     completion_tokens: int = 0
     cached_tokens: int = 0
     timings: Timings | None = None
-    usage: Usage = _UNTOLD
+    usage: Usage = _NO_USAGE
     images: tuple[ImageSeen, ...] = ()
 
-    def add(self, chunk: Chunk) -> Said:
-        said = self._read(chunk)
-        self.text.append(said.text)
-        self.calls.extend(said.calls)
+    def add(self, chunk: Chunk) -> Delta:
+        delta = self._read(chunk)
+        self.text.append(delta.text)
+        self.calls.extend(delta.calls)
         self.logprobs.extend(chunk.logprobs)
         self.finish_reason = chunk.finish_reason
         self.timings = chunk.timings
@@ -73,14 +69,14 @@ class Choice:
             self.usage = chunk.usage
             self.completion_tokens = chunk.usage.completion_tokens
             self.cached_tokens = chunk.usage.cached_tokens
-        return said
+        return delta
 
-    def _read(self, chunk: Chunk) -> Said:
+    def _read(self, chunk: Chunk) -> Delta:
         if self.reader is None:
-            return Said(chunk.text)
-        found = [*self.reader.add(chunk.text), *self._rest(chunk)]
-        calls = tuple((f"call_{uuid4().hex[:24]}", each) for each in found if isinstance(each, ToolCall))
-        return Said("".join(each for each in found if isinstance(each, str)), calls)
+            return Delta(chunk.text)
+        pieces = [*self.reader.add(chunk.text), *self._rest(chunk)]
+        calls = tuple((f"call_{uuid4().hex[:24]}", each) for each in pieces if isinstance(each, ToolCall))
+        return Delta("".join(each for each in pieces if isinstance(each, str)), calls)
 
     def _rest(self, chunk: Chunk) -> Iterable[str | ToolCall]:
         if self.reader is None or chunk.finish_reason is None:
@@ -88,20 +84,20 @@ class Choice:
         return self.reader.flush(cut=chunk.finish_reason == "length")
 
     @property
-    def told_finish(self) -> str | None:
-        """Why it ended, as OpenAI puts it."""
+    def openai_finish_reason(self) -> str | None:
+        """The finish reason in OpenAI's words."""
         if self.finish_reason is None:
             return None
         reason = _OPENAI_FINISH[self.finish_reason]
         return "tool_calls" if self.calls and reason == "stop" else reason
 
 
-class Reply:
-    """One response under way: its id, its choices, and how to write them down."""
+class ChatResponseWriter:
+    """Collects the choices of one response and formats them as a chat completion."""
 
     def __init__(
         self,
-        reply_id: str,
+        response_id: str,
         model: str,
         choices: int,
         *,
@@ -114,22 +110,22 @@ class Reply:
         tools: frozenset[str] = frozenset(),
         forced: str | None = None,
     ) -> None:
-        """``tools``: names of the functions that were offered; ``forced``: that which must be called."""
+        """``tools``: names of the offered functions; ``forced``: the one that must be called."""
         self.choices = [Choice(ToolCallReader(tools, forced) if tools else None) for _ in range(choices)]
-        self._head = {"id": reply_id, "created": int(time.time()), "model": model}
+        self._head = {"id": response_id, "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
         self._image_tokens = image_tokens
         self._images = images
         self._ignored = ignored
         self._with_logprobs = with_logprobs
         self._with_usage = with_usage
-        self._each = choices  # of one prompt
+        self._choices_per_prompt = choices
 
     @property
     def finished(self) -> bool:
         return all(choice.finish_reason for choice in self.choices)
 
-    def whole(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         """The response of a request without ``stream``."""
         return {
             **self._head,
@@ -139,7 +135,7 @@ class Reply:
                     "index": index,
                     "message": _message(choice),
                     "logprobs": self._logprobs(choice.logprobs),
-                    "finish_reason": choice.told_finish or "stop",
+                    "finish_reason": choice.openai_finish_reason or "stop",
                 }
                 for index, choice in enumerate(self.choices)
             ],
@@ -147,16 +143,16 @@ class Reply:
             "vlfit": self._extras(),
         }
 
-    def take(self, index: int, chunk: Chunk) -> None:
-        """The next chunk of choice ``index``, of which nothing is written yet."""
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Collect the next chunk of choice ``index`` of a response without streaming."""
         self.choices[index].add(chunk)
 
-    def failed(self, error: Exception) -> bytes:
-        """The last event of a stream that broke off."""
+    def error_event(self, error: Exception) -> bytes:
+        """The last event of a stream that failed."""
         return event(error_body(error))
 
-    def opening(self) -> bytes:
-        """The first events: the role of each choice, and already what the model sees of each picture."""
+    def first_events(self) -> bytes:
+        """The role of each choice, and what the model sees of each picture."""
         extras = {"vlfit": {"images": [asdict(image) for image in self._images]}}
         return b"".join(
             event(
@@ -165,20 +161,18 @@ class Reply:
             for index in range(len(self.choices))
         )
 
-    def step(self, index: int, chunk: Chunk) -> bytes:
-        """The events for the next chunk of choice ``index``; the closing ones too if it is the last of
-        all.
-        """
+    def events(self, index: int, chunk: Chunk) -> bytes:
+        """The events for the next chunk of choice ``index``, and the final ones after the last of all."""
         choice = self.choices[index]
         before = len(choice.calls)
-        said = choice.add(chunk)
-        if not (said.text or said.calls or chunk.logprobs or chunk.finish_reason):
+        added = choice.add(chunk)
+        if not (added.text or added.calls or chunk.logprobs or chunk.finish_reason):
             return b""
-        delta: dict[str, Any] = {"content": said.text} if said.text or chunk.logprobs else {}
-        if said.calls:
-            calls = enumerate(said.calls, before)
+        delta: dict[str, Any] = {"content": added.text} if added.text or chunk.logprobs else {}
+        if added.calls:
+            calls = enumerate(added.calls, before)
             delta["tool_calls"] = [{"index": number, **_call(*call)} for number, call in calls]
-        body = self._chunk(index, delta, self._logprobs(list(chunk.logprobs)), choice.told_finish)
+        body = self._chunk(index, delta, self._logprobs(list(chunk.logprobs)), choice.openai_finish_reason)
         if not self.finished:
             return event(body)
         if not self._with_usage:
@@ -186,14 +180,14 @@ class Reply:
         usage = {**self._chunk_head(), "choices": [], "usage": self._usage(), "vlfit": self._extras()}
         return event(body) + event(usage) + DONE
 
-    def note(self) -> str:
-        """A few words for the log."""
+    def log_note(self) -> str:
+        """A few words for the log line."""
         usage = self._total()
         images = f" ({usage.image_tokens} of them image)" if usage.image_tokens else ""
         return f"{usage.prompt_tokens}{images} + {usage.completion_tokens} tokens"
 
     def _chunk_head(self) -> dict[str, Any]:
-        # With include_usage every chunk but the last says "usage": null, as at OpenAI.
+        # With include_usage every chunk but the last has "usage": null, as in OpenAI's API.
         return {
             **self._head,
             "object": "chat.completion.chunk",
@@ -210,20 +204,19 @@ class Reply:
         if not self._with_logprobs:
             return None
         content = [
-            {**token_facts(each), "top_logprobs": [token_facts(other) for other in each.top]}
+            {**logprob_json(each), "top_logprobs": [logprob_json(other) for other in each.top]}
             for each in logprobs
         ]
         return {"content": content, "refusal": None}
 
     def _total(self) -> Usage:
-        """The prompt is counted once, however many choices were made of it: as cached, what none computed."""
+        """Usage with the prompt counted once; a prompt token is cached if no choice computed it."""
         completion = sum(choice.completion_tokens for choice in self.choices)
         cached = min(choice.cached_tokens for choice in self.choices)
-        told = [choice.usage for choice in self.choices[:: self._each]]
-        prompt = self._prompt_tokens or sum(each.prompt_tokens for each in told)
-        images = [each.image_tokens for each in told]
-        known = [each for each in images if each is not None]
-        image = self._image_tokens or (sum(known) if len(known) == len(images) else None)
+        reported = [choice.usage for choice in self.choices[:: self._choices_per_prompt]]
+        prompt = self._prompt_tokens or sum(usage.prompt_tokens for usage in reported)
+        known = [usage.image_tokens for usage in reported if usage.image_tokens is not None]
+        image = self._image_tokens or (sum(known) if len(known) == len(reported) else None)
         return Usage(prompt, image, completion, cached)
 
     def _usage(self) -> dict[str, Any]:
@@ -265,19 +258,19 @@ def _call(call_id: str, call: ToolCall) -> dict[str, Any]:
     }
 
 
-def token_facts(logprob: TokenLogprob) -> dict[str, Any]:
-    """A token that is a part of a character has no text of its own, so its bytes are not told."""
+def logprob_json(logprob: TokenLogprob) -> dict[str, Any]:
+    """A token in OpenAI's format; ``bytes`` is null for part of a character, whose bytes are unknown."""
     whole = "\ufffd" not in logprob.token
     return {
         "token": logprob.token,
         "token_id": logprob.token_id,
-        "logprob": max(logprob.logprob, _LEAST_LOGPROB),
+        "logprob": max(logprob.logprob, _MIN_LOGPROB),
         "bytes": list(logprob.token.encode("utf-8", "replace")) if whole else None,
     }
 
 
 def merged_timings(timings: list[Timings]) -> dict[str, float] | None:
-    """The timings of all choices as one: from the first that began to the last that ended."""
+    """Timings over all choices: from the first to start to the last to finish."""
     if not timings:
         return None
     first = min(each.first_token_s for each in timings)

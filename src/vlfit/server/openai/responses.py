@@ -1,7 +1,6 @@
-"""``POST /v1/responses``: OpenAI's newer way to ask, without its memory: every request brings all of it.
+"""``POST /v1/responses``: OpenAI's Responses API, stateless: every request carries the whole conversation.
 
-Knows: its fields, and the chat that they mean (``chat``). Does not know: how it is answered
-(``response_reply``).
+A request is translated to a chat request (``as_chat``); ``ResponsesWriter`` formats the result.
 """
 
 import time
@@ -17,11 +16,11 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest
 from vlfit.prompt.tool_calls import ToolCallReader
-from vlfit.server.http.admission import Held
+from vlfit.server.http.admission import Slots
 from vlfit.server.openai.chat_completions import prepare_chat
 from vlfit.server.openai.chat_schema import (
-    MOST_PARTS,
-    MOST_TOOLS,
+    MAX_PARTS,
+    MAX_TOOLS,
     AllowedChoice,
     AllowedTools,
     AnyDetail,
@@ -29,7 +28,7 @@ from vlfit.server.openai.chat_schema import (
     CalledTool,
     ChatMessage,
     ChatRequest,
-    FirstWrong,
+    FailOnFirst,
     Function,
     FunctionName,
     FunctionTool,
@@ -37,34 +36,31 @@ from vlfit.server.openai.chat_schema import (
     ImageURL,
     NamedSchema,
     ResponseFormat,
-    SamplingWishes,
-    Strict,
+    SamplingFields,
+    StrictModel,
     TextContent,
     ToolChoice,
 )
 from vlfit.server.openai.error_replies import encode, error_body
 from vlfit.server.openai.generation import Endpoint
-from vlfit.server.openai.replies import Choice, merged_timings, token_facts
-from vlfit.server.openai.request_params import forced_tool, sampling_of, tools_of
-from vlfit.server.openai.validation import read_body_as, renamed
-
-# Answers in the shape of OpenAI's responses, whole or as events that have names and numbers.
-#
-# Knows: items of output and the events around each. Does not know: where chunks come from, how bytes are
-# sent.
-
+from vlfit.server.openai.replies import Choice, logprob_json, merged_timings
+from vlfit.server.openai.request_params import chat_sampling_params, forced_tool, offered_tools
+from vlfit.server.openai.validation import parse_body, renamed_params
 
 Item = dict[str, Any]
 
 
-class ResponseReply:
-    """One response under way. Output is one message, if anything is said, and a call of each function."""
+class ResponsesWriter:
+    """Formats a response, whole or as named and numbered events.
+
+    Its output items are messages and function calls, in the order generated.
+    """
 
     def __init__(
         self,
         request_id: str,
         model: str,
-        sent: dict[str, Any],
+        echoed: dict[str, Any],
         prepared: Prepared,
         *,
         ignored: tuple[str, ...],
@@ -72,12 +68,12 @@ class ResponseReply:
         tools: frozenset[str],
         forced: str | None = None,
     ) -> None:
-        """``sent``: fields of the request that the response repeats; ``tools``: names of functions, of which
-        ``forced`` must be called.
+        """``echoed``: request fields repeated in the response. ``tools``: names of the offered functions;
+        ``forced``: the one that must be called.
         """
         self._id = request_id
         self._model = model
-        self._sent = sent
+        self._echoed = echoed
         self._prompt_tokens = prepared.prompt_tokens
         self._image_tokens = prepared.image_tokens
         self._images = prepared.images
@@ -85,42 +81,42 @@ class ResponseReply:
         self._with_logprobs = with_logprobs
         self._choice = Choice(ToolCallReader(tools, forced) if tools else None)
         self._created = int(time.time())
-        self._number = 0
+        self._sequence_number = 0
         self._items: list[Item] = []
-        self._message: Item | None = None  # that is being said
+        self._message: Item | None = None  # the message in progress
 
-    def opening(self) -> bytes:
+    def first_events(self) -> bytes:
         response = self._response("in_progress", [])
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
-    def step(self, index: int, chunk: Chunk) -> bytes:
-        said = self._choice.add(chunk)
+    def events(self, index: int, chunk: Chunk) -> bytes:
+        delta = self._choice.add(chunk)
         events = b""
-        if said.text or (chunk.logprobs and not said.calls):
-            events += self._say(said.text, chunk.logprobs)
-        for call_id, call in said.calls:
+        if delta.text or (chunk.logprobs and not delta.calls):
+            events += self._add_text(delta.text, chunk.logprobs)
+        for call_id, call in delta.calls:
             events += self._end_message() + self._call(call_id, call)
         if chunk.finish_reason is None:
             return events
         if not self._items and self._message is None:
-            events += self._say("", ())  # an answer of no words is a message all the same
+            events += self._add_text("", ())  # an empty answer is still one message
         events += self._end_message()
         status = self._status()
         return events + self._event(f"response.{status}", response=self._response(status, self._items))
 
-    def take(self, index: int, chunk: Chunk) -> None:
-        self.step(index, chunk)
+    def add(self, index: int, chunk: Chunk) -> None:
+        self.events(index, chunk)
 
-    def whole(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         return self._response(self._status(), self._items)
 
-    def failed(self, error: Exception) -> bytes:
+    def error_event(self, error: Exception) -> bytes:
         body = error_body(error)["error"]
         return self._event("error", **{name: body[name] for name in ("code", "message", "param")}, error=body)
 
-    def note(self) -> str:
+    def log_note(self) -> str:
         usage = self._total()
         images = f" ({usage.image_tokens} of them image)" if usage.image_tokens else ""
         return f"{usage.prompt_tokens}{images} + {usage.completion_tokens} tokens"
@@ -128,7 +124,7 @@ class ResponseReply:
     def _status(self) -> str:
         return "incomplete" if self._choice.finish_reason == "length" else "completed"
 
-    def _say(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:
+    def _add_text(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:
         events = b""
         if self._message is None:
             name = f"msg_{self._id[:24]}{len(self._items)}"
@@ -145,13 +141,15 @@ class ResponseReply:
                 output_index=len(self._items),
                 item={**self._message, "content": []},
             )
-            events += self._event("response.content_part.added", **self._where(), part=dict(part))
+            events += self._event("response.content_part.added", **self._position(), part=dict(part))
         part = self._message["content"][0]
         part["text"] += text
-        told = [token_facts(each) for each in logprobs] if self._with_logprobs else []
-        part["logprobs"] += told
-        if text or told:
-            events += self._event("response.output_text.delta", **self._where(), delta=text, logprobs=told)
+        token_logprobs = [logprob_json(each) for each in logprobs] if self._with_logprobs else []
+        part["logprobs"] += token_logprobs
+        if text or token_logprobs:
+            events += self._event(
+                "response.output_text.delta", **self._position(), delta=text, logprobs=token_logprobs
+            )
         return events
 
     def _end_message(self) -> bytes:
@@ -160,8 +158,8 @@ class ResponseReply:
             return b""
         part = message["content"][0]
         events = self._event(
-            "response.output_text.done", **self._where(), text=part["text"], logprobs=part["logprobs"]
-        ) + self._event("response.content_part.done", **self._where(), part=part)
+            "response.output_text.done", **self._position(), text=part["text"], logprobs=part["logprobs"]
+        ) + self._event("response.content_part.done", **self._position(), part=part)
         message["status"] = self._status()
         self._message = None
         return events + self._end_item(message)
@@ -176,8 +174,8 @@ class ResponseReply:
             "status": self._status(),
         }
         where = {"item_id": item["id"], "output_index": len(self._items)}
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        events = self._event("response.output_item.added", output_index=len(self._items), item=begun)
+        started = {**item, "arguments": "", "status": "in_progress"}
+        events = self._event("response.output_item.added", output_index=len(self._items), item=started)
         events += self._event("response.function_call_arguments.delta", **where, delta=call.arguments)
         events += self._event(
             "response.function_call_arguments.done", **where, name=call.name, arguments=call.arguments
@@ -188,13 +186,13 @@ class ResponseReply:
         self._items.append(item)
         return self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
-    def _where(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         name = self._message["id"] if self._message else ""
         return {"item_id": name, "output_index": len(self._items), "content_index": 0}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
-        body = {"type": kind, "sequence_number": self._number, **fields}
-        self._number += 1
+        body = {"type": kind, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
         return f"event: {kind}\ndata: ".encode() + encode(body) + b"\n\n"
 
     def _response(self, status: str, items: list[Item]) -> dict[str, Any]:
@@ -211,7 +209,7 @@ class ResponseReply:
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
-            **self._sent,
+            **self._echoed,
             "usage": None if status == "in_progress" else self._usage(),
             "vlfit": {
                 "images": [asdict(image) for image in self._images or self._choice.images],
@@ -222,11 +220,11 @@ class ResponseReply:
         }
 
     def _total(self) -> Usage:
-        """What the backend counted before, or told afterwards."""
-        told = self._choice.usage
+        """Token counts: the prompt's as counted before generation, or else as reported with the result."""
+        reported = self._choice.usage
         return Usage(
-            self._prompt_tokens or told.prompt_tokens,
-            self._image_tokens or told.image_tokens,
+            self._prompt_tokens or reported.prompt_tokens,
+            self._image_tokens or reported.image_tokens,
             self._choice.completion_tokens,
             self._choice.cached_tokens,
         )
@@ -245,16 +243,16 @@ class ResponseReply:
         }
 
 
-# Fields of the chat that a response stands for, and what they are called here.
-_AS_SENT = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+# Chat request fields, and their names in this API, for errors.
+_RESPONSES_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
-class InputText(Strict):
+class InputText(StrictModel):
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class InputImage(Strict):
+class InputImage(StrictModel):
     """``image_url``: data:image/...;base64,..., https:// or http://."""
 
     type: Literal["input_image"]
@@ -272,26 +270,26 @@ def _text_or_list(value: Any) -> str:
 Content = Annotated[
     Union[  # noqa: UP007
         Annotated[str, Tag("text")],
-        Annotated[list[InputPart], Tag("items"), Field(max_length=MOST_PARTS), FirstWrong()],
+        Annotated[list[InputPart], Tag("items"), Field(max_length=MAX_PARTS), FailOnFirst()],
     ],
     Discriminator(_text_or_list),
 ]
 
 
-class InputMessage(Strict):
+class InputMessage(StrictModel):
     type: Literal["message"] = "message"
     role: str
     content: Content
 
 
-class FunctionCall(Strict):
+class FunctionCall(StrictModel):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class FunctionCallOutput(Strict):
+class FunctionCallOutput(StrictModel):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
@@ -313,8 +311,8 @@ InputItem = Annotated[
 ]
 
 
-class TextFormat(Strict):
-    """As ``response_format`` of a chat, with the schema beside its name."""
+class TextFormat(StrictModel):
+    """Like ``response_format`` of a chat completion, with the schema beside its name."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = Field(default="answer", min_length=1, max_length=200)
@@ -323,11 +321,11 @@ class TextFormat(Strict):
     strict: bool | None = None
 
 
-class TextWishes(Strict):
+class TextOptions(StrictModel):
     format: TextFormat | None = None
 
 
-class ResponseTool(Strict):
+class ResponseTool(StrictModel):
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=200)
     description: str | None = None
@@ -335,15 +333,15 @@ class ResponseTool(Strict):
     strict: bool | None = None
 
 
-class ResponseToolChoice(Strict):
+class ResponseToolChoice(StrictModel):
     type: Literal["function"]
     name: str
 
 
-class ResponseAllowedChoice(Strict):
+class ResponseAllowedChoice(StrictModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ResponseToolChoice], Field(min_length=1, max_length=MOST_TOOLS), FirstWrong()]
+    tools: Annotated[list[ResponseToolChoice], Field(min_length=1, max_length=MAX_TOOLS), FailOnFirst()]
 
 
 def _kind_of_choice(choice: Any) -> str:
@@ -354,21 +352,21 @@ def _kind_of_choice(choice: Any) -> str:
     return "one" if isinstance(choice, ResponseToolChoice) else "word"
 
 
-class ResponseRequest(SamplingWishes):
+class ResponseRequest(SamplingFields):
     """``POST /v1/responses``."""
 
     input: Annotated[
         Union[  # noqa: UP007
             Annotated[str, Tag("text")],
-            # Less one: instructions are a message as well.
-            Annotated[list[InputItem], Tag("items"), Field(max_length=MOST_PARTS - 1), FirstWrong()],
+            # One less, since ``instructions`` becomes a message too.
+            Annotated[list[InputItem], Tag("items"), Field(max_length=MAX_PARTS - 1), FailOnFirst()],
         ],
         Discriminator(_text_or_list),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    text: TextWishes | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS), FirstWrong()] | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), FailOnFirst()] | None = None
     tool_choice: (
         Annotated[
             Union[  # noqa: UP007
@@ -388,7 +386,7 @@ class ResponseRequest(SamplingWishes):
     prompt: Any = None
 
     def refuse_unsupported(self) -> None:
-        """Raises ``InvalidRequest`` for what would need a memory, or more than one answer."""
+        """Raise ``InvalidRequest`` for fields that need server-side state or several choices."""
         refused = {
             "previous_response_id": self.previous_response_id,
             "conversation": self.conversation,
@@ -396,18 +394,18 @@ class ResponseRequest(SamplingWishes):
             "prompt": self.prompt,
             "n": (self.n or 1) > 1,
         }
-        for name, wanted in refused.items():
-            if wanted:
-                hint = "this server remembers no conversations: send all of it in input"
+        for name, is_set in refused.items():
+            if is_set:
+                hint = "this server stores no conversations: send the whole conversation in input"
                 raise InvalidRequest(
                     f"vlfit does not support {name}", "leave n out" if name == "n" else hint, param=name
                 )
 
     def as_chat(self) -> ChatRequest:
-        """The chat that it means."""
-        wishes = {name: getattr(self, name) for name in SamplingWishes.model_fields}
+        """The equivalent chat request."""
+        params = {name: getattr(self, name) for name in SamplingFields.model_fields}
         return ChatRequest(
-            **wishes,
+            **params,
             messages=self._messages(),
             max_tokens=self.max_output_tokens,
             logprobs=True if self.top_logprobs is not None else None,
@@ -443,19 +441,21 @@ class ResponseRequest(SamplingWishes):
         return choice
 
     def _format(self) -> ResponseFormat | None:
-        wish = self.text.format if self.text else None
-        if wish is None:
+        text_format = self.text.format if self.text else None
+        if text_format is None:
             return None
-        named = NamedSchema(name=wish.name, schema=wish.json_schema, strict=wish.strict)
-        return ResponseFormat(type=wish.type, json_schema=named if wish.type == "json_schema" else None)
+        named = NamedSchema(name=text_format.name, schema=text_format.json_schema, strict=text_format.strict)
+        return ResponseFormat(
+            type=text_format.type, json_schema=named if text_format.type == "json_schema" else None
+        )
 
 
 def _with_call(messages: list[ChatMessage], item: FunctionCall) -> ChatMessage:
-    """A call belongs to what the assistant said just before it, which leaves ``messages``."""
+    """An assistant message with the call; it replaces the assistant message just before it, if any."""
     call = CalledTool(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
     if messages and messages[-1].role == "assistant":
-        said = messages.pop()
-        return said.model_copy(update={"tool_calls": [*(said.tool_calls or ()), call]})
+        previous = messages.pop()
+        return previous.model_copy(update={"tool_calls": [*(previous.tool_calls or ()), call]})
     return ChatMessage(role="assistant", content=None, tool_calls=[call])
 
 
@@ -482,54 +482,56 @@ def _tool(tool: ResponseTool) -> FunctionTool:
 
 
 class ResponsesEndpoint(Endpoint[ResponseRequest]):
-    """OpenAI's responses."""
-
     def parse(self, body: bytes) -> ResponseRequest:
-        wishes = read_body_as(ResponseRequest, body)
-        wishes.refuse_unsupported()
-        return wishes
+        params = parse_body(ResponseRequest, body)
+        params.refuse_unsupported()
+        return params
 
-    def sampling(self, wishes: ResponseRequest) -> SamplingParams:
-        with renamed(_AS_SENT):
-            return sampling_of(wishes.as_chat(), self.workshop.backend.default_sampling())
+    def sampling_params(self, params: ResponseRequest) -> SamplingParams:
+        with renamed_params(_RESPONSES_NAMES):
+            return chat_sampling_params(params.as_chat(), self.context.backend.default_sampling())
 
-    def count(self, wishes: ResponseRequest) -> int:
+    def num_completions(self, params: ResponseRequest) -> int:
         return 1
 
     async def prepare(
-        self, wishes: ResponseRequest, sampling: SamplingParams, held: Held
+        self, params: ResponseRequest, sampling: SamplingParams, slots: Slots
     ) -> Sequence[Prepared]:
-        with renamed(_AS_SENT):
-            return [await prepare_chat(self.workshop, wishes.as_chat(), sampling, held)]
+        with renamed_params(_RESPONSES_NAMES):
+            return [await prepare_chat(self.context, params.as_chat(), sampling, slots)]
 
-    def reply(self, wishes: ResponseRequest, prepared: Sequence[Prepared], request_id: str) -> ResponseReply:
-        chat = wishes.as_chat()
-        sent = {
-            "instructions": wishes.instructions,
-            "max_output_tokens": wishes.max_output_tokens,
-            "parallel_tool_calls": wishes.parallel_tool_calls is not False,
-            "temperature": wishes.temperature,
-            "text": {"format": _told_format(wishes)},
+    def response_writer(
+        self, params: ResponseRequest, prepared: Sequence[Prepared], request_id: str
+    ) -> ResponsesWriter:
+        chat = params.as_chat()
+        echoed = {
+            "instructions": params.instructions,
+            "max_output_tokens": params.max_output_tokens,
+            "parallel_tool_calls": params.parallel_tool_calls is not False,
+            "temperature": params.temperature,
+            "text": {"format": _echoed_format(params)},
             "tool_choice": (
-                wishes.tool_choice.model_dump()
-                if isinstance(wishes.tool_choice, ResponseToolChoice | ResponseAllowedChoice)
-                else wishes.tool_choice or "auto"
+                params.tool_choice.model_dump()
+                if isinstance(params.tool_choice, ResponseToolChoice | ResponseAllowedChoice)
+                else params.tool_choice or "auto"
             ),
-            "tools": [tool.model_dump() for tool in wishes.tools or ()],
-            "top_p": wishes.top_p,
+            "tools": [tool.model_dump() for tool in params.tools or ()],
+            "top_p": params.top_p,
         }
-        return ResponseReply(
+        return ResponsesWriter(
             request_id,
-            self.workshop.backend.model,
-            sent,
+            self.context.backend.model,
+            echoed,
             prepared[0],
-            ignored=wishes.ignored(),
+            ignored=params.ignored(),
             with_logprobs=bool(chat.logprobs),
-            tools=frozenset(tool.name for tool in tools_of(chat)),
+            tools=frozenset(tool.name for tool in offered_tools(chat)),
             forced=forced_tool(chat),
         )
 
 
-def _told_format(wishes: ResponseRequest) -> dict[str, Any]:
-    wish = wishes.text.format if wishes.text else None
-    return {"type": "text"} if wish is None else wish.model_dump(by_alias=True, exclude_none=True)
+def _echoed_format(params: ResponseRequest) -> dict[str, Any]:
+    text_format = params.text.format if params.text else None
+    return (
+        {"type": "text"} if text_format is None else text_format.model_dump(by_alias=True, exclude_none=True)
+    )

@@ -1,7 +1,4 @@
-"""What is wrong with a request's body, in one sentence that names the field.
-
-Knows: pydantic's errors, and which of their steps say nothing to the sender. Does not know what fields mean.
-"""
+"""Parsing of request bodies, and pydantic's errors in one sentence that names the field."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,9 +11,9 @@ from vlfit.errors import InvalidRequest, VlfitError
 
 Body = TypeVar("Body", bound=BaseModel)
 
-MOST_COMMAS = 262_144  # tokens of the longest context of a Qwen3-VL; takes a second to read, at worst
-_PARTS = 'use "text", "image_url", "video_url", or "video" with "frames": [picture URLs]'
-# Names of the branches of unions, which pydantic puts on the way to a field.
+MAX_COMMAS = 262_144  # as many as tokens in the longest Qwen3-VL context; takes at most 1 s to parse
+_CONTENT_HINT = 'use "text", "image_url", "video_url", or "video" with "frames": [picture URLs]'
+# Tags of union branches, which pydantic inserts into the path of a field.
 _TAGS = {
     *("text", "parts", "nothing", "image_url", "video", "video_url", "word", "one", "some"),
     *("str", "list[str]", "list[int]", "list[list[int]]", "json_object", "json_schema", "items"),
@@ -25,13 +22,13 @@ _TAGS = {
 _UNIONS = ("content", "stop", "tool_choice", "prompt", "input", "format", "output")
 
 
-def read_body_as(kind: type[Body], body: bytes) -> Body:
-    """``body`` as ``kind``. Raises ``InvalidRequest`` naming the first field that is wrong."""
-    # While JSON is taken apart nothing else in this process has a turn. Values have commas between them.
-    if body.count(b",") > MOST_COMMAS:
+def parse_body(kind: type[Body], body: bytes) -> Body:
+    """Parse ``body`` as a ``kind``. Raises ``InvalidRequest`` naming the first invalid field."""
+    # Parsing holds the GIL. Values are separated by commas, so their number bounds the time.
+    if body.count(b",") > MAX_COMMAS:
         raise InvalidRequest(
-            f"the body holds more than {MOST_COMMAS:,} commas, between its values or in its texts",
-            "send less at once: no context holds so much",
+            f"the body has more than {MAX_COMMAS:,} commas, between its values or in its texts",
+            "send less in one request: no context has room for so much",
         )
     try:
         return kind.model_validate_json(body)
@@ -40,43 +37,44 @@ def read_body_as(kind: type[Body], body: bytes) -> Body:
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name the field that was sent, in their words as well: ``names`` has it by the one that it was
-    taken for.
+def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the param of errors raised in the block, also in their message and hint.
+
+    ``names``: from the internal field name to the one that the client sent.
     """
     try:
         yield
     except VlfitError as error:
-        for taken, sent in names.items():
+        for internal, sent in names.items():
             if error.param is not None and (
-                error.param == taken or error.param.startswith((f"{taken}[", f"{taken}."))
+                error.param == internal or error.param.startswith((f"{internal}[", f"{internal}."))
             ):
                 error.param = sent
                 error.message, error.hint = (
-                    re.sub(rf"\b{taken}\b", sent, words) for words in (error.message, error.hint)
+                    re.sub(rf"\b{internal}\b", sent, text) for text in (error.message, error.hint)
                 )
                 break
         raise
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
-    """The first thing wrong, in one sentence; what was sent is quoted only if it is short."""
+    """The first error in one sentence; the value is quoted only if it is short."""
     first = error.errors(include_url=False, include_context=True, include_input=False)[0]
     kind, where = first["type"], _path(first["loc"])
-    if kind == "too_long":  # what is too long to be read is too long to be quoted
-        most = first["ctx"]["max_length"]
-        return InvalidRequest(f"{where} holds more than {most}", f"send {most} at most", param=where)
+    if kind == "too_long":  # do not fetch the value: it is too long to quote
+        limit = first["ctx"]["max_length"]
+        return InvalidRequest(f"{where} has more than {limit} items", f"send at most {limit}", param=where)
     sent = error.errors(include_url=False)[0].get("input")
     if kind == "json_invalid":
-        return InvalidRequest(f"the body is not JSON: {first['msg']}", "send a JSON object")
+        return InvalidRequest(f"the body is not valid JSON: {first['msg']}", "send a JSON object")
     if kind == "model_type" and not where:
         return InvalidRequest("the body is JSON, but not an object", 'send {"model": ..., ...}')
     if kind == "missing":
-        return InvalidRequest(f"{where} is missing", "see OpenAI's API, or /docs here", param=where)
+        return InvalidRequest(f"{where} is missing", "see /docs on this server", param=where)
     if kind == "union_tag_invalid":
         tag = first["ctx"]["tag"]
         return InvalidRequest(
-            f"{where} has type {_short(tag)}, which vlfit does not take", _hint(where, first), param=where
+            f"{where} has type {_short(tag)}, which vlfit does not support", _hint(where, first), param=where
         )
     if kind == "union_tag_not_found":
         return InvalidRequest(f"{where} has no type", _hint(where, first), param=where)
@@ -86,15 +84,16 @@ def _explain(error: ValidationError) -> InvalidRequest:
 def _hint(where: str, first: Any) -> str:
     if ".content[" in where or where.startswith("content["):
         expected = str(first.get("ctx", {}).get("expected_tags", ""))
-        return _PARTS if "input_text" not in expected else f"use {expected}"
+        return _CONTENT_HINT if "input_text" not in expected else f"use {expected}"
     expected = first.get("ctx", {}).get("expected_tags")
     return f"use {expected}" if expected else "see /docs"
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "content", "parts", 1, "image_url", "image_url", "url")`` as a person writes it.
+    """Format a pydantic location as a field path, without the tags of unions.
 
-    Pydantic puts the tag of each union on the way; the tags say nothing to the sender and are dropped.
+    ``("messages", 0, "content", "parts", 1, "image_url", "image_url", "url")`` becomes
+    ``messages[0].content[1].image_url.url``.
     """
     steps: list[str] = []
     for index, step in enumerate(location):

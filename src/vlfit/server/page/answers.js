@@ -1,11 +1,11 @@
-// Answers as a person reads them: words as they come; things, and where they are in the picture that was asked of.
+// Shows answers: streamed text, and detected objects with their boxes over the picture.
 
 import { colourOf, draw, read } from "./boxes.js";
 
 export class Answer {
   /**
-   * A new one in `place`. `picture`: where boxes belong, null if that is not known. `looks`: it will be JSON of what
-   * is seen, of which only a count is shown until it is there.
+   * Adds an answer to `place`. `picture`: where to draw boxes, or null. `looks`: the answer is JSON with objects;
+   * until it is complete only their number is shown.
    */
   constructor(place, title, picture, looks) {
     this.picture = picture;
@@ -38,7 +38,7 @@ export class Answer {
     this.#show();
   }
 
-  /** It ended before it was whole, as `why` says: what has come stays, if it is of any use. */
+  /** Ends an incomplete answer with the note `why`; what was received is shown if it is of use. */
   breakOff(why) {
     this.note.textContent = why;
     const useful = this.looks ? read(this.text)?.things.length : this.text;
@@ -59,14 +59,14 @@ export class Answer {
 function speedOf({ usage, seconds, reason }) {
   const tokens = usage?.completion_tokens ?? 0;
   const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(0)} tokens/s` : "";
-  return `${tokens} tokens${speed}${reason === "length" ? ", cut off at the limit: more may have come" : ""}`;
+  return `${tokens} tokens${speed}${reason === "length" ? ", cut off at the token limit" : ""}`;
 }
 
-/** A scene in words, and over the picture: each thing is a button that shows its box. */
+/** A scene: summary, text, and a button for each object that highlights its box over the picture. */
 function partsOf(scene, raw, picture) {
   const boxes = picture ? draw(picture.figure, scene.things) : [];
   const summary = document.createElement("p");
-  summary.textContent = scene.summary || (scene.things.length ? "" : "Nothing was found.");
+  summary.textContent = scene.summary || (scene.things.length ? "" : "Nothing found.");
   const list = document.createElement("ul");
   list.className = "things";
   scene.things.forEach((thing, number) => {
@@ -88,12 +88,12 @@ function partsOf(scene, raw, picture) {
   text.textContent = scene.text.length ? `Text: ${scene.text.join(" · ")}` : "";
   const details = document.createElement("details");
   const title = document.createElement("summary");
-  title.textContent = "as the model wrote it";
+  title.textContent = "raw output";
   const pre = document.createElement("pre");
   pre.textContent = raw;
   details.append(title, pre);
   const warning = document.createElement("p");
-  warning.textContent = scene.cut ? "The answer broke off: what comes after these is missing." : "";
+  warning.textContent = scene.cut ? "The answer was cut off; later objects are missing." : "";
   return [summary, list, text, warning, details];
 }
 

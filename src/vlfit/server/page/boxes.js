@@ -1,12 +1,12 @@
-// What a model says of things and where they are: reads it out of its JSON, and draws it over the picture.
+// Reads objects and boxes out of a model's JSON, and draws them over the picture.
 
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = 6;
 const BOX_NAMES = ["bbox_2d", "bbox", "box_2d", "box"];
 
 /**
- * {summary, things: [{label, box}], text, cut} of an answer with JSON in it, or null. Boxes are in thousandths;
- * `cut`: the answer ended before its JSON did.
+ * {summary, things: [{label, box}], text, cut} of an answer that contains JSON, or null. Boxes are in thousandths;
+ * `cut`: the JSON is incomplete.
  */
 export function read(answer) {
   const found = firstJSON(answer);
@@ -24,7 +24,7 @@ export function read(answer) {
   };
 }
 
-/** Draws `things` over the picture in `figure`, in place of what was drawn before. */
+/** Draws `things` over the picture in `figure`, replacing earlier boxes. */
 export function draw(figure, things) {
   const frame = figure.querySelector(".frame");
   const overlay = frame.querySelector("svg");
@@ -61,17 +61,17 @@ function thingOf(entry) {
 
 const inside = (edge) => Math.min(Math.max(edge, 0), 1000);
 
-const MOST_STARTS = 50; // places where JSON may begin that are tried
+const MAX_STARTS = 50; // brackets tried as the start of JSON
 
-/** {value, cut} of the first JSON object or array in `text`, whatever stands around it; `cut`: its end is missing. */
+/** {value, cut} of the first JSON object or array in `text`; `cut`: its end is missing. */
 function firstJSON(text) {
   let start = text.search(/[[{]/);
-  for (let tried = 0; start >= 0 && tried < MOST_STARTS; tried++) {
+  for (let tried = 0; start >= 0 && tried < MAX_STARTS; tried++) {
     const found = spanFrom(text, start);
     try {
       if (found) return { value: JSON.parse(found.json), cut: found.cut };
     } catch {
-      // prose in brackets: JSON may begin further on
+      // text in brackets: JSON may begin later
     }
     const further = text.slice(start + 1).search(/[[{]/);
     start = further < 0 ? -1 : start + 1 + further;
@@ -79,10 +79,10 @@ function firstJSON(text) {
   return null;
 }
 
-/** From the bracket at `start` to the one that closes it; of text that ends before, up to its last whole part. */
+/** The JSON from the bracket at `start` to its closing one; if the text ends first, up to its last complete part. */
 function spanFrom(text, start) {
   const open = [];
-  let whole = null; // behind the last bracket that was closed, and how many were open then
+  let whole = null; // end of the last closed bracket, and how many were open then
   for (let at = start; at < text.length; at++) {
     const letter = text[at];
     if (letter === '"') {
@@ -95,7 +95,7 @@ function spanFrom(text, start) {
       whole = { end: at + 1, depth: open.length };
     }
   }
-  // What was open then is open still: else a bracket would have been closed since.
+  // The brackets open then are still open, since none was closed after it.
   return whole && { json: text.slice(start, whole.end) + open.slice(0, whole.depth).reverse().join(""), cut: true };
 }
 

@@ -1,9 +1,9 @@
-// The request that was just made, as a person would make it from a shell or from Python.
+// The last request as a curl command or a Python program.
 
 const kindOf = (picture) => picture.url.slice(0, picture.url.indexOf(",") + 1);
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 
-/** `messages` with marks in place of the bytes of pictures, and what each mark is for. Nobody can guess a mark. */
+/** `messages` with random markers in place of the pictures, and the markers. */
 function marked(messages, pictures) {
   const secret = Array.from(crypto.getRandomValues(new Uint32Array(4)), (word) => word.toString(36)).join("");
   const marks = pictures.map((_, number) => `@${secret}.${number}@`);
@@ -16,7 +16,7 @@ function marked(messages, pictures) {
   return { messages: without, marks };
 }
 
-/** A command line; pictures are read from files of their names in the current folder. */
+/** A command line that reads the pictures from files in the current folder. */
 export function asCurl(url, body, pictures, hasKey) {
   const { messages, marks } = marked(body.messages, pictures);
   let text = quoted(JSON.stringify({ ...body, messages }, null, 1));
@@ -25,11 +25,11 @@ export function asCurl(url, body, pictures, hasKey) {
     text = text.split(mark).join(`${kindOf(pictures[number])}'"$(base64 -w0 -- ${quoted(name)})"'`);
   });
   const key = hasKey ? ` -H "Authorization: Bearer $VLFIT_API_KEY"` : "";
-  // By standard input: a picture is longer than an argument may be.
+  // On standard input, since a picture exceeds the length limit of an argument.
   return `printf %s ${text} |\n  curl -s ${quoted(url)} -H 'Content-Type: application/json'${key} --data-binary @-\n`;
 }
 
-/** A program for the openai package. */
+/** A Python program that uses the openai package. */
 export function asPython(base, body, pictures, hasKey) {
   const { messages, marks } = marked(body.messages, pictures);
   let text = JSON.stringify(messages, null, 4).replaceAll("\n", "\n    ");

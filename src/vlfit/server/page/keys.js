@@ -1,13 +1,13 @@
-// The key that a server may ask for: a dialog that takes none but a right one. Knows no questions.
+// The API key dialog; it accepts only a key that the server accepts.
 
 import { ask, key } from "./server.js";
 
 export class Keys {
-  /** `known(pending)` is called once there is a right key, with what was given to `askFor`. */
+  /** `known(pending)` is called once the key is valid, with the argument of `askFor`. */
   constructor(dialog, known) {
     this.dialog = dialog;
     this.known = known;
-    this.asked = false; // the server asks for one
+    this.asked = false; // the server requires a key
     this.pending = null;
     this.input = dialog.querySelector("input");
     this.wrong = dialog.querySelector("[role=alert]");
@@ -19,19 +19,19 @@ export class Keys {
     return this.asked && !key.get();
   }
 
-  /** The server takes no more without a key, or with the one that was kept. `pending`: what waits for another. */
+  /** Opens the dialog, as the key is missing or wrong. `pending`: what to do with a valid key. */
   askFor(pending = null) {
     const kept = key.get();
     key.set("");
     this.asked = true;
     this.pending = pending ?? this.pending;
     if (this.dialog.open) return;
-    this.#say(kept ? "The key that was used so far is wrong." : "");
+    this.#say(kept ? "The previous key is wrong." : "");
     this.dialog.showModal();
   }
 
   async #take(event) {
-    event.preventDefault(); // closes when the key is right
+    event.preventDefault(); // the dialog closes when the key is valid
     key.set(this.input.value);
     try {
       await ask("v1/models");

@@ -1,9 +1,9 @@
-// The ledger as a bar: what the server holds, line by line, the desktop's share, and what is free.
+// The memory ledger as a bar: the server's lines, other programs, and free memory.
 
 const NAMES = {
   desktop: "desktop", context: "CUDA", "weights.text": "text model", "weights.vision": "vision tower",
   "weights.embedding": "embedding", kv_cache: "KV cache", graphs: "graphs", workspace: "workspace",
-}; // other lines keep their name
+}; // other lines keep their names
 
 export const size = (bytes) =>
   bytes === null || bytes === undefined ? "–"
@@ -23,8 +23,8 @@ export function show(section, facts) {
   const words = shown.map((row) => `${row.name} ${size(row.held ?? row.planned)}`).join(", ");
   bar.setAttribute("aria-label", gpu ? `${words}, free ${size(gpu.free)}` : words);
   section.querySelector("#memory-sum").textContent = gpu
-    ? `${gpu.name}: ${size(total - gpu.free)} of ${size(total)} in use, ${size(gpu.desktop)} of that by others`
-    : `RAM: ${size(facts.total?.actual)} held`;
+    ? `${gpu.name}: ${size(total - gpu.free)} of ${size(total)} in use, ${size(gpu.desktop)} of it by other programs`
+    : `RAM: ${size(facts.total?.actual)} in use`;
   section.querySelector("#lines").replaceChildren(...shown.map(lineOf));
 }
 

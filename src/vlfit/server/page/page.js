@@ -1,4 +1,4 @@
-// The page: what is asked, what is answered, and the buttons around it.
+// The page: form, requests, answers and buttons.
 
 import { Answer } from "./answers.js";
 import { asCurl, asPython } from "./copies.js";
@@ -8,15 +8,15 @@ import { Pictures, camera, receive } from "./pictures.js";
 import { address, ask, key, stream } from "./server.js";
 
 const LOOK_SECONDS = 2;
-const ASKING = { ask: "What do you want to know?", detect: "What to find, for example: cups", more: "A further question" };
-const LOOKS = ["scene", "detect"]; // answered picture by picture, with boxes over each
+const ASKING = { ask: "What do you want to know?", detect: "What to find, for example: cups", more: "Ask another question" };
+const LOOKS = ["scene", "detect"]; // tasks with one request per picture, and boxes over it
 const $ = (id) => document.getElementById(id);
 
-let facts = { model: "", prompts: {} }; // what the server says of itself
-let messages = []; // the conversation so far, as the server takes it
+let facts = { model: "", prompts: {} }; // about the server
+let messages = []; // the conversation so far, as sent to the server
 let shown = []; // the pictures in it
-let last = null; // the request that was made last
-let running = null; // an AbortController while an answer comes
+let last = null; // the last request
+let running = null; // an AbortController while a request runs
 const pictures = new Pictures($("pictures"), looked, fail);
 const keys = new Keys($("key-dialog"), begin);
 
@@ -30,7 +30,7 @@ async function submit(event) {
   const question = wording(words);
   if (question === null) return;
   if (keys.missing) return keys.askFor(submit);
-  const before = follows() ? messages : []; // any other task begins a conversation of its own
+  const before = follows() ? messages : []; // other tasks start a new conversation
   if (before.length === 0) shown = [...pictures.all];
   running = new AbortController();
   busy(true);
@@ -38,7 +38,7 @@ async function submit(event) {
     if (LOOKS.includes(question.task)) await lookAtEach(question);
     else messages = await answerTo(question, before, shown, question.title);
     $("question").value = "";
-    // What comes after a caption is most likely about it; who looks for things goes on with that.
+    // After a caption the user most likely asks about it; after scene or detect the task stays.
     if (question.task === "caption") $("form").elements.task.value = "ask";
   } catch (error) {
     if (error.status === 401) keys.askFor(submit);
@@ -51,7 +51,7 @@ async function submit(event) {
   }
 }
 
-/** One request for each picture: a box says where in its picture something is, not in which. */
+/** One request per picture, since a box does not say which picture it belongs to. */
 async function lookAtEach(question) {
   const each = [...shown];
   messages = [];
@@ -59,7 +59,7 @@ async function lookAtEach(question) {
     const title = each.length > 1 ? `${question.title}: ${picture.name}` : question.title;
     try {
       const told = await answerTo(question, [], [picture], title);
-      if (each.length === 1) messages = told; // of several, a further question is about all of them, anew
+      if (each.length === 1) messages = told; // with several, the next question starts anew about all of them
     } catch (error) {
       if (each.length > 1 && error.name !== "AbortError") error.message = `${picture.name}: ${error.message}`;
       throw error;
@@ -67,7 +67,7 @@ async function lookAtEach(question) {
   }
 }
 
-/** Asks, shows the answer as it comes, and gives the conversation with it. */
+/** Sends the question, streams the answer, and returns the conversation including it. */
 async function answerTo(question, before, seen, title) {
   const looks = LOOKS.includes(question.task);
   const asked = { role: "user", content: contentOf(question.text, before, seen) };
@@ -80,12 +80,12 @@ async function answerTo(question, before, seen, title) {
     answer.finish(found);
     return [...body.messages, { role: "assistant", content: found.text }];
   } catch (error) {
-    answer.breakOff(error.name === "AbortError" ? "stopped" : "broke off");
+    answer.breakOff(error.name === "AbortError" ? "stopped" : "failed");
     throw error;
   }
 }
 
-/** What the model is asked: {task, title, text}; null, with a word why, if something is missing. */
+/** The question as {task, title, text}; null, with an error shown, if something is missing. */
 function wording(words) {
   const task = $("form").elements.task.value;
   if (pictures.all.length === 0 && task !== "ask") return missing("Choose a picture first: drop, paste or pick one.");
@@ -103,7 +103,7 @@ function missing(words) {
   return null;
 }
 
-/** Whether a question now is a further one about the pictures and answers that are there. */
+/** Whether the next question continues the conversation. */
 const follows = () => messages.length > 0 && $("form").elements.task.value === "ask";
 
 function contentOf(text, before, seen) {
@@ -114,7 +114,7 @@ function contentOf(text, before, seen) {
 
 // Around it
 
-/** Other pictures: what was said about the ones before is over. */
+/** The pictures have changed: start a new conversation. */
 function looked() {
   messages = [];
   changed();
@@ -158,13 +158,13 @@ async function copy(text) {
     await navigator.clipboard.writeText(text);
     $("copied").textContent = "copied";
   } catch {
-    $("copied").textContent = "this browser does not let the page copy";
+    $("copied").textContent = "this browser does not allow copying";
   }
 }
 
 // The server
 
-/** At first, and again with a key, which `pending` waited for. */
+/** Loads the page's facts, at first and again once a key is entered; then runs `pending`. */
 async function begin(pending = null) {
   fail("");
   try {
@@ -183,14 +183,14 @@ async function begin(pending = null) {
 async function look() {
   if (document.hidden) return;
   if (keys.missing) {
-    $("state").textContent = "asks for a key";
+    $("state").textContent = "API key required";
     return;
   }
   let status;
   try {
     status = await ask("v1/vlfit/status");
   } catch (error) {
-    $("state").textContent = "not reached";
+    $("state").textContent = "not reachable";
     if (error.status === 401) keys.askFor();
     return;
   }
@@ -214,7 +214,7 @@ async function sleepOrWake() {
   await look();
 }
 
-// Light and dark: as the system has it, until somebody chooses
+// Light or dark: the system's preference until the user chooses
 
 const system = matchMedia("(prefers-color-scheme: dark)");
 

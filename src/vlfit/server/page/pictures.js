@@ -1,10 +1,10 @@
-// The pictures somebody has chosen: dropped, pasted, picked or taken. Knows files, and the frames they are shown in.
+// The chosen pictures: dropped, pasted, picked or taken with the camera.
 
-const MOST_BYTES = 40 * 1024 * 1024; // of one file: the server takes requests of 64 MiB, and base64 adds a third
+const MAX_BYTES = 40 * 1024 * 1024; // of one file: requests are limited to 64 MiB, and base64 adds a third
 const SVG = "http://www.w3.org/2000/svg";
 
 export class Pictures {
-  /** Shows them in `place`; calls `changed()` when there are others, `failed(words)` when one is none. */
+  /** Shows them in `place`; calls `changed()` when they change, `failed(message)` for files that are not pictures. */
   constructor(place, changed, failed) {
     this.place = place;
     this.changed = changed;
@@ -13,7 +13,7 @@ export class Pictures {
   }
 
   async add(files) {
-    this.failed(""); // of those before
+    this.failed(""); // clear earlier errors
     for (const file of files) {
       try {
         this.all.push(await this.#read(file));
@@ -32,7 +32,7 @@ export class Pictures {
 
   async #read(file) {
     const name = file.name || "pasted picture";
-    if (file.size > MOST_BYTES) throw new Error(`${name} is larger than 40 MB: make it smaller first`);
+    if (file.size > MAX_BYTES) throw new Error(`${name} is larger than 40 MB; scale it down first`);
     const url = await new Promise((resolve, reject) => {
       const reader = new FileReader();
       reader.onload = () => resolve(reader.result);
@@ -45,7 +45,7 @@ export class Pictures {
     try {
       await image.decode();
     } catch {
-      throw new Error(`${name} is no picture that this browser can show`);
+      throw new Error(`${name} is not a picture that this browser can show`);
     }
     const picture = { name, url, image };
     picture.figure = this.#frame(picture);
@@ -58,7 +58,7 @@ export class Pictures {
     const frame = document.createElement("div");
     frame.className = "frame";
     const overlay = document.createElementNS(SVG, "svg");
-    overlay.setAttribute("viewBox", "0 0 1000 1000"); // boxes come in thousandths
+    overlay.setAttribute("viewBox", "0 0 1000 1000"); // boxes are in thousandths
     overlay.setAttribute("preserveAspectRatio", "none");
     overlay.setAttribute("aria-hidden", "true");
     frame.append(picture.image, overlay);
@@ -81,7 +81,7 @@ export class Pictures {
   }
 }
 
-/** Lets files be dropped on `target`, pasted anywhere, and picked with `input`. */
+/** Accepts files dropped on `target`, pasted anywhere, or picked with `input`. */
 export function receive(target, input, take) {
   for (const name of ["dragenter", "dragover"]) {
     document.addEventListener(name, (event) => {
@@ -110,7 +110,7 @@ export function receive(target, input, take) {
   });
 }
 
-/** The camera: a dialog with its picture, where there is one that this page may use. */
+/** The camera dialog. */
 export function camera(button, dialog, take, failed) {
   const video = dialog.querySelector("video");
   let live = null;
@@ -121,13 +121,13 @@ export function camera(button, dialog, take, failed) {
   };
   button.addEventListener("click", async () => {
     if (!navigator.mediaDevices?.getUserMedia) {
-      failed("the camera is only for pages over https or from this computer itself");
+      failed("the camera needs https, or a page served from this computer");
       return;
     }
     try {
       live = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
     } catch {
-      failed("there is no camera, or this page may not use it");
+      failed("no camera was found, or this page may not use it");
       return;
     }
     video.srcObject = live;

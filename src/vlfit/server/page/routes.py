@@ -1,8 +1,4 @@
-"""The page at ``/``: files of the package as they are, with headers that let it load nothing from elsewhere.
-
-Knows: which files belong to the page, and what a browser may do with them. Does not know: what the page does
-(its own scripts, ``page/``), which asks this server as any client would.
-"""
+"""The web page at ``/``: static files, with headers that forbid loading anything from elsewhere."""
 
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -11,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vlfit.backends.base import LocalBackend
+from vlfit.backends.base import Backend
 from vlfit.server.openai.error_replies import JSONReply
 from vlfit.tasks import describe as prompts
 
@@ -33,7 +29,7 @@ _FILES = (
     "server.js",
     "icon.svg",
 )
-# Pictures are data: and blob: addresses of files that somebody chose; all else comes from this server.
+# Pictures are data: and blob: URLs of files the user chose; everything else comes from this server.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; media-src 'self' blob:; base-uri 'none'; form-action 'none'; "
@@ -46,15 +42,12 @@ HEADERS = {
 }
 
 
-def page_routes(backend: LocalBackend, *, asks_key: bool) -> list[Route]:
-    """``/``, the files beside it under ``/page/``, and the few facts that they need.
-
-    ``asks_key``: whether the server does.
-    """
+def page_routes(backend: Backend, *, asks_key: bool) -> list[Route]:
+    """``/``, its files under ``/page/``, and ``/page/facts.json``. ``asks_key``: an API key is required."""
 
     async def facts(_: Request) -> Response:
-        words = {"caption": prompts.CAPTION_LONG, "scene": prompts.SCENE, "detect": prompts.DETECT}
-        return JSONReply({"model": backend.model, "prompts": words, "asks_key": asks_key})
+        texts = {"caption": prompts.CAPTION_LONG, "scene": prompts.SCENE, "detect": prompts.DETECT}
+        return JSONReply({"model": backend.model, "prompts": texts, "asks_key": asks_key})
 
     return [
         Route("/", _file("index.html")),

@@ -1,4 +1,4 @@
-// Talks to the server this page came from. Knows HTTP, the API key and server-sent events; knows no page.
+// HTTP client of this page's server: API key, JSON requests, server-sent events.
 
 const KEY = "vlfit-key";
 const base = new URL(".", location.href);
@@ -17,15 +17,15 @@ export const key = {
 
 export const address = (path) => new URL(path, base).href;
 
-/** The JSON at `path`. Raises ServerError with words that can be shown. */
+/** Fetches the JSON at `path`. Throws ServerError with a message for the user. */
 export async function ask(path, options = {}) {
   const reply = await reach(path, options);
   return await reply.json();
 }
 
 /**
- * Streams a chat completion. `words(text)` is called as they come. Gives {text, reason, usage, seconds}; seconds
- * from the first word to the last.
+ * Streams a chat completion and calls `words(text)` for each piece. Returns {text, reason, usage, seconds}; seconds
+ * from the first token to the last.
  */
 export async function stream(body, signal, words) {
   const reply = await reach("v1/chat/completions", {
@@ -52,7 +52,7 @@ export async function stream(body, signal, words) {
       words(piece);
     }
   }
-  if (found.reason === null) throw new ServerError("the server broke off before the answer was whole", 502);
+  if (found.reason === null) throw new ServerError("the server closed the connection before the answer was complete", 502);
   return found;
 }
 
@@ -60,7 +60,7 @@ function readEvent(event) {
   try {
     return JSON.parse(event);
   } catch {
-    throw new ServerError("the server sent something that is no answer", 502);
+    throw new ServerError("the server sent an invalid response", 502);
   }
 }
 

@@ -1,8 +1,7 @@
-"""Keeps a backend busy with pictures: read and prepared ahead in threads, started as others end, tried again.
+"""Run one task over many pictures on one backend: read-ahead threads, retries, deduplication.
 
-Knows how many may run, what is done about a failure, and that pictures of the same bytes are asked about
-once. Holds as many pictures as run and as there are readers, however long the source is. Does not know where
-items come from or where records go, and never lets the engine wait for either.
+Pictures are read and prepared in reader threads, started as slots become free and retried when a failure is
+transient. Memory is bounded by the number of slots and readers, however long the source is.
 """
 
 import heapq
@@ -15,223 +14,49 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
 
+from vlfit.api.conversation import ImagePart
 from vlfit.api.outputs import Answer, Chunk, TokenLogprob, Usage
-from vlfit.backends.base import LocalBackend, Prepared, Ticket
+from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import EngineStopped
-from vlfit.tasks.batch.failures import TRIES, Streak, Verdict, is_own_fault, verdict_on, wait_before
+from vlfit.tasks.batch.failures import (
+    DEFAULT_TRIES,
+    FailureStreak,
+    Verdict,
+    classify,
+    is_picture_fault,
+    retry_delay,
+)
 from vlfit.tasks.batch.items import Item, Record, shown_name
-from vlfit.tasks.batch.job import Work
+from vlfit.tasks.batch.job import PictureTask
 
-# Which picture is next: those whose next try is due, then the source's. Bounds how many are under way.
-#
-# Knows order and time. Does not know what is done with a picture, or how it went.
+MAX_CACHE_BYTES = 8 * 1024**2  # answers of some 15,000 captions
+_ENTRY_BYTES = 200  # Python's overhead for a cached answer
+_ITEM_FIELDS = ("key", "picture", "extra")  # fields of a record that are the item's own, not the picture's
 
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """One picture under way. ``number`` counts from 0 in the order of the source. The rest is the crew's."""
-
-    item: Item
-    number: int
-    owner: Any
-    tries: int = 0
-    digest: bytes | None = None
-    picture: Any = None
-
-
-@dataclass(order=True)
-class _Due:
-    when: float
-    number: int
-    task: Task = field(compare=False)
-
-
-class Intake:
-    """Any thread may call. ``most`` tasks are open at a time: taken, and not settled.
-
-    ``ahead``: so many at most are taken and not ``released``, for whoever wants them in the order of the
-    source; None: nobody does.
-    """
-
-    def __init__(self, items: Iterable[Item], most: int, owner: Any, ahead: int | None = None) -> None:
-        self._items: Iterator[Item] = iter(items)
-        self._most = most
-        self._owner = owner
-        self._ahead = ahead
-        self._released = 0
-        self._changed = threading.Condition()
-        self._due: list[_Due] = []
-        self._taken = 0
-        self._open = 0
-        self._exhausted = False
-        self._closed = False
-        self.problem: Exception | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing will come any more and nothing is under way."""
-        return self._exhausted and self._open == 0
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def stuck(self) -> bool:
-        """Whether nothing is under way, and nothing more is given out before something is released."""
-        return self._open == 0 and not self._exhausted and not self._may_take()
-
-    def take(self) -> Task | None:
-        """The next task, when there is one; None after the last, or after ``close``, or where the source
-        cannot be gone through any further: ``problem`` says why.
-        """
-        with self._changed:
-            while not self._closed and not self.over:
-                now = time.monotonic()
-                if self._due and self._due[0].when <= now:
-                    return heapq.heappop(self._due).task
-                if not self._exhausted and self._may_take():
-                    try:
-                        item = next(self._items, None)
-                    except Exception as error:  # nobody knows what is behind this place
-                        self.problem = error
-                        self._closed = True
-                        self._changed.notify_all()
-                        return None
-                    if item is not None:
-                        self._open += 1
-                        self._taken += 1
-                        return Task(item, self._taken - 1, self._owner)
-                    self._exhausted = True
-                    self._changed.notify_all()
-                    continue
-                self._changed.wait(self._due[0].when - now if self._due else None)
-            return None
-
-    def again(self, task: Task, seconds: float) -> None:
-        """Give ``task`` out once more after ``seconds``."""
-        with self._changed:
-            heapq.heappush(self._due, _Due(time.monotonic() + seconds, task.number, task))
-            self._changed.notify()
-
-    def settle(self) -> None:
-        """A task is over, however it ended."""
-        with self._changed:
-            self._open -= 1
-            self._changed.notify_all() if self.over else self._changed.notify()
-
-    def release(self) -> None:
-        """One more, in order, has been given to whoever waits for it."""
-        with self._changed:
-            self._released += 1
-            self._changed.notify()
-
-    def _may_take(self) -> bool:
-        behind = self._ahead is None or self._taken - self._released < self._ahead
-        return self._open < self._most and behind
-
-    def close(self) -> None:
-        """Give out nothing more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
-# Pictures of the same bytes are asked about once: who leads, who follows, and what was said of late ones.
-#
-# Knows digests and answers as bytes. Bounded: of pictures that are over it keeps the answers of the latest,
-# up to ``MOST_BYTES``; one that comes again later is asked about again. Does not know how that is done.
-
-
-MOST_BYTES = 8 * 1024**2  # answers of some 15,000 captions
-_ENTRY_BYTES = 200  # of Python, beside the answer itself
-_OWN = ("key", "picture", "extra")
-
-
-def digest_of(data: bytes) -> bytes:
-    """16 bytes: nobody will see two pictures share them."""
-    return blake2b(data, digest_size=16).digest()
-
-
-class Same:
-    """``Waiting`` is whatever stands for a picture that waits for another's answer. Any thread may call."""
-
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, bytes] = OrderedDict()
-        self._leading: dict[bytes, list[Any]] = {}
-        self._bytes = 0
-        self._most = most_bytes
-
-    def lead_or_follow(self, digest: bytes, waiting: Any) -> Record | bool | None:
-        """What was said of these bytes; or True: ask yourself, then ``answered`` or ``failed``; or None:
-        another asks, and gets ``waiting`` with what comes.
-        """
-        with self._lock:
-            known = self._known.get(digest)
-            if known is not None:
-                self._known.move_to_end(digest)
-                record: Record = pickle.loads(known)
-                return record
-            followers = self._leading.get(digest)
-            if followers is not None:
-                followers.append(waiting)
-                return None
-            self._leading[digest] = []
-            return True
-
-    def answered(self, digest: bytes, record: Record) -> list[Any]:
-        """Keep ``record`` for those that come later. Gives those that wait for it."""
-        shared = {name: value for name, value in record.items() if name not in _OWN}
-        data = pickle.dumps({**shared, "same_as": record["key"]}, pickle.HIGHEST_PROTOCOL)
-        with self._lock:
-            if digest not in self._known:
-                self._known[digest] = data
-                self._bytes += len(data) + _ENTRY_BYTES
-            while self._bytes > self._most:
-                self._bytes -= len(self._known.popitem(last=False)[1]) + _ENTRY_BYTES
-            return self._leading.pop(digest, [])
-
-    def failed(self, digest: bytes) -> list[Any]:
-        """Those that waited for an answer that will not come."""
-        with self._lock:
-            return self._leading.pop(digest, [])
-
-
-def taken_over(shared: Record, item: Item) -> Record:
-    """The record of ``item``, whose picture has the bytes of the one that ``shared`` tells of."""
-    own: Record = {
-        "key": item.key,
-        "picture": shown_name(item.path) if item.path is not None else item.key,
-        "same_as": shared["same_as"],
-    }
-    record = {**own, **{name: value for name, value in shared.items() if name not in (*own, *_OWN)}}
-    return {**record, "extra": dict(item.extra)} if item.extra else record
-
-
-_AHEAD = 256  # outcomes that wait for one before them, where the order is kept
-_LOOK_AGAIN = 0.5  # seconds after which who waits for a place sees that the run was closed
+_REORDER_WINDOW = 256  # outcomes that may wait for an earlier one when the order is kept
+_POLL_SECONDS = 0.5  # how often a reader waiting for a slot checks whether the stream was closed
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """``at_once`` requests are started at a time, ``readers`` threads read and prepare the next ones, and a
-    failure that may pass is tried ``tries`` times in all. ``keep_going``: however many fail in a row.
+class ExecutorOptions:
+    """How busy to keep a backend, and when to give up.
+
+    ``at_once``: requests in flight. ``readers``: threads that read and prepare ahead. ``tries``: attempts per
+    picture when failures are transient. ``keep_going``: do not stop when many pictures in a row fail.
     """
 
     at_once: int
     readers: int = 2
-    tries: int = TRIES
+    tries: int = DEFAULT_TRIES
     keep_going: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A picture that is over: its record, or the error that it failed by after so many tries.
+    """A finished picture: its record, or the error that it failed with after ``tries`` attempts.
 
-    ``number`` counts from 0 in the order of the items.
+    ``number`` is its position among the items, from 0.
     """
 
     item: Item
@@ -241,275 +66,460 @@ class Outcome:
     number: int = 0
 
 
-class Crew:
-    """What several runs share: the places in the backend, and what was said of which bytes."""
+class BatchExecutor:
+    """Runs ``task`` on ``backend``; its streams share the backend's slots and the deduplication cache."""
 
-    def __init__(self, work: Work, backend: LocalBackend, pace: Pace) -> None:
-        self.work = work
+    def __init__(self, task: PictureTask, backend: Backend, options: ExecutorOptions) -> None:
+        self.task = task
         self.backend = backend
-        self.pace = pace
-        self.places = threading.Semaphore(pace.at_once)
-        self.same = Same()
+        self.options = options
+        self.slots = threading.Semaphore(options.at_once)
+        self.dedup = Dedup()
 
-    def run(self, items: Iterable[Item], *, ordered: bool = False) -> "Run":
-        """Begin with ``items``; ``ordered``: outcomes come in their order. Close what it gives."""
-        return Run(self, items, ordered=ordered)
+    def stream(self, items: Iterable[Item], *, ordered: bool = False) -> "OutcomeStream":
+        """Start on ``items``; ``ordered``: outcomes come in their order. The caller closes the stream."""
+        return OutcomeStream(self, items, ordered=ordered)
 
     def outcomes(self, items: Iterable[Item]) -> Iterator[Outcome]:
-        """Every picture of ``items``, as they end. May be called from several threads at a time. Raises what
-        concerns all pictures, and what going through ``items`` raises; what was under way is dropped then.
+        """The outcome of each of ``items``, as they finish. May be called from several threads at once.
+
+        Raises errors that concern all pictures, and errors of iterating ``items``; requests in flight are
+        cancelled then.
         """
-        run = self.run(items)
+        stream = self.stream(items)
         try:
-            while (outcome := run.next()) is not None:
+            while (outcome := stream.next()) is not None:
                 yield outcome
         finally:
-            run.close()
+            stream.close()
 
 
-_Arrival = Answer | Record | Exception
+@dataclass(slots=True, eq=False)
+class PendingItem:
+    """An item in flight in ``stream``. ``index`` is its position in the source, from 0."""
+
+    item: Item
+    index: int
+    stream: "OutcomeStream"
+    tries: int = 0
+    digest: bytes | None = None
+    picture: ImagePart | None = None
 
 
-class Run:
-    """One stream of items through a crew. One thread calls ``next``; it and any other may ``close``."""
+@dataclass(order=True)
+class _Retry:
+    due_at: float
+    index: int
+    pending: PendingItem = field(compare=False)
 
-    def __init__(self, crew: Crew, items: Iterable[Item], *, ordered: bool = False) -> None:
-        self._crew = crew
-        pace = crew.pace
-        # Room for those that wait for their next try, or for another picture's answer: they hold no pictures.
-        most = 4 * pace.at_once + 2 * pace.readers + 64
-        self._intake = Intake(items, most, self, most + _AHEAD if ordered else None)
+
+class PendingQueue:
+    """Items for the reader threads: retries that are due first, then the source. Thread-safe.
+
+    At most ``max_open`` items are open at a time: handed out and not finished. At most ``max_unemitted`` are
+    handed out whose outcome has not been emitted in source order; None: the order does not matter.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Item],
+        stream: "OutcomeStream",
+        max_open: int,
+        max_unemitted: int | None = None,
+    ) -> None:
+        self._items: Iterator[Item] = iter(items)
+        self._stream = stream
+        self._max_open = max_open
+        self._max_unemitted = max_unemitted
+        self._emitted = 0
+        self._changed = threading.Condition()
+        self._retries: list[_Retry] = []
+        self._num_taken = 0
+        self._num_open = 0
+        self._exhausted = False
+        self._closed = False
+        self.source_error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the source is exhausted and no item is open."""
+        return self._exhausted and self._num_open == 0
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def blocked(self) -> bool:
+        """Whether no item is open, and none can be handed out before more outcomes are emitted."""
+        return self._num_open == 0 and not self._exhausted and not self._may_read_next()
+
+    def get(self) -> PendingItem | None:
+        """The next item, waiting for one if necessary.
+
+        None after the last one, after ``close``, or if the source raised (``source_error``).
+        """
+        with self._changed:
+            while not self._closed and not self.finished:
+                now = time.monotonic()
+                if self._retries and self._retries[0].due_at <= now:
+                    return heapq.heappop(self._retries).pending
+                if not self._exhausted and self._may_read_next():
+                    try:
+                        item = next(self._items, None)
+                    except Exception as error:  # the rest of the source is unknown
+                        self.source_error = error
+                        self._closed = True
+                        self._changed.notify_all()
+                        return None
+                    if item is not None:
+                        self._num_open += 1
+                        self._num_taken += 1
+                        return PendingItem(item, self._num_taken - 1, self._stream)
+                    self._exhausted = True
+                    self._changed.notify_all()
+                    continue
+                self._changed.wait(self._retries[0].due_at - now if self._retries else None)
+            return None
+
+    def retry(self, pending: PendingItem, seconds: float) -> None:
+        """Hand ``pending`` out again after ``seconds``."""
+        with self._changed:
+            heapq.heappush(self._retries, _Retry(time.monotonic() + seconds, pending.index, pending))
+            self._changed.notify()
+
+    def item_finished(self) -> None:
+        """Count an open item as finished."""
+        with self._changed:
+            self._num_open -= 1
+            self._changed.notify_all() if self.finished else self._changed.notify()
+
+    def outcome_emitted(self) -> None:
+        """Count an outcome as emitted in source order."""
+        with self._changed:
+            self._emitted += 1
+            self._changed.notify()
+
+    def _may_read_next(self) -> bool:
+        in_window = self._max_unemitted is None or self._num_taken - self._emitted < self._max_unemitted
+        return self._num_open < self._max_open and in_window
+
+    def close(self) -> None:
+        """Hand out nothing more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Dedup:
+    """Deduplication: pictures with the same bytes are sent to the model once. Thread-safe.
+
+    Keeps the latest answers, up to ``max_bytes``; a picture that comes back after its answer was evicted is
+    asked about again.
+    """
+
+    def __init__(self, max_bytes: int = MAX_CACHE_BYTES) -> None:
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[bytes, bytes] = OrderedDict()
+        self._waiting: dict[bytes, list[PendingItem]] = {}
+        self._cached_bytes = 0
+        self._max_bytes = max_bytes
+
+    def claim(self, digest: bytes, pending: PendingItem) -> Record | bool | None:
+        """The cached record for ``digest``, if there is one.
+
+        True: the caller now owns the digest; it asks the model, then calls ``resolve`` or ``abandon``. None:
+        another item owns it, and ``pending`` waits for that one's answer.
+        """
+        with self._lock:
+            cached = self._cache.get(digest)
+            if cached is not None:
+                self._cache.move_to_end(digest)
+                record: Record = pickle.loads(cached)
+                return record
+            waiting = self._waiting.get(digest)
+            if waiting is not None:
+                waiting.append(pending)
+                return None
+            self._waiting[digest] = []
+            return True
+
+    def resolve(self, digest: bytes, record: Record) -> list[PendingItem]:
+        """Cache ``record``. Returns the items that waited for it."""
+        shared = {name: value for name, value in record.items() if name not in _ITEM_FIELDS}
+        data = pickle.dumps({**shared, "same_as": record["key"]}, pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            if digest not in self._cache:
+                self._cache[digest] = data
+                self._cached_bytes += len(data) + _ENTRY_BYTES
+            while self._cached_bytes > self._max_bytes:
+                self._cached_bytes -= len(self._cache.popitem(last=False)[1]) + _ENTRY_BYTES
+            return self._waiting.pop(digest, [])
+
+    def abandon(self, digest: bytes) -> list[PendingItem]:
+        """Give up ``digest`` without an answer. Returns the items that waited for it."""
+        with self._lock:
+            return self._waiting.pop(digest, [])
+
+
+def digest_of(data: bytes) -> bytes:
+    """16-byte BLAKE2b digest of a picture's bytes."""
+    return blake2b(data, digest_size=16).digest()
+
+
+def duplicate_record(shared: Record, item: Item) -> Record:
+    """The record of ``item``, with the answer of ``shared``, whose picture has the same bytes."""
+    own: Record = {
+        "key": item.key,
+        "picture": shown_name(item.path) if item.path is not None else item.key,
+        "same_as": shared["same_as"],
+    }
+    record = {**own, **{name: value for name, value in shared.items() if name not in (*own, *_ITEM_FIELDS)}}
+    return {**record, "extra": dict(item.extra)} if item.extra else record
+
+
+_Result = Answer | Record | Exception
+
+
+class OutcomeStream:
+    """Items on their way through an executor. One thread calls ``next``; any thread may ``close``."""
+
+    def __init__(self, executor: BatchExecutor, items: Iterable[Item], *, ordered: bool = False) -> None:
+        self._executor = executor
+        options = executor.options
+        # Includes items that wait for a retry, or for another picture's answer: those hold no pixels.
+        max_open = 4 * options.at_once + 2 * options.readers + 64
+        max_unemitted = max_open + _REORDER_WINDOW if ordered else None
+        self._pending = PendingQueue(items, self, max_open, max_unemitted)
         self._ordered = ordered
-        self._held: dict[int, Outcome] = {}
-        self._next = 0
-        self._arrivals: queue.SimpleQueue[tuple[Task, _Arrival] | None] = queue.SimpleQueue()
+        self._out_of_order: dict[int, Outcome] = {}
+        self._next_index = 0
+        self._results: queue.SimpleQueue[tuple[PendingItem, _Result] | None] = queue.SimpleQueue()
         self._ready: deque[Outcome] = deque()
         self._suspects: list[Outcome] = []
-        self._streak = Streak()
+        self._streak = FailureStreak()
         self.stalled: tuple[float, Exception] | None = None
-        """Since when (``time.monotonic``) nothing has succeeded, and which failure is tried again; None: all
-        is well."""
-        self._running: dict[int, _Collector] = {}
-        self._leads: set[bytes] = set()
+        """Since when (``time.monotonic``) nothing has succeeded, and the failure that is being retried."""
+        self._collectors: dict[int, _AnswerCollector] = {}
+        self._claimed: set[bytes] = set()
         self._threads = [
-            threading.Thread(target=self._read_on, name=f"vlfit-batch-{number}", daemon=True)
-            for number in range(pace.readers)
+            threading.Thread(target=self._read_items, name=f"vlfit-batch-{number}", daemon=True)
+            for number in range(options.readers)
         ]
         for thread in self._threads:
             thread.start()
 
     @property
-    def over(self) -> bool:
-        """Whether every outcome has been given."""
-        return self._intake.over and not self._ready and not self._suspects
+    def finished(self) -> bool:
+        """Whether every outcome has been returned."""
+        return self._pending.finished and not self._ready and not self._suspects
 
     def next(self, timeout: float | None = None) -> Outcome | None:
-        """The next picture that is over, by whatever end. None when there are no more (``over``), or none has
-        come for ``timeout`` seconds, or somebody called ``wake``.
+        """The next outcome. None when all are returned (``finished``), after ``timeout`` seconds, or after
+        ``wake``.
 
-        Failures that may not be the pictures' own are held back until something succeeds after them, or the
-        end: if too many come in a row an error is raised, and none of the pictures is told to be bad.
+        Failures that may not be the picture's fault are held back until another picture succeeds, or the end.
+        If too many come in a row, an error is raised and none of those pictures is reported as failed.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self._ready:
-            if self._intake.over or self._intake.stuck:
-                self._let_suspects_go()
+            if self._pending.finished or self._pending.blocked:
+                self._emit_suspects()
                 if not self._ready:
                     break
                 continue
             try:
-                arrival = self._arrivals.get(
-                    timeout=None if end is None else max(0.0, end - time.monotonic())
-                )
+                result = self._results.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
             except queue.Empty:
                 return None
-            if arrival is not None:
-                self._take(*arrival)
-            elif self._intake.problem is not None:
-                raise self._intake.problem
-            elif not self._intake.over:
+            if result is not None:
+                self._handle(*result)
+            elif self._pending.source_error is not None:
+                raise self._pending.source_error
+            elif not self._pending.finished:
                 return None
         return self._ready.popleft() if self._ready else None
 
     def wake(self) -> None:
-        """Let ``next`` return. May be called from a signal's handler."""
-        self._arrivals.put(None)
+        """Make ``next`` return. May be called from a signal handler."""
+        self._results.put(None)
 
     def close(self) -> None:
-        """Drop what is under way. Pictures of other runs that waited for one of these go on by themselves."""
-        self._intake.close()
-        for collector in list(self._running.values()):
-            collector.drop()
-        for digest in list(self._leads):
-            self._give_up(digest)
+        """Cancel what is in flight. Items of other streams that waited for one of these are retried."""
+        self._pending.close()
+        for collector in list(self._collectors.values()):
+            collector.cancel()
+        for digest in list(self._claimed):
+            self._abandon(digest)
 
-    def _give_up(self, digest: bytes) -> None:
-        """Nobody answers for these bytes any more: who waits for that asks about them after all."""
-        self._leads.discard(digest)
-        for follower in self._crew.same.failed(digest):
-            follower.owner._intake.again(follower, 0.0)
+    def _abandon(self, digest: bytes) -> None:
+        """Give up a claimed digest: items that waited for its answer ask the model themselves."""
+        self._claimed.discard(digest)
+        for waiting in self._executor.dedup.abandon(digest):
+            waiting.stream._pending.retry(waiting, 0.0)
 
-    def deliver(self, task: Task, arrival: _Arrival) -> None:
-        """How ``task`` ended; called from any thread, and never waits."""
-        self._running.pop(task.number, None)
-        self._arrivals.put((task, arrival))
+    def deliver(self, pending: PendingItem, result: _Result) -> None:
+        """Queue the result of ``pending`` for ``next``. Never blocks; called from any thread."""
+        self._collectors.pop(pending.index, None)
+        self._results.put((pending, result))
 
-    # --- in the readers' threads ---------------------------------------------------------------------------
+    # --- in the reader threads -----------------------------------------------------------------------------
 
-    def _read_on(self) -> None:
+    def _read_items(self) -> None:
         while True:
-            task = self._intake.take()
-            if task is None:
-                self._arrivals.put(None)
+            pending = self._pending.get()
+            if pending is None:
+                self._results.put(None)
                 return
             try:
-                self._begin(task)
+                self._start_request(pending)
             except Exception as error:
-                self.deliver(task, error)
+                self.deliver(pending, error)
 
-    def _begin(self, task: Task) -> None:
-        """Read, prepare, and start as soon as there is a place."""
-        crew = self._crew
-        task.tries += 1
-        picture = crew.work.picture(task.item)
-        if task.digest is None:
+    def _start_request(self, pending: PendingItem) -> None:
+        """Read and prepare a picture, then start its request as soon as a slot is free."""
+        executor = self._executor
+        pending.tries += 1
+        picture = executor.task.load(pending.item)
+        if pending.digest is None:
             digest = digest_of(picture.data)
-            found = crew.same.lead_or_follow(digest, task)
-            if found is None:
+            claim = executor.dedup.claim(digest, pending)
+            if claim is None:
                 return
-            if not isinstance(found, bool):
-                self.deliver(task, found)
+            if not isinstance(claim, bool):
+                self.deliver(pending, claim)
                 return
-            task.digest = digest
-            self._leads.add(digest)
-        prepared = crew.work.prepare(crew.backend, picture)
-        task.picture = picture
-        while not crew.places.acquire(timeout=_LOOK_AGAIN):
-            if self._intake.closed:
-                self._give_up(task.digest)
+            pending.digest = digest
+            self._claimed.add(digest)
+        prepared = executor.task.prepare(executor.backend, picture)
+        pending.picture = picture
+        while not executor.slots.acquire(timeout=_POLL_SECONDS):
+            if self._pending.closed:
+                self._abandon(pending.digest)
                 return
-        _Collector(self, task, prepared).start(crew)
+        _AnswerCollector(self, pending, prepared).start(executor)
 
-    def enter(self, collector: "_Collector") -> None:
-        """``collector`` waits for an answer from now on."""
-        self._running[collector.task.number] = collector
-        if self._intake.closed:
-            collector.drop()
-            if collector.task.digest is not None:
-                self._give_up(collector.task.digest)
+    def register(self, collector: "_AnswerCollector") -> None:
+        """Track ``collector`` until it delivers, so that ``close`` can cancel it."""
+        self._collectors[collector.pending.index] = collector
+        if self._pending.closed:
+            collector.cancel()
+            if collector.pending.digest is not None:
+                self._abandon(collector.pending.digest)
 
     # --- in the thread that calls next ----------------------------------------------------------------------
 
-    def _take(self, task: Task, arrival: _Arrival) -> None:
-        if isinstance(arrival, Exception):
-            self._take_failure(task, arrival)
-        elif isinstance(arrival, Answer):
+    def _handle(self, pending: PendingItem, result: _Result) -> None:
+        if isinstance(result, Exception):
+            self._fail(pending, result)
+        elif isinstance(result, Answer):
+            assert pending.picture is not None
             try:
-                record = self._crew.work.record(task.item, task.picture, arrival)
+                record = self._executor.task.record(pending.item, pending.picture, result)
             except Exception as error:
-                self._take_failure(task, error)
+                self._fail(pending, error)
                 return
-            self._settle(task, record)
+            self._succeed(pending, record)
         else:
-            self._settle(task, taken_over(arrival, task.item))
+            self._succeed(pending, duplicate_record(result, pending.item))
 
-    def _settle(self, task: Task, record: Record) -> None:
-        self._streak.success()
+    def _succeed(self, pending: PendingItem, record: Record) -> None:
+        self._streak.reset()
         self.stalled = None
-        self._let_suspects_go()
-        self._emit(Outcome(task.item, record, None, task.tries, task.number))
-        if task.digest is not None:
-            self._leads.discard(task.digest)
-            for follower in self._crew.same.answered(task.digest, record):
-                follower.owner.deliver(follower, {**record, "same_as": record["key"]})
-        self._finish(task)
+        self._emit_suspects()
+        self._emit(Outcome(pending.item, record, None, pending.tries, pending.index))
+        if pending.digest is not None:
+            self._claimed.discard(pending.digest)
+            for waiting in self._executor.dedup.resolve(pending.digest, record):
+                waiting.stream.deliver(waiting, {**record, "same_as": record["key"]})
+        self._finish(pending)
 
-    def _take_failure(self, task: Task, error: Exception) -> None:
-        task.picture = None
-        verdict = verdict_on(error, task.tries, self._crew.pace.tries)
-        if verdict is Verdict.AGAIN:
+    def _fail(self, pending: PendingItem, error: Exception) -> None:
+        pending.picture = None
+        verdict = classify(error, pending.tries, self._executor.options.tries)
+        if verdict is Verdict.RETRY:
             self.stalled = (self.stalled[0] if self.stalled else time.monotonic(), error)
-            self._intake.again(task, wait_before(error, task.tries))
+            self._pending.retry(pending, retry_delay(error, pending.tries))
             return
-        if verdict is Verdict.ALL:
+        if verdict is Verdict.ABORT:
             raise error
-        failed = Outcome(task.item, None, error, task.tries, task.number)
-        if is_own_fault(error) or self._crew.pace.keep_going:
+        failed = Outcome(pending.item, None, error, pending.tries, pending.index)
+        if is_picture_fault(error) or self._executor.options.keep_going:
             self._emit(failed)
         else:
             self._suspects.append(failed)
-            stop = self._streak.stop_for(error)
+            stop = self._streak.count_failure(error)
             if stop is not None:
                 raise stop from error
-        if task.digest is not None:
-            self._leads.discard(task.digest)
-            for follower in self._crew.same.failed(task.digest):
-                follower.tries = task.tries  # the same bytes were tried as often
-                follower.owner.deliver(follower, error)
-        self._finish(task)
+        if pending.digest is not None:
+            self._claimed.discard(pending.digest)
+            for waiting in self._executor.dedup.abandon(pending.digest):
+                waiting.tries = pending.tries  # the same bytes were tried as often
+                waiting.stream.deliver(waiting, error)
+        self._finish(pending)
 
-    def _finish(self, task: Task) -> None:
-        task.picture = None
-        self._intake.settle()
+    def _finish(self, pending: PendingItem) -> None:
+        pending.picture = None
+        self._pending.item_finished()
 
-    def _let_suspects_go(self) -> None:
+    def _emit_suspects(self) -> None:
         suspects, self._suspects = self._suspects, []
         for outcome in suspects:
             self._emit(outcome)
 
     def _emit(self, outcome: Outcome) -> None:
-        """Give ``outcome`` out, in its turn if there are turns."""
+        """Make ``outcome`` available to ``next``; if ``ordered``, only once all earlier ones are."""
         if not self._ordered:
             self._ready.append(outcome)
             return
-        self._held[outcome.number] = outcome
-        while self._next in self._held:
-            self._ready.append(self._held.pop(self._next))
-            self._next += 1
-            self._intake.release()
+        self._out_of_order[outcome.number] = outcome
+        while self._next_index in self._out_of_order:
+            self._ready.append(self._out_of_order.pop(self._next_index))
+            self._next_index += 1
+            self._pending.outcome_emitted()
 
 
-class _Collector:
-    """Listens to one request, in the engine's thread. Its place is free again when it ends, once."""
+class _AnswerCollector:
+    """Listener of one request: collects chunks into an ``Answer`` and frees the slot once, at the end."""
 
-    def __init__(self, run: Run, task: Task, prepared: Prepared) -> None:
-        self.task = task
-        self._run = run
+    def __init__(self, stream: OutcomeStream, pending: PendingItem, prepared: Prepared) -> None:
+        self.pending = pending
+        self._stream = stream
         self._prepared: Prepared | None = prepared
         self._images = prepared.images
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._ticket: Ticket | None = None
-        self._place: list[threading.Semaphore] = []
+        self._slot: list[threading.Semaphore] = []
 
-    def start(self, crew: Crew) -> None:
-        """``crew.places`` was acquired for it."""
-        self._place.append(crew.places)
-        self._run.enter(self)
-        prepared, self._prepared = self._prepared, None  # the engine lets go of pixels when it has seen them
+    def start(self, executor: BatchExecutor) -> None:
+        """Start the request. The caller has acquired one of ``executor.slots`` for it."""
+        self._slot.append(executor.slots)
+        self._stream.register(self)
+        prepared, self._prepared = self._prepared, None  # so that pixels are freed once the engine used them
         assert prepared is not None
         try:
-            self._ticket = crew.backend.start(prepared, crew.work.sampling, self)
-            if not self._place:
-                self._ticket.cancel()  # dropped meanwhile, or over: that does no harm
+            self._ticket = executor.backend.start(prepared, executor.task.sampling, self)
+            if not self._slot:
+                self._ticket.cancel()  # cancelled meanwhile, or finished, in which case this does nothing
         except Exception:
-            if self._leave():  # else it has ended already, and is not to end twice
+            if self._release_slot():  # else it has delivered a result already
                 raise
 
     def __call__(self, arrival: Chunk | Exception) -> None:
         if isinstance(arrival, Exception):
             self._end(arrival)
             return
-        self._images = arrival.images or self._images  # a server tells of them with the answer
+        self._images = arrival.images or self._images  # a server reports them with the answer
         self._text.append(arrival.text)
         self._logprobs.extend(arrival.logprobs)
         if arrival.finish_reason is None:
             return
         if arrival.finish_reason == "cancelled":
-            self._end(EngineStopped("the request was cancelled before its end", "start again"))
+            self._end(EngineStopped("the request was cancelled before it finished", "start the batch again"))
             return
         usage = arrival.usage or Usage(0, 0, 0)
-        text, model = "".join(self._text), self._run._crew.backend.model
+        text, model = "".join(self._text), self._stream._executor.backend.model
         self._end(
             Answer(
                 text,
@@ -522,18 +532,18 @@ class _Collector:
             )
         )
 
-    def drop(self) -> None:
-        """End it without an answer."""
-        if self._leave() and self._ticket is not None:
+    def cancel(self) -> None:
+        """Cancel the request; nothing is delivered."""
+        if self._release_slot() and self._ticket is not None:
             self._ticket.cancel()
 
-    def _end(self, arrival: Answer | Exception) -> None:
-        if self._leave():
-            self._run.deliver(self.task, arrival)
+    def _end(self, result: Answer | Exception) -> None:
+        if self._release_slot():
+            self._stream.deliver(self.pending, result)
 
-    def _leave(self) -> bool:
-        """Give the place back. False if that was done before."""
-        with suppress(IndexError):  # ``pop`` is one step, whichever threads are here
-            self._place.pop().release()
+    def _release_slot(self) -> bool:
+        """Free the slot. False if that was done before."""
+        with suppress(IndexError):  # ``pop`` is atomic, so one thread wins
+            self._slot.pop().release()
             return True
         return False

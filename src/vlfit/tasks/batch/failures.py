@@ -1,7 +1,4 @@
-"""What a failure means for a batch: try again, put this picture on the list, or stop because all would fail.
-
-Knows the errors. Does not know how anything is tried again or listed.
-"""
+"""Classify failures of a batch: retry, list this picture as failed, or stop because all would fail."""
 
 from enum import Enum
 
@@ -19,85 +16,86 @@ from vlfit.errors import (
     VlfitError,
 )
 
-# Failures of one picture. Most of them may have another reason (a context that is too small, a disk that is
-# not mounted): when many fail so in a row, it is hardly the pictures.
-_OF_ONE = (PictureError, UnreadableAnswer, DoesNotFit, ModelFailed, OutOfMemory, RemoteError)
-_MAY_PASS = (QueueFull, ServerUnreachable, ServerStopping, OutOfMemory)
+# Failures of one picture. Most can also have a common cause (a context that is too small, a disk that is not
+# mounted), so a long run of them stops the batch.
+_ITEM_ERRORS = (PictureError, UnreadableAnswer, DoesNotFit, ModelFailed, OutOfMemory, RemoteError)
+_TRANSIENT_ERRORS = (QueueFull, ServerUnreachable, ServerStopping, OutOfMemory)
 
-FIRST_WAIT = 1.0  # seconds before the second try; each further one waits twice as long
-LONGEST_WAIT = 30.0
-TRIES = 6  # with those waits half a minute: as long as a server takes that is started again
+FIRST_DELAY_S = 1.0  # before the second try; doubled for each further one
+MAX_DELAY_S = 30.0
+DEFAULT_TRIES = 6  # half a minute in all: long enough for a server to restart
 
-# So many in a row that are not the pictures' own fault, before anything succeeded and after it.
-_IN_A_ROW_AT_FIRST = 16
-_IN_A_ROW = 100
+# Failures in a row that stop the batch: before anything has succeeded, and after.
+_MAX_IN_A_ROW_AT_START = 16
+_MAX_IN_A_ROW = 100
 
 
 class Verdict(Enum):
-    """``AGAIN``: later, the same picture. ``ONE``: this picture failed. ``ALL``: the run must stop."""
+    """``RETRY`` the picture later, ``FAIL_ITEM``: list it as failed, ``ABORT`` the run."""
 
-    AGAIN = "again"
-    ONE = "one"
-    ALL = "all"
-
-
-def verdict_on(error: Exception, tries: int, most_tries: int = TRIES) -> Verdict:
-    """What ``error`` means for a picture that was tried ``tries`` times."""
-    if may_pass(error) and tries < most_tries:
-        return Verdict.AGAIN
-    # What is no VlfitError is a fault of ours or of a library; one strange file must not stop ten thousand.
-    one = isinstance(error, _OF_ONE) or not isinstance(error, VlfitError)
-    return Verdict.ONE if one else Verdict.ALL
+    RETRY = "again"
+    FAIL_ITEM = "one"
+    ABORT = "all"
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed in a while."""
+def classify(error: Exception, tries: int, most_tries: int = DEFAULT_TRIES) -> Verdict:
+    """What to do about ``error`` of a picture that was tried ``tries`` times."""
+    if is_transient(error) and tries < most_tries:
+        return Verdict.RETRY
+    # Anything but a VlfitError is a bug, ours or a library's: one odd file must not stop ten thousand.
+    one = isinstance(error, _ITEM_ERRORS) or not isinstance(error, VlfitError)
+    return Verdict.FAIL_ITEM if one else Verdict.ABORT
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
     if isinstance(error, RemoteError):
         return error.status is None or error.status in (408, 429) or error.status >= 500
-    return isinstance(error, _MAY_PASS)
+    return isinstance(error, _TRANSIENT_ERRORS)
 
 
-def wait_before(error: Exception, tries: int) -> float:
-    """Seconds until the next try after ``tries`` of them: as long as the server says, else ever longer."""
-    asked = getattr(error, "retry_after", 0)
-    return max(float(asked), min(FIRST_WAIT * 2.0 ** (tries - 1), LONGEST_WAIT))
+def retry_delay(error: Exception, tries: int) -> float:
+    """Seconds to wait after attempt ``tries``: exponential backoff, but at least the server's Retry-After."""
+    retry_after = getattr(error, "retry_after", 0)
+    return max(float(retry_after), min(FIRST_DELAY_S * 2.0 ** (tries - 1), MAX_DELAY_S))
 
 
-class Streak:
-    """Counts failures that need not be the pictures' own until something succeeds."""
+class FailureStreak:
+    """Counts failures in a row that may not be the pictures' fault."""
 
     def __init__(self) -> None:
-        self._failed = 0
-        self._any = False
+        self._in_a_row = 0
+        self._any_success = False
 
-    def success(self) -> None:
-        self._any = True
-        self._failed = 0
+    def reset(self) -> None:
+        self._any_success = True
+        self._in_a_row = 0
 
-    def stop_for(self, error: Exception) -> VlfitError | None:
-        """Count ``error``, which is not a picture's own. What to stop with, if that were too many."""
-        self._failed += 1
-        if self._failed < (_IN_A_ROW if self._any else _IN_A_ROW_AT_FIRST):
+    def count_failure(self, error: Exception) -> VlfitError | None:
+        """Count ``error``. Returns the error to stop the batch with, if there are too many in a row."""
+        self._in_a_row += 1
+        if self._in_a_row < (_MAX_IN_A_ROW if self._any_success else _MAX_IN_A_ROW_AT_START):
             return None
         message = getattr(error, "message", f"{type(error).__name__}: {error}")
-        hint = "--keep-going lists such pictures and goes on"
+        hint = "--keep-going lists such pictures as failed and continues"
         return VlfitError(
-            f"{self._failed} pictures in a row failed, which is hardly their fault; the last one: {message}",
+            f"{self._in_a_row} pictures in a row failed, so the cause is probably not the pictures; "
+            f"the last error: {message}",
             f"{error.hint}; {hint}" if isinstance(error, VlfitError) and error.hint else hint,
         )
 
 
-def is_own_fault(error: Exception) -> bool:
-    """Whether the bytes of the picture, or the answer, are what is wrong: then many more may be."""
+def is_picture_fault(error: Exception) -> bool:
+    """Whether the picture's bytes or the answer are at fault, so that other pictures are not affected."""
     return isinstance(error, PictureError | UnreadableAnswer) and not isinstance(error, PictureNotFound)
 
 
-def facts_of(error: Exception, tries: int) -> dict[str, object]:
-    """``error`` as a line of the list of failures has it."""
+def failure_fields(error: Exception, tries: int) -> dict[str, object]:
+    """Fields of ``error`` in the list of failures (``FILE.failed.jsonl``)."""
     if isinstance(error, VlfitError):
-        facts: dict[str, object] = {"code": error.code, "reason": error.message, "hint": error.hint}
+        fields: dict[str, object] = {"code": error.code, "reason": error.message, "hint": error.hint}
         if isinstance(error, UnreadableAnswer):
-            facts["text"] = error.answer
+            fields["text"] = error.answer
     else:
-        facts = {"code": VlfitError.code, "reason": f"{type(error).__name__}: {error}", "hint": ""}
-    return {**facts, "tries": tries}
+        fields = {"code": VlfitError.code, "reason": f"{type(error).__name__}: {error}", "hint": ""}
+    return {**fields, "tries": tries}

@@ -1,8 +1,7 @@
-"""Pictures in a folder and all below it, or those of them that a pattern (``photos/**/cat-*.jpg``) means.
+"""Source of the pictures in a folder tree, or of those that match a glob (``photos/**/cat-*.jpg``).
 
-Knows: which file names are pictures', hidden files, links that lead in circles. Looks at names alone, sorted
-in each folder, and holds those of the folders that it stands in: a million files are no million objects. Does
-not know what is in a file.
+Goes by file names alone, sorted within each folder, and follows links without going in circles. Only the
+names of the folders on the current path are in memory.
 """
 
 import fnmatch
@@ -16,8 +15,8 @@ from pathlib import Path
 from vlfit.errors import PictureNotFound
 from vlfit.tasks.batch.items import FileBytes, Item, Unreadable, extension_of, key_of
 
-# What ``images/decode.py`` decodes, by the names that people give it.
-PICTURES = frozenset(
+# Extensions of the formats that ``images/decode.py`` decodes.
+PICTURE_EXTENSIONS = frozenset(
     (
         *(
             ".jpg",
@@ -36,25 +35,24 @@ PICTURES = frozenset(
         *(".avif", ".jp2", ".j2k", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".qoi"),
     )
 )
-ALL = ("**",)
-# Small copies and leftovers that Synology, macOS and Windows lay beside pictures: hidden, if not by a dot.
-_NOT_THEIRS = frozenset(("@eaDir", "__MACOSX", "$RECYCLE.BIN"))
-_MAGIC = frozenset("*?[")
+ANY_PATH = ("**",)
+# Thumbnails and leftovers of Synology, macOS and Windows: treated as hidden.
+_SYSTEM_FOLDERS = frozenset(("@eaDir", "__MACOSX", "$RECYCLE.BIN"))
+_GLOB_CHARACTERS = frozenset("*?[")
 
 
 class FolderSource:
-    """A ``Source`` of the pictures below ``root``, by name; a link to a folder outside is followed once.
+    """A ``Source`` of the pictures below ``root``, by name; links to folders outside are followed once.
 
-    ``pattern``: what a path below ``root`` must match, ``**`` being any folders; None: every picture.
-    ``extensions``: lower case, with the dot; None: whatever the pattern matches. ``hidden``: names that begin
-    with a dot too.
+    ``pattern``: the parts a path below ``root`` must match, ``**`` for any folders; None: every picture.
+    ``extensions``: lower case, with the dot; None: any. ``hidden``: include names that start with a dot.
     """
 
     def __init__(
         self,
         root: str,
         pattern: tuple[str, ...] | None = None,
-        extensions: frozenset[str] | None = PICTURES,
+        extensions: frozenset[str] | None = PICTURE_EXTENSIONS,
         hidden: bool = False,
     ) -> None:
         self.root = root
@@ -62,7 +60,7 @@ class FolderSource:
         self.extensions = extensions
         self.hidden = hidden
         self._skipped: Counter[str] = Counter()
-        self._around = 0
+        self._parent_links = 0
 
     def __iter__(self) -> Iterator[Item]:
         home = os.path.join(self.root, "")
@@ -74,44 +72,44 @@ class FolderSource:
                 yield Item(key_of(name), FileBytes(base + name).read, Path(home + name))
 
     def names(self) -> Iterator[str | Unreadable]:
-        """The paths below ``root``, in order. A folder that cannot be read is an ``Unreadable``."""
-        walk = _Walk(self.root, self.extensions, self.hidden)
+        """Paths relative to ``root``, in order. A folder that cannot be read is an ``Unreadable``."""
+        walk = _FolderWalk(self.root, self.extensions, self.hidden)
         try:
             yield from walk.names(self.pattern)
         finally:
-            self._skipped, self._around = walk.skipped, walk.around
+            self._skipped, self._parent_links = walk.skipped, walk.parent_links
 
     def count(self) -> int:
-        """Goes through the folder, without keeping anything."""
+        """Walks the tree once more."""
         return sum(1 for _ in self.names())
 
     def notes(self) -> list[str]:
-        """What the last pass left out, in words."""
+        """What the last iteration left out."""
         notes = []
-        if self._around:
-            links = "1 link" if self._around == 1 else f"{self._around:,} links"
-            notes.append(f"{key_of(self.root)}: left out {links} to folders that this one lies in")
+        if self._parent_links:
+            links = "1 link" if self._parent_links == 1 else f"{self._parent_links:,} links"
+            notes.append(f"{key_of(self.root)}: left out {links} to parent folders")
         if not self._skipped:
             return notes
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in self._skipped.most_common(8))
         more = ", ..." if len(self._skipped) > 8 else ""
         total = self._skipped.total()
-        files = "1 file that by name is" if total == 1 else f"{total:,} files that by name are"
-        notes.append(f"{key_of(self.root)}: left out {files} no picture ({kinds}{more})")
+        files = "1 file that is not a picture" if total == 1 else f"{total:,} files that are not pictures"
+        notes.append(f"{key_of(self.root)}: left out {files}, by name ({kinds}{more})")
         return notes
 
 
 def split_pattern(pattern: str) -> tuple[str, tuple[str, ...]]:
-    """The folder that a pattern begins with, and its parts: ``a/b/*.jpg`` is ``a/b`` and ``("*.jpg",)``."""
+    """The fixed folder and the parts of a glob: ``a/b/*.jpg`` is ``a/b`` and ``("*.jpg",)``."""
     parts = os.path.expanduser(pattern).replace(os.sep, "/").split("/")
-    fixed = next((index for index, part in enumerate(parts) if _MAGIC & set(part)), len(parts) - 1)
+    fixed = next((index for index, part in enumerate(parts) if _GLOB_CHARACTERS & set(part)), len(parts) - 1)
     root = "/".join(parts[:fixed])
     return root or ("/" if fixed else "."), tuple(part for part in parts[fixed:] if part not in ("", "."))
 
 
 @dataclass(slots=True)
-class _Level:
-    """A folder that the walk stands in. ``names``: what is left to see, last first; folders end in ``/``."""
+class _OpenFolder:
+    """A folder on the path of a walk. ``names``: what is left, in reverse order; folders end in ``/``."""
 
     prefix: str
     names: list[str]
@@ -120,26 +118,26 @@ class _Level:
 
 
 @dataclass(slots=True)
-class _Walk:
+class _FolderWalk:
     root: str
     extensions: frozenset[str] | None
     hidden: bool
     skipped: Counter[str] = field(default_factory=Counter)
-    around: int = 0  # links to folders that the root lies in, and so others beside it
-    # Folders outside the root that were entered through links: each once, whatever leads there.
+    parent_links: int = 0  # links to folders that contain the root, which are not followed
+    # Device and inode of the folders outside the root that were entered through links.
     entered: set[tuple[int, int]] = field(default_factory=set)
 
     def names(self, pattern: tuple[str, ...] | None) -> Iterator[str | Unreadable]:
-        """Not recursive: folders may lie deeper than Python calls."""
-        parts = pattern if pattern is not None else ALL
-        stack: list[_Level] = []
-        name, states, outside = "", _reach(frozenset((0,)), parts), False
+        """Paths relative to the root. Not recursive: folders may be nested deeper than Python's limit."""
+        parts = pattern if pattern is not None else ANY_PATH
+        stack: list[_OpenFolder] = []
+        name, states, outside = "", _skip_any_depth(frozenset((0,)), parts), False
         while True:
-            level = self._look(name, states, outside, parts)
-            if isinstance(level, _Level):
-                stack.append(level)
-            elif level is not None:
-                yield level
+            listed = self._list_folder(name, states, outside, parts)
+            if isinstance(listed, _OpenFolder):
+                stack.append(listed)
+            elif listed is not None:
+                yield listed
             while stack and (not stack[-1].names or not stack[-1].names[-1].endswith("/")):
                 if stack[-1].names:
                     yield stack[-1].prefix + stack[-1].names.pop()
@@ -147,39 +145,41 @@ class _Walk:
                     stack.pop()
             if not stack:
                 return
-            level = stack[-1]
-            folder = level.names.pop()
-            name, outside = level.prefix + folder, level.outside
-            states = self._step(level.states, folder[:-1], parts)
+            listed = stack[-1]
+            folder = listed.names.pop()
+            name, outside = listed.prefix + folder, listed.outside
+            states = self._advance(listed.states, folder[:-1], parts)
 
-    def _look(
+    def _list_folder(
         self, prefix: str, states: frozenset[int], outside: bool, parts: tuple[str, ...]
-    ) -> _Level | Unreadable | None:
-        """The names in a folder; None for one that is seen elsewhere."""
+    ) -> _OpenFolder | Unreadable | None:
+        """Read a folder; None if it is reached another way."""
         path = os.path.join(self.root, prefix)
         try:
             if prefix and os.path.islink(path[:-1]):
                 outside = True
-                if not self._leads_out(path[:-1]):
+                if not self._leads_outside(path[:-1]):
                     return None
-            if outside and not self._first_time(path):
+            if outside and not self._mark_entered(path):
                 return None
             with os.scandir(path) as entries:
-                names = [name for entry in entries if (name := self._take(entry, states, parts))]
+                names = [name for entry in entries if (name := self._matched_name(entry, states, parts))]
         except OSError as error:
             message = f"{key_of(path)}: the folder cannot be read: {error.strerror}"
             return Unreadable(prefix or "/", message, "Check its permissions.")
         names.sort(reverse=True)
-        return _Level(prefix, names, states, outside)
+        return _OpenFolder(prefix, names, states, outside)
 
-    def _take(self, entry: "os.DirEntry[str]", states: frozenset[int], parts: tuple[str, ...]) -> str | None:
+    def _matched_name(
+        self, entry: "os.DirEntry[str]", states: frozenset[int], parts: tuple[str, ...]
+    ) -> str | None:
         name = entry.name
-        if name in _NOT_THEIRS:
+        if name in _SYSTEM_FOLDERS:
             return None
-        after = self._step(states, name, parts)
+        after = self._advance(states, name, parts)
         if not after:
             return None
-        if _is(entry.is_dir):
+        if _entry_is(entry.is_dir):
             return name + "/" if any(state < len(parts) for state in after) else None
         if len(parts) not in after:
             return None
@@ -187,15 +187,15 @@ class _Walk:
         if self.extensions is not None and kind not in self.extensions:
             self.skipped[kind or "without extension"] += 1
             return None
-        # A link that leads nowhere is a picture that is missing, and listed so when it is read.
-        if _is(entry.is_file) or entry.is_symlink():
+        # A dangling link is an item too: reading it fails, so it is listed as missing.
+        if _entry_is(entry.is_file) or entry.is_symlink():
             return name
-        self.skipped["no ordinary file"] += 1
+        self.skipped["not a regular file"] += 1
         return None
 
-    def _step(self, states: frozenset[int], name: str, parts: tuple[str, ...]) -> frozenset[int]:
-        """Where a path is in ``parts`` after ``name``: nowhere if that is hidden and not meant."""
-        if parts is ALL:
+    def _advance(self, states: frozenset[int], name: str, parts: tuple[str, ...]) -> frozenset[int]:
+        """States of the pattern after ``name``; none if it is hidden and hidden names are not matched."""
+        if parts is ANY_PATH:
             return states if self.hidden or name[0] != "." else frozenset()
         after = set()
         for state in states:
@@ -208,17 +208,17 @@ class _Walk:
                 after.add(state)
             elif part == "*" or fnmatch.fnmatchcase(name, part):
                 after.add(state + 1)
-        return _reach(frozenset(after), parts)
+        return _skip_any_depth(frozenset(after), parts)
 
-    def _leads_out(self, link: str) -> bool:
-        """Whether what ``link`` leads to is found through it alone: neither in the root nor around it."""
-        there = os.path.join(os.path.realpath(link), "")
-        here = os.path.join(os.path.realpath(self.root), "")
-        if here.startswith(there) and here != there:
-            self.around += 1
-        return not here.startswith(there) and not there.startswith(here)
+    def _leads_outside(self, link: str) -> bool:
+        """Whether the target of ``link`` is neither inside the root nor contains it."""
+        target = os.path.join(os.path.realpath(link), "")
+        root = os.path.join(os.path.realpath(self.root), "")
+        if root.startswith(target) and root != target:
+            self.parent_links += 1
+        return not root.startswith(target) and not target.startswith(root)
 
-    def _first_time(self, path: str) -> bool:
+    def _mark_entered(self, path: str) -> bool:
         found = os.stat(path)
         if (found.st_dev, found.st_ino) in self.entered:
             return False
@@ -226,29 +226,29 @@ class _Walk:
         return True
 
 
-def _is(asked: Callable[[], bool]) -> bool:
-    """What a directory entry says of itself; of a link that leads in a circle the system says nothing."""
+def _entry_is(check: Callable[[], bool]) -> bool:
+    """``check`` of a directory entry; False if the system cannot tell, as for circular links."""
     try:
-        return asked()
+        return check()
     except OSError:
         return False
 
 
-def _reach(states: frozenset[int], parts: tuple[str, ...]) -> frozenset[int]:
-    """``states`` are places in ``parts`` that a path has come to; ``**`` may also be no folder at all."""
-    reached = set(states)
+def _skip_any_depth(states: frozenset[int], parts: tuple[str, ...]) -> frozenset[int]:
+    """``states`` (indices into ``parts``) and those behind each ``**``, which also matches no folder."""
+    expanded = set(states)
     for state in sorted(states):
         while state < len(parts) and parts[state] == "**":
             state += 1
-            reached.add(state)
-    return frozenset(reached)
+            expanded.add(state)
+    return frozenset(expanded)
 
 
 def check_folder(root: str) -> None:
-    """Raises ``PictureNotFound`` for a folder that cannot be read, before anything is loaded for it."""
+    """Raises ``PictureNotFound`` for a folder that cannot be read, before a model is loaded."""
     try:
         if not stat.S_ISDIR(os.stat(root).st_mode):
-            raise PictureNotFound(f"{key_of(root)} is no folder", "Name a folder of pictures.")
+            raise PictureNotFound(f"{key_of(root)} is not a folder", "Name a folder of pictures.")
         os.scandir(root).close()
     except OSError as error:
         raise PictureNotFound(

@@ -1,7 +1,6 @@
-"""A batch as one record that pickles, and its work on one picture: from an item and a backend to a record.
+"""What a batch does: the question for each picture, the whole job, and the task that makes an item a record.
 
-Knows how a picture is asked about and what a record holds. Does not know how many run at once (``runner.py``
-and ``ray`` do), where items come from or where records go.
+All three are frozen dataclasses that pickle, so that a job can be sent to other machines.
 """
 
 import json
@@ -13,47 +12,42 @@ from typing import Any, Literal, Self
 from vlfit.api import conversation
 from vlfit.api.conversation import Conversation, ImagePart
 from vlfit.api.outputs import Answer, ImageSeen, Usage
-from vlfit.api.sampling_params import Form, SamplingParams
-from vlfit.backends.base import Backend, LocalBackend, Prepared
+from vlfit.api.sampling_params import Grammar, SamplingParams
+from vlfit.backends.base import Backend, Prepared
 from vlfit.errors import InvalidRequest, UnreadableAnswer
 from vlfit.tasks.batch.items import Item, Record, shown_name
-from vlfit.tasks.boxes import BOXES, fenced_json, original_size
+from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json, original_size
 from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
-from vlfit.tasks.objects import SCENE_FORM, detect_prompt, read_detection, read_scene
+from vlfit.tasks.objects import SCENE_SCHEMA, detect_prompt, read_detection, read_scene
 from vlfit.tasks.pictures import checked_picture
 
-# What is asked of every picture of a batch, and how the answer is read: one small record that pickles.
-#
-# Knows the tasks (caption, ask, scene, detect, a form). Knows nothing of files, or of who answers.
+# The grammar enforces the schema anyway, but answers are better if the model knows the fields.
+_SCHEMA_PROMPT = "Describe this picture as JSON that keeps to this schema: {}"
 
-
-# The model chooses its words better where it knows the fields; the form itself is kept to in any case.
-_FORM = "Describe this picture as JSON that keeps to this schema: {}"
-
-Kind = Literal["caption", "ask", "scene", "detect"]
+TaskKind = Literal["caption", "ask", "scene", "detect"]
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Build with ``caption``, ``ask``, ``scene`` or ``detect``.
+    """What to ask about each picture. Build it with ``caption``, ``ask``, ``form``, ``scene`` or ``detect``.
 
-    ``prompt`` is the text that stands behind the picture. ``schema`` is a JSON schema as text, which answers
-    must keep to; None: free words (or, for a scene and a detection, their own form).
+    ``prompt`` follows the picture. ``schema`` is a JSON schema, as text, that answers must match; None: free
+    text (scenes and detections have schemas of their own).
     """
 
-    kind: Kind
+    kind: TaskKind
     prompt: str
     system: str = ""
     schema: str | None = None
 
     @classmethod
     def caption(cls, detail: Literal["short", "long"] = "short") -> Self:
-        """What the picture shows, in a sentence or in as many as it takes."""
+        """A caption, of one sentence or in detail."""
         return cls("caption", CAPTION_LONG if detail == "long" else CAPTION_SHORT)
 
     @classmethod
     def ask(cls, question: str, *, system: str = "", schema: str | None = None) -> Self:
-        """An answer to ``question``. Raises ``InvalidRequest`` if that is empty, or ``schema`` no JSON."""
+        """An answer to ``question``. Raises ``InvalidRequest`` if it is empty, or ``schema`` is not valid."""
         if not question.strip():
             raise InvalidRequest("the question is empty", "ask something, such as: what is this?")
         if schema is not None:
@@ -62,37 +56,37 @@ class Wish:
 
     @classmethod
     def form(cls, schema: str) -> Self:
-        """The fields of ``schema``, filled in from what is seen. Raises ``InvalidRequest`` if it is none."""
-        return cls.ask(_FORM.format(schema.strip()), schema=schema)
+        """Fields of ``schema``, filled in from the picture. Raises ``InvalidRequest`` if it is not valid."""
+        return cls.ask(_SCHEMA_PROMPT.format(schema.strip()), schema=schema)
 
     @classmethod
     def scene(cls) -> Self:
-        """A summary, objects with boxes, and the words seen."""
+        """A summary, objects with boxes, and visible text."""
         return cls("scene", SCENE)
 
     @classmethod
     def detect(cls, things: str) -> Self:
-        """Where ``things`` are. Raises ``InvalidRequest`` for none."""
+        """Boxes of ``things``. Raises ``InvalidRequest`` if it is empty."""
         return cls("detect", detect_prompt(things))
 
     def conversation(self, picture: ImagePart) -> Conversation:
-        """What is said to the model about ``picture``."""
+        """The messages for ``picture``."""
         return conversation.ask(self.prompt, picture, system=self.system)
 
-    def sampling(self, wanted: SamplingParams) -> SamplingParams:
-        """``wanted`` with the form that this wish asks for."""
+    def sampling(self, base: SamplingParams) -> SamplingParams:
+        """``base`` with the grammar of this task, if it has one."""
         if self.kind == "scene":
-            return replace(wanted, form=fenced_json(SCENE_FORM))
+            return replace(base, grammar=fenced_json(SCENE_SCHEMA))
         if self.kind == "detect":
-            return replace(wanted, form=fenced_json(BOXES))
+            return replace(base, grammar=fenced_json(BOXES_SCHEMA))
         if self.schema is not None:
-            return replace(wanted, form=Form("json", self.schema))
-        return wanted
+            return replace(base, grammar=Grammar("json", self.schema))
+        return base
 
     def fields(self, answer: Answer, picture: ImagePart) -> dict[str, Any]:
-        """What ``answer`` says, as fields of a record beside its ``text``.
+        """Parse ``answer`` into fields of the record, besides ``text``.
 
-        Raises ``UnreadableAnswer`` where it is not in the form that was asked for.
+        Raises ``UnreadableAnswer`` if it does not match the schema.
         """
         if self.kind == "scene":
             scene = read_scene(answer, *original_size(answer, picture))
@@ -117,34 +111,34 @@ def _check_schema(schema: str) -> None:
     try:
         value = json.loads(schema)
     except ValueError as error:
-        raise InvalidRequest(f"the schema is no JSON: {error}", "give a file with a JSON schema") from error
+        raise InvalidRequest(f"the schema is not JSON: {error}", "give a file with a JSON schema") from error
     if not isinstance(value, dict):
         raise InvalidRequest(
-            "the schema is no JSON object", 'give one such as {"type": "object", "properties": ...}'
+            "the schema is not a JSON object", 'write one such as {"type": "object", "properties": ...}'
         )
 
 
 def _read_value(answer: Answer) -> Any:
-    """The JSON that an answer is. A server that does not hold its model to the form may send anything."""
+    """Parse an answer as JSON. Servers without structured output may send anything."""
     try:
         return json.loads(answer.text)
     except ValueError:
         cut = answer.finish_reason == "length"
         raise UnreadableAnswer(
-            f"the answer is no JSON: {answer.text[:200]!r}",
-            "give it more room with --max-tokens" if cut else "the server does not hold to a schema",
+            f"the answer is not JSON: {answer.text[:200]!r}",
+            "raise --max-tokens" if cut else "the server does not enforce JSON schemas",
             answer=answer.text,
         ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to do with which pictures, and where the records go.
+    """What to ask about which pictures, and where the records go.
 
-    ``sources`` are folders, globs, list files, tar shards or tables, as they were typed; ``output`` is a
-    ``.jsonl`` or ``.parquet`` path; ``sidecars`` are kinds of files to write beside the pictures; ``shard``
-    is the part of the pictures that it is about (``2/8``), or None for all. ``engine``: options of the engine
-    that change what is said; None: whoever answers was opened by somebody else.
+    ``sources`` are folders, globs, list files, tar shards or tables, as typed; ``output`` is a ``.jsonl`` or
+    ``.parquet`` path; ``sidecars`` are kinds of sidecar files; ``shard`` is the part of the pictures to do
+    (``2/8``), None for all. ``engine``: engine options that affect answers; None if unknown, because the
+    backend was opened elsewhere.
     """
 
     wish: Wish
@@ -156,46 +150,47 @@ class Job:
     engine: Mapping[str, Any] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What decides the records, as JSON has it. Two jobs that differ here may not share an output."""
+        """What determines the records, as JSON. Two jobs that differ here may not share an output."""
+        sampling = asdict(self.sampling)
+        sampling["form"] = sampling.pop("grammar")  # its name in the file
         return {
             "task": self.wish.kind,
             "prompt": self.wish.prompt,
             "system": self.wish.system,
             "schema": self.wish.schema,
-            "sampling": asdict(self.sampling),
+            "sampling": sampling,
             "shard": self.shard or "all",
             **({} if self.engine is None else {"engine": dict(self.engine)}),
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What is done with each item. Whoever has a backend can do it: ``run`` as a whole, from as many threads
-    as the backend takes requests; or in steps, ``picture``, ``prepare`` and ``record``, to start it oneself.
+class PictureTask:
+    """Turns an item into a record: ``run`` does it all; ``load``, ``prepare`` and ``record`` are its steps.
 
-    All raise ``PictureError``, ``DoesNotFit`` or ``UnreadableAnswer`` for this one picture, and what a
-    backend raises for all.
+    They raise ``PictureError``, ``DoesNotFit`` or ``UnreadableAnswer`` for this picture, and the backend's
+    errors, which concern all pictures.
     """
 
     wish: Wish
     sampling: SamplingParams
 
     @classmethod
-    def of(cls, job: Job) -> "Work":
-        """The work of ``job``; pickles, and so can go to another process."""
+    def from_job(cls, job: Job) -> "PictureTask":
+        """The task of ``job``."""
         return cls(job.wish, job.wish.sampling(job.sampling))
 
-    def picture(self, item: Item) -> ImagePart:
-        """Read the bytes. What is surely no picture is refused here already."""
+    def load(self, item: Item) -> ImagePart:
+        """Read the picture's bytes. Raises ``NotAPicture`` if the first ones rule a picture out."""
         return checked_picture(item.read(), item.key)
 
-    def prepare(self, backend: LocalBackend, picture: ImagePart) -> Prepared:
-        """Decode and count: the request, ready to be started with ``self.sampling``."""
+    def prepare(self, backend: Backend, picture: ImagePart) -> Prepared:
+        """Decode and tokenize: the request, ready to start with ``self.sampling``."""
         return backend.prepare(self.wish.conversation(picture), self.sampling)
 
     def record(self, item: Item, picture: ImagePart, answer: Answer) -> Record:
-        """The line of the output, as ``vlfit caption --json`` has it without the times: those would make two
-        runs differ that say the same.
+        """The record of an answer: the fields of ``vlfit caption --json`` without timings, which would make
+        identical runs differ.
         """
         fields = {
             "key": item.key,
@@ -204,18 +199,18 @@ class Work:
             "model": answer.model,
             "text": answer.text,
             "finish_reason": answer.finish_reason,
-            "images": [_facts(image) for image in answer.images],
-            "usage": {**_facts(answer.usage), "total_tokens": answer.usage.total_tokens},
+            "images": [_to_dict(image) for image in answer.images],
+            "usage": {**_to_dict(answer.usage), "total_tokens": answer.usage.total_tokens},
         }
         return {**fields, "extra": dict(item.extra)} if item.extra else fields
 
     def run(self, backend: Backend, item: Item) -> Record:
-        """All of it, waiting for the answer."""
-        picture = self.picture(item)
+        """Load, ask and wait for the answer."""
+        picture = self.load(item)
         answer = backend.stream(self.wish.conversation(picture), self.sampling).answer()
         return self.record(item, picture, answer)
 
 
-def _facts(told: ImageSeen | Usage) -> dict[str, Any]:
-    """Its fields: ``asdict`` copies what is in them too, and takes twenty times as long."""
-    return {name: getattr(told, name) for name in told.__slots__}
+def _to_dict(value: ImageSeen | Usage) -> dict[str, Any]:
+    """Like ``asdict``, without its deep copies: twenty times as fast."""
+    return {name: getattr(value, name) for name in value.__slots__}

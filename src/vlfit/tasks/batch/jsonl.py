@@ -1,8 +1,7 @@
-"""A file of JSON lines that only grows, and that is whole after a kill at any instant.
+"""Append-only JSON lines that survive a kill at any time.
 
-A line counts when it is whole; one of ours that a process left unfinished is cut off when the file is opened.
-Each line is one write to the system, so what was written survives the end of the process; ``flush`` makes it
-survive the end of the machine. Knows nothing of what lines mean.
+Each line is a single ``write`` call, so written lines survive the end of the process; ``flush`` makes them
+survive a power failure. A line that a killed process left unfinished is cut off when the file is opened.
 """
 
 import json
@@ -15,27 +14,25 @@ from typing import Any
 from vlfit.errors import CannotWrite, UsageError
 
 _BLOCK = 1 << 16
-_KEY_FIRST = '{"key": '
+_KEY_PREFIX = '{"key": '
 _DECODER = json.JSONDecoder()
 
 
-class Lines:
-    """Opened for appending, made if it is not there. Raises ``CannotWrite``."""
+class JsonlFile:
+    """A file open for appending, created if necessary. Raises ``CannotWrite``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _in_words(path):
+        with _as_cannot_write(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = not path.exists()
             self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._size = self._mend()
+            self._size = self._repair_end()
             if fresh:
                 sync_folder(path.parent)
 
-    def _mend(self) -> int:
-        """End the last line: one that was not finished is cut off, any other lacks its newline only. Gives
-        the size then.
-        """
+    def _repair_end(self) -> int:
+        """Cut off an unfinished last line, or add a missing newline. Returns the size of the file."""
         assert self._file is not None
         size = whole = os.fstat(self._file).st_size
         while whole:
@@ -52,14 +49,14 @@ class Lines:
         os.write(self._file, b"\n")
         return size + 1
 
-    def append(self, facts: dict[str, Any]) -> None:
-        """Add a line: it is there whole, or (``CannotWrite``) the file is as it was."""
-        data = line_of(facts)
+    def append(self, record: dict[str, Any]) -> None:
+        """Append a line. Raises ``CannotWrite``; the file is unchanged then."""
+        data = to_line(record)
         assert self._file is not None
-        with _in_words(self.path):
+        with _as_cannot_write(self.path):
             try:
                 written = os.write(self._file, data)
-                while written < len(data):  # a disk that fills up takes what it has room for, then refuses
+                while written < len(data):  # a full disk takes part of it, then refuses
                     written += os.write(self._file, data[written:])
             except OSError:
                 os.ftruncate(self._file, self._size)
@@ -68,11 +65,11 @@ class Lines:
 
     def flush(self) -> None:
         if self._file is not None:
-            with _in_words(self.path):
+            with _as_cannot_write(self.path):
                 os.fsync(self._file)
 
     def close(self) -> None:
-        """Flush and let go. May be called twice."""
+        """Flush and close. Idempotent."""
         if self._file is not None:
             try:
                 self.flush()
@@ -82,21 +79,21 @@ class Lines:
 
 
 class JsonlSink:
-    """Records as JSON lines: a ``Sink``. Raises ``CannotWrite`` for a file that may not be written."""
+    """A ``Sink`` of JSON lines. Raises ``CannotWrite`` if the file is not writable."""
 
     def __init__(self, output: Path) -> None:
         self._path = output
-        self._lines: Lines | None = None
+        self._lines: JsonlFile | None = None
         if output.exists():
-            with _in_words(output):
+            with _as_cannot_write(output):
                 os.close(os.open(output, os.O_RDWR | os.O_CLOEXEC))
 
     def done_keys(self) -> Iterator[str]:
-        return keys_in(self._path)
+        return read_keys(self._path)
 
     def open(self) -> None:
         if self._lines is None:
-            self._lines = Lines(self._path)
+            self._lines = JsonlFile(self._path)
 
     def write(self, record: dict[str, Any]) -> None:
         self.open()
@@ -112,37 +109,38 @@ class JsonlSink:
             self._lines.close()
 
 
-def line_of(facts: dict[str, Any]) -> bytes:
-    """One line of JSON, as UTF-8. A file name that is no UTF-8 is written in escapes."""
+def to_line(record: dict[str, Any]) -> bytes:
+    """One line of JSON, as UTF-8; all escaped if it contains surrogates (from file names)."""
     try:
-        return (json.dumps(facts, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(record, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
-        return (json.dumps(facts) + "\n").encode()
+        return (json.dumps(record) + "\n").encode()
 
 
-def keys_in(path: Path) -> Iterator[str]:
-    """The ``key`` of every line of ``path``, which need not be there. Raises ``UsageError`` for a line that
-    is none of ours.
+def read_keys(path: Path) -> Iterator[str]:
+    """The ``key`` of every line of ``path``, which need not exist.
+
+    Raises ``UsageError`` for a line that is not a record of a batch.
     """
     for number, line in enumerate(_whole_lines(path), start=1):
         try:
-            # Ours begin with the key: the rest, a thousand letters or more, need not be read.
-            if line.startswith(_KEY_FIRST) and line.endswith("}\n"):
-                key = _DECODER.raw_decode(line, len(_KEY_FIRST))[0]
+            # Fast path: records start with the key, so the rest need not be parsed.
+            if line.startswith(_KEY_PREFIX) and line.endswith("}\n"):
+                key = _DECODER.raw_decode(line, len(_KEY_PREFIX))[0]
             else:
                 key = json.loads(line)["key"]
         except (ValueError, KeyError, TypeError):
             key = None
         if not isinstance(key, str):
             raise UsageError(
-                f"line {number} of {path} is no record of a batch: {line.strip()[:80]!r}",
-                "was another program at it? Take the line out, or name another file",
+                f"line {number} of {path} is not a record of a batch: {line.strip()[:80]!r}",
+                "remove the line if another program wrote it, or name another file",
             )
         yield key
 
 
-def records_in(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of ``path`` that is a JSON object; others are passed over."""
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Every complete line of ``path`` that is a JSON object; others are skipped."""
     for line in _whole_lines(path):
         try:
             value = json.loads(line)
@@ -164,11 +162,12 @@ def _whole_lines(path: Path) -> Iterator[str]:
 
 
 def _is_torn(line: str) -> bool:
-    """Whether a last line without its newline is one of ours that was being written; after a loss of power
-    there may be zeros in place of it. What others wrote is not: nobody may cut that off.
+    """Whether a last line without a newline is an unfinished record, or zeros after a power failure.
+
+    Text of other programs is not, and must not be cut off.
     """
     written = line.lstrip("\0")
-    if not _KEY_FIRST.startswith(written[: len(_KEY_FIRST)]):
+    if not _KEY_PREFIX.startswith(written[: len(_KEY_PREFIX)]):
         return False
     try:
         json.loads(written)
@@ -178,7 +177,7 @@ def _is_torn(line: str) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names of new files in ``folder`` survive the end of the machine."""
+    """Flush the directory entries of ``folder``, so that new files survive a power failure."""
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -187,12 +186,12 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _in_words(path: Path) -> Iterator[None]:
-    """Within the block a failure of the system is ``CannotWrite``, with the path and what to do."""
+def _as_cannot_write(path: Path) -> Iterator[None]:
+    """Turn an ``OSError`` in the block into ``CannotWrite``."""
     try:
         yield
     except OSError as error:
         raise CannotWrite(
             f"cannot write {path}: {error.strerror}",
-            "what was written before is whole: make room, and give the same command again",
+            "what was written before is intact: free disk space and repeat the command",
         ) from error

@@ -1,7 +1,6 @@
-"""Pictures that a list names: a text file with a path or URL in each line, or JSONL with further fields.
+"""Source of the pictures in a list: a text file with a path or URL per line, or JSONL with further fields.
 
-Knows: lines, what they may hold, and how names in them become keys. A line that names no picture is an item
-that fails, so that it is listed with the others. Does not know how a path or a URL is read (``items.py``).
+A line that names no picture becomes an item that fails, so that it is listed among the failures.
 """
 
 import io
@@ -20,16 +19,16 @@ from vlfit.units import MIB
 
 PICTURE_FIELDS = ("picture", "image", "url", "image_url", "path", "image_path", "file_name")
 KEY_FIELDS = ("key", "id")
-# A data: URL of the largest file that is fetched (64 MiB) is four thirds of it.
-_LONGEST_LINE = 96 * MIB
+# Base64 of the largest file that is fetched (64 MiB) takes four thirds of it.
+_MAX_LINE_BYTES = 96 * MIB
 _BLOCK = 2**16
 
 
-def picture_named(text: str, folder: str, *, allow_private: bool) -> Item:
-    """The picture that ``text`` (a path below ``folder``, or a URL) names; its key is ``text``, tidied."""
+def item_named(text: str, folder: str, *, allow_private: bool) -> Item:
+    """The item for ``text``: a path relative to ``folder``, or a URL. Its key is ``text``, normalized."""
     scheme = text[:8].lower()
     if scheme.startswith(("http://", "https://")):
-        return Item(key_of(_address(text)), UrlBytes(text, allow_private).read)
+        return Item(key_of(_bare_url(text)), UrlBytes(text, allow_private).read)
     if scheme.startswith("data:"):
         return Item("data: URL", UrlBytes(text).read)
     if "://" in text[:16] or scheme.startswith("file:"):
@@ -38,33 +37,33 @@ def picture_named(text: str, folder: str, *, allow_private: bool) -> Item:
         problem = Unreadable(short, f"{short}: of URLs, http:, https: and data: are read", hint)
         return Item(short, problem.read)
     path = os.path.join(folder, os.path.expanduser(text))
-    # Not normpath: past a link, .. is another folder than it looks.
+    # Not normpath: after a symbolic link, .. is another folder than it seems.
     return Item(key_of(str(Path(text))), FileBytes(str(Path(os.getcwd(), path))).read, Path(path))
 
 
 @dataclass(slots=True)
 class ListSource:
-    """A ``Source`` of what a list names. ``name`` is a file, or ``-``: standard input, which is read once.
+    """A ``Source`` of the pictures in a list. ``name`` is a file, or ``-``: standard input, read only once.
 
-    Lines are UTF-8 (other bytes of names stay as they are) or UTF-16; empty ones and those that begin with
-    ``#`` are passed over. Where a NUL is found, as ``find -print0`` writes it, it ends names in place of the
-    line. JSONL is told by its first letter.
+    Lines are UTF-8 (other bytes are kept) or UTF-16; empty lines and lines starting with ``#`` are skipped.
+    If the list contains NULs, as from ``find -print0``, they separate names instead of newlines. Lines
+    starting with ``{`` are JSON.
     """
 
     name: str
     allow_private: bool = False
     _repeated: int = 0
-    _told_apart: int = 0
-    _taken: bool = False
+    _same_key: int = 0
+    _stdin_read: bool = False
 
     def __iter__(self) -> Iterator[Item]:
         folder = os.path.dirname(self.name) if self.name != "-" else ""
         seen = KeySet()
-        # Of JSONL, where a key may be another word than the picture's name: both together.
+        # Key and picture of JSONL lines, where the key may differ from the picture's name.
         pairs = KeySet()
-        self._repeated = self._told_apart = 0
+        self._repeated = self._same_key = 0
         with self._open() as opened:
-            for number, text in _entries(cast(io.BufferedReader, opened)):
+            for number, text in _numbered_lines(cast(io.BufferedReader, opened)):
                 pair = ""
                 if isinstance(text, Unreadable):
                     item = Item(f"line {number}", text.read)
@@ -72,14 +71,14 @@ class ListSource:
                     item, picture = self._from_json(text, folder, number)
                     pair = f"{item.key}\0{picture}"
                 else:
-                    item = picture_named(text, folder, allow_private=self.allow_private)
+                    item = item_named(text, folder, allow_private=self.allow_private)
                     if len(pairs):
                         pair = f"{item.key}\0{item.key}"
                 if item.key in seen:
                     another = bool(pair) and pair not in pairs
-                    self._told_apart += another
+                    self._same_key += another
                     self._repeated += not another
-                    # The same picture once; but with fields of its own it may be meant twice.
+                    # Skip repeated pictures, unless the line has fields of its own.
                     if not item.extra and not another:
                         continue
                     item = Item(f"{item.key}#line {number}", item.read, item.path, item.extra)
@@ -89,19 +88,19 @@ class ListSource:
                 yield item
 
     def count(self) -> int | None:
-        """Goes through the list; None for standard input, which cannot be read twice."""
+        """Reads the list once more; None for standard input, which cannot be read twice."""
         return None if self.name == "-" else sum(1 for _ in self)
 
     def notes(self) -> list[str]:
-        """How many lines of the last pass named what an earlier one had named, or called another so."""
+        """Numbers of repeated pictures, and of repeated keys, in the last iteration."""
         notes = []
         if self._repeated:
             lines = "1 line names" if self._repeated == 1 else f"{self._repeated:,} lines name"
-            notes.append(f"{self._shown()}: {lines} a picture that an earlier line names")
-        if self._told_apart:
-            lines = "1 line gives" if self._told_apart == 1 else f"{self._told_apart:,} lines give"
+            notes.append(f"{self._label()}: {lines} a picture of an earlier line")
+        if self._same_key:
+            lines = "1 line gives" if self._same_key == 1 else f"{self._same_key:,} lines give"
             notes.append(
-                f"{self._shown()}: {lines} another picture the key of an earlier line; such keys end in"
+                f"{self._label()}: {lines} another picture the key of an earlier line; such keys end in"
                 ' "#line" and its number'
             )
         return notes
@@ -112,36 +111,36 @@ class ListSource:
                 return open(self.name, "rb")
             except OSError as error:
                 raise UsageError(
-                    f"the list {self._shown()} cannot be read: {error.strerror}", "Check its name."
+                    f"the list {self._label()} cannot be read: {error.strerror}", "Check its name."
                 ) from None
-        if self._taken:
-            raise UsageError("standard input can be read once only", "Keep the list in a file.")
+        if self._stdin_read:
+            raise UsageError("standard input can only be read once", "Write the list to a file.")
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError(
-                "- means a list on standard input, and nothing is piped into it",
+                "- means a list on standard input, but nothing is piped into it",
                 "Write: find photos -name '*.jpg' | vlfit batch - ...",
             )
-        self._taken = True
+        self._stdin_read = True
         return nullcontext(sys.stdin.buffer)
 
-    def _shown(self) -> str:
+    def _label(self) -> str:
         return "standard input" if self.name == "-" else key_of(self.name)
 
     def _from_json(self, text: str, folder: str, number: int) -> tuple[Item, str]:
-        """The item of a line, and what it calls the picture, which need not be the item's key."""
+        """The item of a JSON line, and the picture as named there, which may differ from the item's key."""
         try:
-            fields = json.loads(text, parse_constant=str)  # NaN is no JSON
+            fields = json.loads(text, parse_constant=str)  # NaN is not JSON
         except (ValueError, RecursionError) as error:
-            return self._broken(number, f"is no JSON: {error}")
+            return self._bad_line(number, f"is not JSON: {error}")
         if not isinstance(fields, dict):
-            return self._broken(number, "is no JSON object")
+            return self._bad_line(number, "is not a JSON object")
         field = next((name for name in PICTURE_FIELDS if name in fields), None)
         named = fields.pop(field) if field else None
-        if isinstance(named, Mapping):  # as messages of OpenAI have it
+        if isinstance(named, Mapping):  # as in OpenAI messages
             named = named.get("url")
         if not isinstance(named, str) or not named:
-            return self._broken(number, f"names no picture: it has none of {', '.join(PICTURE_FIELDS)}")
-        item = picture_named(named, folder, allow_private=self.allow_private)
+            return self._bad_line(number, f"names no picture: no field {', '.join(PICTURE_FIELDS)}")
+        item = item_named(named, folder, allow_private=self.allow_private)
         is_data = named[:5].lower() == "data:"
         key = f"line {number}" if is_data else item.key
         own = next((name for name in KEY_FIELDS if isinstance(fields.get(name), str | int)), None)
@@ -149,23 +148,23 @@ class ListSource:
             key = key_of(str(fields.pop(own)))
         return Item(key, item.read, item.path, fields), named if is_data else item.key
 
-    def _broken(self, number: int, what: str) -> tuple[Item, str]:
-        message = f"{self._shown()}, line {number}, {what}"
-        return Item(f"line {number}", Unreadable(f"line {number}", message, "Mend the line.").read), ""
+    def _bad_line(self, number: int, what: str) -> tuple[Item, str]:
+        message = f"{self._label()}, line {number}, {what}"
+        return Item(f"line {number}", Unreadable(f"line {number}", message, "Correct the line.").read), ""
 
 
-def _entries(file: io.BufferedReader) -> Iterator[tuple[int, str | Unreadable]]:
-    """Numbered from 1, without those that say nothing."""
+def _numbered_lines(file: io.BufferedReader) -> Iterator[tuple[int, str | Unreadable]]:
+    """Line numbers, from 1, and lines without blank lines and comments."""
     head = file.peek(_BLOCK)
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):  # as PowerShell writes
-        pieces = _wide_lines(file)
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16 BOM, as PowerShell writes it
+        pieces = _utf16_lines(file)
     elif b"\0" in head:
-        pieces = _between_nuls(file)
+        pieces = _nul_separated(file)
     else:
         pieces = _lines(file.readline)
     for number, piece in enumerate(pieces, 1):
-        if len(piece) > _LONGEST_LINE:
-            message = f"line {number} is longer than {_LONGEST_LINE // MIB} MiB; nothing after it was read"
+        if len(piece) > _MAX_LINE_BYTES:
+            message = f"line {number} is longer than {_MAX_LINE_BYTES // MIB} MiB; nothing after it was read"
             yield number, Unreadable(f"line {number}", message, "Is it a list?")
             return
         text = os.fsdecode(piece.removeprefix(b"\xef\xbb\xbf") if number == 1 else piece).strip()
@@ -173,7 +172,7 @@ def _entries(file: io.BufferedReader) -> Iterator[tuple[int, str | Unreadable]]:
             yield number, text
 
 
-def _wide_lines(file: io.BufferedReader) -> Iterator[bytes]:
+def _utf16_lines(file: io.BufferedReader) -> Iterator[bytes]:
     wide = io.TextIOWrapper(file, encoding="utf-16", errors="replace")
     try:
         for line in _lines(wide.readline):
@@ -184,23 +183,23 @@ def _wide_lines(file: io.BufferedReader) -> Iterator[bytes]:
 
 
 def _lines(readline: Callable[[int], AnyStr]) -> Iterator[AnyStr]:
-    while line := readline(_LONGEST_LINE + 1):
+    while line := readline(_MAX_LINE_BYTES + 1):
         yield line
 
 
-def _between_nuls(file: io.BufferedReader) -> Iterator[bytes]:
+def _nul_separated(file: io.BufferedReader) -> Iterator[bytes]:
     rest = b""
     while block := file.read(_BLOCK):
         *whole, rest = (rest + block).split(b"\0")
         yield from whole
-        if len(rest) > _LONGEST_LINE:
+        if len(rest) > _MAX_LINE_BYTES:
             break
     if rest:
         yield rest
 
 
-def _address(url: str) -> str:
-    """``url`` without a password, which has no place in an output, and without a fragment."""
+def _bare_url(url: str) -> str:
+    """``url`` without credentials and fragment, for the output."""
     scheme, separator, rest = url.partition("#")[0].partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"

@@ -1,8 +1,8 @@
-"""The output of a batch as it lies on the disk: records, the list of what failed, and the job they are of.
+"""The output of a batch on disk: records, the list of failures, and the job that they belong to.
 
-Beside ``captions.jsonl`` lie ``captions.jsonl.job.json`` (what was asked, of which model; while a run lasts
-it is locked) and, if any failed, ``captions.jsonl.failed.jsonl``. Knows what is done and failed already, so
-that a run that was ended at any instant goes on where it was. Does not know who answers, or how many at once.
+Beside ``captions.jsonl`` there are ``captions.jsonl.job.json`` (task and model; locked while a run lasts)
+and, if pictures failed, ``captions.jsonl.failed.jsonl``. A run that was killed at any time is continued from
+these files.
 """
 
 import fcntl
@@ -16,194 +16,202 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlfit.errors import CannotWrite, UsageError, VlfitError
-from vlfit.tasks.batch.failures import facts_of
+from vlfit.tasks.batch.failures import failure_fields
 from vlfit.tasks.batch.items import Item, KeySet, Record, Sidecar, Sink, key_of, shown_name
 from vlfit.tasks.batch.job import Job
-from vlfit.tasks.batch.jsonl import JsonlSink, Lines, keys_in, line_of, records_in, sync_folder
-from vlfit.tasks.batch.sidecars.late import without_sidecars, write_late
+from vlfit.tasks.batch.jsonl import JsonlFile, JsonlSink, read_keys, read_records, sync_folder, to_line
+from vlfit.tasks.batch.sidecars.backfill import backfill, keys_without_sidecars
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-_TOO_MANY = 16  # sidecars that could not be written: if most cannot, it is not the pictures
-_SOURCES = 5  # that are noted in the job: a shell may make thousands of one *.jpg
-_FOREIGN = "begun by no batch that left its job beside it"
+_MAX_SIDECAR_FAILURES = 16  # if so many sidecars fail, and more than succeed, the run stops
+_MAX_NOTED_SOURCES = 5  # noted in the job file: a shell may expand *.jpg to thousands
+_NO_JOB_FILE = "and has no job file beside it"
 
 
 class Output:
-    """Open it before the model is loaded, ``begin`` when its name is known, ``close`` in any case.
+    """The output of ``job``. Open it before the model is loaded, ``begin`` once its name is known, ``close``.
 
-    ``began_with``: the sources that are noted in it, in words, if they are others than ``job``'s.
-    ``force``: go on in an output that another job began. ``again``: what failed before is to be tried again.
-    Raises ``UsageError`` for an output of another job, or one that another run writes to; ``CannotWrite``.
+    ``force``: continue the output of another job. ``again``: retry what failed before. ``earlier_sources``:
+    the sources noted in the output, if they differ from the job's.
+    Raises ``UsageError`` if the output belongs to another job, or another run writes to it; ``CannotWrite``.
     """
 
     def __init__(
         self, job: Job, *, force: bool = False, again: bool = False, sidecars: Sequence[Sidecar] = ()
     ) -> None:
         self.path = job.output
-        self.failed_path = beside(job.output, ".failed.jsonl")
+        self.failed_path = with_suffix(job.output, ".failed.jsonl")
         self._sidecars = sidecars
         self._kinds = set(job.sidecars)
         self._facts = job.facts()
-        self._sources = _first_sources(job)
+        self._sources = _noted_sources(job)
         self._force = force
-        self.begun = False  # whether ``begin`` has been called: from there on something may be written
+        self.begun = False  # whether ``begin`` was called, so that something may have been written
         self._sink: Sink | None = None
-        self._failures: Lines | None = None
-        self._header = _Header(beside(job.output, ".job.json"))
+        self._failures: JsonlFile | None = None
+        self._job_file = _JobFile(with_suffix(job.output, ".job.json"))
         try:
-            self._check()
-            self.began_with = _other(self._header.facts, job)
-            self._sink = sink_of(job)
+            self._check_same_job()
+            self.earlier_sources = _earlier_sources(self._job_file.facts, job)
+            self._sink = sink_for(job)
             self._done = KeySet(self._sink.done_keys())
-            failed = KeySet(key for key in keys_in(self.failed_path) if key not in self._done)
+            failed = KeySet(key for key in read_keys(self.failed_path) if key not in self._done)
         except BaseException:
-            self._header.close()  # the sink has not been opened: what is refused stays as it is
+            self._job_file.close()  # the sink was not opened: a refused output stays unchanged
             raise
         self.done_before = len(self._done)
         self.failed_before = len(failed)
         self._failed = KeySet() if again else failed
         self.failed = len(failed)
-        # Kinds of sidecars that have been seen to for every record that is there.
-        self._complete = self._kinds_before() if self.done_before else set(self._kinds)
+        # Kinds of sidecars that every record has.
+        self._complete_kinds = self._earlier_kinds() if self.done_before else set(self._kinds)
         self.without_sidecar = 0
-        self.sidecar_problem = ""  # why the first of those has none
-        self._with_sidecar = 0
+        self.sidecar_problem = ""  # the first error
+        self._num_sidecars = 0
 
     def is_settled(self, key: str) -> bool:
-        """Whether nothing is left to do: it is in the output, or failed and is not to be tried again."""
+        """Whether ``key`` is in the output, or failed and is not to be retried."""
         return key in self._done or key in self._failed
 
     def begin(self, model: str) -> None:
-        """Say which model answers, before the first record. Raises ``UsageError`` if it was another."""
+        """Set the model, before the first record. Raises ``UsageError`` if earlier records are of another."""
         self._facts["model"] = model
-        self._check()
+        self._check_same_job()
         self.begun = True
-        self._complete &= self._kinds
-        # What this run cannot know (of its engine, from Python) stays as an earlier one has noted it.
-        facts = {**(self._header.facts or {}), **self._facts, "sources": self._sources}
-        facts["sidecars"] = sorted(self._complete)
-        if self._header.facts != facts:
-            self._header.write(facts)
+        self._complete_kinds &= self._kinds
+        # Facts that this run does not know (such as engine options, from Python) are kept.
+        facts = {**(self._job_file.facts or {}), **self._facts, "sources": self._sources}
+        facts["sidecars"] = sorted(self._complete_kinds)
+        if self._job_file.facts != facts:
+            self._job_file.write(facts)
         assert self._sink is not None
         self._sink.open()
 
     def settled(self) -> "NDArray[np.uint64]":
-        """The hashes (``keys.hash_of``) of the keys that are settled, sorted."""
+        """Sorted hashes (``items.hash_of``) of the settled keys."""
         return np.union1d(self._done.hashes(), self._failed.hashes())
 
     def write(self, item: Item, record: Record) -> None:
-        """Sidecars first: a record says that they are there, or in ``sidecar_error`` why not. A key that is
-        in the output already is left as it is.
-        """
+        """Write sidecars, then the record, with ``sidecar_error`` if one failed. Skips existing keys."""
         assert self._sink is not None
         if item.key in self._done:
             return
-        self._sink.write(self._with_sidecars(item, record))
+        self._sink.write(self._write_sidecars(item, record))
         self._done.add(item.key)
 
-    def late(self, *, overwrite: bool) -> KeySet:
-        """The keys of records from earlier runs whose sidecars are to be written, or looked at again: all,
-        if a kind is wanted that was not wanted then, or others' words are to be replaced (``overwrite``);
-        else those that say that it could not be done.
+    def keys_to_backfill(self, *, overwrite: bool) -> KeySet:
+        """Keys of earlier records whose sidecars have to be written.
+
+        All of them if a kind of sidecar is new, or with ``overwrite``; else those with a ``sidecar_error``.
         """
         if not self._sidecars or not self.done_before:
             return KeySet()
-        return self._done if overwrite or self._kinds - self._complete else without_sidecars(self.path)
+        return (
+            self._done
+            if overwrite or self._kinds - self._complete_kinds
+            else keys_without_sidecars(self.path)
+        )
 
-    def write_late(self, items: Iterable[Item], keys: KeySet) -> int:
-        """The sidecars of those of ``items`` that are among ``keys``. Gives how many there were."""
+    def backfill_sidecars(self, items: Iterable[Item], keys: KeySet) -> int:
+        """Write the sidecars of those ``items`` whose key is in ``keys``. Returns how many there were."""
         before = self.without_sidecar
-        many = write_late(self.path, items, keys, self._with_sidecars)
-        if many == self.done_before and self.without_sidecar == before and not self._kinds <= self._complete:
-            self._complete |= self._kinds
-            if self._header.facts is not None:
-                self._header.write({**self._header.facts, "sidecars": sorted(self._complete)})
-        return many
+        num_records = backfill(self.path, items, keys, self._write_sidecars)
+        if (
+            num_records == self.done_before
+            and self.without_sidecar == before
+            and not self._kinds <= self._complete_kinds
+        ):
+            self._complete_kinds |= self._kinds
+            if self._job_file.facts is not None:
+                self._job_file.write({**self._job_file.facts, "sidecars": sorted(self._complete_kinds)})
+        return num_records
 
-    def _with_sidecars(self, item: Item, record: Record) -> Record:
-        """Write what is to stand beside ``item``. Gives the record, with the reason if that cannot be."""
+    def _write_sidecars(self, item: Item, record: Record) -> Record:
+        """Write all sidecars of ``item``. Returns the record, with ``sidecar_error`` if one failed."""
         for sidecar in self._sidecars:
             try:
                 sidecar.write(item, record)
             except VlfitError as error:
                 self.without_sidecar += 1
                 self.sidecar_problem = self.sidecar_problem or error.message
-                if self.without_sidecar > _TOO_MANY and self.without_sidecar > self._with_sidecar:
+                if self.without_sidecar > _MAX_SIDECAR_FAILURES and self.without_sidecar > self._num_sidecars:
                     raise
                 record = {**record, "sidecar_error": error.message}
             else:
-                self._with_sidecar += 1
+                self._num_sidecars += 1
         return record
 
-    def _kinds_before(self) -> set[str]:
-        known = (self._header.facts or {}).get("sidecars")
+    def _earlier_kinds(self) -> set[str]:
+        known = (self._job_file.facts or {}).get("sidecars")
         return set(map(str, known)) if isinstance(known, list) else set()
 
     def fail(self, item: Item, error: Exception, tries: int) -> None:
-        """Put ``item`` on the list of what failed."""
+        """Add ``item`` to the list of failures."""
         if self._failures is None:
-            self._failures = Lines(self.failed_path)
+            self._failures = JsonlFile(self.failed_path)
         picture = shown_name(item.path) if item.path is not None else item.key
-        self._failures.append({"key": item.key, "picture": picture, **facts_of(error, tries)})
+        self._failures.append({"key": item.key, "picture": picture, **failure_fields(error, tries)})
         self._failed.add(item.key)
 
     def flush(self) -> None:
-        """Let all of it survive the end of the machine."""
+        """Flush to disk, so that it survives a power failure."""
         if self._sink is not None:
             self._sink.flush()
         if self._failures is not None:
             self._failures.flush()
 
     def close(self) -> None:
-        """Flush, take from the list what has succeeded since, and let another run have the output."""
+        """Flush, drop failures that have succeeded since, and unlock the output."""
         try:
             for part in (self._sink, self._failures):
                 if part is not None:
                     part.close()
-            if self._sink is not None and self._header.held:
-                self.failed = self._tidy()
+            if self._sink is not None and self._job_file.locked:
+                self.failed = self._compact_failures()
         finally:
-            self._header.close()
+            self._job_file.close()
 
-    def _check(self) -> None:
-        known, wanted = self._header.facts, self._facts
+    def _check_same_job(self) -> None:
+        known, current = self._job_file.facts, self._facts
         if self._force:
             return
         if known is None:
             if self.path.exists() and (self.path.is_dir() or self.path.stat().st_size):
                 raise UsageError(
-                    f"{self.path} is there already, {_FOREIGN}",
-                    "name another file, or go on in it with --force",
+                    f"{self.path} exists already, {_NO_JOB_FILE}",
+                    "name another file, or append to it with --force",
                 )
             return
-        changed = [name for name, value in wanted.items() if name in known and _differ(known[name], value)]
+        changed = [
+            name for name, value in current.items() if name in known and _differences(known[name], value)
+        ]
         if changed:
-            what = "; ".join(_difference(name, known[name], wanted[name]) for name in changed)
+            what = "; ".join(_describe_difference(name, known[name], current[name]) for name in changed)
             raise UsageError(
                 f"{self.path} is the output of another job: {what}",
                 "name another file, or mix both in this one with --force",
             )
 
-    def _tidy(self) -> int:
-        """Leave one line for each key that has failed and not succeeded since. Gives how many there are."""
+    def _compact_failures(self) -> int:
+        """Keep one line for each key that failed and has not succeeded since. Returns their number."""
         if not self.failed_path.exists():
             return 0
         last: dict[str, int] = {}
         lines = 0
-        for lines, record in enumerate(records_in(self.failed_path), start=1):
+        for lines, record in enumerate(read_records(self.failed_path), start=1):
             if (key := str(record.get("key"))) not in self._done:
                 last[key] = lines
         if not last:
             self.failed_path.unlink()
         elif len(last) < lines:
-            fresh = beside(self.failed_path, ".new")
+            fresh = with_suffix(self.failed_path, ".new")
             with fresh.open("wb") as file:
-                for number, record in enumerate(records_in(self.failed_path), start=1):
+                for number, record in enumerate(read_records(self.failed_path), start=1):
                     if last.get(str(record.get("key"))) == number:
-                        file.write(line_of(record))
+                        file.write(to_line(record))
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(self.failed_path)
@@ -211,25 +219,26 @@ class Output:
         return len(last)
 
 
-class _Header:
-    """The file that says of which job an output is. ``facts`` is None until it has been written whole; if it
-    never is, the file is taken away again, and so is the folder that was made for it.
+class _JobFile:
+    """``FILE.job.json``, which is also the lock of an output. ``facts`` is its content, None if it has none.
+
+    If nothing is written to it, ``close`` removes the file, and the folder if it was created for it.
     """
 
     def __init__(self, path: Path) -> None:
-        self.held = False
-        self._made = [place for place in (path, path.parent) if not place.exists()]
+        self.locked = False
+        self._created = [each for each in (path, path.parent) if not each.exists()]
         try:
-            path.parent.mkdir(exist_ok=True)  # one level: more is a slip, or a disk that is not there
-            self._file = _opened(path)
+            path.parent.mkdir(exist_ok=True)  # one level: more is a typo, or an unmounted disk
+            self._file = _open_locked(path)
         except FileNotFoundError as error:
             raise CannotWrite(
-                f"cannot write {_output_of(path)}: there is no folder {path.parent.parent}",
-                "make it, or check the name",
+                f"cannot write {_output_path(path)}: there is no folder {path.parent.parent}",
+                "create it, or check the name",
             ) from error
         except OSError as error:
             raise CannotWrite(f"cannot write {path}: {error.strerror}", "name another output") from error
-        self.held = True
+        self.locked = True
         self._path = path
         self.facts = self._read()
 
@@ -237,7 +246,7 @@ class _Header:
         try:
             facts = json.loads(os.pread(self._file, os.fstat(self._file).st_size, 0))
         except ValueError:
-            return None  # made, and the process ended before a word was in it
+            return None  # empty: the process that created it was killed
         return facts if isinstance(facts, dict) else None
 
     def write(self, facts: dict[str, Any]) -> None:
@@ -248,59 +257,57 @@ class _Header:
             os.fsync(self._file)
             sync_folder(self._path.parent)
         except OSError as error:
-            raise CannotWrite(f"cannot write {self._path}: {error.strerror}", "make room") from error
+            raise CannotWrite(f"cannot write {self._path}: {error.strerror}", "free disk space") from error
         self.facts = facts
 
     def close(self) -> None:
-        if not self.held:
+        if not self.locked:
             return
-        self.held = False
+        self.locked = False
         try:
             if self.facts is None:
-                self._take_away()
+                self._remove_created()
         finally:
-            os.close(self._file)  # last: nobody else has it before it is gone
+            os.close(self._file)  # last: it stays locked until it is removed
 
-    def _take_away(self) -> None:
-        with suppress(OSError):  # of a folder in which something lies by now
-            for place in self._made:
-                place.rmdir() if place.is_dir() else place.unlink()
+    def _remove_created(self) -> None:
+        with suppress(OSError):  # a folder that is no longer empty
+            for path in self._created:
+                path.rmdir() if path.is_dir() else path.unlink()
 
 
-def _opened(path: Path) -> int:
-    """``path``, made if it is not there, and locked for this process. Raises ``OSError``, ``UsageError``."""
+def _open_locked(path: Path) -> int:
+    """Open or create ``path``, and lock it. Raises ``OSError``; ``UsageError`` if another run has it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends
             if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
-                return file  # else who had it has taken it away meanwhile
+                return file  # else its owner removed it meanwhile: try again
         except OSError as error:
             os.close(file)
             raise UsageError(
-                f"another run writes to {_output_of(path).name} now",
+                f"another run is writing to {_output_path(path).name}",
                 "wait for it, or name another output",
             ) from error
         os.close(file)
 
 
-def _other(known: dict[str, Any] | None, job: Job) -> str | None:
-    """What an output was begun with, in words, if those are not the sources of ``job``. None: they are, or
-    nobody knows.
-    """
+def _earlier_sources(known: dict[str, Any] | None, job: Job) -> str | None:
+    """The sources noted in an output, as text, if they differ from those of ``job``."""
     sources = (known or {}).get("sources")
-    if not isinstance(sources, list) or sources == _first_sources(job):
+    if not isinstance(sources, list) or sources == _noted_sources(job):
         return None
     return ", ".join(map(str, sources))
 
 
-def _first_sources(job: Job) -> list[str]:
-    # Names of files may be no UTF-8.
-    return [key_of(source.rstrip("/") or "/") for source in job.sources[:_SOURCES]]
+def _noted_sources(job: Job) -> list[str]:
+    # Names may not be UTF-8, so they are noted as keys.
+    return [key_of(source.rstrip("/") or "/") for source in job.sources[:_MAX_NOTED_SOURCES]]
 
 
-def sink_of(job: Job) -> Sink:
-    """What writes the output, by its name."""
+def sink_for(job: Job) -> Sink:
+    """The sink for the job's output, by its extension."""
     if is_table(job.output):
         from vlfit.tasks.batch.parquet_sink import ParquetSink
 
@@ -309,41 +316,41 @@ def sink_of(job: Job) -> Sink:
 
 
 def is_table(output: Path) -> bool:
-    """Whether ``output`` is to be Parquet. Raises ``UsageError`` for a kind of file that is not written."""
+    """Whether ``output`` is Parquet, by its extension. Raises ``UsageError`` for an unknown one."""
     kind = output.suffix.lower()
     if kind not in (".jsonl", ".ndjson", ".parquet"):
         raise UsageError(
             f"{output} is neither .jsonl nor .parquet",
-            "the end of its name says what is written: -o captions.jsonl",
+            "name one of these: -o captions.jsonl",
         )
     return kind == ".parquet"
 
 
-def beside(path: Path, suffix: str) -> Path:
+def with_suffix(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _output_of(header: Path) -> Path:
+def _output_path(header: Path) -> Path:
     return header.with_name(header.name.removesuffix(".job.json"))
 
 
-def _plain(value: Any) -> Any:
-    """As JSON gives it back: tuples are lists there."""
+def _as_json(value: Any) -> Any:
+    """``value`` after a round trip through JSON, which turns tuples into lists."""
     return json.loads(json.dumps(value))
 
 
-def _differ(known: Any, wanted: Any) -> list[str]:
-    """Where the two say different things, in words. What only one has, a version of vlfit brought."""
-    known, wanted = _plain(known), _plain(wanted)
-    if isinstance(known, dict) and isinstance(wanted, dict):
+def _differences(known: Any, current: Any) -> list[str]:
+    """Differences as text. Fields that only one side has are ignored: versions of vlfit add and drop some."""
+    known, current = _as_json(known), _as_json(current)
+    if isinstance(known, dict) and isinstance(current, dict):
         return [
-            f"{name} was {value!r} and is {wanted[name]!r}"
+            f"{name} was {value!r} and is {current[name]!r}"
             for name, value in known.items()
-            if name in wanted and value != wanted[name]
+            if name in current and value != current[name]
         ]
-    return [] if known == wanted else [f"was {known!r} and is {wanted!r}"]
+    return [] if known == current else [f"was {known!r} and is {current!r}"]
 
 
-def _difference(name: str, known: Any, wanted: Any) -> str:
-    found = _differ(known, wanted)
-    return ", ".join(found) if isinstance(wanted, dict) else f"its {name} {found[0]}"
+def _describe_difference(name: str, known: Any, current: Any) -> str:
+    differences = _differences(known, current)
+    return ", ".join(differences) if isinstance(current, dict) else f"its {name} {differences[0]}"

@@ -1,47 +1,51 @@
-"""A batch on this machine: from a source through a crew into an output.
+"""Run a batch on this machine: from a source through an executor into an output, with progress and speed.
 
-Knows what is done already, when the output is made safe, and how a run is stopped. Does not know how a
-backend is kept busy (``tasks/batch/executor.py``) or how a person is told (``progress.py``).
+``run_batch`` does it in one call for a backend that is open, ``open_for_batch`` opens one with as many
+concurrent requests as fit, ``dry_run`` estimates how long all pictures would take.
 """
 
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import LocalBackend, OpenBackend
-from vlfit.backends.opening import Wanted, open_backend
+from vlfit.backends.base import Backend
+from vlfit.backends.opening import BackendSpec, open_backend
 from vlfit.errors import DoesNotFit, UsageError, VlfitError
 from vlfit.machine.host import own_cores
-from vlfit.plan.candidates import SEQUENCES
-from vlfit.tasks.batch.executor import Crew, Outcome, Pace, Run
-from vlfit.tasks.batch.failures import TRIES
+from vlfit.plan.preference import SEQUENCES
+from vlfit.tasks.batch.executor import BatchExecutor, ExecutorOptions, Outcome, OutcomeStream
+from vlfit.tasks.batch.failures import DEFAULT_TRIES
 from vlfit.tasks.batch.items import Item, Record, Source
-from vlfit.tasks.batch.job import Job, Wish, Work
+from vlfit.tasks.batch.job import Job, PictureTask, Wish
 from vlfit.tasks.batch.output import Output
 from vlfit.tasks.batch.sources import SourceOptions, open_sources
 
-# How far a batch is, how fast, and how long it will take.
-#
-# Counts, and knows times. Does not know how that is shown: whoever shows it makes a ``Progress`` of its
-# own.
+_WINDOW_SECONDS = 60.0  # speeds are averages over the last minute
+FLUSH_SECONDS = 5.0  # what a power failure may cost: that much is asked again
+TICK_SECONDS = 0.5
+STALL_SECONDS = 5.0  # without a success, before the user is told why
 
-
-_WINDOW_SECONDS = 60.0  # speeds are those of the last minute
+DEFAULT_SERVER_CONCURRENCY = SEQUENCES[0]  # for servers that do not report how many requests they run
+_MAX_READERS = 8
+# More is a typing error: each reader is a thread, each request one at a server, and a thousand tries half a
+# minute apart take eight hours.
+_UPPER_LIMITS = {"concurrency": 1024, "readers": 64, "tries": 1000}
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a run has done so far. ``same`` of ``done`` took over an answer; ``skipped`` were settled before.
+    """Counts of a run. ``same``: done by reusing another picture's answer; ``skipped``: settled before.
 
-    ``total``: items of the source, where known; ``about``: reckoned, not counted.
-    ``stopped``: somebody ended it before its end.
+    ``total``: items of the source, if known; ``about``: ``total`` is an estimate. ``stopped``: the run was
+    stopped early.
     """
 
     done: int = 0
@@ -58,7 +62,7 @@ class Tally:
 
     @property
     def settled(self) -> int:
-        """Pictures that this run is through with."""
+        """Pictures done or failed in this run."""
         return self.done + self.failed
 
     @property
@@ -73,62 +77,57 @@ class Tally:
             return
         self.done += 1
         if "same_as" in record:
-            self.same += 1  # its tokens were the other's
+            self.same += 1  # it cost no tokens of its own
             return
         self.prompt_tokens += record["usage"]["prompt_tokens"]
         self.completion_tokens += record["usage"]["completion_tokens"]
 
     def mark(self) -> None:
-        """Note the time, for speeds. Called now and then."""
+        """Take a sample for ``speeds``. Called periodically."""
         now = time.monotonic()
         if not self._marks:
             self._marks.append((self.began, 0, 0))
         self._marks.append((now, self.settled, self.completion_tokens))
-        # The last of those before the window stays: marks may be further apart than it is long.
+        # Keep the last sample before the window: samples may be further apart than its length.
         while self._marks[1][0] < now - _WINDOW_SECONDS:
             self._marks.popleft()
 
     def speeds(self) -> tuple[float, float]:
-        """Pictures and tokens of answers in a second, over the last minute."""
+        """Pictures and completion tokens per second, over the last minute."""
         now = time.monotonic()
         then, settled, tokens = self._marks[0] if self._marks else (self.began, 0, 0)
         seconds = max(now - then, 1e-9)
         return (self.settled - settled) / seconds, (self.completion_tokens - tokens) / seconds
 
     def seconds_left(self, before: int) -> float | None:
-        """Until the end, at the speed of the last minute; ``before`` were settled in earlier runs."""
+        """Estimated time left; ``before`` pictures were settled in earlier runs."""
         speed = self.speeds()[0]
         if self.total is None or speed <= 0:
             return None
         return max(0, self.total - before - self.settled) / speed
 
 
-class Progress:
-    """Told what becomes of pictures, by one thread. This one counts and says nothing."""
+class BatchProgress:
+    """Callbacks of a run, called from one thread. This base class only counts."""
 
     def __init__(self) -> None:
         self.tally = Tally()
-        self.source_told = False  # whether what the source left out has been noted already
+        self.source_notes_shown = False  # whether the notes of the source have been shown
 
     def settled(self, outcome: Outcome) -> None:
-        """A picture is over, and in the output or on the list of failures."""
+        """A picture is in the output, or in the list of failures."""
         self.tally.take(outcome)
 
     def tick(self) -> None:
-        """Time has passed; called about twice a second."""
+        """Called about twice a second."""
         self.tally.mark()
 
     def note(self, text: str) -> None:
-        """Something that a person should read."""
+        """A message for the user."""
 
 
-FLUSH_SECONDS = 5.0  # what the end of the machine may cost: so much is asked about again
-TICK_SECONDS = 0.5
-STALL_SECONDS = 5.0  # in which nothing succeeds before a person is told why
-
-
-class Place(Protocol):
-    """What a run needs of an output."""
+class BatchOutput(Protocol):
+    """What a run needs of its output; ``Output`` is one."""
 
     def is_settled(self, key: str) -> bool: ...
     def write(self, item: Item, record: Record) -> None: ...
@@ -136,205 +135,202 @@ class Place(Protocol):
     def flush(self) -> None: ...
 
 
-class Runner:
-    """One run. ``limit``: of so many pictures at most. ``ordered``: records stand in the source's order."""
+class BatchRunner:
+    """One run of a batch. ``limit``: at most so many pictures. ``ordered``: records in the source's order."""
 
     def __init__(
         self,
-        crew: Crew,
+        executor: BatchExecutor,
         source: Source,
-        output: Place,
+        output: BatchOutput,
         *,
-        progress: Progress | None = None,
+        progress: BatchProgress | None = None,
         limit: int | None = None,
         ordered: bool = False,
     ) -> None:
-        self._progress = progress or Progress()
+        self._progress = progress or BatchProgress()
         self.tally = self._progress.tally
-        self._crew = crew
+        self._executor = executor
         self._source = source
         self._output = output
         self._limit = limit
         self._ordered = ordered
-        self._run: Run | None = None
+        self._stream: OutcomeStream | None = None
         self._flushed = self._ticked = 0.0
-        self._stall_told = False
+        self._stall_reported = False
 
     def run(self) -> Tally:
-        """To the end of the source, or until ``stop``. Raises what concerns all pictures, with what was
-        finished by then in the output; an interrupt too.
+        """Run to the end of the source, or until ``stop``.
+
+        Raises errors that concern all pictures, and ``KeyboardInterrupt``; by then finished
+        pictures are in the output.
         """
         tally = self.tally
         self._flushed = self._ticked = time.monotonic()
         tally.began = self._flushed
-        run = self._run = self._crew.run(islice(self._fresh(), self._limit), ordered=self._ordered)
+        stream = self._stream = self._executor.stream(
+            islice(self._unsettled_items(), self._limit), ordered=self._ordered
+        )
         try:
-            while not run.over and not tally.stopped:
-                outcome = run.next(TICK_SECONDS)
+            while not stream.finished and not tally.stopped:
+                outcome = stream.next(TICK_SECONDS)
                 if outcome is not None:
-                    self._keep(outcome)
-                self._look_around(run)
+                    self._store(outcome)
+                self._flush_and_tick(stream)
         except VlfitError:
-            self._keep_the_rest(run)
+            self._drain(stream)
             raise
         else:
-            self._keep_the_rest(run)
+            self._drain(stream)
         finally:
-            run.close()
-            with suppress(VlfitError):  # whoever closes the output is told
+            stream.close()
+            with suppress(VlfitError):  # closing the output raises it again
                 self._output.flush()
         self._progress.tick()
         return tally
 
     def stop(self) -> None:
-        """End the run: what is under way is dropped. May be called from a signal's handler."""
+        """Stop the run; requests in flight are cancelled. May be called from a signal handler."""
         self.tally.stopped = True
-        if self._run is not None:
-            self._run.wake()
+        if self._stream is not None:
+            self._stream.wake()
 
-    def _fresh(self) -> Iterator[Item]:
+    def _unsettled_items(self) -> Iterator[Item]:
         for item in self._source:
             if self._output.is_settled(item.key):
                 self.tally.skipped += 1
             else:
                 yield item
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _store(self, outcome: Outcome) -> None:
         if outcome.record is not None:
             self._output.write(outcome.item, outcome.record)
         elif outcome.error is not None:
             self._output.fail(outcome.item, outcome.error, outcome.tries)
         self._progress.settled(outcome)
 
-    def _keep_the_rest(self, run: Run) -> None:
-        """What has ended by now was paid for."""
-        with suppress(VlfitError):  # the first of them is on its way already
-            while (outcome := run.next(0.0)) is not None:
-                self._keep(outcome)
+    def _drain(self, stream: OutcomeStream) -> None:
+        """Store results that have already arrived."""
+        with suppress(VlfitError):  # the first such error is being raised already
+            while (outcome := stream.next(0.0)) is not None:
+                self._store(outcome)
 
-    def _look_around(self, run: Run) -> None:
+    def _flush_and_tick(self, stream: OutcomeStream) -> None:
         now = time.monotonic()
         if now - self._flushed >= FLUSH_SECONDS:
             self._flushed = now
             self._output.flush()
         if now - self._ticked >= TICK_SECONDS:
             self._ticked = now
-            self._tell_of_stall(run, now)
+            self._report_stall(stream, now)
             self._progress.tick()
 
-    def _tell_of_stall(self, run: Run, now: float) -> None:
-        """Once, until something succeeds: who sees a bar that stands still wants to know."""
-        if run.stalled is None:
-            self._stall_told = False
+    def _report_stall(self, stream: OutcomeStream, now: float) -> None:
+        """Tell the user why nothing succeeds, once per stall."""
+        if stream.stalled is None:
+            self._stall_reported = False
             return
-        since, error = run.stalled
-        if not self._stall_told and now - since >= STALL_SECONDS:
-            self._stall_told = True
+        since, error = stream.stalled
+        if not self._stall_reported and now - since >= STALL_SECONDS:
+            self._stall_reported = True
             why = getattr(error, "message", repr(error))
-            self._progress.note(f"nothing succeeds just now, and is tried again: {why}")
-
-
-# A backend opened for a batch: with room for as many requests as fit, and how many to keep it busy with.
-#
-# Knows what each kind of backend can run at once. Does not know what is asked.
-
-
-# Requests at a server that does not say how many it runs: as many as a plan asks for at most.
-AT_A_SERVER = SEQUENCES[0]
-_MOST_READERS = 8
-# More is a slip: each reader is a thread of this process, each request one at a server, and a thousand tries
-# with half a minute between them are eight hours.
-_AT_MOST = {"concurrency": 1024, "readers": 64, "tries": 1000}
-
-LoadProgress = Callable[[str, float], None]
+            self._progress.note(f"no picture succeeds at the moment, retrying: {why}")
 
 
 def open_for_batch(
-    wanted: Wanted,
+    spec: BackendSpec,
     at_once: int | None = None,
     progress: LoadProgress | None = None,
     *,
     readers: int | None = None,
-    tries: int = TRIES,
-    alike: bool = False,
-) -> tuple[OpenBackend, Pace]:
-    """Open what is ``wanted`` so that ``at_once`` requests run together; None: as many as fit, of the numbers
-    that plans try. ``readers``: threads that read ahead; None: one for each processor, 2 to 8. ``alike``: all
-    begin with the same words, before the picture.
+    tries: int = DEFAULT_TRIES,
+    shared_prefix: bool = False,
+) -> tuple[Backend, ExecutorOptions]:
+    """Open a backend that runs ``at_once`` requests concurrently; None: as many as fit.
 
-    Raises ``UsageError`` for numbers that make no sense, and what ``open_backend`` raises.
+    ``readers``: threads that read ahead; None: one per core, 2 to 8. ``shared_prefix``: all prompts start
+    with the same text, before the picture, so the prefix cache is worth keeping.
+
+    Raises ``UsageError`` for numbers out of range, and what ``open_backend`` raises.
     """
-    check_numbers(at_once, readers, tries)
-    if wanted.kind == "native":
-        backend = _open_native(_for_pictures_that_differ(wanted, alike=alike), at_once, progress)
+    check_limits(at_once, readers, tries)
+    if spec.kind == "native":
+        backend = _open_native(_without_picture_caches(spec, shared_prefix=shared_prefix), at_once, progress)
     else:
-        backend = open_backend(_with_room(wanted, at_once), progress)
-    return backend, pace_for(backend, at_once, readers=readers, tries=tries)
+        backend = open_backend(_with_concurrency(spec, at_once), progress)
+    return backend, executor_options_for(backend, at_once, readers=readers, tries=tries)
 
 
-def check_numbers(at_once: int | None, readers: int | None = None, tries: int | None = None) -> None:
-    """Raises ``UsageError`` for one that makes no sense; None: nobody named it."""
+def check_limits(at_once: int | None, readers: int | None = None, tries: int | None = None) -> None:
+    """Raises ``UsageError`` for a number out of range; None: not given."""
     for name, value in (("concurrency", at_once), ("readers", readers), ("tries", tries)):
-        if value is not None and not 1 <= value <= _AT_MOST[name]:
-            raise UsageError(f"{name} is {value}", f"it must be at least 1, and at most {_AT_MOST[name]}")
+        if value is not None and not 1 <= value <= _UPPER_LIMITS[name]:
+            raise UsageError(
+                f"{name} is {value}", f"it must be at least 1, and at most {_UPPER_LIMITS[name]}"
+            )
 
 
-def pace_for(
-    backend: LocalBackend, at_once: int | None = None, *, readers: int | None = None, tries: int = TRIES
-) -> Pace:
-    """How to keep ``backend`` busy: with ``at_once`` requests, None: as many as it runs together."""
-    readers = readers or min(_MOST_READERS, max(2, own_cores()))
-    runs = getattr(backend, "sequences", None)
-    if runs is None:
-        return Pace(at_once or AT_A_SERVER, readers, tries)
-    return Pace(_with_next(min(at_once or runs, runs)), readers, tries)
+def executor_options_for(
+    backend: Backend,
+    at_once: int | None = None,
+    *,
+    readers: int | None = None,
+    tries: int = DEFAULT_TRIES,
+) -> ExecutorOptions:
+    """Executor options for ``backend``: ``at_once`` requests, at most as many as it runs, plus a quarter.
+
+    The extra requests wait in the engine's queue, so that one starts in the same step in which another ends.
+    A server that does not report how many it runs gets no extra ones.
+    """
+    readers = readers or min(_MAX_READERS, max(2, own_cores()))
+    num_running = getattr(backend, "sequences", None)
+    if num_running is None:
+        return ExecutorOptions(at_once or DEFAULT_SERVER_CONCURRENCY, readers, tries)
+    return ExecutorOptions(_plus_a_quarter(min(at_once or num_running, num_running)), readers, tries)
 
 
-def _with_next(runs: int) -> int:
-    """Those that run, and some that wait inside: where one ends, the next begins in the same step."""
-    return runs + max(1, runs // 4)
+def _plus_a_quarter(num_running: int) -> int:
+    return num_running + max(1, num_running // 4)
 
 
-def _with_room(wanted: Wanted, at_once: int | None) -> Wanted:
-    """So that ``at_once`` requests are let in, where somebody asked for a number."""
-    if at_once is not None and wanted.kind == "remote":
-        return replace(wanted, at_once=at_once)
-    if at_once is not None and wanted.kind == "vllm":
+def _with_concurrency(spec: BackendSpec, at_once: int | None) -> BackendSpec:
+    """``spec`` for a backend that accepts ``at_once`` requests, if a number was given."""
+    if at_once is not None and spec.kind == "remote":
+        return replace(spec, at_once=at_once)
+    if at_once is not None and spec.kind == "vllm":
         from vlfit.backends.vllm.serve_command import VllmOptions
 
-        return replace(wanted, vllm=replace(wanted.vllm or VllmOptions(), sequences=at_once))
-    return wanted
+        return replace(spec, vllm=replace(spec.vllm or VllmOptions(), sequences=at_once))
+    return spec
 
 
-def _for_pictures_that_differ(wanted: Wanted, *, alike: bool) -> Wanted:
-    """Nothing of one picture is kept for another: a crew asks about the same bytes once. What would be kept
-    took 215 MiB of mini in 466 pictures, by hand.
+def _without_picture_caches(spec: BackendSpec, *, shared_prefix: bool) -> BackendSpec:
+    """``spec`` without caches across pictures, which the executor has deduplicated already.
+
+    For mini they grew to 215 MiB over 466 pictures.
     """
-    options = replace(wanted.options, prefix_cache=wanted.options.prefix_cache and alike, image_cache_bytes=0)
-    return replace(wanted, options=options)
+    options = replace(
+        spec.options, prefix_cache=spec.options.prefix_cache and shared_prefix, image_cache_bytes=0
+    )
+    return replace(spec, options=options)
 
 
-def _open_native(wanted: Wanted, at_once: int | None, progress: LoadProgress | None) -> OpenBackend:
-    """With the most sequences that there is memory for. What does not fit is known before anything loads."""
-    steps = (at_once,) if at_once else SEQUENCES
-    for runs in steps:
-        # A process that does nothing else for hours: it keeps to its plan, as a server does.
-        options = replace(wanted.options, sequences=runs, keep_to_plan=True)
+def _open_native(spec: BackendSpec, at_once: int | None, progress: LoadProgress | None) -> Backend:
+    """Open with the most sequences that fit. Whether they fit is known before anything is loaded."""
+    candidates = (at_once,) if at_once else SEQUENCES
+    for num_seqs in candidates:
+        # It runs for hours with the GPU to itself: enforce the plan's budget, as a server does.
+        options = replace(spec.options, max_num_seqs=num_seqs, enforce_plan=True)
         try:
-            return open_backend(replace(wanted, options=options), progress)
+            return open_backend(replace(spec, options=options), progress)
         except DoesNotFit:
-            if runs == steps[-1]:
+            if num_seqs == candidates[-1]:
                 raise
-    raise AssertionError("steps are never empty")
-
-
-# A batch in one call, for whoever has a backend open: sources in, an output, a tally back.
-#
-# Knows the order of opening and closing. Does not know how a backend is opened, signals, or what is shown.
+    raise AssertionError("candidates are never empty")
 
 
 def run_batch(
-    backend: LocalBackend,
+    backend: Backend,
     sources: Sequence[str],
     output: Path,
     wish: Wish,
@@ -343,38 +339,37 @@ def run_batch(
     at_once: int | None = None,
     limit: int | None = None,
     retry_failed: bool = False,
-    progress: Progress | None = None,
+    progress: BatchProgress | None = None,
 ) -> Tally:
     """Ask ``wish`` about every picture of ``sources`` that is not in ``output`` yet.
 
-    ``at_once``: requests under way; None: as many as the backend runs. ``limit``: of so many pictures at
-    most. Raises ``UsageError`` for an output of another job, and what concerns all pictures; those that
-    failed by themselves are counted, and listed beside the output.
+    ``at_once``: requests in flight; None: as many as the backend runs. ``limit``: at most so many pictures.
+    Raises ``UsageError`` if ``output`` belongs to another job, and errors that concern all pictures; pictures
+    that fail are counted, and listed beside the output.
     """
-    check_numbers(at_once)
+    check_limits(at_once)
     job = Job(wish, sampling, tuple(sources), output)
     source = open_sources(job.sources, SourceOptions(output=output))
-    place = Output(job, again=retry_failed)
+    records = Output(job, again=retry_failed)
     try:
-        place.begin(backend.model)
-        crew = Crew(Work.of(job), backend, pace_for(backend, at_once))
-        return Runner(crew, source, place, progress=progress, limit=limit).run()
+        records.begin(backend.model)
+        executor = BatchExecutor(PictureTask.from_job(job), backend, executor_options_for(backend, at_once))
+        return BatchRunner(executor, source, records, progress=progress, limit=limit).run()
     finally:
-        place.close()
+        records.close()
 
 
-# A dry run: how many pictures there are, and how long the first few take. Writes nothing.
+def dry_run(
+    executor: BatchExecutor, source: Source, output: Output | None, total: int | None
+) -> dict[str, Any]:
+    """Do a few of the remaining pictures, twice the concurrency, and extrapolate. Writes nothing.
 
-
-def try_out(crew: Crew, source: Source, output: Output | None, total: int | None) -> dict[str, Any]:
-    """Do as many of what is left as run at once, twice over, and reckon from that.
-
-    ``output``: that of earlier runs; None: there is none. ``total``: items of the source, if known.
+    ``output``: of earlier runs; None: there is none. ``total``: number of items of the source, if known.
     """
     settled_before = output.done_before + output.failed_before if output is not None else 0
-    fresh = (item for item in source if output is None or not output.is_settled(item.key))
+    unsettled = (item for item in source if output is None or not output.is_settled(item.key))
     began, size = time.monotonic(), 0
-    outcomes = list(crew.outcomes(islice(fresh, 2 * crew.pace.at_once)))
+    outcomes = list(executor.outcomes(islice(unsettled, 2 * executor.options.at_once)))
     seconds = time.monotonic() - began
     for outcome in outcomes:
         size += len(json.dumps(outcome.record, ensure_ascii=False)) + 1 if outcome.record is not None else 0

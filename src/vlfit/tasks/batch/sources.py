@@ -1,7 +1,7 @@
-"""From what a person typed to a source: folders, patterns, lists, pictures, tar shards and Parquet, together.
+"""Turn command-line arguments into one source: folders, globs, lists, pictures, tar shards, Parquet tables.
 
-Knows how each is told from the others, and how keys stay apart where several are given. What is wrong with
-the words is said here, before a model is loaded for them. Does not know how any of them is read.
+Mistakes are reported here, before a model is loaded. With several sources, keys get prefixes to stay unique.
+``ShardSource`` takes one of N parts of a source, so that N machines can share a job.
 """
 
 import os
@@ -13,27 +13,27 @@ from itertools import chain
 from pathlib import Path
 
 from vlfit.errors import PictureNotFound, UsageError
-from vlfit.tasks.batch.folders import PICTURES, FolderSource, check_folder, split_pattern
+from vlfit.tasks.batch.folders import PICTURE_EXTENSIONS, FolderSource, check_folder, split_pattern
 from vlfit.tasks.batch.items import Item, Source, Unreadable, extension_of, hash_of, key_of
-from vlfit.tasks.batch.list_files import ListSource, picture_named
+from vlfit.tasks.batch.list_files import ListSource, item_named
 from vlfit.tasks.batch.parquet import ParquetSource
-from vlfit.tasks.batch.webdataset import PACKED_HINT, WebDatasetSource, packed_by
+from vlfit.tasks.batch.webdataset import COMPRESSED_HINT, WebDatasetSource, compression_of
 
 LISTS = frozenset((".txt", ".lst", ".list", ".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".pq"))
 SHARDS = frozenset((".tar",))
-_PACKED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
-_MOST_BRACES = 100_000
-_KINDS = "a folder, a pattern, pictures, a list (.txt, .jsonl), tar shards or Parquet"
+_MAX_EXPANDED = 100_000
+_SOURCE_KINDS = "a folder, a pattern, pictures, a list (.txt, .jsonl), tar shards or Parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """``column``: of Parquet files, the one with pictures; ``keep``: those that go along into the output.
+    """``column``: the Parquet column with pictures; ``keep``: columns to copy into the output.
 
-    ``allow_private``: URLs in lists and tables may lead into private networks. ``hidden``: pictures count
-    whose name, or whose folder's, begins with a dot. ``output``: where records go; it is no source.
+    ``allow_private``: URLs in lists and tables may lead into private networks. ``hidden``: include files and
+    folders whose names start with a dot. ``output``: the output, which is refused as a source.
     """
 
     column: str | None = None
@@ -46,32 +46,30 @@ class SourceOptions:
 _DEFAULTS = SourceOptions()
 
 
-def open_sources(typed: Sequence[str], options: SourceOptions = _DEFAULTS) -> Source:
-    """What ``typed`` means, as one source. Keys are as short as they can be: below the folder, if it is one.
+def open_sources(arguments: Sequence[str], options: SourceOptions = _DEFAULTS) -> Source:
+    """One source for all arguments. With a single folder, glob or list, keys are relative to it.
 
-    With several folders, patterns or lists, what each is called stands before its keys (``2020/a.jpg``, and
-    for a second one of that name ``2020-2/a.jpg``). Raises ``PictureNotFound`` for what is not there,
-    ``UsageError`` for what is none of these, for the output itself, or for columns where there is no table.
+    With several, its name precedes the keys of each (``2020/a.jpg``; ``2020-2/a.jpg`` for a second one of
+    that name). Raises ``PictureNotFound`` for what does not exist, ``UsageError`` for an unknown kind of
+    file, for the output itself, or for ``--column`` and ``--keep`` without a table.
     """
-    sorted_out = _SortedOut(options)
-    for text in dict.fromkeys(typed):
-        sorted_out.add(text)
-    parts = sorted_out.parts()
+    groups = _SourceGroups(options)
+    for argument in dict.fromkeys(arguments):
+        groups.add(argument)
+    parts = groups.parts()
     if not parts:
-        raise UsageError("no pictures are named", f"Name {_KINDS}.")
-    if (options.column is not None or options.keep) and not sorted_out.has_tables:
-        raise UsageError("--column and --keep go with .parquet tables, and none is named", "leave them out")
+        raise UsageError("no source is given", f"Name {_SOURCE_KINDS}.")
+    if (options.column is not None or options.keep) and not groups.has_tables:
+        raise UsageError("--column and --keep are for .parquet tables, and none is given", "leave them out")
     return parts[0] if len(parts) == 1 else JoinedSource(tuple(parts))
 
 
 class NamedPictures:
-    """A ``Source`` of pictures that were named one by one, as a shell does with ``*.jpg``; keys as typed."""
+    """A ``Source`` of single pictures, as the shell expands ``*.jpg``; keys as typed."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        # URLs may lead anywhere: they were typed by whoever runs it.
-        self._items = {
-            item.key: item for name in names if (item := picture_named(name, "", allow_private=True))
-        }
+        # Private addresses are allowed: the user typed them.
+        self._items = {item.key: item for name in names if (item := item_named(name, "", allow_private=True))}
 
     def __iter__(self) -> Iterator[Item]:
         yield from self._items.values()
@@ -80,13 +78,14 @@ class NamedPictures:
         return len(self._items)
 
     def notes(self) -> list[str]:
-        """None: nobody names a picture that is to be left out."""
+        """Nothing is left out."""
         return []
 
 
-class BegunSource:
-    """``source``, which may be gone through a single time, with its ``first`` item looked at; None: it is
-    empty. Waits for whoever writes the list.
+class PeekedSource:
+    """A source that can be iterated only once, with its ``first`` item read ahead; None if it is empty.
+
+    Creating it blocks until the first item has arrived on the pipe.
     """
 
     def __init__(self, source: Source) -> None:
@@ -97,7 +96,7 @@ class BegunSource:
 
     def __iter__(self) -> Iterator[Item]:
         if self._items is None:
-            return iter(self._source)  # which says that it was read
+            return iter(self._source)  # raises that it was read already
         items, self._items = self._items, None
         return items
 
@@ -110,7 +109,7 @@ class BegunSource:
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource:
-    """Several as one, in the order of the parts. Their keys are kept apart by whoever joins them."""
+    """Sources in sequence. Their keys must not overlap."""
 
     parts: tuple[Source, ...]
 
@@ -127,8 +126,8 @@ class JoinedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefixed:
-    """``source`` with a name before its keys."""
+class _PrefixedSource:
+    """``source`` with ``name/`` before its keys."""
 
     name: str
     source: Source
@@ -145,25 +144,25 @@ class _Prefixed:
 
 
 @dataclass(slots=True)
-class _SortedOut:
-    """What was typed, by kind. Named files of a kind are one source, however many the shell made of them."""
+class _SourceGroups:
+    """Arguments by kind: all single pictures are one source, and so are all shards and all tables."""
 
     options: SourceOptions
     pictures: list[str] = field(default_factory=list)
     shards: list[Path] = field(default_factory=list)
     tables: list[Path] = field(default_factory=list)
-    # What has keys below itself, with the name that stands before them if there are several.
-    wholes: list[tuple[str, Source]] = field(default_factory=list)
+    # Folders, globs and lists, with the prefix for their keys if there are several.
+    containers: list[tuple[str, Source]] = field(default_factory=list)
     has_tables: bool = False
 
     def add(self, text: str) -> None:
         if not text:
-            raise PictureNotFound("the name of a source is empty", f"Name {_KINDS}.")
+            raise PictureNotFound("the name of a source is empty", f"Name {_SOURCE_KINDS}.")
         if text == "-":
-            self.wholes.append(("stdin", ListSource("-", self.options.allow_private)))
+            self.containers.append(("stdin", ListSource("-", self.options.allow_private)))
             return
         if "://" in text[:16] or text[:5].lower() == "data:":
-            self._add_address(text)
+            self._add_url(text)
             return
         path = os.path.expanduser(text)
         if os.path.isdir(path):
@@ -171,8 +170,8 @@ class _SortedOut:
         elif os.path.lexists(path):
             self._add_file(path)
         elif _BRACES.search(text):
-            for name in _expanded(path):
-                self._add_listed(name, text)
+            for name in _expand_braces(path):
+                self._add_expanded(name, text)
         elif set(text) & set("*?["):
             self._add_pattern(path, text)
         else:
@@ -185,26 +184,26 @@ class _SortedOut:
         if self.shards:
             bare.append(WebDatasetSource(self.shards, _short_names(self.shards)))
         if self.tables:
-            bare.append(self._tables(self.tables, _short_names(self.tables)))
-        if len(self.wholes) + len(bare) == 1:
-            return bare or [self.wholes[0][1]]
+            bare.append(self._table_source(self.tables, _short_names(self.tables)))
+        if len(self.containers) + len(bare) == 1:
+            return bare or [self.containers[0][1]]
         # A picture that was typed as 2020/a.jpg is not the one of a folder called 2020.
         taken = {key_of(str(Path(name))).split("/")[0] for name in self.pictures}
         named: list[Source] = []
-        for name, source in self.wholes:
+        for name, source in self.containers:
             unique, number = name, 1
             while unique in taken:
                 number += 1
                 unique = f"{name}-{number}"
             taken.add(unique)
-            named.append(_Prefixed(unique, source))
+            named.append(_PrefixedSource(unique, source))
         return bare + named
 
-    def _add_address(self, url: str) -> None:
+    def _add_url(self, url: str) -> None:
         kind = extension_of(url.partition("?")[0].partition("#")[0])
-        if kind in TABLES | SHARDS | LISTS or url.lower().endswith(_PACKED):
+        if kind in TABLES | SHARDS | LISTS or url.lower().endswith(_COMPRESSED):
             raise UsageError(
-                f"{url[:120]}: of shards, tables and lists, files of this computer are read",
+                f"{url[:120]}: shards, tables and lists have to be local files",
                 "Download it first, or mount it.",
             )
         self.pictures.append(url)
@@ -215,23 +214,25 @@ class _SortedOut:
         kinds = Counter(extension_of(entry.name) for entry in os.scandir(folder) if entry.name[0] not in "._")
         name = key_of(os.path.basename(os.path.abspath(folder))) or "root"
         source: Source
-        if any(kinds[kind] for kind in PICTURES) or not any(kinds[kind] for kind in SHARDS | TABLES):
+        if any(kinds[kind] for kind in PICTURE_EXTENSIONS) or not any(
+            kinds[kind] for kind in SHARDS | TABLES
+        ):
             source = FolderSource(folder, hidden=self.options.hidden)
         elif any(kinds[kind] for kind in TABLES):
             if any(kinds[kind] for kind in SHARDS):
                 raise UsageError(
-                    f"{key_of(folder)} holds tar shards and Parquet files",
+                    f"{key_of(folder)} contains both tar shards and Parquet files",
                     f"Say which: '{key_of(folder)}/*.tar' or '{key_of(folder)}/*.parquet'.",
                 )
-            source = self._below(folder, None, TABLES)
+            source = self._container_source(folder, None, TABLES)
         else:
-            source = self._below(folder, None, SHARDS)
-        self.wholes.append((name, source))
+            source = self._container_source(folder, None, SHARDS)
+        self.containers.append((name, source))
 
     def _add_pattern(self, pattern: str, typed: str) -> None:
         root, parts = split_pattern(pattern)
-        if pattern.lower().endswith(_PACKED):
-            raise _packed(typed)
+        if pattern.lower().endswith(_COMPRESSED):
+            raise _compressed_error(typed)
         kind = extension_of(parts[-1])
         if os.path.isdir(root):
             check_folder(root)
@@ -241,82 +242,82 @@ class _SortedOut:
                 self._add_file(os.path.join(root, name))
             return
         if kind in SHARDS | TABLES:
-            source = self._below(root, parts, frozenset((kind,)))
+            source = self._container_source(root, parts, frozenset((kind,)))
         else:
-            # An extension that is typed out is meant, whatever it is.
-            meant = None if kind and not set(kind) & set("*?[]") else PICTURES
-            source = FolderSource(root, parts, meant, self.options.hidden)
+            # An explicit extension is taken as it is, whether known or not.
+            extensions = None if kind and not set(kind) & set("*?[]") else PICTURE_EXTENSIONS
+            source = FolderSource(root, parts, extensions, self.options.hidden)
             if not os.path.isdir(root) or next(source.names(), None) is None:
                 raise PictureNotFound(f"{key_of(typed)} matches no picture", f"You are in {Path.cwd()}.")
-        self.wholes.append((key_of(os.path.basename(os.path.abspath(root))) or "root", source))
+        self.containers.append((key_of(os.path.basename(os.path.abspath(root))) or "root", source))
 
-    def _add_listed(self, name: str, typed: str) -> None:
+    def _add_expanded(self, name: str, typed: str) -> None:
         if not os.path.lexists(name):
             raise PictureNotFound(
-                f"{key_of(name)}: no such file, of those that {key_of(typed)} means",
-                "Name those that are there, or fetch the others first.",
+                f"{key_of(name)}: no such file, expanded from {key_of(typed)}",
+                "Name files that exist, or fetch the missing ones first.",
             )
         self._add_file(name)
 
     def _add_file(self, name: str) -> None:
         self._refuse_output(name)
         kind, path = extension_of(name), Path(name)
-        if name.lower().endswith(_PACKED) or (kind in SHARDS and packed_by(path)):
-            raise _packed(name)
+        if name.lower().endswith(_COMPRESSED) or (kind in SHARDS and compression_of(path)):
+            raise _compressed_error(name)
         if kind in SHARDS:
             self.shards.append(path)
         elif kind in TABLES:
             self.tables.append(path)
         elif kind in LISTS:
-            self.wholes.append((key_of(path.stem), ListSource(name, self.options.allow_private)))
-        elif kind in PICTURES:
+            self.containers.append((key_of(path.stem), ListSource(name, self.options.allow_private)))
+        elif kind in PICTURE_EXTENSIONS:
             self.pictures.append(name)
         elif kind in (".csv", ".tsv", ".json", ".zip"):
             raise UsageError(
-                f"{key_of(name)}: {kind} files are not read",
-                'Make it a list: a path or URL in each line (.txt), or {"picture": ..., ...} (.jsonl).',
+                f"{key_of(name)}: {kind} files are not supported",
+                'Convert it to a list: a path or URL per line (.txt), or {"picture": ..., ...} (.jsonl).',
             )
         else:
             raise UsageError(
-                f"{key_of(name)} is by its name no picture, list, shard or table",
-                f"Name {_KINDS}. To try it as a picture all the same: echo NAME | vlfit batch - ...",
+                f"{key_of(name)}: its extension is not that of a picture, list, shard or table",
+                f"Name {_SOURCE_KINDS}. To read it as a picture anyway: echo NAME | vlfit batch - ...",
             )
 
     def _refuse_output(self, name: str) -> None:
         output = self.options.output
         if output is not None and output.exists() and os.path.exists(name) and output.samefile(name):
             raise UsageError(
-                f"{key_of(name)} is a source, and the output too",
-                "Name another output: records of one would be read as pictures of the other.",
+                f"{key_of(name)} is both a source and the output",
+                "Name another output.",
             )
 
-    def _below(self, root: str, parts: tuple[str, ...] | None, kinds: frozenset[str]) -> Source:
-        """The shards or tables in a folder, called as they lie below it."""
+    def _container_source(self, root: str, parts: tuple[str, ...] | None, kinds: frozenset[str]) -> Source:
+        """The shards or tables in a folder, with keys relative to it."""
         names = self._matching(root, parts, kinds)
         paths = [Path(root) / name for name in names]
         keys = [key_of(name) for name in names]
         if kinds <= TABLES:
-            return self._tables(paths, keys)
-        if packed_by(paths[0]):
-            raise _packed(str(paths[0]))
+            return self._table_source(paths, keys)
+        if compression_of(paths[0]):
+            raise _compressed_error(str(paths[0]))
         return WebDatasetSource(paths, keys)
 
     def _matching(self, root: str, parts: tuple[str, ...] | None, kinds: frozenset[str]) -> list[str]:
-        """Files below ``root``. Raises ``PictureNotFound`` for none, ``UsageError`` for folders unread."""
-        found = FolderSource(root, parts, kinds, self.options.hidden)
+        """Files below ``root``. Raises ``PictureNotFound`` for none, ``UsageError`` for an unreadable one."""
+        folder = FolderSource(root, parts, kinds, self.options.hidden)
         names = []
-        for name in found.names() if os.path.isdir(root) else ():
+        for name in folder.names() if os.path.isdir(root) else ():
             if isinstance(name, Unreadable):
                 raise UsageError(name.message, name.hint)
-            # Spark and others lay marks (_SUCCESS, _metadata) beside their files.
+            # Spark and others write marker files (_SUCCESS, _metadata).
             if not os.path.basename(name).startswith("_"):
                 names.append(name)
         if not names:
             what = " or ".join(sorted(kinds))
-            raise PictureNotFound(f"{key_of(root)}: no {what} there matches", f"You are in {Path.cwd()}.")
+            raise PictureNotFound(f"{key_of(root)}: no {what} file matches", f"You are in {Path.cwd()}.")
         return names
 
-    def _tables(self, paths: list[Path], names: list[str]) -> Source:
+    def _table_source(self, paths: list[Path], names: list[str]) -> Source:
         self.has_tables = True
         return ParquetSource(
             paths,
@@ -328,53 +329,48 @@ class _SortedOut:
 
 
 def _short_names(paths: list[Path]) -> list[str]:
-    """File names, where no two are the same; else the paths as they were typed."""
+    """File names if they are unique, else the paths as typed."""
     short = [path.name for path in paths]
     return [key_of(name) for name in (short if len(set(short)) == len(short) else map(str, paths))]
 
 
-def _expanded(text: str) -> Iterator[str]:
-    """``shard-{000..123}.tar``, ``{train,val}.tar``, as in a shell. Raises ``UsageError`` for too many."""
+def _expand_braces(text: str) -> Iterator[str]:
+    """Expand ``shard-{000..123}.tar`` and ``{train,val}.tar`` as a shell does. Raises ``UsageError``."""
     names = [text]
     while any(_BRACES.search(name) for name in names):
         longer: list[str] = []
         for name in names:
-            longer += _first_brace(name)
-            if len(longer) > _MOST_BRACES:
-                raise UsageError(f"{key_of(text)} means more than {_MOST_BRACES:,} files", "Name fewer.")
+            longer += _expand_first_brace(name)
+            if len(longer) > _MAX_EXPANDED:
+                raise UsageError(f"{key_of(text)} means more than {_MAX_EXPANDED:,} files", "Name fewer.")
         names = longer
     yield from names
 
 
-def _first_brace(name: str) -> Iterator[str]:
-    found = _BRACES.search(name)
-    if found is None:
+def _expand_first_brace(name: str) -> Iterator[str]:
+    match = _BRACES.search(name)
+    if match is None:
         yield name
         return
-    before, behind = name[: found.start()], name[found.end() :]
-    if found[3] is not None:
-        yield from (before + one + behind for one in found[3].split(","))
+    before, behind = name[: match.start()], name[match.end() :]
+    if match[3] is not None:
+        yield from (before + one + behind for one in match[3].split(","))
         return
-    width = len(found[1]) if found[1].startswith("0") or len(found[1]) == len(found[2]) else 0
-    first, last = int(found[1][:18]), int(found[2][:18])
-    for number in range(first, min(last, first + _MOST_BRACES) + 1):
+    width = len(match[1]) if match[1].startswith("0") or len(match[1]) == len(match[2]) else 0
+    first, last = int(match[1][:18]), int(match[2][:18])
+    for number in range(first, min(last, first + _MAX_EXPANDED) + 1):
         yield f"{before}{number:0{width}d}{behind}"
 
 
-def _packed(name: str) -> UsageError:
-    return UsageError(f"{key_of(name)} is packed", PACKED_HINT)
-
-
-# One of N parts of a source, the same in every run: N machines share a job so, with no word between them.
-#
-# Knows keys and their hashes. Does not know where items come from, or who has the other parts.
+def _compressed_error(name: str) -> UsageError:
+    return UsageError(f"{key_of(name)} is compressed", COMPRESSED_HINT)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """The items of ``source`` whose keys fall into part ``index`` (from 1) of ``of``.
+    """Part ``index`` (from 1) of ``of`` parts of ``source``, by hash of the key.
 
-    By the hash of its key alone: pictures that are added later move no other one to another machine.
+    Adding pictures later does not move others to another part.
     """
 
     source: Source
@@ -385,35 +381,36 @@ class ShardSource:
         if not 1 <= self.index <= self.of:
             raise UsageError(
                 f"there is no part {self.index} of {self.of}",
-                f"parts of {self.of} are 1/{self.of} to {self.of}/{self.of}" if self.of > 0 else _HOW,
+                f"write 1/{self.of} to {self.of}/{self.of}" if self.of > 0 else _SHARD_HINT,
             )
 
     def __iter__(self) -> Iterator[Item]:
         return (item for item in self.source if hash_of(item.key) % self.of == self.index - 1)
 
     def count(self) -> int | None:
-        """About as many as an even share: the hash is as even as chance, so that of a million pictures in
-        eight parts each has its 125,000 within a percent. Counting would be another pass of hashing all keys.
+        """Estimate: an even share. With a million pictures in eight parts it is right within one percent.
+
+        Counting would hash all keys once more.
         """
         total = self.source.count()
         return None if total is None else round(total / self.of)
 
     @property
     def about(self) -> bool:
-        """Whether ``count`` is a reckoning."""
+        """Whether ``count`` is an estimate."""
         return self.of > 1
 
     def notes(self) -> list[str]:
-        """What the whole source has to say."""
+        """Notes of the whole source."""
         return self.source.notes()
 
 
-_HOW = "write --shard 1/8 on the first of eight machines, 2/8 on the second, ..."
+_SHARD_HINT = "write --shard 1/8 on the first of eight machines, 2/8 on the second, ..."
 
 
-def read_shard(text: str) -> tuple[int, int]:
-    """``2/8`` as (2, 8). Raises ``UsageError`` for anything else."""
+def parse_shard(text: str) -> tuple[int, int]:
+    """``2/8`` as (2, 8). Raises ``UsageError``."""
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip(), re.ASCII)
     if match is None:
-        raise UsageError(f"--shard is {text!r}", _HOW)
+        raise UsageError(f"--shard is {text!r}", _SHARD_HINT)
     return int(match[1]), int(match[2])

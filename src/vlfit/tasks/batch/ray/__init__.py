@@ -1,4 +1,4 @@
-"""What a person may say of the cluster that a batch runs on. Imports nothing that takes time."""
+"""Batches on a Ray cluster: its options. Imports neither Ray nor anything slow."""
 
 import re
 from dataclasses import dataclass
@@ -11,12 +11,14 @@ LOCAL = "local"
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """``address``: of a cluster's head, ``host:6379``; ``auto``: the cluster that this machine is part of, or
-    the one that RAY_ADDRESS names; ``local``: one is started on this machine for as long as the batch runs.
-    ``workers``: how many models run at once; None: one for each GPU, or one for each machine without.
-    ``gpus_per_worker``: how many of them one model is spread over.
+    """Which cluster to use, and how many workers.
 
-    Raises ``UsageError`` for what cannot be an address, or fewer than one.
+    ``address``: ``host:6379`` of a cluster's head; ``auto``: the cluster that this machine belongs to, or
+    RAY_ADDRESS; ``local``: start one on this machine for the duration of the batch. ``workers``: models that
+    run at once; None: one per GPU, or one per machine if there are none. ``gpus_per_worker``: GPUs that one
+    model is spread over.
+
+    Raises ``UsageError`` for an invalid address, or numbers below 1.
     """
 
     address: str = AUTO
@@ -26,21 +28,21 @@ class RayOptions:
     def __post_init__(self) -> None:
         if self.address.startswith("ray://"):
             raise UsageError(
-                "ray:// leads to a Ray Client server, and a batch has to run on a machine of the cluster",
+                "ray:// is a Ray Client server, but a batch has to run on a machine of the cluster",
                 "use --ray auto there, or from here: ray job submit -- vlfit batch ... --ray auto",
             )
         if self.address not in (AUTO, LOCAL) and not _ADDRESS.fullmatch(self.address):
             raise UsageError(
-                f"{self.address!r} is no address of a Ray cluster",
-                "use auto, local, or what `ray start --head` has printed, such as 192.168.1.10:6379",
+                f"{self.address!r} is not an address of a Ray cluster",
+                "use auto, local, or the address that `ray start --head` printed, such as 192.168.1.10:6379",
             )
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"--workers is {self.workers}", "use 1 or more")
         if self.gpus_per_worker < 1:
-            raise UsageError(f"{self.gpus_per_worker} GPUs for each worker", "use 1 or more")
+            raise UsageError(f"{self.gpus_per_worker} GPUs per worker", "use 1 or more")
 
     def endpoint(self) -> tuple[str, int] | None:
-        """Host and port of the head, if an address was given."""
+        """Host and port of the head; None for ``auto`` and ``local``."""
         match = _ADDRESS.fullmatch(self.address)
         return (match[1].strip("[]"), int(match[2])) if match else None
 

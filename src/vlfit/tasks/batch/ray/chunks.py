@@ -1,6 +1,6 @@
-"""What travels between the machines of a cluster: a handful of items out, what became of them back.
+"""Messages between the machines of a cluster: chunks of items out, results back.
 
-A handful is one row of a Ray dataset, and the unit of what is done again when a worker dies. Knows no Ray.
+A chunk is one row of a Ray dataset, and the unit of work that is repeated when a worker dies. Imports no Ray.
 """
 
 import pickle
@@ -10,49 +10,47 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlfit.backends.opening import Wanted
+from vlfit.backends.opening import BackendSpec
 from vlfit.errors import VlfitError
 from vlfit.tasks.batch.executor import Outcome
 from vlfit.tasks.batch.items import Item, hash_of
-from vlfit.tasks.batch.job import Work
+from vlfit.tasks.batch.job import PictureTask
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-MOST_BYTES = 32 * MIB
-"""A handful with pictures in it is closed at so many: blocks of that size wait on disks and networks."""
+MAX_CHUNK_BYTES = 32 * MIB
+"""Limit of a chunk with pictures in it, as Ray keeps several such blocks in memory or on disk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """A picture that was read where the batch was started, for machines that cannot. Or why it was not."""
+class SentPicture:
+    """A picture read on the driver for machines that cannot read it, or the error of reading it."""
 
-    found: bytes | VlfitError
+    content: bytes | VlfitError
 
     @classmethod
-    def of(cls, item: Item) -> "Sent":
+    def of(cls, item: Item) -> "SentPicture":
         try:
             return cls(item.read())
         except VlfitError as error:
             return cls(error)
 
     def __len__(self) -> int:
-        return len(self.found) if isinstance(self.found, bytes) else 0
+        return len(self.content) if isinstance(self.content, bytes) else 0
 
     def read(self) -> bytes:
         """As ``Item.read``."""
-        if isinstance(self.found, bytes):
-            return self.found
-        raise self.found
+        if isinstance(self.content, bytes):
+            return self.content
+        raise self.content
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """The listing came to its end: it gave ``count`` items and passed over ``skipped`` that were settled
-    before; ``notes`` are what the source has to say.
-    """
+class ListingEnd:
+    """End of the listing: ``count`` items, ``skipped`` were settled before; ``notes`` of the source."""
 
     count: int
     notes: tuple[str, ...] = ()
@@ -60,44 +58,45 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Handful:
-    """``sent`` is empty, or has one for each item. ``end``: behind the last one. ``problem`` ends the run."""
+class ItemChunk:
+    """Items. ``sent``: their pictures, or empty. ``end``: set in the last chunk. ``error``: ends the run."""
 
     items: tuple[Item, ...] = ()
-    sent: tuple[Sent, ...] = ()
-    end: Listed | None = None
-    problem: VlfitError | None = None
+    sent: tuple[SentPicture, ...] = ()
+    end: ListingEnd | None = None
+    error: VlfitError | None = None
 
-    def to_read(self) -> list[Item]:
-        """The items, such that ``read`` works where the handful is now."""
+    def readable_items(self) -> list[Item]:
+        """The items, with ``read`` working on this machine."""
         if not self.sent:
             return list(self.items)
         return [replace(item, read=sent.read) for item, sent in zip(self.items, self.sent, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """What a worker has done. ``worker``: its machine and process; ``model``: what its backend calls it;
-    ``told``: what its backend had to say since the last time.
+class ChunkResult:
+    """Outcomes of a chunk. ``worker``: host and process; ``model``: name of the model; ``messages``: of the
+    backend, since the last chunk.
     """
 
     worker: str
     model: str = ""
     outcomes: tuple[Outcome, ...] = ()
-    end: Listed | None = None
-    problem: VlfitError | None = None
-    told: tuple[str, ...] = ()
+    end: ListingEnd | None = None
+    error: VlfitError | None = None
+    messages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Duty:
-    """What a worker is started with. ``at_once``, ``readers`` and ``tries`` are those of
-    ``open_for_batch``; ``folder``: where the batch was started, so that names mean the same; ``version``: of
-    vlfit there; ``keep_going``: of ``Pace``.
+class WorkerConfig:
+    """Arguments of a worker. ``at_once``, ``readers``, ``tries``: as for ``open_for_batch``.
+
+    ``folder``: working directory of the driver, so that relative names mean the same; ``version``: its
+    vlfit; ``keep_going``: as in ``ExecutorOptions``.
     """
 
-    work: Work
-    wanted: Wanted
+    task: PictureTask
+    backend: BackendSpec
     at_once: int | None
     readers: int | None
     tries: int
@@ -107,9 +106,10 @@ class Duty:
 
 
 @dataclass(slots=True)
-class Unsettled:
-    """The items of ``source`` whose keys' hashes are not among ``settled``, which is sorted. ``skipped``
-    counts the others, of the last pass.
+class UnsettledItems:
+    """The items of ``source`` whose key hash is not in ``settled`` (sorted).
+
+    ``skipped`` counts the others, in the last iteration.
     """
 
     source: Iterable[Item]
@@ -119,35 +119,35 @@ class Unsettled:
     def __iter__(self) -> Iterator[Item]:
         self.skipped = 0
         for item in self.source:
-            number = np.uint64(hash_of(item.key))
-            place = np.searchsorted(self.settled, number)
-            if place < len(self.settled) and self.settled[place] == number:
+            key_hash = np.uint64(hash_of(item.key))
+            position = np.searchsorted(self.settled, key_hash)
+            if position < len(self.settled) and self.settled[position] == key_hash:
                 self.skipped += 1
             else:
                 yield item
 
 
-def handfuls(items: Iterable[Item], size: int, *, send: bool) -> Iterator[Handful]:
-    """``items`` in handfuls of ``size``; the last tells that it is. ``send``: with their pictures."""
+def chunked(items: Iterable[Item], size: int, *, send: bool) -> Iterator[ItemChunk]:
+    """``items`` in chunks of ``size``, the last with ``end`` set. ``send``: with their pictures."""
     count = 0
-    some: list[Item] = []
-    pictures: list[Sent] = []
+    chunk: list[Item] = []
+    sent: list[SentPicture] = []
     for item in items:
         count += 1
-        some.append(item)
+        chunk.append(item)
         if send:
-            pictures.append(Sent.of(item))
-        if len(some) == size or sum(map(len, pictures)) >= MOST_BYTES:
-            yield Handful(tuple(some), tuple(pictures))
-            some, pictures = [], []
-    yield Handful(tuple(some), tuple(pictures), end=Listed(count))
+            sent.append(SentPicture.of(item))
+        if len(chunk) == size or sum(map(len, sent)) >= MAX_CHUNK_BYTES:
+            yield ItemChunk(tuple(chunk), tuple(sent))
+            chunk, sent = [], []
+    yield ItemChunk(tuple(chunk), tuple(sent), end=ListingEnd(count))
 
 
-def packed(thing: Handful | Done) -> bytes:
-    """As bytes: one cell of a dataset."""
+def to_bytes(thing: ItemChunk | ChunkResult) -> bytes:
+    """Pickle, for one cell of a dataset."""
     return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
 
 
-def unpacked(cell: bytes) -> Any:
-    """What was ``packed``. Only what another process of the same batch has packed comes here."""
+def from_bytes(cell: bytes) -> Any:
+    """Unpickle ``to_bytes``. Only used for data from processes of the same batch."""
     return pickle.loads(cell)

@@ -1,7 +1,7 @@
-"""A batch on a Ray cluster: from a source through workers on many machines into an output on this one.
+"""Run a batch on a Ray cluster: workers on many machines, the output on this one.
 
-Only this process writes. Ray may do a handful twice, when a worker dies; a key is written once. Knows when a
-picture is given up. Does not know Ray's API (``cluster.py``, ``pipeline.py``) or what a worker does.
+Only this process writes. Ray may process a chunk twice when a worker dies, but each key is written once. If
+workers keep dying on a chunk, its items are repeated one by one, to find the picture that kills them.
 """
 
 import importlib.util
@@ -14,44 +14,44 @@ from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from vlfit._version import __version__
-from vlfit.backends.opening import Wanted
+from vlfit.backends.opening import BackendSpec
 from vlfit.errors import ClusterError, UsageError, VlfitError
 from vlfit.tasks.batch.executor import Outcome
-from vlfit.tasks.batch.failures import TRIES, Streak, is_own_fault
+from vlfit.tasks.batch.failures import DEFAULT_TRIES, FailureStreak, is_picture_fault
 from vlfit.tasks.batch.items import Item, KeySet, Source
-from vlfit.tasks.batch.job import Job, Work
+from vlfit.tasks.batch.job import Job, PictureTask
 from vlfit.tasks.batch.ray import RayOptions
-from vlfit.tasks.batch.ray.chunks import Done, Duty, Listed
-from vlfit.tasks.batch.ray.cluster import Sample, for_elsewhere, other_version, samples_of
-from vlfit.tasks.batch.runner import FLUSH_SECONDS, Place, Progress, Tally, check_numbers
+from vlfit.tasks.batch.ray.chunks import ChunkResult, ListingEnd, WorkerConfig
+from vlfit.tasks.batch.ray.cluster import Sample, portable, take_samples, version_error
+from vlfit.tasks.batch.runner import FLUSH_SECONDS, BatchOutput, BatchProgress, Tally, check_limits
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from vlfit.tasks.batch.ray.cluster import Cluster, Team
-    from vlfit.tasks.batch.ray.pipeline import Way
+    from vlfit.tasks.batch.ray.cluster import Cluster, WorkerPool
+    from vlfit.tasks.batch.ray.pipeline import StreamOptions
 
 
-# Two of them for each worker: enough to keep an engine busy, and little to do again when a worker dies.
-HANDFUL = 32
-CALLS = 2
-# A worker may die of the machine it is on; three times in a row with the same handful it is the handful.
+# Two chunks per worker keep an engine busy, and little is repeated when a worker dies.
+CHUNK_ITEMS = 32
+CHUNKS_PER_WORKER = 2
+# A worker may die because of its machine; if it dies three times on a chunk, the chunk is the cause.
 _RETRIES = 3
-# Handfuls that may be left over in a run before it is not a few strange pictures.
-_LOST = 16
+# Chunks that may stay unprocessed before the run is given up.
+_MAX_LOST_CHUNKS = 16
 
 
-class RayPlace(Place, Protocol):
-    """What a run on a cluster needs of an output, beyond what any run does."""
+class RayBatchOutput(BatchOutput, Protocol):
+    """What a run on a cluster needs of its output."""
 
     def begin(self, model: str) -> None: ...
     def settled(self) -> "NDArray[np.uint64]": ...
 
 
 @dataclass(frozen=True, slots=True)
-class Few:
-    """A source of items that are known already."""
+class KnownItems:
+    """A source of given items."""
 
     items: Sequence[Item]
 
@@ -67,194 +67,207 @@ class Few:
 
 def run_on_ray(
     job: Job,
-    wanted: Wanted,
+    spec: BackendSpec,
     options: RayOptions,
     *,
     source: Source,
-    output: RayPlace,
-    progress: Progress | None = None,
+    output: RayBatchOutput,
+    progress: BatchProgress | None = None,
     at_once: int | None = None,
     readers: int | None = None,
-    tries: int = TRIES,
+    tries: int = DEFAULT_TRIES,
     limit: int | None = None,
     keep_going: bool = False,
 ) -> Tally:
-    """Do ``job`` to the end of ``source``, or of the first ``limit`` pictures that are not done.
+    """Run ``job`` over ``source``, or over the first ``limit`` pictures that are not settled.
 
-    ``at_once`` requests run in each worker, ``readers`` threads read ahead there, and a failure that may pass
-    is tried ``tries`` times; ``keep_going``: however many fail in a row. Raises ``UsageError`` where Ray is
-    missing, ``ClusterError``, and what concerns all pictures, with what was finished by then in the output;
-    an interrupt too, when the workers are gone.
+    Each worker has ``at_once`` requests in flight and ``readers`` threads, and makes ``tries`` attempts per
+    picture; ``keep_going``: do not stop when many in a row fail. Raises ``UsageError`` if Ray is missing,
+    ``ClusterError``, errors that concern all pictures, and ``KeyboardInterrupt`` once the workers have ended;
+    pictures finished by then are in the output.
     """
-    check_ray(job, wanted)
-    check_numbers(at_once, readers, tries)
+    check_ray(job, spec)
+    check_limits(at_once, readers, tries)
     from vlfit.tasks.batch.ray.cluster import connected
 
-    wanted = for_elsewhere(wanted)
-    duty = Duty(Work.of(job), wanted, at_once, readers, tries, os.getcwd(), __version__, keep_going)
-    ledger = _Ledger(output, progress or Progress(), keep_going)
-    samples = samples_of(item for item in source if not output.is_settled(item.key))
+    spec = portable(spec)
+    config = WorkerConfig(
+        PictureTask.from_job(job), spec, at_once, readers, tries, os.getcwd(), __version__, keep_going
+    )
+    writer = _ResultWriter(output, progress or BatchProgress(), keep_going)
+    samples = take_samples(item for item in source if not output.is_settled(item.key))
     if samples is None:
-        return ledger.progress.tally
-    ledger.progress.note("reaching the cluster")
+        return writer.progress.tally
+    writer.progress.note("connecting to the cluster")
     with connected(options) as cluster:
-        team = cluster.team(_with_cards(options, wanted), wanted.options.device)
-        send = _check_machines(cluster, team, wanted, samples, ledger.progress)
-        ledger.progress.note(_in_words(team))
-        if not cluster.free(team):
-            ledger.progress.note(
-                "others have all of the cluster now: it begins when they end (see `ray status`)"
+        pool = cluster.worker_pool(_with_gpus_per_worker(options, spec), spec.options.device)
+        send = _check_nodes(cluster, pool, spec, samples, writer.progress)
+        writer.progress.note(_pool_message(pool))
+        if not cluster.free_slots(pool):
+            writer.progress.note(
+                "the cluster is busy with other jobs: the batch starts when they end (see `ray status`)"
             )
         try:
-            _go(cluster, team, duty, source, ledger, send, limit)
+            _process(cluster, pool, config, source, writer, send, limit)
         finally:
-            with suppress(VlfitError):  # whoever closes the output is told
+            with suppress(VlfitError):  # closing the output raises it again
                 output.flush()
-    ledger.progress.tick()
-    return ledger.progress.tally
+    writer.progress.tick()
+    return writer.progress.tally
 
 
-def check_ray(job: Job, wanted: Wanted) -> None:
-    """Raises ``UsageError`` for what a cluster cannot do, before it is reached."""
+def check_ray(job: Job, spec: BackendSpec) -> None:
+    """Raises ``UsageError`` for what a cluster cannot do, before connecting to it."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("pyarrow") is None:
         raise UsageError("--ray needs Ray, which is not installed", "pip install 'vlfit[ray]'")
     if "-" in job.sources:
-        raise UsageError(
-            "standard input cannot be listed by another process", "write the list into a file, and name that"
-        )
-    device = wanted.options.device
+        raise UsageError("a cluster cannot read standard input", "write the list to a file and name that")
+    device = spec.options.device
     if device.startswith("cuda:"):
-        raise UsageError(f"--device {device}: Ray says which GPU a worker has", "use --device cuda, or none")
+        raise UsageError(
+            f"--device {device}: Ray assigns GPUs to workers", "use --device cuda, or leave it out"
+        )
 
 
-def _go(
+def _process(
     cluster: "Cluster",
-    team: "Team",
-    duty: Duty,
+    pool: "WorkerPool",
+    config: WorkerConfig,
     source: Source,
-    ledger: "_Ledger",
+    writer: "_ResultWriter",
     send: bool,
     limit: int | None,
 ) -> None:
-    """All of ``source``; then, one by one, what is left of handfuls whose workers kept dying."""
-    from vlfit.tasks.batch.ray.pipeline import Way
+    """Process ``source``; then, item by item, what is missing of chunks whose workers kept dying."""
+    from vlfit.tasks.batch.ray.pipeline import StreamOptions
 
-    size = _handful_size(source, team.size, duty.at_once, limit)
-    ledger.take_all(cluster, team, duty, source, Way(size, CALLS, _RETRIES, _LOST, send), limit)
-    left = ledger.left_of(source)
-    if not left:
+    size = _chunk_items(source, pool.size, config.at_once, limit)
+    writer.process(
+        cluster,
+        pool,
+        config,
+        source,
+        StreamOptions(size, CHUNKS_PER_WORKER, _RETRIES, _MAX_LOST_CHUNKS, send),
+        limit,
+    )
+    missing = writer.missing_items(source)
+    if not missing:
         return
-    ledger.progress.note(f"{len(left)} pictures of workers that died are done again, one by one")
-    # One at a time in each worker, so that the picture which a worker dies of is the one it has.
-    alone = Way(size=1, calls=1, retries=1, lost=-1, send=send)
-    ledger.take_all(cluster, team, duty, Few(left), alone, None)
-    for item in ledger.left_of(Few(left)):
-        error = ClusterError(
-            "a worker died each time it was given this picture", "look at it with vlfit caption, alone"
-        )
-        ledger.settle(Outcome(item, error=error, tries=2))
+    writer.progress.note(f"{len(missing)} pictures of workers that died are repeated one by one")
+    # One at a time per worker, so that a worker dies of the picture it has.
+    alone = StreamOptions(chunk_items=1, calls=1, retries=1, max_lost=-1, send=send)
+    writer.process(cluster, pool, config, KnownItems(missing), alone, None)
+    for item in writer.missing_items(KnownItems(missing)):
+        error = ClusterError("workers died each time on this picture", "try it alone with vlfit caption")
+        writer.write_outcome(Outcome(item, error=error, tries=2))
 
 
-class _Ledger:
-    """What is settled in this run, and written. ``output`` may count what failed as not settled."""
+class _ResultWriter:
+    """Writes results of workers to the output, each key once, and keeps track of what is missing."""
 
-    def __init__(self, output: RayPlace, progress: Progress, keep_going: bool = False) -> None:
+    def __init__(self, output: RayBatchOutput, progress: BatchProgress, keep_going: bool = False) -> None:
         self.output = output
         self._keep_going = keep_going
         self.progress = progress
         self._keys = KeySet()
-        self._streak = Streak()
-        self._all = False  # whether nothing that was listed is missing
+        self._streak = FailureStreak()
+        self._complete = False  # whether all listed items are settled
         self._limit: int | None = None
         self._begun = False
         self._workers: set[str] = set()
-        self._told: set[str] = set()  # what one worker has said of its start, others need not say again
-        self._strangers = 0  # workers of the team that have not been heard of yet
+        self._shown_messages: set[str] = set()  # shown once, though each worker sends them
+        self._unseen_workers = 0  # workers of the pool without a result yet
         self._flushed = time.monotonic()
         progress.tally.began = self._flushed
 
-    def take_all(
-        self, cluster: "Cluster", team: "Team", duty: Duty, source: Source, way: "Way", limit: int | None
+    def process(
+        self,
+        cluster: "Cluster",
+        pool: "WorkerPool",
+        config: WorkerConfig,
+        source: Source,
+        stream_options: "StreamOptions",
+        limit: int | None,
     ) -> None:
-        """Settle what workers do of ``source``. Raises what one of them could not go on for."""
+        """Process ``source`` on the workers. Raises the error that stopped one of them."""
         import ray
 
         from vlfit.tasks.batch.ray.pipeline import Listing, stream
 
         self._limit = limit
-        listing = Listing(source, ray.put(self.output.settled()), way, duty.folder, limit)
-        with closing(stream(cluster, team, duty, listing)) as dones:
-            self.settle_all(dones, team.size)
+        listing = Listing(source, ray.put(self.output.settled()), stream_options, config.folder, limit)
+        with closing(stream(cluster, pool, config, listing)) as results:
+            self.write_results(results, pool.size)
 
-    def settle_all(self, dones: Iterable[Done], size: int) -> None:
-        """Settle what a team of ``size`` workers has done, until nothing more comes."""
-        self._all, before = False, len(self._keys)
-        self._strangers = size
-        end: Listed | None = None
-        for done in dones:
-            self._take(done)
-            end = end or done.end
+    def write_results(self, results: Iterable[ChunkResult], size: int) -> None:
+        """Write the results of a pool of ``size`` workers, until there are no more."""
+        self._complete, before = False, len(self._keys)
+        self._unseen_workers = size
+        end: ListingEnd | None = None
+        for result in results:
+            self._write_result(result)
+            end = end or result.end
         if end is not None:
-            self._all = len(self._keys) - before >= end.count
+            self._complete = len(self._keys) - before >= end.count
             self.progress.tally.skipped += end.skipped
-            self.progress.source_told = True
+            self.progress.source_notes_shown = True
             for note in end.notes:
                 self.progress.note(note)
 
-    def _take(self, done: Done) -> None:
-        if done.problem is not None:
-            self._pass_on(done)
-            raise done.problem
+    def _write_result(self, result: ChunkResult) -> None:
+        if result.error is not None:
+            self._show_messages(result)
+            raise result.error
         if not self._begun:
             self._begun = True
-            self.output.begin(done.model)
-        if done.worker not in self._workers:
-            self._workers.add(done.worker)
-            self._strangers -= 1
-            if self._strangers < 0:  # a team has so many at a time: whoever comes beyond that replaces one
-                self.progress.note("a worker has died; what it had is done again")
-            self.progress.note(f"worker {len(self._workers)} has begun: {done.worker}")
-        self._pass_on(done)
-        for outcome in done.outcomes:
-            self.settle(outcome)
+            self.output.begin(result.model)
+        if result.worker not in self._workers:
+            self._workers.add(result.worker)
+            self._unseen_workers -= 1
+            if self._unseen_workers < 0:  # more workers than the pool has: this one replaces another
+                self.progress.note("a worker died; its pictures are repeated")
+            self.progress.note(f"worker {len(self._workers)} has begun: {result.worker}")
+        self._show_messages(result)
+        for outcome in result.outcomes:
+            self.write_outcome(outcome)
         now = time.monotonic()
         if now - self._flushed >= FLUSH_SECONDS:
             self._flushed = now
             self.output.flush()
         self.progress.tick()
 
-    def _pass_on(self, done: Done) -> None:
-        for words in done.told:
-            if words not in self._told:
-                self._told.add(words)
-                self.progress.note(f"{done.worker}: {words}")
+    def _show_messages(self, result: ChunkResult) -> None:
+        for message in result.messages:
+            if message not in self._shown_messages:
+                self._shown_messages.add(message)
+                self.progress.note(f"{result.worker}: {message}")
 
-    def settle(self, outcome: Outcome) -> None:
-        """Write what became of an item, the first time that it is told."""
+    def write_outcome(self, outcome: Outcome) -> None:
+        """Write an outcome, unless its key was written before."""
         if outcome.item.key in self._keys:
             return
         self._keys.add(outcome.item.key)
         if outcome.record is not None:
             self.output.write(outcome.item, outcome.record)
-            self._streak.success()
+            self._streak.reset()
         elif outcome.error is not None:
             self.output.fail(outcome.item, outcome.error, outcome.tries)
         self.progress.settled(outcome)
-        if outcome.error is None or self._keep_going or is_own_fault(outcome.error):
+        if outcome.error is None or self._keep_going or is_picture_fault(outcome.error):
             return
-        stop = self._streak.stop_for(outcome.error)
+        stop = self._streak.count_failure(outcome.error)
         if stop is not None:
             raise stop from outcome.error
 
-    def left_of(self, source: Source) -> list[Item]:
-        """What was listed and not settled. Goes through ``source`` only if something is missing."""
-        if self._all:
+    def missing_items(self, source: Source) -> list[Item]:
+        """Items that were listed but not settled. Iterates ``source`` only if some are missing."""
+        if self._complete:
             return []
-        wanted = islice(self._of_this_run(source), self._limit)
-        return [item for item in wanted if item.key not in self._keys]
+        listed = islice(self._items_of_this_run(source), self._limit)
+        return [item for item in listed if item.key not in self._keys]
 
-    def _of_this_run(self, source: Source) -> Iterator[Item]:
-        """The items that were not settled when the run began. Counts the others, if the listing could not."""
+    def _items_of_this_run(self, source: Source) -> Iterator[Item]:
+        """The items that were not settled when the run started. Counts the others as skipped."""
         skipped = 0
         for item in source:
             if item.key in self._keys or not self.output.is_settled(item.key):
@@ -264,54 +277,60 @@ class _Ledger:
                 self.progress.tally.skipped = max(self.progress.tally.skipped, skipped)
 
 
-def _with_cards(options: RayOptions, wanted: Wanted) -> RayOptions:
-    """``options`` with as many GPUs for each worker as its vLLM is to spread over."""
-    if wanted.vllm is None:
+def _with_gpus_per_worker(options: RayOptions, spec: BackendSpec) -> RayOptions:
+    """``options`` with as many GPUs per worker as its vLLM uses."""
+    if spec.vllm is None:
         return options
-    cards = (wanted.vllm.tensor_parallel or 1) * (wanted.vllm.data_parallel or 1)
-    return replace(options, gpus_per_worker=max(options.gpus_per_worker, cards))
+    gpus = (spec.vllm.tensor_parallel or 1) * (spec.vllm.data_parallel or 1)
+    return replace(options, gpus_per_worker=max(options.gpus_per_worker, gpus))
 
 
-def _check_machines(
-    cluster: "Cluster", team: "Team", wanted: Wanted, samples: tuple[Sample, ...], progress: Progress
+def _check_nodes(
+    cluster: "Cluster",
+    pool: "WorkerPool",
+    spec: BackendSpec,
+    samples: tuple[Sample, ...],
+    progress: BatchProgress,
 ) -> bool:
-    """Whether pictures have to be sent: a machine lacks them. Raises ``ClusterError`` if one lacks the model,
-    or has another vlfit.
+    """Whether pictures have to be sent, because a node cannot read them.
+
+    Raises ``ClusterError`` if a node lacks the model, or has another version of vlfit.
     """
-    sights = cluster.look(team, wanted, samples)
-    for sight in sights:
-        if sight.version != __version__:
-            raise other_version(sight.node, sight.version, __version__)
-        if sight.lacking is not None:
-            raise sight.lacking
-    without = next((sight for sight in sights if sight.unread is not None), None)
-    if without is not None:
+    nodes = cluster.inspect_nodes(pool, spec, samples)
+    for node in nodes:
+        if node.version != __version__:
+            raise version_error(node.node, node.version, __version__)
+        if node.model_error is not None:
+            raise node.model_error
+    unreadable = next((node for node in nodes if node.missing_picture is not None), None)
+    if unreadable is not None:
         progress.note(
-            f"pictures are read here and sent to the workers: {without.node} cannot read {without.unread}, or"
-            " has another file of that name (a folder that all machines see is faster)"
+            f"pictures are read here and sent to the workers (a shared folder would be faster): "
+            f"{unreadable.node} cannot read {unreadable.missing_picture}, or has another file of that name"
         )
-    return without is not None
+    return unreadable is not None
 
 
-def _handful_size(source: Iterable[Item], workers: int, at_once: int | None, limit: int | None) -> int:
-    """Items that travel together: as many as keep a worker busy, and few enough that all workers get some.
-    ``source`` is looked at no further than that takes: to count a hundred million is hours.
+def _chunk_items(source: Iterable[Item], workers: int, at_once: int | None, limit: int | None) -> int:
+    """Items per chunk: enough to keep a worker busy, few enough that all workers get some.
+
+    Counts no further than needed, as counting a hundred million items takes hours.
     """
-    most = max(HANDFUL, at_once or 0)
-    shares = workers * CALLS * 2
-    enough = most * shares if limit is None else min(limit, most * shares)
-    return max(1, min(most, sum(1 for _ in islice(source, enough)) // shares))
+    max_items = max(CHUNK_ITEMS, at_once or 0)
+    num_chunks = workers * CHUNKS_PER_WORKER * 2
+    enough = max_items * num_chunks if limit is None else min(limit, max_items * num_chunks)
+    return max(1, min(max_items, sum(1 for _ in islice(source, enough)) // num_chunks))
 
 
-def _in_words(team: "Team") -> str:
+def _pool_message(pool: "WorkerPool") -> str:
     what = (
-        f"{team.gpus} GPU{'s' if team.gpus > 1 else ''}"
-        if team.gpus
-        else f"{team.cpus} core{'s' if team.cpus > 1 else ''}"
+        f"{pool.gpus} GPU{'s' if pool.gpus > 1 else ''}"
+        if pool.gpus
+        else f"{pool.cpus} core{'s' if pool.cpus > 1 else ''}"
     )
-    machines = f"{len(team.nodes)} machine{'s' if len(team.nodes) > 1 else ''}"
-    words = f"starting {team.size} worker{'s' if team.size > 1 else ''} on {machines}, each with {what}"
-    waiting = team.size - team.room
+    machines = f"{len(pool.nodes)} machine{'s' if len(pool.nodes) > 1 else ''}"
+    message = f"starting {pool.size} worker{'s' if pool.size > 1 else ''} on {machines}, each with {what}"
+    waiting = pool.size - pool.capacity
     if waiting > 0:
-        words += f"; {waiting} of them wait until there is room in the cluster"
-    return words + "; pictures come once they have loaded the model"
+        message += f"; {waiting} of them wait for free resources"
+    return message + "; results follow once they have loaded the model"

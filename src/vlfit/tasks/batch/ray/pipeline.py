@@ -1,8 +1,7 @@
-"""The batch as Ray Data runs it: one task lists, as far ahead as there is room; actors do; what is done
-streams back to the process that writes.
+"""The Ray Data pipeline of a batch: one task lists items, actors process them, results stream back.
 
-Knows Ray Data. A row of its datasets is a handful of items, because that is what should be lost, and done
-again, when a worker dies. Does not know what a handful holds.
+A row of the dataset is a chunk of items, which is what is lost and repeated when a worker dies. Errors come
+back as results: an exception that ends an actor would only reach Ray's log.
 """
 
 import os
@@ -24,187 +23,195 @@ from ray.data.block import BlockMetadata
 from ray.util.annotations import RayDeprecationWarning
 
 from vlfit._version import __version__
-from vlfit.backends.opening import Wanted
+from vlfit.backends.opening import BackendSpec
 from vlfit.errors import ClusterError, EngineLost, VlfitError
-from vlfit.tasks.batch.executor import Crew, Outcome
+from vlfit.tasks.batch.executor import BatchExecutor, Outcome
 from vlfit.tasks.batch.items import Item, Source
-from vlfit.tasks.batch.ray.chunks import Done, Duty, Handful, Unsettled, handfuls, packed, unpacked
-from vlfit.tasks.batch.ray.cluster import Cluster, Team, missing_model, other_version
+from vlfit.tasks.batch.ray.chunks import (
+    ChunkResult,
+    ItemChunk,
+    UnsettledItems,
+    WorkerConfig,
+    chunked,
+    from_bytes,
+    to_bytes,
+)
+from vlfit.tasks.batch.ray.cluster import Cluster, WorkerPool, missing_model, version_error
 
 if TYPE_CHECKING:
-    from vlfit.backends.base import LocalBackend
+    from vlfit.backends.base import Backend
 
 
-# An actor of the cluster: a backend of its own, and a crew that keeps it busy with handfuls of items.
-#
-# Knows what a handful is and how its items become records. Does not know who lists, who writes, or how many
-# other workers there are. What goes wrong for good comes back in words: an exception that ends an actor
-# would reach nobody but Ray.
+class RayWorker:
+    """Body of a Ray actor: a backend and its executor.
 
-
-class Worker:
-    """What Ray makes one of for each actor. Called with handfuls, by two threads at a time: so the engine has
-    the next one's pictures before the last answer of this one has come.
+    Two threads call it with a chunk each, so the engine has pictures of the next chunk before the last answer
+    of this one.
     """
 
-    def __init__(self, duty: Duty) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self._name = f"{socket.gethostname()}:{os.getpid()}"
-        self._problem: VlfitError | None = None
-        self._backend: LocalBackend | None = None
-        self._crew: Crew | None = None
-        self._said: deque[str] = deque()
-        go_to(duty.folder)
+        self._error: VlfitError | None = None
+        self._backend: Backend | None = None
+        self._executor: BatchExecutor | None = None
+        self._messages: deque[str] = deque()
+        enter_folder(config.folder)
         try:
-            self._open(duty)
+            self._open(config)
         except VlfitError as error:
-            self._problem = located(error)
+            self._error = located(error)
 
-    def _open(self, duty: Duty) -> None:
+    def _open(self, config: WorkerConfig) -> None:
         from vlfit.tasks.batch.runner import open_for_batch
 
-        if duty.version != __version__:
-            raise other_version(platform.node(), __version__, duty.version)
-        lacking = missing_model(duty.wanted)
-        if lacking is not None:
-            raise lacking
-        self._backend, pace = open_for_batch(
-            self._heard(duty.wanted),
-            duty.at_once,
-            readers=duty.readers,
-            tries=duty.tries,
-            alike=bool(duty.work.wish.system),
+        if config.version != __version__:
+            raise version_error(platform.node(), __version__, config.version)
+        model_error = missing_model(config.backend)
+        if model_error is not None:
+            raise model_error
+        self._backend, options = open_for_batch(
+            self._with_messages(config.backend),
+            config.at_once,
+            readers=config.readers,
+            tries=config.tries,
+            shared_prefix=bool(config.task.wish.system),
         )
-        self._crew = Crew(duty.work, self._backend, replace(pace, keep_going=duty.keep_going))
+        self._executor = BatchExecutor(
+            config.task, self._backend, replace(options, keep_going=config.keep_going)
+        )
 
-    def _heard(self, wanted: Wanted) -> Wanted:
-        """``wanted``, and what vLLM's start says is kept for whoever started the batch."""
-        if wanted.kind != "vllm":
-            return wanted
+    def _with_messages(self, spec: BackendSpec) -> BackendSpec:
+        """``spec`` with vLLM's start-up messages collected for the driver."""
+        if spec.kind != "vllm":
+            return spec
         from vlfit.backends.vllm.serve_command import VllmOptions
 
-        return replace(wanted, vllm=replace(wanted.vllm or VllmOptions(), tell=self._said.append))
+        return replace(spec, vllm=replace(spec.vllm or VllmOptions(), tell=self._messages.append))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[bytes]]:
-        """A batch of Ray's in and out: a column of packed handfuls, a column of what became of each."""
-        return {"done": [packed(self.do(unpacked(cell))) for cell in batch["handful"]]}
+        """Called by Ray: a column of pickled chunks in, a column of pickled results out."""
+        return {"result": [to_bytes(self.process(from_bytes(cell))) for cell in batch["chunk"]]}
 
-    def do(self, handful: Handful) -> Done:
-        """Settle every item of ``handful``."""
-        if handful.problem is not None or self._problem is not None:
-            return Done(self._name, problem=handful.problem or self._problem, told=self._to_tell())
-        assert self._crew is not None
+    def process(self, chunk: ItemChunk) -> ChunkResult:
+        """Process every item of ``chunk``."""
+        if chunk.error is not None or self._error is not None:
+            return ChunkResult(self._name, error=chunk.error or self._error, messages=self._take_messages())
+        assert self._executor is not None
         assert self._backend is not None
-        originals = {item.key: item for item in handful.items}
+        originals = {item.key: item for item in chunk.items}
         try:
-            outcomes = tuple(_light(outcome, originals) for outcome in self._crew.outcomes(handful.to_read()))
+            outcomes = tuple(
+                _portable_outcome(outcome, originals)
+                for outcome in self._executor.outcomes(chunk.readable_items())
+            )
         except EngineLost as error:
-            end_of_process(error)
+            exit_process(error)
         except VlfitError as error:
-            return Done(self._name, problem=located(error), told=self._to_tell())
-        return Done(self._name, self._backend.model, outcomes, handful.end, told=self._to_tell())
+            return ChunkResult(self._name, error=located(error), messages=self._take_messages())
+        return ChunkResult(
+            self._name, self._backend.model, outcomes, chunk.end, messages=self._take_messages()
+        )
 
-    def _to_tell(self) -> tuple[str, ...]:
-        """What was said since somebody asked; another thread may ask too."""
-        told: list[str] = []
+    def _take_messages(self) -> tuple[str, ...]:
+        """Take the messages collected so far. Thread-safe."""
+        messages: list[str] = []
         with suppress(IndexError):
             while True:
-                told.append(self._said.popleft())
-        return tuple(told)
+                messages.append(self._messages.popleft())
+        return tuple(messages)
 
     def __del__(self) -> None:
-        # Ray drops a worker when there is no more to do, and its process ends soon after.
+        # Ray deletes the worker when there is no more work, and ends its process soon after.
         backend = getattr(self, "_backend", None)
         if backend is not None:
             with suppress(Exception):
                 backend.close()
 
 
-def _light(outcome: Outcome, originals: dict[str, Item]) -> Outcome:
-    """``outcome`` as it travels back: without the picture's bytes, and with an error that pickles."""
+def _portable_outcome(outcome: Outcome, originals: dict[str, Item]) -> Outcome:
+    """``outcome`` for sending back: without the picture's bytes, and with an error that pickles."""
     error = outcome.error
     if error is not None and not isinstance(error, VlfitError):
         error = VlfitError(f"{type(error).__name__}: {error}")
     return replace(outcome, item=originals[outcome.item.key], error=error)
 
 
-def go_to(folder: str) -> None:
-    """Stand where the batch was started, if there is such a folder: relative names mean the same then."""
+def enter_folder(folder: str) -> None:
+    """Change to the driver's working directory, if it exists here, so that relative names mean the same."""
     with suppress(OSError):
         os.chdir(folder)
 
 
-def end_of_process(error: EngineLost) -> NoReturn:
-    """The model is gone, and this process has no other: it ends as if it had been killed, so that Ray starts
-    another in its place and gives that the handful. Its log says why.
-    """
+def exit_process(error: EngineLost) -> NoReturn:
+    """End the process, whose model is lost, so that Ray starts another for the chunk. Its log says why."""
     sys.stderr.write(f"{error.message}\n{error.hint}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
 def located(error: VlfitError) -> VlfitError:
-    """``error`` with the machine that it happened on."""
+    """``error`` with the name of this machine in its message."""
     error.message = f"on {platform.node()}: {error.message}"
     return error
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a dataset is gone through. ``size``: items of a handful. ``calls``: handfuls that a worker has at a
-    time. ``retries``: how often one is done again after its worker died. ``lost``: how many may stay undone
-    before the run is given up. ``send``: pictures go along.
+class StreamOptions:
+    """How chunks are streamed: ``chunk_items`` per chunk, ``calls`` chunks at a time per worker.
+
+    ``retries``: repetitions of a chunk whose worker died; ``max_lost``: chunks that may stay unprocessed
+    before the run fails; -1: any number. ``send``: send the pictures along.
     """
 
-    size: int
+    chunk_items: int
     calls: int
     retries: int
-    lost: int
+    max_lost: int
     send: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Goes through ``source`` on a machine of the cluster. ``settled`` refers to the sorted hashes of keys
-    that there is nothing to do for; ``limit``: how many others there are at most.
+    """Lists ``source`` in a Ray task.
+
+    ``settled``: sorted hashes of the keys to skip; ``limit``: at most so many items.
     """
 
     source: Source
     settled: "ray.ObjectRef[Any]"
-    way: Way
+    options: StreamOptions
     folder: str
     limit: int | None = None
 
     def blocks(self) -> Iterator[pyarrow.Table]:
-        """Rows, one at a time: Ray asks for the next one when there is room for it. An error is a row too, or
-        Ray would only write it into its log.
-        """
-        go_to(self.folder)
+        """Rows, one at a time, as Ray has room. An error is a row too, else Ray would only log it."""
+        enter_folder(self.folder)
         try:
-            last = yield from self._handfuls()
+            last = yield from self._chunks()
         except VlfitError as error:
-            last = Handful(problem=error)
+            last = ItemChunk(error=error)
         except Exception as error:
-            last = Handful(
-                problem=ClusterError(f"the pictures cannot be listed: {type(error).__name__}: {error}")
+            last = ItemChunk(
+                error=ClusterError(f"the pictures cannot be listed: {type(error).__name__}: {error}")
             )
         yield _row(last)
 
-    def _handfuls(self) -> Generator[pyarrow.Table, None, Handful]:
-        """All but the last, which is given back: it says what the source has to say at the end."""
-        waiting: Handful | None = None
-        items = Unsettled(self.source, ray.get(self.settled))
-        for handful in handfuls(islice(items, self.limit), self.way.size, send=self.way.send):
-            if waiting is not None:
-                yield _row(waiting)
-            waiting = handful
-        assert waiting is not None
-        assert waiting.end is not None
-        end = replace(waiting.end, notes=tuple(self.source.notes()), skipped=items.skipped)
-        return replace(waiting, end=end)
+    def _chunks(self) -> Generator[pyarrow.Table, None, ItemChunk]:
+        """All chunks but the last, which is returned with the end of the listing."""
+        previous: ItemChunk | None = None
+        items = UnsettledItems(self.source, ray.get(self.settled))
+        for chunk in chunked(islice(items, self.limit), self.options.chunk_items, send=self.options.send):
+            if previous is not None:
+                yield _row(previous)
+            previous = chunk
+        assert previous is not None
+        assert previous.end is not None
+        end = replace(previous.end, notes=tuple(self.source.notes()), skipped=items.skipped)
+        return replace(previous, end=end)
 
 
 class _Datasource(Datasource):
-    """One read task, which goes through a listing."""
+    """A data source with one read task: the listing."""
 
     def __init__(self, listing: Listing) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,67 +225,68 @@ class _Datasource(Datasource):
         return [ReadTask(self._listing.blocks, nothing_known)]
 
 
-def stream(cluster: Cluster, team: Team, duty: Duty, listing: Listing) -> Generator[Done, None, None]:
-    """What the workers of ``team`` have done with what ``listing`` gives, as it comes. Handfuls whose workers
-    died too often are missing. Raises ``ClusterError`` when too many are.
+def stream(
+    cluster: Cluster, pool: WorkerPool, config: WorkerConfig, listing: Listing
+) -> Generator[ChunkResult, None, None]:
+    """Results of the workers for all chunks of ``listing``, as they arrive. Closing it ends the workers.
 
-    To be closed: the workers end with it.
+    Chunks whose workers died too often are missing. Raises ``ClusterError`` if there are too many of them.
     """
-    with _settings(listing.way):
-        rows = iter(_dataset(cluster.home, team, duty, listing).iter_rows())
+    with _settings(listing.options):
+        rows = iter(_dataset(cluster.home, pool, config, listing).iter_rows())
         try:
             for row in rows:
-                yield unpacked(row["done"])
+                yield from_bytes(row["result"])
         except ray.exceptions.RayError as error:
-            raise _died(error, cluster) from error
+            raise _workers_died(error, cluster) from error
 
 
-def _dataset(home: str, team: Team, duty: Duty, listing: Listing) -> ray.data.Dataset:
-    way = listing.way
+def _dataset(home: str, pool: WorkerPool, config: WorkerConfig, listing: Listing) -> ray.data.Dataset:
+    options = listing.options
     listed = ray.data.read_datasource(
         _Datasource(listing),
         override_num_blocks=1,
         num_cpus=0,
-        label_selector={"ray.io/node-id": home},  # where the source's names mean what was typed
+        label_selector={"ray.io/node-id": home},  # where the names were typed
     )
     with warnings.catch_warnings():
-        # max_task_retries has no place of its own among map_batches' names, and the place for others is to
-        # go in Ray 2.64. Without it a picture that kills workers would kill them for ever.
+        # map_batches has no parameter max_task_retries, and passing it through is deprecated until Ray 2.64.
+        # Without it a picture that kills workers would do so for ever.
         warnings.simplefilter("ignore", RayDeprecationWarning)
         dataset: ray.data.Dataset = listed.map_batches(
-            Worker,
-            fn_constructor_args=(duty,),
+            RayWorker,
+            fn_constructor_args=(config,),
             batch_size=1,
             batch_format="numpy",
             compute=ActorPoolStrategy(
-                size=team.size,
-                max_tasks_in_flight_per_actor=way.calls + 1,  # one waits there, so that nobody waits for it
-                max_concurrent_calls_per_actor=way.calls,
-                enable_true_multi_threading=way.calls > 1,
+                size=pool.size,
+                max_tasks_in_flight_per_actor=options.calls + 1,  # one more is queued there
+                max_concurrent_calls_per_actor=options.calls,
+                enable_true_multi_threading=options.calls > 1,
             ),
-            max_task_retries=way.retries,
-            **_resources(team),
+            max_task_retries=options.retries,
+            **_resources(pool),
         )
     return dataset
 
 
-def _resources(team: Team) -> dict[str, int]:
-    """Of an actor. Ray gives it only the GPUs that are its own to see, and as many threads as it has CPUs."""
-    return {"num_gpus": team.gpus} if team.gpus else {"num_cpus": team.cpus}
+def _resources(pool: WorkerPool) -> dict[str, int]:
+    """Resources of an actor. Ray shows it only its own GPUs, and gives it as many threads as CPUs."""
+    return {"num_gpus": pool.gpus} if pool.gpus else {"num_cpus": pool.cpus}
 
 
 @contextmanager
-def _settings(way: Way) -> Iterator[None]:
-    """Ray Data's settings of this process, for as long as a dataset of ours is run."""
+def _settings(options: StreamOptions) -> Iterator[None]:
+    """Set Ray Data's context of this process for the duration of the block."""
     context = DataContext.get_current()
-    ours = {
-        "target_max_block_size": 1,  # a block for each row, so that a task has one handful
-        "max_errored_blocks": way.lost,
+    settings = {
+        "target_max_block_size": 1,  # one row per block, so that a task gets one chunk
+        "max_errored_blocks": options.max_lost,
         "enable_progress_bars": False,
         "print_on_execution_start": False,
     }
-    before = {name: getattr(context, name) for name in ours}
-    for name, value in ours.items():
+    before = {name: getattr(context, name) for name in settings}
+    for name, value in settings.items():
         setattr(context, name, value)
     try:
         yield
@@ -287,16 +295,16 @@ def _settings(way: Way) -> Iterator[None]:
             setattr(context, name, value)
 
 
-def _row(handful: Handful) -> pyarrow.Table:
-    return pyarrow.table({"handful": pyarrow.array([packed(handful)], pyarrow.large_binary())})
+def _row(chunk: ItemChunk) -> pyarrow.Table:
+    return pyarrow.table({"chunk": pyarrow.array([to_bytes(chunk)], pyarrow.large_binary())})
 
 
-def _died(error: Exception, cluster: Cluster) -> ClusterError:
-    heard = cluster.overheard.last_words()
+def _workers_died(error: Exception, cluster: Cluster) -> ClusterError:
+    last_exit = cluster.stdout.last_worker_exit()
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    why = heard or (lines[-1][:300] if lines else type(error).__name__)
+    why = last_exit or (lines[-1][:300] if lines else type(error).__name__)
     return ClusterError(
-        f"workers end again and again: {why}",
-        "what is done is in the output; Ray's logs are in /tmp/ray/session_latest/logs on each machine."
+        f"workers keep dying: {why}",
+        "finished pictures are in the output; Ray's logs are in /tmp/ray/session_latest/logs on each machine."
         " Out of memory is the usual cause: try --concurrency 1, or fewer --workers",
     )

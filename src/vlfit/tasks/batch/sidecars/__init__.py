@@ -1,9 +1,4 @@
-"""What was said of a picture, beside it or in it, for programs that look there: ``.txt``, XMP, EXIF.
-
-Knows the kinds by name. The order of reading: ``writer.py`` decides whether anything is written,
-``writer.py``, ``xmp.py`` and ``exif.py`` what, ``writer.py`` how a file changes at once or not at all.
-EXIF is written by ``exiftool``, which ``tasks/batch/sidecars/exif.py`` runs.
-"""
+"""Sidecars: a picture's text beside it or in it, for other programs: ``.txt``, XMP, EXIF."""
 
 from vlfit.errors import UsageError
 from vlfit.tasks.batch.items import Sidecar
@@ -14,9 +9,9 @@ KINDS = ("txt", "xmp", "xmp-stem", "exif")
 def sidecar(kind: str, *, overwrite: bool = False, backup: bool = False, keep_times: bool = False) -> Sidecar:
     """``txt``: ``photo.txt``; ``xmp``: ``photo.jpg.xmp``; ``xmp-stem``: ``photo.xmp``; ``exif``: in the file.
 
-    ``overwrite``: other words that are there are replaced, which by itself they are not. For ``exif``:
-    ``backup`` leaves the picture as it was in ``photo.jpg_original``, ``keep_times`` its time. Raises
-    ``UsageError`` for another kind, and for ``exif`` where exiftool is not installed.
+    ``overwrite``: replace existing text (default: keep it). For ``exif``: ``backup`` keeps the original
+    picture as ``photo.jpg_original``, ``keep_times`` the file's modification time. Raises ``UsageError`` for
+    an unknown kind, and for ``exif`` if exiftool is not installed.
     """
     if kind == "txt":
         from vlfit.tasks.batch.sidecars.writer import TextSidecar
@@ -30,4 +25,4 @@ def sidecar(kind: str, *, overwrite: bool = False, backup: bool = False, keep_ti
         from vlfit.tasks.batch.sidecars.exif import ExifSidecar
 
         return ExifSidecar(overwrite, backup=backup, keep_times=keep_times)
-    raise UsageError(f"there is no sidecar {kind!r}", f"Write one of: {', '.join(KINDS)}.")
+    raise UsageError(f"unknown kind of sidecar {kind!r}", f"Use one of: {', '.join(KINDS)}.")

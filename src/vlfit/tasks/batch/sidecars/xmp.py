@@ -1,6 +1,9 @@
-"""``photo.jpg.xmp`` beside ``photo.jpg``, as darktable and digiKam read it: the description, nothing else.
+"""XMP sidecars (``photo.jpg.xmp``), as darktable and digiKam read them: sets the description, nothing else.
 
-What other programs wrote there stays, byte for byte. Does not know XML (``tasks/batch/sidecars/xmp.py``).
+The description is replaced by its byte offsets, found with expat, so that everything else stays byte for
+byte: XML libraries would change prefixes, comments and white space, and programs keep their settings there.
+Entity declarations are refused ("billion laughs"). XMP is ISO 16684-1: ``dc:description`` is an Alt array of
+texts, one per language, ``x-default`` first.
 """
 
 import re
@@ -12,25 +15,22 @@ from xml.sax.saxutils import escape
 
 from vlfit.errors import CannotWrite
 from vlfit.tasks.batch.items import shown_name
-from vlfit.tasks.batch.sidecars.writer import Writer, check_alone, read_original, replace_file, write_new
+from vlfit.tasks.batch.sidecars.writer import (
+    SidecarWriter,
+    check_no_twin,
+    read_original,
+    replace_file,
+    write_new,
+)
 from vlfit.units import MIB
-
-# The description in an XMP packet, read and replaced by its place in the bytes: all others stay as they
-# are.
-#
-# No library: those that write XML again change what they do not know (prefixes, comments, spaces), and
-# programs have their settings there. expat, of Python's own library, says where things are; what declares
-# entities, which is how a short file becomes a long one, is refused. XMP is ISO 16684-1: ``dc:description``
-# is an Alt array of texts, each with its language, ``x-default`` first.
-
 
 _RDF = "http://www.w3.org/1999/02/22-rdf-syntax-ns#"
 _DC = "http://purl.org/dc/elements/1.1/"
 _XML = "http://www.w3.org/XML/1998/namespace"
 _TAG = re.compile(rb"""<([^\s<>/"']+)(?:[^<>"']|"[^"]*"|'[^']*')*>""")
-_DEPTH = 200
-_LONGEST = 2**20
-_NEW = """\
+_MAX_DEPTH = 200
+_MAX_TEXT = 2**20
+_NEW_PACKET = """\
 <?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
 <x:xmpmeta xmlns:x="adobe:ns:meta/">
  <rdf:RDF xmlns:rdf="{rdf}">
@@ -43,48 +43,48 @@ _NEW = """\
 """
 
 
-class BadPacket(Exception):
-    """What is wrong with a sidecar, and what to do."""
+class InvalidXmp(Exception):
+    """An XMP file that cannot be changed: the reason, and a hint."""
 
     def __init__(self, message: str, hint: str = "Look at it with: exiftool -validate") -> None:
         super().__init__(message)
         self.hint = hint
 
 
-def new_packet(words: str) -> bytes:
-    """A packet that says ``words`` and nothing else."""
-    return _NEW.format(rdf=_RDF, description=_description(words)).encode()
+def new_packet(text: str) -> bytes:
+    """A packet with only the description ``text``."""
+    return _NEW_PACKET.format(rdf=_RDF, description=_description(text)).encode()
 
 
 @dataclass(slots=True, eq=False)
 class _Element:
-    """Where an element is: from ``start``, its own tag up to ``inside``, up to ``end`` (of its last tag)."""
+    """Byte offsets of an element: start tag from ``start`` to ``inside``, end tag up to ``end``."""
 
     name: str
     start: int
     inside: int
     tag: bytes
-    outside: int = 0  # where its last tag begins; the same as ``inside`` where it has none
+    outside: int = 0  # start of the end tag; ``inside`` for an empty-element tag
     end: int = 0
     language: str = ""
     text: str = ""
 
 
 @dataclass(slots=True)
-class Packet:
-    """``description`` is what the packet says now: in no particular language, else in the first one."""
+class XmpPacket:
+    """A parsed packet. ``description``: its text for ``x-default``, else in the first language."""
 
     data: bytes
     rdf: _Element | None = None
-    about: _Element | None = None
-    described: _Element | None = None
-    choice: _Element | None = None
+    rdf_description: _Element | None = None
+    description_element: _Element | None = None
+    alternatives: _Element | None = None
     texts: list[_Element] = field(default_factory=list)
     _open: list[_Element] = field(default_factory=list)
 
     @classmethod
     def read(cls, data: bytes) -> Self:
-        """Raises ``BadPacket`` for what is no XMP, or is made to do harm."""
+        """Parse a packet. Raises ``InvalidXmp`` if it is not XMP, or malicious."""
         if data.startswith((b"\xff\xfe", b"\xfe\xff")):
             _check_encoding("", "UTF-16", -1)
         packet = cls(data)
@@ -92,134 +92,141 @@ class Packet:
         parser.buffer_text = True
         parser.StartDoctypeDeclHandler = _refuse_entities
         parser.XmlDeclHandler = _check_encoding
-        parser.StartElementHandler = lambda name, given: packet._starts(name, given, parser.CurrentByteIndex)
-        parser.EndElementHandler = lambda name: packet._ends(parser.CurrentByteIndex)
-        parser.CharacterDataHandler = packet._says
+        parser.StartElementHandler = lambda name, given: packet._start_element(
+            name, given, parser.CurrentByteIndex
+        )
+        parser.EndElementHandler = lambda name: packet._end_element(parser.CurrentByteIndex)
+        parser.CharacterDataHandler = packet._character_data
         try:
             parser.Parse(data, True)
         except expat.ExpatError as error:
-            raise BadPacket(f"it is no XML that can be read ({error})") from None
+            raise InvalidXmp(f"it is not valid XML ({error})") from None
         if packet.rdf is None:
-            raise BadPacket("it is XML, but no XMP")
+            raise InvalidXmp("it is XML, but not XMP")
         return packet
 
     @property
     def description(self) -> str:
         default = [text for text in self.texts if text.language == "x-default"] or self.texts
-        return default[0].text.strip() if default else (self.described.text.strip() if self.described else "")
+        if default:
+            return default[0].text.strip()
+        return self.description_element.text.strip() if self.description_element else ""
 
-    def with_description(self, words: str) -> bytes:
-        """The packet with ``words`` in no particular language; other languages keep theirs.
+    def with_description(self, text: str) -> bytes:
+        """The packet with the ``x-default`` description replaced; other languages are kept.
 
-        Raises ``BadPacket`` if what comes out would not say it, which would be our mistake.
+        Raises ``InvalidXmp`` if the result does not read back as ``text`` (a bug).
         """
-        changed = self._changed(words)
-        if type(self).read(changed).description != words.strip():
-            raise BadPacket("the description in it cannot be replaced")
+        changed = self._replaced(text)
+        if type(self).read(changed).description != text.strip():
+            raise InvalidXmp("its description cannot be replaced")
         return changed
 
-    def _changed(self, words: str) -> bytes:
-        default = next((text for text in self.texts if text.language == "x-default"), None)
+    def _replaced(self, text: str) -> bytes:
+        default = next((each for each in self.texts if each.language == "x-default"), None)
         if default is not None:
-            return self._filled(default, escape(words))
-        if self.choice is not None and self.choice.end > self.choice.inside:
-            place = self.choice.inside
-            return self.data[:place] + _text(words).encode() + self.data[place:]
-        if self.described is not None:
-            found = self.described
-            return self.data[: found.start] + _description(words).encode() + self.data[found.end :]
-        if self.about is not None:
-            return self._filled(self.about, _description(words), keep=True)
+            return self._with_content(default, escape(text))
+        if self.alternatives is not None and self.alternatives.end > self.alternatives.inside:
+            offset = self.alternatives.inside
+            return self.data[:offset] + _text(text).encode() + self.data[offset:]
+        if self.description_element is not None:
+            element = self.description_element
+            return self.data[: element.start] + _description(text).encode() + self.data[element.end :]
+        if self.rdf_description is not None:
+            return self._with_content(self.rdf_description, _description(text), keep=True)
         assert self.rdf is not None
-        inner = f'<rdf:Description xmlns:rdf="{_RDF}" rdf:about="">{_description(words)}</rdf:Description>'
-        return self._filled(self.rdf, inner, keep=True)
+        inner = f'<rdf:Description xmlns:rdf="{_RDF}" rdf:about="">{_description(text)}</rdf:Description>'
+        return self._with_content(self.rdf, inner, keep=True)
 
-    def _filled(self, element: _Element, inner: str, *, keep: bool = False) -> bytes:
-        """``inner`` in place of what ``element`` holds, or (``keep``) behind it."""
+    def _with_content(self, element: _Element, inner: str, *, keep: bool = False) -> bytes:
+        """The packet with ``inner`` as the content of ``element``; ``keep``: after its present content."""
         tag = self.data[element.start : element.inside]
-        held = self.data[element.inside : element.outside] if keep else b""
-        last = self.data[element.outside : element.end]
+        content = self.data[element.inside : element.outside] if keep else b""
+        end_tag = self.data[element.outside : element.end]
         if tag.endswith(b"/>"):
-            tag, last = tag[:-2] + b">", b"</" + element.tag + b">"
-        return self.data[: element.start] + tag + held + inner.encode() + last + self.data[element.end :]
+            tag, end_tag = tag[:-2] + b">", b"</" + element.tag + b">"
+        parts = (self.data[: element.start], tag, content, inner.encode(), end_tag, self.data[element.end :])
+        return b"".join(parts)
 
-    def _starts(self, name: str, given: dict[str, str], start: int) -> None:
-        found = _TAG.match(self.data, start)
-        if found is None or len(self._open) >= _DEPTH:
-            raise BadPacket("it is nested, or written, as no program writes XMP")
-        element = _Element(name, start, found.end(), found[1], language=given.get(f"{_XML} lang", ""))
-        place = [outer.name for outer in self._open]
+    def _start_element(self, name: str, attributes: dict[str, str], start: int) -> None:
+        tag = _TAG.match(self.data, start)
+        if tag is None or len(self._open) >= _MAX_DEPTH:
+            raise InvalidXmp("its nesting or tags are not those of any program that writes XMP")
+        element = _Element(name, start, tag.end(), tag[1], language=attributes.get(f"{_XML} lang", ""))
+        ancestors = [outer.name for outer in self._open]
         self._open.append(element)
         if name == f"{_RDF} RDF" and self.rdf is None:
             self.rdf = element
-        elif name == f"{_RDF} Description" and place[-1:] == [f"{_RDF} RDF"]:
-            if f"{_DC} description" in given:
-                raise BadPacket("it has its description as an attribute, which XMP does not allow")
-            self.about = self.about or element
-        elif name == f"{_DC} description" and place[-2:] == [f"{_RDF} RDF", f"{_RDF} Description"]:
-            if self.described is not None:
-                raise BadPacket("it has two descriptions")
-            self.described = element
-        elif self.described is not None:
-            if name == f"{_RDF} Alt" and len(self._open) >= 2 and self._open[-2] is self.described:
-                self.choice = element
-            elif name == f"{_RDF} li" and self.choice is not None and self._open[-2] is self.choice:
+        elif name == f"{_RDF} Description" and ancestors[-1:] == [f"{_RDF} RDF"]:
+            if f"{_DC} description" in attributes:
+                raise InvalidXmp("its description is an attribute, which XMP does not allow")
+            self.rdf_description = self.rdf_description or element
+        elif name == f"{_DC} description" and ancestors[-2:] == [f"{_RDF} RDF", f"{_RDF} Description"]:
+            if self.description_element is not None:
+                raise InvalidXmp("it has two descriptions")
+            self.description_element = element
+        elif self.description_element is not None:
+            if name == f"{_RDF} Alt" and len(self._open) >= 2 and self._open[-2] is self.description_element:
+                self.alternatives = element
+            elif (
+                name == f"{_RDF} li" and self.alternatives is not None and self._open[-2] is self.alternatives
+            ):
                 self.texts.append(element)
 
-    def _ends(self, index: int) -> None:
+    def _end_element(self, index: int) -> None:
         element = self._open.pop()
         if self.data[element.inside - 2 : element.inside] == b"/>":
             element.outside = element.end = element.inside
         else:
             element.outside, element.end = index, self.data.index(b">", index) + 1
 
-    def _says(self, text: str) -> None:
-        if self._open and len(self._open[-1].text) < _LONGEST:
+    def _character_data(self, text: str) -> None:
+        if self._open and len(self._open[-1].text) < _MAX_TEXT:
             self._open[-1].text += text
 
 
 def _refuse_entities(*_: object) -> None:
-    raise BadPacket("it declares entities (DOCTYPE), which XMP has no use for and which can do harm")
+    raise InvalidXmp("it declares entities (DOCTYPE), which XMP does not need and which can be malicious")
 
 
 def _check_encoding(_version: str, encoding: str | None, _standalone: int) -> None:
     if encoding is not None and encoding.lower() not in ("utf-8", "us-ascii", "ascii"):
-        raise BadPacket(f"it is written in {encoding}", "Let the program that wrote it write it in UTF-8.")
+        raise InvalidXmp(f"its encoding is {encoding}", "Save it as UTF-8 in the program that wrote it.")
 
 
-def _description(words: str) -> str:
+def _description(text: str) -> str:
     return (
-        f'<dc:description xmlns:dc="{_DC}"><rdf:Alt xmlns:rdf="{_RDF}">{_text(words)}</rdf:Alt>'
+        f'<dc:description xmlns:dc="{_DC}"><rdf:Alt xmlns:rdf="{_RDF}">{_text(text)}</rdf:Alt>'
         "</dc:description>"
     )
 
 
-def _text(words: str) -> str:
-    return f'<rdf:li xmlns:rdf="{_RDF}" xml:lang="x-default">{escape(words)}</rdf:li>'
+def _text(text: str) -> str:
+    return f'<rdf:li xmlns:rdf="{_RDF}" xml:lang="x-default">{escape(text)}</rdf:li>'
 
 
-# darktable's with every step of a long history stay below one.
-_MOST = 16 * MIB
+# darktable's, with a long editing history, stay below 1 MiB.
+_MAX_BYTES = 16 * MIB
 
 
-class XmpSidecar(Writer):
-    """``stem``: ``photo.xmp``, as Adobe's programs and Capture One call it."""
+class XmpSidecar(SidecarWriter):
+    """``photo.jpg.xmp``; with ``stem`` ``photo.xmp``, as Adobe's programs and Capture One name it."""
 
     def __init__(self, overwrite: bool, *, stem: bool = False) -> None:
         super().__init__(overwrite)
         self.stem = stem
 
-    def _write(self, path: Path, words: str) -> None:
-        place = path.with_suffix(".xmp") if self.stem else path.with_name(f"{path.name}.xmp")
-        original = read_original(place, _MOST)
+    def _write(self, path: Path, text: str) -> None:
+        sidecar = path.with_suffix(".xmp") if self.stem else path.with_name(f"{path.name}.xmp")
+        original = read_original(sidecar, _MAX_BYTES)
         if original is None:
-            write_new(place, new_packet(words))
+            write_new(sidecar, new_packet(text))
             return
         try:
-            packet = Packet.read(original.data)
-            if self._may_replace(packet.description, words, "the XMP sidecar that is there"):
+            packet = XmpPacket.read(original.data)
+            if self._may_replace(packet.description, text, "the existing XMP sidecar"):
                 if self.stem and packet.description:
-                    check_alone(path)
-                replace_file(original, packet.with_description(words))
-        except BadPacket as error:
-            raise CannotWrite(f"{shown_name(place)} is left as it is: {error}", error.hint) from None
+                    check_no_twin(path)
+                replace_file(original, packet.with_description(text))
+        except InvalidXmp as error:
+            raise CannotWrite(f"{shown_name(sidecar)} was not changed: {error}", error.hint) from None

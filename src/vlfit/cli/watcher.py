@@ -1,0 +1,300 @@
+"""Snapshots of this computer's GPUs and of a server's status, for ``vlfit top``."""
+
+import math
+import socket
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+from vlfit.errors import RemoteError, ServerUnreachable, UsageError, VlfitError
+from vlfit.machine.model import Gpu
+from vlfit.machine.survey import Watch
+from vlfit.plan.actual import OURS, Pace, Row
+from vlfit.plan.alarms import Limits, Sample, WorkCounters
+
+if TYPE_CHECKING:
+    import httpx
+
+
+VERSION = 1  # of /v1/vlfit/status
+CONNECT_SECONDS = 1.0
+READ_SECONDS = 5.0
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """GPU of a server, in bytes."""
+
+    name: str
+    total: int
+    free: int
+    desktop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """A sleeping server: its weights wait in ``park`` (``ram`` or ``files``), taking ``ram`` bytes of RAM;
+    ``freed`` bytes of the GPU are free.
+    """
+
+    park: str
+    ram: int
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Status of a server, checked. ``facts``: its JSON; ``rows``: its ledger, empty if it has none."""
+
+    url: str
+    local: bool
+    model: str
+    device: str
+    state: str
+    sleep: Sleep | None
+    pid: int
+    uptime_s: float
+    card: Card | None
+    rows: tuple[Row, ...]
+    total: tuple[int | None, int | None]
+    running: int
+    waiting: int
+    finished: int
+    failed: int
+    cancelled: int
+    blocks: int
+    blocks_used: int
+    image_cache: int
+    expected: Pace | None
+    sample: Sample
+    limits: Limits
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State of GPUs and server at one moment. ``trouble``: why there is no server, or empty."""
+
+    time: float
+    gpus: tuple[Gpu, ...]
+    no_gpu: str
+    server: Server | None
+    trouble: str
+
+    @property
+    def sample(self) -> Sample:
+        """For the alarms: the server's, or without one the first GPU's."""
+        if self.server is not None:
+            return self.server.sample
+        if not self.gpus:
+            return Sample(self.time)
+        gpu = self.gpus[0]
+        return Sample(self.time, "", gpu.total, gpu.free, gpu.desktop)
+
+
+class Watcher:
+    """Takes snapshots of GPUs and a server; a context manager.
+
+    ``named``: the user gave ``url``, so the first snapshot fails if the server does not answer. Raises
+    ``UsageError`` for a wrong URL.
+    """
+
+    def __init__(self, url: str, api_key: str | None, *, named: bool) -> None:
+        from vlfit.backends.server_url import base_url
+
+        self.url = base_url(url).removesuffix("/v1")
+        try:
+            parts = urlsplit(self.url)
+            self._address = (parts.hostname or "", parts.port or 80)
+        except ValueError as error:
+            raise UsageError(f"{url} is not a server URL: {error}", "use http://host:port") from None
+        self.local = self._address[0] in _LOOPBACK
+        self._named = named
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client: httpx.Client | None = None
+        self._watch = Watch()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.close()
+        if self._client is not None:
+            self._client.close()
+
+    def snapshot(self) -> Snapshot:
+        """Take a snapshot. Raises on the first one if a named server does not answer."""
+        server, trouble = None, ""
+        try:
+            server = read_status(self._get_status(), self.url, self.local)
+            self._named = False  # later it may go away and come back
+        except VlfitError as error:
+            if self._named:
+                raise
+            trouble = error.message
+        gpus, problems = self._watch.look()
+        no_gpu = "" if gpus else " ".join(problem.sentences for problem in problems)
+        return Snapshot(time.time(), gpus, no_gpu, server, trouble)
+
+    def _get_status(self) -> Any:
+        if not self._named and self._client is None:
+            self._check_listening()
+        import httpx
+
+        from vlfit.backends.openai_replies import error_from
+        from vlfit.backends.server_url import translate_errors
+
+        with translate_errors(self.url, READ_SECONDS):
+            if self._client is None:
+                self._client = httpx.Client(
+                    headers=self._headers,
+                    timeout=httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
+                    trust_env=not self.local,  # a proxy's 127.0.0.1 is another computer
+                )
+            answer = self._client.get(f"{self.url}/v1/vlfit/status")
+        if answer.status_code == 404:
+            raise _not_ours(self.url)
+        if answer.status_code != 200:
+            raise error_from(answer.status_code, answer.text)
+        try:
+            return answer.json()
+        except ValueError:
+            raise _not_ours(self.url) from None
+
+    def _check_listening(self) -> None:
+        """Raise ``ServerUnreachable`` if nothing listens, before importing an HTTP client."""
+        try:
+            socket.create_connection(self._address, CONNECT_SECONDS).close()
+        except OSError:
+            raise ServerUnreachable(
+                f"nothing listens at {self.url}", "start one with `vlfit serve`"
+            ) from None
+
+
+def default_url(host: str, port: int) -> str:
+    """URL of a server on this computer that listens on ``host`` and ``port``."""
+    host = _ANY_ADDRESS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def read_status(facts: Any, url: str, local: bool) -> Server:
+    """Parse the status of the server at ``url``. Raises ``RemoteError`` for anything else."""
+    if not isinstance(facts, dict) or "vlfit" not in facts:
+        raise _not_ours(url)
+    if facts.get("version") != VERSION:
+        raise RemoteError(
+            f"the server at {url} sends status version {facts.get('version')}, and this vlfit reads"
+            f" version {VERSION}",
+            "update the older of the two",
+        )
+    try:
+        return _server(facts, url, local)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise RemoteError(
+            f"cannot read the status of the server at {url}: {type(error).__name__} {error}",
+            "use the same version of vlfit on both sides",
+        ) from None
+
+
+def _not_ours(url: str) -> RemoteError:
+    return RemoteError(
+        f"the server at {url} has no vlfit status",
+        "it is another program or an older vlfit; --url names another server",
+    )
+
+
+def _server(facts: dict[str, Any], url: str, local: bool) -> Server:
+    memory = facts.get("memory") or {}
+    requests = facts.get("requests") or {}
+    blocks = facts.get("kv_blocks") or {}
+    total = facts.get("total") or {}
+    rows = tuple(_row(each) for each in facts.get("ledger") or ())
+    paces = facts.get("decode_step") or {}
+    gpu = memory.get("gpu")
+    card = None
+    if gpu:
+        card = Card(str(gpu["name"]), int(gpu["total"]), int(gpu["free"]), int(gpu["desktop"]))
+    slept = facts.get("sleep")
+    sleep = None if slept is None else Sleep(str(slept["park"]), int(slept["ram"]), int(slept["freed"]))
+    return Server(
+        url=url,
+        local=local,
+        model=str(facts["model"]),
+        device=str(facts.get("device", "")),
+        state=str(facts["state"]),
+        sleep=sleep,
+        pid=int(facts["pid"]),
+        uptime_s=_real(facts["uptime_s"]),
+        card=card,
+        rows=rows,
+        total=(_whole(total.get("planned")), _whole(total.get("actual"))),
+        **{name: int(requests.get(name, 0)) for name in _REQUESTS},
+        blocks=int(blocks.get("total", 0)),
+        blocks_used=int(blocks.get("used", 0)),
+        image_cache=int((facts.get("image_cache") or {}).get("bytes", 0)),
+        expected=_pace(paces.get("expected")),
+        sample=_sample(facts, card, _whole(memory.get("held"))),
+        # While a server sleeps, others may use its memory: no limits.
+        limits=Limits() if sleep else _limits(rows, _pace(paces.get("slowest")), bool(facts.get("spills"))),
+        facts=facts,
+    )
+
+
+_REQUESTS = ("running", "waiting", "finished", "failed", "cancelled")
+
+
+def _row(facts: dict[str, Any]) -> Row:
+    words = (str(facts.get(name, "")) for name in ("how", "note", "remark"))
+    return Row(str(facts["line"]), _whole(facts["planned"]), _whole(facts["actual"]), *words)
+
+
+def _sample(facts: dict[str, Any], card: Card | None, held: int | None) -> Sample:
+    run = str(facts["run"])
+    total, free, desktop = (card.total, card.free, card.desktop) if card else (None, None, None)
+    requests, tokens, steps = facts.get("requests"), facts.get("tokens"), facts.get("steps")
+    if not (requests and tokens and steps):
+        return Sample(_real(facts["uptime_s"]), run, total, free, desktop, held)
+    work = WorkCounters(
+        busy=int(requests["running"]) + int(requests["waiting"]) > 0,
+        requests=sum(int(requests[name]) for name in ("finished", "failed", "cancelled")),
+        prompt_tokens=int(tokens["prompt"]),
+        tokens=int(tokens["generated"]),
+        decode_steps=int(steps["decode_count"]),
+        decode_seconds=_real(steps["decode_seconds"]),
+        decode_cached=int(steps["decode_cached_tokens"]),
+    )
+    return Sample(_real(facts["engine_s"]), run, total, free, desktop, held, work)
+
+
+def _limits(rows: tuple[Row, ...], slowest: Pace | None, spills: bool) -> Limits:
+    planned = {row.line: row.planned for row in rows}
+    ours = [count for line, count in planned.items() if line in OURS]  # not every plan has all lines
+    known = [count for count in ours if count is not None]
+    return Limits(
+        ours=sum(known) if known and len(known) == len(ours) else None,
+        desktop=planned.get("desktop"),
+        reserve=planned.get("reserve"),
+        slowest=slowest,
+        spills=spills,
+    )
+
+
+def _pace(facts: Any) -> Pace | None:
+    return None if facts is None else Pace(_real(facts["base_s"]), _real(facts["per_cached_token_s"]))
+
+
+def _real(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value} is not a number")
+    return number
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,88 @@
+"""A request for one completion, as every engine has it: parameters, listener, tokens generated so far."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from vlfit.api.outputs import Chunk, ImageSeen, Timings, Usage
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.engine.sampling.grammar import GrammarMatcher
+from vlfit.engine.sampling.output_processor import Completion
+
+Listener = Callable[[Chunk | Exception], None]
+
+
+class TokenizedPrompt(Protocol):
+    """What an engine makes of a prompt; each engine has a class of its own."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_image_tokens(self) -> int: ...
+
+
+P = TypeVar("P", bound=TokenizedPrompt)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest(Generic[P]):
+    """A prompt with its tokens counted and its pictures processed; nothing is on the device yet.
+
+    ``max_tokens``: most tokens of the completion. ``submitted_at``: when preparation began
+    (``time.perf_counter``).
+    """
+
+    prompt: P
+    images: tuple[ImageSeen, ...]
+    max_tokens: int
+    submitted_at: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt.num_tokens
+
+    @property
+    def image_tokens(self) -> int:
+        return self.prompt.num_image_tokens
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Times are on the clock of ``time.perf_counter``. ``num_shared_tokens`` of the prompt were found in the
+    KV cache.
+    """
+
+    prompt: Any  # the engine's own TokenizedPrompt
+    params: SamplingParams
+    max_tokens: int
+    completion: Completion
+    listener: Listener
+    submitted_at: float  # when its preparation began
+    queued_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    generated: list[int] = field(default_factory=list)
+    num_shared_tokens: int = 0
+    seed: int = 0
+    grammar_matcher: GrammarMatcher | None = None
+    cancelled: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far: of the prompt and generated."""
+        return int(self.prompt.num_tokens) + len(self.generated)
+
+    def final_chunk(self, chunk: Chunk) -> Chunk:
+        """``chunk`` as the last one: with the usage and timings of the whole request."""
+        now = time.perf_counter()
+        usage = Usage(
+            self.prompt.num_tokens, self.prompt.num_image_tokens, len(self.generated), self.num_shared_tokens
+        )
+        timings = Timings(
+            queued_s=(self.admitted_at or now) - self.queued_at,
+            first_token_s=(self.first_token_at or now) - self.submitted_at,
+            total_s=now - self.submitted_at,
+            completion_tokens=len(self.generated),
+        )
+        return Chunk(chunk.text, chunk.logprobs, chunk.finish_reason, usage, timings)

@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5, text only. Queries, keys and values have biases, which no field says."""
+
+from functools import partial
+
+from vlfit.checkpoint.config import read_text_only
+from vlfit.checkpoint.tensors import decoder_tensors
+from vlfit.checkpoint.text_config import DecoderRules, switched_window
+from vlfit.models.registry import ModelSpec
+
+RULES = DecoderRules(max_positions=32768, qkv_bias=True, window=switched_window)
+
+SPEC = ModelSpec(
+    architecture="Qwen2ForCausalLM",
+    read_config=partial(read_text_only, rules=RULES),
+    tensors=decoder_tensors,
+)

@@ -1,0 +1,19 @@
+"""Qwen3, text only: queries and keys are normalized."""
+
+from functools import partial
+
+from vlfit.checkpoint.config import read_text_only
+from vlfit.checkpoint.tensors import decoder_tensors
+from vlfit.checkpoint.text_config import DecoderRules, switched_window
+from vlfit.models.registry import QWEN_THINKING, ModelSpec
+
+RULES = DecoderRules(
+    max_positions=32768, head_dim=128, output_bias=True, query_key_norm=True, window=switched_window
+)
+
+SPEC = ModelSpec(
+    architecture="Qwen3ForCausalLM",
+    read_config=partial(read_text_only, rules=RULES),
+    tensors=decoder_tensors,
+    thinking=QWEN_THINKING,
+)

@@ -1,0 +1,173 @@
+"""Qwen3-VL: its ``config.json`` and the tensors of its checkpoints.
+
+Both forms of the file are read: ``rope_scaling`` with ``rope_theta`` (the official one), and
+``rope_parameters`` (transformers 5). Defaults are transformers'.
+"""
+
+import math
+from collections.abc import Iterator
+
+from vlfit.checkpoint.config import ModelConfig, VisionConfig
+from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.quantization import read_quantization
+from vlfit.checkpoint.tensors import decoder_tensors, with_bias
+from vlfit.checkpoint.text_config import TextConfig, activation
+from vlfit.errors import UnknownArchitecture
+from vlfit.models.registry import QWEN_THINKING, ModelSpec
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Raises ``CheckpointError`` naming a field that is missing or wrong, ``UnknownArchitecture``."""
+    for part in ("text_config", "vision_config"):
+        if not fields.has(part):
+            raise fields.wrong(part, "is missing", "an object")
+    text_fields = fields.section("text_config")
+    text = _read_text(text_fields)
+    vision = _read_vision(fields.section("vision_config"), text, fields.text("model_type"))
+    # The reference reads the top level. Checkpoints that have it in text_config alone are older than the
+    # field's move and mean the same.
+    tied = fields if fields.has("tie_word_embeddings") else text_fields
+    return ModelConfig(
+        text=text,
+        vision=vision,
+        image_token_id=_token(fields, "image_token_id", 151655, text),
+        video_token_id=_token(fields, "video_token_id", 151656, text),
+        vision_start_token_id=_token(fields, "vision_start_token_id", 151652, text),
+        vision_end_token_id=_token(fields, "vision_end_token_id", 151653, text),
+        tie_word_embeddings=tied.flag("tie_word_embeddings", False),
+        quantization=read_quantization(fields),
+        model_type=fields.text("model_type"),
+    )
+
+
+def _read_text(fields: Fields) -> TextConfig:
+    rope = _read_rope(fields)
+    heads = fields.integer("num_attention_heads", 32)
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.wrong(
+            "num_key_value_heads", f"is {kv_heads}", f"a divisor of num_attention_heads ({heads})"
+        )
+    head_dim = fields.integer("head_dim", 128)
+    if head_dim % 2:
+        raise fields.wrong("head_dim", f"is {head_dim}", "an even number, for rotary positions")
+    return TextConfig(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_hidden_layers=fields.integer("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=fields.integer("max_position_embeddings", 128000),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
+        rope_theta=rope[0],
+        mrope_section=rope[1],
+        attention_bias=fields.flag("attention_bias", False),
+        output_bias=fields.flag("attention_bias", False),
+        hidden_act=activation(fields, "silu"),
+    )
+
+
+def _read_rope(fields: Fields) -> tuple[float, tuple[int, int, int]]:
+    """Theta and the M-RoPE sections, from ``rope_parameters`` or from ``rope_scaling`` and ``rope_theta``."""
+    rope = fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    # "mrope" is what older writers called the default type with sections.
+    if kind not in ("default", "mrope"):
+        raise UnknownArchitecture(
+            f"config.json: {rope.prefix}rope_type is {kind!r}", 'vlfit runs the rope_type "default" only.'
+        )
+    if not rope.flag("mrope_interleaved", True):
+        raise UnknownArchitecture(
+            f"config.json: {rope.prefix}mrope_interleaved is false",
+            "Qwen3-VL interleaves its position sections; a checkpoint that does not is another architecture.",
+        )
+    theta = (rope if rope.has("rope_theta") else fields).number("rope_theta", 500000.0, above=0)
+    sections = rope.integers("mrope_section", (24, 20, 20))
+    if len(sections) != 3:
+        raise rope.wrong("mrope_section", f"is {list(sections)}", "three integers (time, height, width)")
+    return theta, (sections[0], sections[1], sections[2])
+
+
+def _read_vision(fields: Fields, text: TextConfig, model_type: str) -> VisionConfig:
+    vision = VisionConfig(
+        depth=fields.integer("depth"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=fields.integer("num_heads", 16),
+        in_channels=fields.integer("in_channels", 3),
+        patch_size=fields.integer("patch_size", 16),
+        spatial_merge_size=fields.integer("spatial_merge_size", 2),
+        temporal_patch_size=fields.integer("temporal_patch_size", 2),
+        out_hidden_size=fields.integer("out_hidden_size"),
+        num_position_embeddings=fields.integer("num_position_embeddings", 2304),
+        deepstack_visual_indexes=fields.integers("deepstack_visual_indexes", (8, 16, 24)),
+        hidden_act=activation(fields, "gelu_pytorch_tanh"),
+        model_type=model_type,
+    )
+    if vision.hidden_size % vision.num_heads or vision.head_dim % 4:
+        # Rotary positions split a head into height and width halves of cos/sin pairs.
+        wanted = f"{vision.num_heads} (num_heads) times a multiple of 4"
+        raise fields.wrong("hidden_size", f"is {vision.hidden_size}", wanted)
+    if vision.out_hidden_size != text.hidden_size:
+        wanted = f"text_config.hidden_size ({text.hidden_size})"
+        raise fields.wrong("out_hidden_size", f"is {vision.out_hidden_size}", wanted)
+    side = math.isqrt(vision.num_position_embeddings)
+    if side * side != vision.num_position_embeddings:
+        raise fields.wrong(
+            "num_position_embeddings", f"is {vision.num_position_embeddings}", "a square number"
+        )
+    levels = vision.deepstack_visual_indexes
+    if any(level >= vision.depth for level in levels) or list(levels) != sorted(set(levels)):
+        wanted = f"rising block numbers below depth ({vision.depth})"
+        raise fields.wrong("deepstack_visual_indexes", f"is {list(levels)}", wanted)
+    if len(levels) > text.num_hidden_layers:
+        wanted = f"at most one per text layer ({text.num_hidden_layers})"
+        raise fields.wrong("deepstack_visual_indexes", f"names {len(levels)} levels", wanted)
+    return vision
+
+
+def _token(fields: Fields, name: str, default: int, text: TextConfig) -> int:
+    token = fields.integer(name, default, least=0)
+    if token >= text.vocab_size:
+        raise fields.wrong(name, f"is {token}", f"a token below text_config.vocab_size ({text.vocab_size})")
+    return token
+
+
+def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor before quantization."""
+    return {**dict(vision_tensors(config.required_vision)), **decoder_tensors(config)}
+
+
+def vision_tensors(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    root = "model.visual"
+    hidden, inner = vision.hidden_size, vision.intermediate_size
+    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    yield from with_bias(f"{root}.patch_embed.proj", hidden, *patch)
+    yield f"{root}.pos_embed.weight", (vision.num_position_embeddings, hidden)
+    for index in range(vision.depth):
+        block = f"{root}.blocks.{index}"
+        yield from with_bias(f"{block}.norm1", hidden)
+        yield from with_bias(f"{block}.attn.qkv", 3 * hidden, hidden)
+        yield from with_bias(f"{block}.attn.proj", hidden, hidden)
+        yield from with_bias(f"{block}.norm2", hidden)
+        yield from with_bias(f"{block}.mlp.linear_fc1", inner, hidden)
+        yield from with_bias(f"{block}.mlp.linear_fc2", hidden, inner)
+    merged = hidden * vision.spatial_merge_size**2
+    levels = len(vision.deepstack_visual_indexes)
+    for merger in ("merger", *(f"deepstack_merger_list.{level}" for level in range(levels))):
+        # The last merger normalises each patch before joining four of them, the deepstack ones after.
+        yield from with_bias(f"{root}.{merger}.norm", hidden if merger == "merger" else merged)
+        yield from with_bias(f"{root}.{merger}.linear_fc1", merged, merged)
+        yield from with_bias(f"{root}.{merger}.linear_fc2", vision.out_hidden_size, merged)
+
+
+SPEC = ModelSpec(
+    architecture="Qwen3VLForConditionalGeneration",
+    read_config=read_config,
+    tensors=tensors,
+    cost="vlfit.models.qwen3_vl.cost",
+    builders="vlfit.models.qwen3_vl.builders",
+    thinking=QWEN_THINKING,
+)

@@ -1,0 +1,77 @@
+"""Bytes and work of Qwen3-VL's vision tower (``vision.py``), counted phase by phase from its code.
+
+A test runs the tower on torch's meta device at the true shapes of 2B, 4B and 8B and compares what lives there
+with these functions.
+"""
+
+from vlfit.checkpoint.config import VisionConfig
+from vlfit.plan import allocator
+from vlfit.plan.shapes import HALF, SINGLE
+
+# Patches (those of 1024x768 pixels) up to which the feed-forward runs whole; for more it runs in two halves.
+MAX_UNSPLIT_PATCHES = 3072
+
+
+class QwenTowerCost:
+    max_unsplit_patches = MAX_UNSPLIT_PATCHES
+
+    def feature_bytes(self, vision: VisionConfig, image_tokens: int) -> int:
+        """The image's rows, and one more set for each deepstack level."""
+        levels = 1 + len(vision.deepstack_visual_indexes)
+        return levels * image_tokens * vision.out_hidden_size * HALF
+
+    def peak_bytes(self, vision: VisionConfig, image_tokens: int, scratch: int) -> int:
+        """The largest image whose feed-forward runs whole may take more than a larger one."""
+        whole = min(image_tokens, MAX_UNSPLIT_PATCHES // vision.spatial_merge_size**2)
+        return max(_peak_of_image(vision, tokens, scratch) for tokens in (image_tokens, whole))
+
+    def graph_bytes(self, vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
+        """The graph shares no memory with eager runs: its residual and outputs stay, and beside them live a
+        norm's output, q, k and v, or the inside of the feed-forward, and what they are added to.
+        """
+        merge = vision.spatial_merge_size**2
+        patches = min(image_tokens * merge, MAX_UNSPLIT_PATCHES)
+        row = patches * HALF * vision.hidden_size
+        output = patches // merge * HALF * vision.out_hidden_size
+        outputs = [output] * (1 + len(vision.deepstack_visual_indexes))
+        inner = patches * HALF * vision.intermediate_size
+        sizes = [row, *outputs, row, row, row, 3 * row, inner, workspace, scratch]
+        return allocator.reserved_bytes(size for size in sizes if size) + allocator.SMALL_SEGMENT
+
+    def flops(self, vision: VisionConfig, image_tokens: int) -> float:
+        """Matrices for each patch, attention of each patch to all others, mergers for each image token."""
+        patches = image_tokens * vision.spatial_merge_size**2
+        in_block = vision.hidden_size * (4 * vision.hidden_size + 2 * vision.intermediate_size)
+        merged = vision.hidden_size * vision.spatial_merge_size**2
+        mergers = (1 + len(vision.deepstack_visual_indexes)) * merged * (merged + vision.out_hidden_size)
+        linear = 2.0 * (patches * vision.depth * in_block + image_tokens * mergers)
+        return linear + 4.0 * patches**2 * vision.hidden_size * vision.depth
+
+
+def _peak_of_image(vision: VisionConfig, image_tokens: int, scratch: int) -> int:
+    """Peak for an image of exactly ``image_tokens``.
+
+    Throughout live the deepstack outputs, for each patch the residual in bfloat16, and the angles of rows and
+    columns; in a block q, k and v beside a norm's output or attention's, then a norm's output and the
+    feed-forward of one half.
+    """
+    hidden, merge = vision.hidden_size, vision.spatial_merge_size**2
+    patches = image_tokens * merge
+    places = patches // vision.spatial_merge_size  # of the longest image: two rows
+    output = image_tokens * vision.out_hidden_size * HALF
+    always = len(vision.deepstack_visual_indexes) * output
+    always += patches * HALF * hidden + places * 2 * SINGLE * (vision.head_dim // 4)
+    pixels = vision.in_channels * vision.patch_size**2 * vision.temporal_patch_size
+    entering = patches * (pixels + HALF * pixels)  # bytes, and the values that they become
+    inner = half_patches(patches, merge) * HALF * (vision.intermediate_size + hidden)
+    in_blocks = max(patches * 4 * HALF * hidden, patches * HALF * hidden + inner)
+    merging = output + patches * HALF * (hidden + max(hidden, vision.out_hidden_size // merge))
+    return always + max(entering, scratch + max(in_blocks, merging))
+
+
+def half_patches(patches: int, merge: int) -> int:
+    """Patches that the feed-forward computes at once: all, or the larger half."""
+    return patches if patches <= MAX_UNSPLIT_PATCHES else -(-patches // (2 * merge)) * merge
+
+
+TOWER_COST = QwenTowerCost()

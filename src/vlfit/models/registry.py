@@ -1,0 +1,132 @@
+"""The families of models that vlfit's own engine runs: one line each.
+
+A family is a folder. Its ``config`` module describes it as a ``ModelSpec`` without torch; the spec names the
+modules with the cost of its vision tower (floor 1) and with its builders (floor 2), which are imported when
+they are first needed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.fields import Fields
+from vlfit.errors import NotACheckpoint, UnknownArchitecture
+from vlfit.models.cache_spec import CacheSpec
+
+_WHAT_RUNS = (
+    "vlfit runs Qwen3-VL (2B, 4B, 8B; dense), and without pictures Qwen2.5, Qwen3, Llama and Phi-3 (dense). "
+    "Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
+)
+# Before it, for other vision-language models.
+_WHAT_ELSE_RUNS = "Add --backend transformers, which runs every model that transformers does. By itself "
+
+# ``model_type`` of config.json: the module that has the family's ``SPEC``.
+_FAMILIES = {
+    "qwen3_vl": "vlfit.models.qwen3_vl.config",
+    "qwen3": "vlfit.models.qwen3.config",
+    "qwen2": "vlfit.models.qwen2.config",
+    "llama": "vlfit.models.llama.config",
+    "phi3": "vlfit.models.phi3.config",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallSyntax:
+    """A model writes a call as JSON with ``name`` and ``arguments`` between ``open`` and ``close``."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingSyntax:
+    """A model thinks between ``open`` and ``close``; its template may write ``open`` for it."""
+
+    open: str
+    close: str
+
+
+HERMES_TOOL_CALLS = ToolCallSyntax("<tool_call>", "</tool_call>")
+QWEN_THINKING = ThinkingSyntax("<think>", "</think>")
+
+
+def text_cache(config: ModelConfig) -> CacheSpec:
+    """Keys and values in every text layer: the cache of a plain decoder."""
+    return config.text.cache_spec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A family of models.
+
+    ``architecture``: the class that config.json must name. ``read_config`` reads config.json. ``tensors``:
+    name and shape of every tensor before quantization. ``cache_spec``: what each text layer caches.
+
+    ``cost``: a module with ``TOWER_COST`` (``plan/tower_cost.py``), "" without a tower. ``builders``: a
+    module with ``BUILDERS`` (``models/base.py``), "" for a plain decoder. ``tool_calls``, ``thinking``: how
+    the model writes them; None: it does not.
+    """
+
+    architecture: str
+    read_config: Callable[[Fields], ModelConfig]
+    tensors: Callable[[ModelConfig], dict[str, tuple[int, ...]]]
+    cache_spec: Callable[[ModelConfig], CacheSpec] = text_cache
+    cost: str = ""
+    builders: str = ""
+    tool_calls: ToolCallSyntax = HERMES_TOOL_CALLS
+    thinking: ThinkingSyntax | None = None
+
+
+def register(model_type: str, module: str) -> None:
+    """Add a family from outside this package: ``module`` has its ``SPEC``."""
+    _FAMILIES[model_type] = module
+
+
+def is_registered(model_type: str) -> bool:
+    return model_type in _FAMILIES
+
+
+def spec_of(model_type: str) -> ModelSpec:
+    """The family of ``model_type``. Raises ``KeyError`` for one that is not registered."""
+    spec: ModelSpec = import_module(_FAMILIES[model_type]).SPEC
+    return spec
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read ``folder/config.json``.
+
+    Raises ``NotACheckpoint`` without one, ``UnknownArchitecture`` and ``UnknownWeightsFormat`` for
+    models that vlfit does not run, and ``CheckpointError`` naming a field that is missing or wrong.
+    """
+    if not (folder / "config.json").is_file():
+        what = "holds no config.json" if folder.is_dir() else "is not a folder"
+        raise NotACheckpoint(
+            f"{folder} {what}",
+            "Give a checkpoint's folder, a name like Qwen/Qwen3-VL-2B-Instruct-FP8, or mini.",
+        )
+    fields = Fields.read(folder / "config.json")
+    model_type = fields.text("model_type", "none")
+    if not is_registered(model_type):
+        raise UnknownArchitecture(
+            f"config.json: model_type is {model_type!r}, which vlfit does not run", _what_runs(fields)
+        )
+    spec = spec_of(model_type)
+    architectures = fields.texts("architectures", (spec.architecture,))
+    if spec.architecture not in architectures:
+        raise UnknownArchitecture(
+            f"config.json: architectures is {list(architectures)}, without {spec.architecture}",
+            _what_runs(fields),
+        )
+    return spec.read_config(fields)
+
+
+def cache_spec_of(config: ModelConfig) -> CacheSpec:
+    """What each text layer of ``config`` caches."""
+    return spec_of(config.model_type).cache_spec(config)
+
+
+def _what_runs(fields: Fields) -> str:
+    """The hint for a model that the native engine does not run."""
+    return (_WHAT_ELSE_RUNS if fields.has("vision_config") else "") + _WHAT_RUNS

@@ -1,0 +1,42 @@
+"""The registry of backends that plans are made for: name to ``CostModel``."""
+
+from vlfit.errors import UsageError
+from vlfit.plan.cost_model import CostModel
+from vlfit.plan.native.cost_model import NativeCosts
+from vlfit.plan.transformers.cost_model import TransformersCosts
+from vlfit.plan.vllm.cost_model import COSTS as _VLLM
+from vlfit.plan.wishes import Wishes, option_of
+
+NATIVE: CostModel = NativeCosts()  # where no backend is named
+VLLM: CostModel = _VLLM
+TRANSFORMERS: CostModel = TransformersCosts()
+_COSTS = {costs.name: costs for costs in (NATIVE, VLLM, TRANSFORMERS)}
+
+
+def cost_model(backend: str | None) -> CostModel:
+    """The cost model of ``backend``; None: the native engine. Raises ``UsageError`` for an unknown name."""
+    if backend is None:
+        return NATIVE
+    if backend not in _COSTS:
+        raise UsageError(
+            f"--backend is {backend!r}", f"plans are made for {', '.join(_COSTS)}", param="backend"
+        )
+    return _COSTS[backend]
+
+
+def check_wishes(wishes: Wishes) -> Wishes:
+    """``wishes``. Raises ``UsageError`` for those that their backend cannot have."""
+    costs = cost_model(wishes.backend)
+    costs.check_wishes(wishes)
+    for other in _COSTS.values():
+        for name, what in other.options.items():
+            if getattr(wishes, name) and other is not costs:
+                raise _not_an_option(what, name, other, costs)
+    return wishes
+
+
+def _not_an_option(what: str, name: str, owner: CostModel, chosen: CostModel) -> UsageError:
+    if owner is NATIVE:
+        hint = f"leave out --backend, or {option_of(name)}"
+        return UsageError(f"{what}, and the backend is {chosen.name}", hint, param=name)
+    return UsageError(what, f"add --backend {owner.name}", param=name)

@@ -1,0 +1,48 @@
+"""Which GPU of a machine is planned for, and the command that runs there."""
+
+from vlfit.errors import DeviceError
+from vlfit.machine.model import Gpu, Machine
+from vlfit.machine.survey import OLDEST
+from vlfit.plan.calibration import with_bandwidth
+from vlfit.plan.plans import Command
+
+
+def emptiest(machine: Machine) -> Gpu:
+    """The GPU with the most free memory, of those that torch has kernels for if there are any.
+
+    Raises ``DeviceError`` where there is none.
+    """
+    if not machine.gpus:
+        raise DeviceError(
+            f"there is no GPU to plan for: {machine.no_gpu_reason}",
+            'A plan is for a GPU\'s memory. Name the card: --gpu "RTX 5060" --desktop 951MiB (vlfit machine '
+            "--cards lists them), or --machine FILE. Without a GPU everything runs on the processor, with no "
+            "plan: vlfit caption PICTURE.",
+        )
+    usable = [gpu for gpu in machine.gpus if not _is_too_old(gpu)]
+    return with_bandwidth(max(usable or machine.gpus, key=lambda gpu: gpu.free))
+
+
+def check_age(gpu: Gpu) -> None:
+    """Raise ``DeviceError`` for a card that torch has no kernels for."""
+    if _is_too_old(gpu):
+        capability, oldest = (".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST))
+        raise DeviceError(
+            f"{gpu.name} has compute capability {capability}; torch has kernels from {oldest} on",
+            "Plan for another card: vlfit machine --cards lists them.",
+        )
+
+
+def _is_too_old(gpu: Gpu) -> bool:
+    # (0, 0): the driver does not say.
+    return (0, 0) < gpu.compute_capability < OLDEST
+
+
+def on_gpu(words: list[str], gpu: Gpu, machine: Machine) -> Command:
+    """The command ``vlfit serve ...``, which names ``gpu`` where there are several.
+
+    torch counts the fastest first unless it is told to count as the driver does, by place on the bus.
+    """
+    if len(machine.gpus) < 2:
+        return Command(tuple(words))
+    return Command((*words, "--device", f"cuda:{gpu.index}"), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})

@@ -1,0 +1,188 @@
+"""The native engine as the planner sees it."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.quantization import FP8
+from vlfit.machine.model import Gpu, Machine
+from vlfit.plan import calibration
+from vlfit.plan.candidates import Candidate, best, candidates, choice_of, coarser, margin_left, tiers
+from vlfit.plan.cost_model import SettingsOf
+from vlfit.plan.gpus import check_age, emptiest, on_gpu
+from vlfit.plan.ledger import TYPICAL_REQUEST, Line, Settings
+from vlfit.plan.native import lines as ledger
+from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens, pool_tokens
+from vlfit.plan.native.ram import check_ram, copy_seconds, layers_to_free, offload_counts, offload_of
+from vlfit.plan.plans import Choice, Command, Placement, Plan
+from vlfit.plan.preference import SEQUENCES
+from vlfit.plan.shapes import Model, kv_bytes_per_token
+from vlfit.plan.speed import NO_TIME, Speed, StepCosts, predict
+from vlfit.plan.wishes import AUTO, Wishes
+from vlfit.units import MIB
+
+CHUNKS = (1024, 512, 256, 128)  # tokens of a pass
+SERVE_CHUNK = 1024  # of `vlfit serve` without --chunk
+
+
+class NativeCosts:
+    """vlfit's own engine, which runs where no backend is named."""
+
+    name = "native"
+    title = "the native engine"
+    options: Mapping[str, str] = {"offload": "--offload lets layers of the native engine wait in RAM"}
+    sequences = SEQUENCES
+    is_calibrated = True
+    runs_rounded = True
+
+    def check_wishes(self, wishes: Wishes) -> None:
+        """Every wish can be had that no other backend's is."""
+
+    def place(
+        self, models: list[Model], machine: Machine, wishes: Wishes, makers: Sequence[Callable[[], Model]]
+    ) -> Placement:
+        """The best choice on the emptiest GPU.
+
+        Where nothing fits, models that are rounded further are tried, then layers in RAM if that is allowed.
+        Raises ``DoesNotFit`` where RAM has no room for the layers that would wait there.
+        """
+        gpu = emptiest(machine)
+        check_age(gpu)
+        choice = best(models, wishes, gpu, self)
+        if choice.headroom < 0 and makers:
+            choice = coarser(makers, wishes, gpu, self) or choice  # a refusal is of what keeps its exactness
+        if choice.headroom < 0 and wishes.offload == AUTO:
+            rounded = [make() for make in makers]
+            choice = (
+                self._fewest_offloaded(models, wishes, gpu)
+                or self._fewest_offloaded(rounded, wishes, gpu)
+                or choice
+            )
+        if choice.headroom < 0 or not choice.settings.offload:
+            return Placement(choice, gpu)
+        offloaded = offload_of(choice.model, choice.settings.offload)
+        check_ram(offloaded, machine.host)
+        remark = (
+            f"{offloaded.words} and are copied to the card for every pass; the card holds "
+            f"{offloaded.frees / MIB:,.0f} MiB less for it."
+        )
+        return Placement(choice, gpu, remarks=(remark,))
+
+    def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
+        """A smaller KV cache before fewer tokens of a pass."""
+        wish = wishes.offload
+        offload = 0 if wish is None or wish == AUTO else layers_to_free(model, wish)
+        kv_dtype = wishes.kv_dtype or BF16
+
+        def settings(context: int, image_tokens: int, sequences: int) -> Sequence[Settings]:
+            roomy, tight = (kv_tokens(context, sequences, each) for each in (TYPICAL_REQUEST, TIGHT_REQUEST))
+            return [
+                Settings(
+                    model.weights,
+                    context,
+                    image_tokens,
+                    sequences,
+                    chunk,
+                    offload=offload,
+                    tight=is_tight,
+                    kv_dtype=kv_dtype,
+                )
+                for is_tight in ((False, True) if tight < roomy else (False,))
+                for chunk in CHUNKS
+            ]
+
+        return settings
+
+    def lines(self, model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+        return ledger.lines(model, gpu, settings)
+
+    def pool_tokens(self, settings: Settings) -> int:
+        return pool_tokens(settings)
+
+    def speed(self, model: Model, gpu: Gpu, settings: Settings, deficit: int = 0) -> Speed | None:
+        """None also where layers wait in RAM and the link's bandwidth is not known."""
+        constants = calibration.constants_for(gpu)
+        launch_low, launch = constants.launch_low.value, constants.launch.value
+        copies = NO_TIME
+        if settings.offload:
+            seconds = copy_seconds(offload_of(model, settings.offload), gpu, constants)
+            if seconds is None:
+                return None
+            copies = seconds
+        else:  # a decode step is one CUDA graph; a prompt's kernels are launched one by one
+            launch_low = min(launch_low, calibration.STEP_OF_GRAPH_LOW.value)
+            launch = min(launch, calibration.STEP_OF_GRAPH.value)
+        kv_bytes = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
+        costs = StepCosts(constants, launch_low, launch, kv_bytes, copies=copies)
+        return predict(model, gpu, settings, costs, deficit)
+
+    def command(self, plan: Plan, machine: Machine) -> Command:
+        settings = plan.settings
+        words = ["vlfit", "serve", plan.model.place, "--context", str(settings.context)]
+        words += ["--sequences", str(settings.sequences)]
+        if settings.image_tokens:
+            words += ["--image-tokens", str(settings.image_tokens)]
+        if settings.tight:
+            words += ["--kv", str(pool_tokens(settings))]
+        if settings.kv_dtype != BF16:
+            words += ["--kv-dtype", settings.kv_dtype]
+        if settings.chunk != SERVE_CHUNK:
+            words += ["--chunk", str(settings.chunk)]
+        if settings.offload:
+            frees = offload_of(plan.model, settings.offload).frees
+            # Whole MiB below what leaves the card: as many layers are needed for it.
+            words += ["--offload", f"{frees // MIB}MiB" if frees >= MIB else f"{frees}B"]
+        return on_gpu(words, plan.gpu, machine)
+
+    def smaller(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
+        """A KV cache in FP8, which the engine has on every card."""
+        if settings.kv_dtype != FP8:
+            what = f"KV cache {settings.kv_dtype} -> {FP8} (--kv-dtype {FP8})"
+            yield what, replace(settings, kv_dtype=FP8)
+
+    def in_own_engine(self, settings: Settings) -> None:
+        return None
+
+    def settings_facts(self, settings: Settings) -> dict[str, Any]:
+        return {}
+
+    def facts(self, plan: Plan) -> dict[str, Any]:
+        """Of plans with layers in RAM: which, their bytes there, and what the card saves."""
+        if not plan.settings.offload:
+            return {}
+        offloaded = offload_of(plan.model, plan.settings.offload)
+        return {"offload": {"layers": list(offloaded.layers), "ram": offloaded.ram, "frees": offloaded.frees}}
+
+    def _fewest_offloaded(self, models: list[Model], wishes: Wishes, gpu: Gpu) -> Choice | None:
+        """The choice with the fewest bytes of layers in RAM, at the smallest settings above the floors.
+
+        Where none makes room for those, at the smallest of all; None where nothing fits.
+        """
+        if not models:
+            return None
+        for tier in tiers(candidates(models, wishes, self), wishes):
+            smallest: dict[str, Candidate] = {}
+            for settings, model in tier:
+                kept = smallest.get(model.name)
+                # The first of these has the most tokens of a pass: each pass copies all layers that wait.
+                if kept is None or kept[0] != replace(settings, chunk=kept[0].chunk):
+                    smallest[model.name] = settings, model
+            choices = [self._with_fewest_offloaded(gpu, *each) for each in smallest.values()]
+            fitting = [choice for choice in choices if choice.headroom >= 0]
+            if fitting:
+                return min(fitting, key=lambda choice: offload_of(choice.model, choice.settings.offload).ram)
+        return None
+
+    def _with_fewest_offloaded(self, gpu: Gpu, settings: Settings, model: Model) -> Choice:
+        """With the fewest layers in RAM that make it fit with the safety margin, or all of them."""
+
+        def choice(count: int) -> Choice:
+            return choice_of(gpu, self, replace(settings, offload=count), model)
+
+        steps = offload_counts(model)
+        if not steps:
+            return choice(0)
+        fewest = bisect_left(steps, 0, key=lambda count: margin_left(choice(count)))
+        return choice(steps[min(fewest, len(steps) - 1)])

@@ -1,0 +1,152 @@
+"""The native engine's ledger on a GPU."""
+
+from dataclasses import replace
+
+from vlfit.checkpoint.config import VisionConfig
+from vlfit.machine.model import Gpu
+from vlfit.models.cache_spec import State, paged_shapes
+from vlfit.plan import allocator, calibration
+from vlfit.plan.calibration import EXACT, MODELLED, Constants
+from vlfit.plan.ledger import (
+    Line,
+    Settings,
+    VisionPeak,
+    context_line,
+    desktop_line,
+    held_by_others,
+    kv_cache_line,
+    reserve_line,
+    weight_lines,
+    workspace_lines,
+)
+from vlfit.plan.native import cost
+from vlfit.plan.native.ram import SLOTS, bytes_torch_reserves, offload_of
+from vlfit.plan.native.tiles import Card, DequantConfig, dequant_config_for, table_of
+from vlfit.plan.shapes import Model, feature_bytes, kv_bytes_per_token
+from vlfit.units import MIB
+
+
+def lines(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+    """Every line, in the order in which the memory is taken."""
+    means = dequant_config_on(gpu)
+    constants = calibration.constants_for(gpu)
+    # Tiles that were measured on a card count on any of its kind.
+    table = table_of(Card(gpu.name, gpu.compute_capability))
+    text_peak = cost.text_peak(
+        model,
+        settings.chunk,
+        settings.context,
+        settings.sequences,
+        means=means,
+        table=table,
+        # Where steps are not captured, a pass with draft tokens is one of these, and else it runs once
+        # before.
+        guess_rows=_guess_rows(settings),
+    )
+    return (
+        desktop_line(gpu),
+        context_line(constants.context, constants),
+        *_weights(model, settings.offload),
+        kv_cache_line(
+            model,
+            settings,
+            cost.pool_tokens(settings),
+            kv_bytes_per_token(model.cache_spec, settings.kv_dtype),
+            cost.BLOCK_SIZE,
+        ),
+        *workspace_lines(
+            settings,
+            round(constants.text_slack.value * text_peak),
+            _vision_peak(model, settings, constants, means),
+            _pool_beside(model, settings),
+            constants,
+        ),
+        _graphs(model, settings, constants, means),
+        reserve_line(),
+    )
+
+
+def dequant_config_on(gpu: Gpu) -> DequantConfig:
+    """What the engine has on ``gpu`` for prompts and pictures."""
+    return dequant_config_for(gpu.total - held_by_others(gpu), gpu.compute_capability)
+
+
+def _guess_rows(settings: Settings) -> int:
+    return cost.MAX_DRAFT_ROWS if settings.speculate else 0
+
+
+def _weights(model: Model, num_offloaded: int) -> tuple[Line, ...]:
+    """Weights on the card, with a line for the two slots of ``num_offloaded`` layers in RAM."""
+    text, *others = weight_lines(model)
+    if not num_offloaded:
+        return text, *others
+    offload = offload_of(model, num_offloaded)
+    layers = model.text.num_hidden_layers
+    text = replace(
+        text, bytes=text.bytes - offload.weights, note=f"{layers - num_offloaded} of {layers} {text.note}"
+    )
+    note = f"{offload.words} and come through {SLOTS} slots of {offload.slot / MIB:.0f} MiB"
+    return text, *others, Line("weights.offload", offload.slots, EXACT, note)
+
+
+def _vision_peak(
+    model: Model, settings: Settings, constants: Constants, means: DequantConfig
+) -> VisionPeak | None:
+    """The tower's peak, and the features of all pictures that a pass can reach, which stay."""
+    vision = model.vision
+    if vision is None or not settings.image_tokens:
+        return None
+    # What stays lies between what comes and goes, so the pool grows by more than either.
+    slack = constants.vision_slack.value
+    peak = cost.vision_peak(vision, settings.image_tokens, narrow=model.tower_is_narrow, means=means)
+    # What the tower makes is one of the pictures that stay.
+    made = round(slack * feature_bytes(vision, settings.image_tokens))
+    kept = round(slack * _features_kept(vision, settings))
+    return VisionPeak(settings.image_tokens, kept, round(slack * peak), made, "features")
+
+
+def _features_kept(vision: VisionConfig, settings: Settings) -> int:
+    reached = cost.feature_rows(settings.chunk, settings.image_tokens)
+    # No more than all contexts hold: a picture that fills most of one has no second beside it.
+    return feature_bytes(vision, min(reached, settings.sequences * settings.context))
+
+
+def _pool_beside(model: Model, settings: Settings) -> int:
+    """What torch's pool takes beside weights and KV cache, once both are there (``allocator.py``)."""
+    weights = model.pool
+    if settings.offload:
+        offload = offload_of(model, settings.offload)
+        weights = bytes_torch_reserves(model, offload) - (model.weight_bytes - offload.frees)
+    cache = sum(map(allocator.rounding_bytes, _cache_tensors(model, settings)))
+    return weights + cache + allocator.PARTIAL_SEGMENTS
+
+
+def _cache_tensors(model: Model, settings: Settings) -> list[int]:
+    """Bytes of the cache's tensors: keys and values of all layers of one shape, and each layer's states."""
+    tokens = cost.pool_tokens(settings)
+    sizes = []
+    for layers in paged_shapes(model.cache_spec).values():
+        each = kv_bytes_per_token([model.cache_spec[layer] for layer in layers], settings.kv_dtype)
+        sizes += [tokens * each // 2] * 2
+    states = [layer.nbytes for layer in model.cache_spec if isinstance(layer, State)]
+    return [*sizes, *(settings.sequences * size for size in states)]
+
+
+def _graphs(model: Model, settings: Settings, constants: Constants, means: DequantConfig) -> Line:
+    """CUDA graphs of decode steps and, where there is room, of the vision tower.
+
+    Steps whose layers come from RAM cannot be captured.
+    """
+    if settings.offload:
+        return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
+    guess_rows = _guess_rows(settings)
+    pool = cost.decode_graph_bytes(model, settings.sequences, guess_rows)
+    note = f"tensors of recorded decode steps of up to {settings.sequences}"
+    if guess_rows:
+        note += f", and of {guess_rows} rows for guesses"
+    if means.encoder_graphs and model.vision is not None and settings.image_tokens:
+        scratch = means.scratch_bytes if model.tower_is_narrow else 0
+        workspace = constants.workspace.bytes
+        pool += cost.encoder_graph_bytes(model.vision, settings.image_tokens, workspace, scratch)
+        note += ", and of the vision tower"
+    return Line("graphs", pool, MODELLED, note)

@@ -1,0 +1,128 @@
+"""What planning returns: a ``Plan``, and the records that it is made of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlfit.checkpoint.catalog import FORMATS
+from vlfit.checkpoint.quantization import INT4
+from vlfit.machine.model import Gpu
+from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.preference import is_ample
+from vlfit.plan.shapes import Model
+from vlfit.plan.speed import Speed
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A way to free memory: ``what`` to change, the bytes it ``frees``, whether that alone is ``enough``.
+
+    ``others``: the memory is other programs', so it adds to whatever any other change frees.
+    """
+
+    what: str
+    frees: int
+    enough: bool = False
+    others: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of the backend's command (``value`` "" for a switch) or a variable of its environment.
+
+    ``line`` is the ledger line that it moves, ``why`` what it is for.
+    """
+
+    flag: str
+    value: str
+    line: str
+    why: str
+
+    @property
+    def words(self) -> list[str]:
+        return [self.flag, self.value] if self.value else [self.flag]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How a plan is started: the command's ``words``, its ``environment``, and what each flag is for."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[Flag, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A model with settings, their ledger on one GPU, and the bytes left over: negative, it does not fit."""
+
+    model: Model
+    settings: Settings
+    lines: tuple[Line, ...]
+    headroom: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A choice and where it runs: ``gpu`` is the card of its ledger, ``gpus`` all cards if it takes several.
+
+    ``notes`` are said before all other remarks of the plan, ``remarks`` after them.
+    """
+
+    choice: Choice
+    gpu: Gpu
+    gpus: tuple[Gpu, ...] = ()
+    notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One model on one machine: settings, ledger, speed, and what to change if it does not fit.
+
+    ``gpus``: all cards of a plan over several; ``gpu`` is the fullest of them, whose ledger it is.
+    """
+
+    model: Model
+    backend: str
+    gpu: Gpu
+    wsl2: bool
+    settings: Settings
+    ledger: tuple[Line, ...]
+    speed: Speed | None
+    command: tuple[str, ...] | None
+    environment: dict[str, str] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    flags: tuple[Flag, ...] = ()
+    remarks: tuple[str, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Bytes of all lines."""
+        return sum(line.bytes for line in self.ledger)
+
+    @property
+    def headroom(self) -> int:
+        """Bytes left over; negative: the deficit."""
+        return self.gpu.total - self.total
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Sort key, best first: fits, takes pictures, keeps the floors, exact head, more parameters..."""
+        settings = self.settings
+        sizes = (settings.context, settings.image_tokens, settings.sequences)
+        format_rank = FORMATS.index(self.model.weights) if self.model.weights in FORMATS else len(FORMATS)
+        return (
+            not self.fits,
+            self.model.vision is None,
+            not is_ample(settings, self.model),
+            self.model.head.form == INT4,  # what such rounding costs was never measured
+            -self.model.parameters,
+            tuple(-size for size in sizes),
+            format_rank,
+        )

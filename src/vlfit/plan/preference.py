@@ -1,0 +1,53 @@
+"""The order of preference: which sizes are tried, the floors that come first, and the margin left free.
+
+Two floors come before anything grows: a context of 4096 and pictures of 1024 tokens. Above them, and below
+where they cannot be had, the context counts first, then image tokens, requests at once, exact weights, the
+size of the shared KV cache, and last the tokens of a pass, which cost only time.
+"""
+
+from collections.abc import Iterable
+
+from vlfit.plan.calibration import MODELLED
+from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.shapes import Model
+from vlfit.plan.wishes import Wishes
+
+CONTEXTS = (16384, 8192, 6144, 4096, 2048)
+IMAGE_TOKENS = (2560, 1280, 1024, 768, 512, 256)
+SEQUENCES = (8, 4, 2, 1)
+# A picture of 1024x1024, and a question about it with a long answer, or two such pictures.
+AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS = 4096, 1024
+# By how much modelled lines may be wrong. CUDA's context is most of them: the one card that it was measured
+# on took 704 MiB, 15 % more than the 614 MiB assumed for others.
+MODELLED_ERROR = 0.15
+
+
+def safety_margin(lines: Iterable[Line]) -> int:
+    """Bytes that should stay free beside the ledger, as its modelled lines may be too small."""
+    return round(MODELLED_ERROR * modelled_bytes(lines))
+
+
+def modelled_bytes(lines: Iterable[Line]) -> int:
+    """Bytes of the lines that were not measured on such a card, without the reserve."""
+    return sum(line.bytes for line in lines if line.how == MODELLED and line.line != "reserve")
+
+
+def is_ample(settings: Settings, model: Model) -> bool:
+    """Whether context and pictures reach the floors."""
+    return settings.context >= AMPLE_CONTEXT and settings.image_tokens >= _ample_image_tokens(model)
+
+
+def keeps_floors(settings: Settings, model: Model, wishes: Wishes) -> bool:
+    """Whether context and pictures reach the floors; what the person fixed is not held against them."""
+    context = wishes.context is not None or settings.context >= AMPLE_CONTEXT
+    pictures = wishes.image_tokens is not None or settings.image_tokens >= _ample_image_tokens(model)
+    return context and pictures
+
+
+def _ample_image_tokens(model: Model) -> int:
+    """The floor of pictures: at most the checkpoint's own limit, and 0 for a text-only model."""
+    if model.vision is None:
+        return 0
+    if model.most_image_tokens is None:
+        return AMPLE_IMAGE_TOKENS
+    return min(AMPLE_IMAGE_TOKENS, model.most_image_tokens)

@@ -1,0 +1,108 @@
+"""transformers as the planner sees it: bf16 weights, one request at a time."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from vlfit.checkpoint.catalog import BF16, FORMATS
+from vlfit.checkpoint.quantization import FP8
+from vlfit.errors import UsageError
+from vlfit.machine.model import Gpu, Machine
+from vlfit.plan import calibration
+from vlfit.plan.candidates import able, best
+from vlfit.plan.cost_model import SettingsOf
+from vlfit.plan.gpus import check_age, emptiest, on_gpu
+from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.plans import Command, Placement, Plan
+from vlfit.plan.shapes import Model, kv_bytes_per_token
+from vlfit.plan.speed import Speed, StepCosts, predict
+from vlfit.plan.transformers import lines as ledger
+from vlfit.plan.wishes import Wishes
+
+
+def check_one_at_once(sequences: int) -> None:
+    """Raise ``UsageError`` for more requests at once than transformers runs."""
+    if sequences > 1:
+        raise UsageError(
+            f"--sequences {sequences} is more than transformers runs: its requests go one after the other",
+            "Leave it out: others wait in the queue. The native engine and vLLM run several at once.",
+            param="sequences",
+        )
+
+
+class TransformersCosts:
+    """The transformers library as a backend."""
+
+    name = "transformers"
+    title = "transformers"
+    options: Mapping[str, str] = {}
+    sequences = (1,)
+    is_calibrated = True
+    runs_rounded = False
+
+    def check_wishes(self, wishes: Wishes) -> None:
+        if wishes.kv_dtype == FP8:
+            raise UsageError(
+                "transformers keeps its KV cache in the dtype of the computation",
+                "leave out --kv-dtype, or --backend",
+                param="kv_dtype",
+            )
+        if wishes.sequences is not None:
+            check_one_at_once(wishes.sequences)
+
+    def place(
+        self, models: list[Model], machine: Machine, wishes: Wishes, makers: Sequence[Callable[[], Model]]
+    ) -> Placement:
+        """The best choice on the emptiest GPU."""
+        gpu = emptiest(machine)
+        check_age(gpu)
+        return Placement(best(able(models, _check_format), wishes, gpu, self), gpu)
+
+    def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
+        """A whole prompt in one pass."""
+        kv_dtype = wishes.kv_dtype or BF16
+
+        def settings(context: int, image_tokens: int, sequences: int) -> Sequence[Settings]:
+            return [Settings(model.weights, context, image_tokens, sequences, context, kv_dtype=kv_dtype)]
+
+        return settings
+
+    def lines(self, model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+        return ledger.lines(model, gpu, settings)
+
+    def pool_tokens(self, settings: Settings) -> int:
+        return ledger.pool_tokens(settings)
+
+    def speed(self, model: Model, gpu: Gpu, settings: Settings, deficit: int = 0) -> Speed | None:
+        """Launches by the table: what was measured on this machine is the native engine's."""
+        constants = calibration.with_default_launches(calibration.constants_for(gpu))
+        kv_bytes = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
+        launch_low, launch = constants.launch_low.value, constants.launch.value
+        return predict(model, gpu, settings, StepCosts(constants, launch_low, launch, kv_bytes), deficit)
+
+    def command(self, plan: Plan, machine: Machine) -> Command | None:
+        """None for a text-only model, which the backend does not load."""
+        if plan.model.vision is None:
+            return None
+        words = ["vlfit", "serve", plan.model.place, "--backend", self.name]
+        words += ["--context", str(plan.settings.context), "--image-tokens", str(plan.settings.image_tokens)]
+        return on_gpu(words, plan.gpu, machine)
+
+    def smaller(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
+        return iter(())
+
+    def in_own_engine(self, settings: Settings) -> None:
+        return None
+
+    def settings_facts(self, settings: Settings) -> dict[str, Any]:
+        return {}
+
+    def facts(self, plan: Plan) -> dict[str, Any]:
+        return {}
+
+
+def _check_format(model: Model) -> None:
+    if model.weights != FORMATS[0]:
+        raise UsageError(
+            f"{model.name} is in {model.weights}; transformers is planned for with bf16 weights only",
+            "leave out --backend, or add --weights bf16",
+        )

@@ -1,0 +1,293 @@
+"""vLLM as the planner sees it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vlfit.checkpoint.catalog import BF16, FORMATS
+from vlfit.errors import UsageError
+from vlfit.machine.model import Gpu, Machine
+from vlfit.plan import calibration
+from vlfit.plan.candidates import able, best
+from vlfit.plan.cost_model import SettingsOf
+from vlfit.plan.gpus import emptiest
+from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.plans import Choice, Command, Placement, Plan
+from vlfit.plan.preference import SEQUENCES
+from vlfit.plan.shapes import HALF, Model
+from vlfit.plan.speed import NO_TIME, TEXT_TOKENS, Seconds, Speed, StepCosts, predict
+from vlfit.plan.vllm import command, cost
+from vlfit.plan.vllm.cpu import ram_as_gpu
+from vlfit.plan.vllm.flags import Version, check_card, chosen_version, parse_version
+from vlfit.plan.vllm.lines import vllm_lines
+from vlfit.plan.vllm.placement import CardChoice, best_of_groups
+from vlfit.plan.vllm.placement import remarks as card_remarks
+from vlfit.plan.vllm.settings import (
+    FLOAT32,
+    VllmArgs,
+    VllmSettings,
+    VllmWishes,
+    args_of,
+    vllm_settings,
+    vllm_wishes,
+)
+from vlfit.plan.wishes import Wishes, option_of
+
+CHUNKS = (2048, 1024, 512)  # tokens of a pass
+_OWN_CHUNK = 128  # the fewest tokens of a pass of the native engine, which is proposed instead
+
+
+class VllmCosts:
+    """A ``vllm serve``, over equal cards where there are several, or in RAM with its build for processors."""
+
+    name = "vllm"
+    title = "vLLM"
+    options: Mapping[str, str] = {
+        "vllm_version": "--vllm-version says which vLLM a plan is for",
+        **{
+            name: f"{option_of(name)} is a setting of vLLM"
+            for name in ("kv_tokens", "kv_bytes", "tensor_parallel", "data_parallel", "chunk", "pictures")
+        },
+        "eager": "--enforce-eager is a setting of vLLM",
+    }
+    sequences = SEQUENCES
+    is_calibrated = False
+    runs_rounded = False
+
+    def check_wishes(self, wishes: Wishes) -> None:
+        if wishes.vllm_version is not None:
+            parse_version(wishes.vllm_version)
+
+    def place(
+        self, models: list[Model], machine: Machine, wishes: Wishes, makers: Sequence[Callable[[], Model]]
+    ) -> Placement:
+        """The best choice over one card or several; without a GPU in RAM."""
+        version = chosen_version(wishes.vllm_version)
+        limited, notes = _within_limits(models, vllm_wishes(wishes))
+        limited = replace(limited, vllm=replace(limited.vllm, version=version.text))
+        place = self._in_ram if not machine.gpus else self._on_cards
+        return replace(place(models, machine, limited, version), notes=notes)
+
+    def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
+        """Passes without CUDA graphs last: graphs are worth more than any number of tokens."""
+        own_wishes = vllm_wishes(wishes)
+        args = _args(model, own_wishes)
+        kv_dtype = wishes.kv_dtype or BF16
+        # A processor captures no graphs.
+        captures = (False,) if wishes.eager or args.in_ram else (True, False)
+        chunks = CHUNKS if wishes.chunk is None else (wishes.chunk,)
+
+        def settings(context: int, image_tokens: int, sequences: int) -> Sequence[Settings]:
+            return [
+                VllmSettings(
+                    model.weights,
+                    context,
+                    image_tokens,
+                    sequences,
+                    chunk,
+                    graphs=graphs,
+                    kv_dtype=kv_dtype,
+                    vllm=args,
+                )
+                for graphs in captures
+                for chunk in chunks
+            ]
+
+        return settings
+
+    def lines(self, model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+        return vllm_lines(model, gpu, vllm_settings(settings))
+
+    def pool_tokens(self, settings: Settings) -> int:
+        return cost.pool_tokens(vllm_settings(settings))
+
+    def speed(self, model: Model, gpu: Gpu, settings: Settings, deficit: int = 0) -> Speed | None:
+        """None also for float32, in which nothing was measured."""
+        args = args_of(settings)
+        if args.dtype == FLOAT32:
+            return None
+        constants = calibration.with_default_launches(calibration.constants_for(gpu))
+        if settings.graphs:
+            constants = replace(constants, launch_low=cost.LAUNCH_OF_GRAPHS_LOW, launch=cost.LAUNCH_OF_GRAPHS)
+        costs = StepCosts(
+            constants,
+            constants.launch_low.value,
+            constants.launch.value,
+            cost.kv_bytes(model, settings.kv_dtype, args),
+            cards=args.tensor,
+            tower_cards=args.tensor if args.split_tower else 1,
+            decode_sums=_decode_sums(model, args),
+            prompt_sums=_prompt_sums(model, gpu, settings, args),
+        )
+        return predict(model, gpu, settings, costs, deficit)
+
+    def command(self, plan: Plan, machine: Machine) -> Command:
+        settings = vllm_settings(plan.settings)
+        # A card that is not the first has to be named, too: others may be hidden from this process.
+        several = len(machine.gpus) > 1 or plan.gpu.index > 0
+        cards = (plan.gpu, *(gpu for gpu in plan.gpus if gpu.index != plan.gpu.index))
+        version = chosen_version(settings.vllm.version or None)
+        return command.start(
+            plan.model, settings, plan.ledger, cards, version, wsl2=plan.wsl2, several=several
+        )
+
+    def smaller(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
+        return iter(())
+
+    def in_own_engine(self, settings: Settings) -> Settings:
+        """Without CUDA graphs of vLLM's, and with the shortest passes."""
+        return Settings(
+            settings.weights,
+            settings.context,
+            settings.image_tokens,
+            settings.sequences,
+            _OWN_CHUNK,
+            kv_dtype=settings.kv_dtype,
+        )
+
+    def settings_facts(self, settings: Settings) -> dict[str, Any]:
+        return {"graphs": settings.graphs}
+
+    def facts(self, plan: Plan) -> dict[str, Any]:
+        """Each flag with the line that it moves; over several cards, how the model goes over them."""
+        flags = [
+            {"flag": flag.flag, "value": flag.value, "line": flag.line, "why": flag.why}
+            for flag in plan.flags
+        ]
+        args = args_of(plan.settings)
+        if args.cards < 2:
+            return {"flags": flags}
+        parallel = {
+            "tensor": args.tensor,
+            "data": args.data,
+            "tower": "split" if args.split_tower else "whole",
+            "gpus": sorted(gpu.index for gpu in plan.gpus),
+            "sequences": plan.settings.sequences * args.data,
+        }
+        return {"flags": flags, "parallel": parallel}
+
+    def _on_cards(
+        self, models: list[Model], machine: Machine, wishes: VllmWishes, version: Version
+    ) -> Placement:
+        gpu = emptiest(machine)
+
+        def check(model: Model) -> None:
+            _check_model(model, wishes)
+            check_card(model, gpu.name, gpu.compute_capability, version)
+
+        taken = best_of_groups(able(models, check), machine, wishes, self)
+        return placement_on_cards(taken, machine, version)
+
+    def _in_ram(
+        self, models: list[Model], machine: Machine, wishes: VllmWishes, version: Version
+    ) -> Placement:
+        """Raises ``UsageError`` for several cards."""
+        tensor, data = wishes.tensor_parallel or 1, wishes.data_parallel or 1
+        if tensor * data > 1:
+            raise UsageError(
+                f"{tensor} x {data} cards are asked for, and this vLLM runs on the processor",
+                "leave --tensor-parallel and --data-parallel out",
+            )
+        gpu = ram_as_gpu(machine)
+        in_ram = replace(wishes, vllm=replace(wishes.vllm, in_ram=True))
+        choice = best(able(models, lambda model: _check_model(model, in_ram)), in_ram, gpu, self)
+        return placement_in_ram(choice, gpu, version)
+
+
+COSTS = VllmCosts()
+
+
+def placement_on_cards(taken: CardChoice, machine: Machine, version: Version) -> Placement:
+    """A choice over cards of ``machine``, with what to know of the cards and of this vLLM."""
+    settings = vllm_settings(taken.choice.settings)
+    cards = card_remarks(machine, taken.group, settings) if len(machine.gpus) > 1 else ()
+    remarks = (*cards, *command.remarks(version, settings, taken.gpu))
+    return Placement(taken.choice, taken.gpu, taken.gpus, remarks=remarks)
+
+
+def placement_in_ram(choice: Choice, gpu: Gpu, version: Version) -> Placement:
+    """A choice for vLLM's build for processors; ``gpu`` stands for the RAM."""
+    remarks = tuple(command.remarks(version, vllm_settings(choice.settings), gpu))
+    return Placement(choice, gpu, remarks=remarks)
+
+
+def _within_limits(models: list[Model], wishes: VllmWishes) -> tuple[VllmWishes, tuple[str, ...]]:
+    """``wishes`` with pictures no larger than any of these checkpoints makes them, and a remark if they were.
+
+    vLLM would make them larger than the checkpoint was trained on; the native engine keeps to the limit.
+    """
+    known = [model.most_image_tokens for model in models if model.vision is not None]
+    most = max((each for each in known if each is not None), default=None)
+    if None in known or most is None or (wishes.image_tokens or 0) <= most:
+        return wishes, ()
+    remark = (
+        f"--image-tokens {wishes.image_tokens} is {most}: the checkpoint itself makes pictures no larger."
+    )
+    return replace(wishes, image_tokens=most), (remark,)
+
+
+def _check_model(model: Model, wishes: VllmWishes) -> None:
+    """Raise ``UsageError`` for what vLLM does not do with ``model``.
+
+    It does not compute with quantized weights in float32, and its processor enlarges small pictures.
+    """
+    if wishes.vllm.dtype == FLOAT32 and model.weights != FORMATS[0]:
+        raise UsageError(
+            f"{model.name} is in {model.weights}, which vLLM does not compute with in float32",
+            "leave out --dtype, or add --weights bf16",
+            param="dtype",
+        )
+    if model.vision is None or wishes.image_tokens is None:
+        return
+    least = cost.LEAST_PIXELS // cost.pixels_of_token(model.vision)
+    if wishes.image_tokens < least:
+        raise UsageError(
+            f"--image-tokens is {wishes.image_tokens}; vLLM enlarges pictures of fewer than {least} tokens",
+            f"use --image-tokens {least} or more",
+            param="image_tokens",
+        )
+
+
+def _args(model: Model, wishes: VllmWishes) -> VllmArgs:
+    """What vLLM is told of its KV cache and of pictures, in tokens of this model."""
+    tokens = wishes.kv_tokens
+    if tokens is None and wishes.kv_bytes is not None:
+        tokens = _whole_blocks(wishes.kv_bytes, cost.kv_bytes(model, wishes.kv_dtype or BF16, wishes.vllm))
+    return replace(wishes.vllm, kv_tokens=tokens, pictures=wishes.pictures)
+
+
+def _whole_blocks(size: int, token_bytes: int) -> int:
+    """Tokens of a KV cache of at most ``size`` bytes. Raises ``UsageError`` where these hold no block."""
+    block = token_bytes * cost.LARGEST_BLOCK
+    if size < block:
+        raise UsageError(
+            f"--kv-cache-memory-bytes is {size}; a block of {cost.LARGEST_BLOCK} tokens takes {block} bytes",
+            f"give at least {block}, or leave it out: the plan chooses",
+            param="kv_bytes",
+        )
+    return size // block * cost.LARGEST_BLOCK
+
+
+def _decode_sums(model: Model, args: VllmArgs) -> Seconds:
+    """Seconds in which cards add up their parts for one token: little to send, so each sum takes its time."""
+    if args.tensor == 1:
+        return NO_TIME
+    sums = cost.all_reduces(model)
+    return (
+        sums * cost.ALL_REDUCE_LOW.value,
+        sums * cost.ALL_REDUCE_SECONDS.value,
+        sums * cost.ALL_REDUCE_HIGH.value,
+    )
+
+
+def _prompt_sums(model: Model, gpu: Gpu, settings: Settings, args: VllmArgs) -> Seconds:
+    """Seconds in which cards add up their parts for a prompt, whose rows go over the link.
+
+    Once there and once back, less a card's own part; nothing at best, as no driver tells of fast links.
+    """
+    cards = args.tensor
+    if cards == 1 or not gpu.pcie_bandwidth:
+        return NO_TIME
+    tokens = settings.image_tokens + TEXT_TOKENS
+    sent = cost.all_reduces(model) * tokens * model.text.hidden_size * HALF * 2 * (cards - 1) / cards
+    return 0.0, sent / gpu.pcie_bandwidth, 2 * sent / gpu.pcie_bandwidth

@@ -1,0 +1,99 @@
+"""What only vLLM is told: settings and wishes with its own arguments beside those that all backends have."""
+
+from dataclasses import dataclass, fields
+
+from vlfit.plan.ledger import Settings
+from vlfit.plan.wishes import Wishes
+
+OLDER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # 0 turns it off: the newer runner needs pinned memory, up to 0.29
+# Variables by which workers find another way to each other, where the usual one is barred: NCCL's user guide,
+# its issue 1838, and vLLM's environment variables.
+OLDER_SHARING = "NCCL_CUMEM_HOST_ENABLE=0"
+SOCKETS = "NCCL_SHM_DISABLE=1"
+LOOPBACK = "VLLM_HOST_IP=127.0.0.1"
+NO_PEERS = "NCCL_P2P_DISABLE=1"
+FLOAT32 = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmArgs:
+    """Arguments of a vLLM start.
+
+    - ``tensor``: cards that share each layer; ``data``: copies of the model, each on ``tensor`` cards.
+    - ``split_tower``: cards share the vision tower too; else each has all of it and takes pictures of its
+      own.
+    - ``kv_tokens``: of the KV cache; None: as many as requests need.
+    - ``pictures``: most of them in one prompt; None: as many as the context holds.
+    - ``in_ram``: vLLM's build for processors, which keeps all of this in RAM.
+    - ``share``: the most that the check at the start asks for, where a plan's own share of memory is not
+      free.
+    - ``dtype``: of the computation, and with it of 16-bit weights and of the KV cache; "": the checkpoint's
+      own.
+    - ``left_out``: flags that this vLLM does not know.
+    - ``variables``: environment variables beside those that every plan has, as ``NAME=VALUE``.
+    - ``apart``: cards that share layers talk through RAM, and do not read each other's memory.
+    - ``one_front``: one process takes the requests of all copies.
+    - ``again``: how often the same was started before.
+    - ``version``: of the vLLM that is planned for, as its package says it; earlier starts are known by it.
+    """
+
+    tensor: int = 1
+    data: int = 1
+    split_tower: bool = False
+    kv_tokens: int | None = None
+    pictures: int | None = None
+    in_ram: bool = False
+    share: float | None = None
+    dtype: str = ""
+    left_out: frozenset[str] = frozenset()
+    variables: frozenset[str] = frozenset()
+    apart: bool = False
+    one_front: bool = False
+    again: int = 0
+    version: str = ""
+
+    @property
+    def cards(self) -> int:
+        """How many cards the plan takes."""
+        return self.tensor * self.data
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a number that is computed with."""
+        return 4 if self.dtype == FLOAT32 else 2
+
+
+ALONE = VllmArgs()  # one card, and nothing special
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings(Settings):
+    """Settings of a plan for vLLM."""
+
+    vllm: VllmArgs = ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class VllmWishes(Wishes):
+    """Wishes for a plan for vLLM; ``vllm`` are the arguments that the plan starts from."""
+
+    vllm: VllmArgs = ALONE
+
+
+def vllm_settings(settings: Settings) -> VllmSettings:
+    """``settings`` with vLLM's arguments; the default ones where they have none."""
+    if isinstance(settings, VllmSettings):
+        return settings
+    return VllmSettings(**{field.name: getattr(settings, field.name) for field in fields(settings)})
+
+
+def vllm_wishes(wishes: Wishes) -> VllmWishes:
+    """``wishes`` with vLLM's arguments; the default ones where they have none."""
+    if isinstance(wishes, VllmWishes):
+        return wishes
+    return VllmWishes(**{field.name: getattr(wishes, field.name) for field in fields(wishes)})
+
+
+def args_of(settings: Settings) -> VllmArgs:
+    """vLLM's own arguments of ``settings``."""
+    return settings.vllm if isinstance(settings, VllmSettings) else ALONE

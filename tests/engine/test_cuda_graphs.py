@@ -1,0 +1,266 @@
+"""Decode graphs: static inputs equal the tensors built for a batch. Capture needs a GPU; on a CPU the
+captured functions are run.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.shapes import TEXT
+from tests.engine.test_parity import CONVERSATIONS, run
+from tests.kernels.conftest import ON_GPU, device
+from vlfit import kernels
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.execution import cuda_graphs
+from vlfit.engine.execution.cuda_graphs import DecodeGraphs, capture_sizes
+from vlfit.engine.sampling.sampler import SamplingRow, StepOutput, sample
+from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
+from vlfit.errors import InvalidRequest
+from vlfit.kernels.attention import paged
+from vlfit.kernels.attention.paged import BlockAttentionMetadata
+from vlfit.layers.kv_cache import KVCache
+
+__all__ = ["device"]  # a fixture
+SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"], CONVERSATIONS["text"]]
+TOKENS = 3
+
+
+@pytest.mark.parametrize(
+    ("sequences", "sizes"),
+    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (4, (1, 2, 4)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))],
+)
+def test_graphs_are_few_and_one_holds_all(sequences: int, sizes: tuple[int, ...]) -> None:
+    assert capture_sizes(sequences) == sizes
+
+
+class Rerun:
+    """In place of a graph: runs anew what it would replay, and counts how often."""
+
+    replays = 0
+
+    def __init__(
+        self,
+        forward: Callable[[], Tensor],
+        sample: Callable[[Tensor], StepOutput],
+        pool: object,
+        device: object,
+    ) -> None:
+        self.output = sample(forward())
+        self._forward, self._sample = forward, sample
+
+    def forward(self) -> None:
+        Rerun.replays += 1
+        self._logits = self._forward()
+
+    def sample(self) -> None:
+        self.output = self._sample(self._logits)
+
+
+VOCABULARY = 97
+CACHE = KVCache(TEXT.cache_spec, blocks=12, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def told(token: int, position: int, slot: int) -> int:
+    """The next token of a model that looks at nothing else."""
+    return (31 * token + 7 * position + slot) % VOCABULARY
+
+
+def step(token_ids: Tensor, positions: Tensor, plan: BlockAttentionMetadata) -> Tensor:
+    rows = zip(token_ids.tolist(), positions[0].tolist(), plan.slot_mapping.tolist(), strict=True)
+    return torch.eye(VOCABULARY)[[told(*row) for row in rows]]
+
+
+def decoding(blocks: list[int], tokens: int, **wishes: Any) -> Sequence:
+    """A sequence of which ``tokens`` are in the cache, and one is new."""
+    prompt = PreparedPrompt(np.arange(tokens), np.arange(0), np.zeros((3, tokens), np.int64), tokens + 5, ())
+    completion: Any = None
+    sampling = SamplingParams(**wishes)
+    return Sequence(
+        *(prompt, sampling, 99, completion, lambda _: None, 0.0),
+        seed=tokens,
+        num_cached_tokens=tokens,
+        generated=[tokens],
+        block_table=blocks,
+    )
+
+
+def expected(sequence: Sequence, token: int | None = None, further: int = 0) -> int:
+    """What comes behind its newest token, or behind ``token``, so much further on."""
+    at = sequence.num_cached_tokens + further
+    slot = sequence.block_table[at // 4] * 4 + at % 4
+    newest = sequence.generated[-1] if token is None else token
+    chosen = told(newest, sequence.position + further, slot)
+    draw = SamplingRow(sequence.params, [], [], sequence.seed, sequence.position + further + 1)
+    draw = replace(draw, grammar_matcher=sequence.grammar_matcher)
+    return sample(torch.eye(VOCABULARY)[[chosen]], [chosen], None, [draw], str)[0].token_id
+
+
+class Odd:
+    """A form that allows odd tokens, and says how often it was asked. It follows nothing."""
+
+    asked = 0
+
+    def bitmask(self) -> Any:
+        self.asked += 1
+        return np.packbits(np.arange(96) % 2 == 1, bitorder="little").view(np.uint32)
+
+    def allows(self, token_id: int) -> bool:
+        return token_id % 2 == 1
+
+    def allowed_tokens(self, vocabulary: int) -> Any:
+        return (np.arange(vocabulary) % 2 == 1) & (np.arange(vocabulary) < 96)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> DecodeGraphs:
+    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "CapturedStep", Rerun)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Rerun, "replays", 0)
+    return DecodeGraphs(step, CACHE, VOCABULARY, 16, 4, 8)
+
+
+def say(steps: DecodeGraphs, sequences: list[Sequence]) -> int:
+    """One token for each, as in ``passes.py``, and the next step ahead. Gives how often it was replayed."""
+    before = Rerun.replays
+    wanted = [expected(sequence) for sequence in sequences]
+    scores = steps.run(sequences)
+    steps.launch_next(sequences)
+    assert scores.read() == (
+        wanted,
+        [True] * len(sequences),
+        [not each.params.greedy for each in sequences],
+    )
+    for sequence, token in zip(sequences, wanted, strict=True):
+        sequence.num_cached_tokens += 1
+        sequence.generated.append(token)
+    return Rerun.replays - before
+
+
+@pytest.mark.skipif(ON_GPU, reason="test_gpu.py compares the words of whole engines")
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+class TestAhead:
+    def test_each_step_is_computed_once(self, steps: DecodeGraphs) -> None:
+        both = [decoding([3, 7, 1], 2), decoding([5, 0], 3)]
+        assert [say(steps, both) for _ in range(4)] == [2, 1, 1, 1]
+        # The last slot of two blocks: the next one is not known, so nothing is launched ahead.
+        assert say(steps, both) == 0
+
+    def test_who_draws_goes_on_with_what_was_drawn(self, steps: DecodeGraphs) -> None:
+        """One of them draws, as the host would; alone too; and rows that were its own draw no more."""
+        drawing, greedy = decoding([3, 7, 1], 2, temperature=1.0, top_k=20), decoding([5, 0, 2], 3)
+        assert [say(steps, [drawing, greedy]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [drawing]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [greedy]) for _ in range(2)] == [2, 1]
+
+    @pytest.mark.parametrize("wishes", [{}, {"temperature": 1.0, "top_k": 20}], ids=["greedy", "drawn"])
+    def test_what_a_form_allows_is_asked_for_while_the_next_step_is_computed(
+        self, steps: DecodeGraphs, wishes: dict[str, Any]
+    ) -> None:
+        """Once for each token; another beside it has no form, and later comes alone."""
+        formed, free = decoding([3, 7, 1], 2, **wishes), decoding([5, 0, 2], 3)
+        formed.grammar_matcher = odd = Odd()  # type: ignore[assignment]
+        for number in range(4):
+            assert say(steps, [formed, free]) == (2 if number == 0 else 1)
+            assert steps.is_launched([formed, free])
+            assert odd.asked == number + 1
+        assert all(token % 2 for token in formed.generated[1:])
+        assert [say(steps, [free]) for _ in range(2)] == [2, 1]
+        assert odd.asked == 4
+
+    def test_a_form_without_a_way_on_fails_before_anything_is_chosen(self, steps: DecodeGraphs) -> None:
+        formed = decoding([3, 7, 1], 2)
+        formed.grammar_matcher = Odd()  # type: ignore[assignment]
+        assert say(steps, [formed]) == 2
+
+        def fail() -> None:
+            raise InvalidRequest("no way on")
+
+        formed.grammar_matcher.bitmask = fail  # type: ignore[union-attr, method-assign]
+        with pytest.raises(InvalidRequest):
+            steps.run([formed])
+        formed.grammar_matcher = None
+        assert say(steps, [formed]) == 2
+
+    def test_a_new_block_or_another_token_is_computed_anew(self, steps: DecodeGraphs) -> None:
+        one = decoding([3, 7, 1], 2)
+        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        one.block_table = [3, 7, 1, 2]
+        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        one.generated[-1] += 1  # somebody decided otherwise
+        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+
+    def test_whoever_ends_or_comes_changes_nothing_for_the_others(self, steps: DecodeGraphs) -> None:
+        first, second, third = (decoding([block, block + 1, block + 2], 2) for block in (0, 3, 6))
+        assert [say(steps, [first, second]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [second]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [second, third]) for _ in range(2)] == [2, 1]
+        assert [say(steps, [third, second]) for _ in range(2)] == [2, 1]
+
+    def test_guesses_are_rows_and_what_was_launched_ahead_is_not_taken_for_them(
+        self, steps: DecodeGraphs
+    ) -> None:
+        one, other = decoding([3, 7, 1], 2), decoding([5, 0], 3)
+        assert say(steps, [one, other]) == 2
+        assert steps.is_launched([one, other])
+        assert not steps.is_launched([one])
+        batch = [ScheduledChunk(one, 4, (10, 20, 30)), ScheduledChunk(other, 2, (40,))]
+        scores = steps.run_verify(batch)
+        at = [(one, one.generated[-1], 0), (one, 10, 1), (one, 20, 2), (one, 30, 3)]
+        at += [(other, other.generated[-1], 0), (other, 40, 1)]
+        assert scores.read()[0] == [expected(*row) for row in at]
+        inputs = steps._verify_inputs
+        assert inputs is not None
+        assert inputs.metadata.query_spans[:6, 2].tolist() == [4, 5, 6, 7, 5, 6]
+        assert inputs.metadata.block_tables[:6, :2].tolist() == [[3, 7]] * 4 + [[5, 0]] * 2
+        assert (
+            inputs.metadata.slot_mapping[6:].tolist()
+            == inputs.metadata.query_spans[6:, 2].tolist()
+            == [-1, -1]
+        )
+        assert inputs.metadata.no_store_slots is not None
+        assert not steps.is_launched([one, other])
+        assert say(steps, [one, other]) == 2
+
+    def test_what_moves_is_recorded_and_computed_anew(
+        self, steps: DecodeGraphs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = decoding([3, 7, 1], 2)
+        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        steps.release()
+        assert say(steps, [one]) == 2
+        (group,) = CACHE._groups
+        monkeypatch.setattr(group, "keys", group.keys.resized(CACHE.keys.shape[1]))
+        assert say(steps, [one]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu.py runs it on the GPU")
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+def test_rows_that_nobody_needs_leave_nothing_behind(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Four rows for three sequences, and for two and one when the others have ended."""
+    pytest.importorskip("triton")
+    folder = tiny("odd_vocab_one_kv_head")
+    options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=4, cuda_graphs=False)
+    expected = run(NativeEngine(open_checkpoint(folder), options), *SPOKEN, tokens=TOKENS)
+    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
+    monkeypatch.setattr(paged, "num_decode_splits", lambda _: 2)
+    monkeypatch.setattr(cuda_graphs, "CapturedStep", Rerun)
+    monkeypatch.setattr(cuda_graphs, "capture_sizes", lambda sequences: (sequences,))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    engine = NativeEngine(open_checkpoint(folder), options)
+    engine.runner.cache.keys.fill_(torch.nan)
+    engine.runner.capture_graphs(engine.context, 4)
+    assert engine.runner.cache.keys.isnan().all(), "recording wrote into the cache"
+    assert run(engine, *SPOKEN, tokens=TOKENS) == expected

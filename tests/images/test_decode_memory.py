@@ -1,0 +1,172 @@
+"""Memory limits of decoding: decompression bombs are refused, concurrent decoding is limited."""
+
+import struct
+import sys
+import threading
+import time
+import tracemalloc
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.pictures import encoded, half_transparent, picture, scene
+from vlfit.api.conversation import ImagePart, Message, TextPart, VideoPart
+from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.errors import PictureTooLarge
+from vlfit.images.cancellation import Cancelled, cancel_when
+from vlfit.images.decode import DecodedImage, _open, decode
+from vlfit.images.decode_memory import MAX_DECODE_BYTES, DecodeBudget, bytes_to_decode
+from vlfit.models.qwen3_vl import prompt as picture_places
+from vlfit.models.qwen3_vl.prompt import Qwen3VLPrompts
+
+PROCESSING = ImageProcessing(65536, 16777216, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255)
+
+
+def webp_claiming(width: int, height: int) -> bytes:
+    """A lossless WebP of 34 bytes: every pixel the same."""
+    bits = (width - 1) | (height - 1) << 14
+    body = b"\x2f" + struct.pack("<I", bits) + b"\x88\x88\x08\x00\x00\x00\x00\x00\x00"
+    return b"RIFF" + struct.pack("<I", len(body) + 12) + b"WEBPVP8L" + struct.pack("<I", len(body)) + body
+
+
+def test_34_bytes_of_169_megapixels_are_refused_without_memory() -> None:
+    assert len(webp_claiming(13000, 13000)) == 34
+    assert decode(webp_claiming(130, 130), "p").image.size == (130, 130)  # the same file, but smaller
+    tracemalloc.start()
+    try:
+        with pytest.raises(PictureTooLarge, match=r"2,740 MiB .* 1,024"):
+            decode(webp_claiming(13000, 13000), "p")
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def priced(file_format: str, mode: str = "RGB", **options: Any) -> float:
+    """Bytes a pixel."""
+    image = half_transparent(mode) if mode in ("RGBA", "LA") else scene(64, 48).convert(mode)
+    opened = _open(encoded(image, file_format, **options), "p")
+    return bytes_to_decode(opened) / (opened.width * opened.height)
+
+
+# What was measured at 20 megapixels (see the module), Pillow 13.
+@pytest.mark.parametrize(
+    ("file_format", "mode", "options", "measured"),
+    [
+        ("JPEG", "RGB", {}, 4.0),
+        ("JPEG", "RGB", {"progressive": True}, 7.0),
+        ("JPEG", "RGB", {"progressive": True, "subsampling": 0}, 10.0),
+        ("JPEG", "CMYK", {"progressive": True, "subsampling": 0}, 12.0),
+        ("JPEG", "L", {}, 5.0),
+        ("PNG", "RGB", {}, 4.0),
+        ("PNG", "RGBA", {}, 8.6),
+        ("PNG", "P", {}, 5.0),
+        ("WEBP", "RGB", {}, 16.9),
+        ("WEBP", "RGBA", {}, 16.7),
+        ("GIF", "P", {}, 5.0),
+        ("TIFF", "RGB", {}, 4.1),
+        ("TIFF", "F", {}, 9.1),
+        ("AVIF", "RGBA", {}, 12.4),
+        ("JPEG2000", "RGB", {}, 19.4),
+    ],
+)
+def test_estimates_cover_measurements(
+    file_format: str, mode: str, options: dict[str, Any], measured: float
+) -> None:
+    assert measured <= priced(file_format, mode, **options) <= 2 * measured
+
+
+def test_largest_phone_pictures_are_accepted() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert priced("JPEG", exif=exif) * 108e6 <= MAX_DECODE_BYTES
+    assert priced("JPEG") * 178e6 <= MAX_DECODE_BYTES
+
+
+def test_slow_formats_are_limited() -> None:
+    large = b"qoif" + struct.pack(">IIBB", 4000, 4000, 3, 0) + bytes(100)
+    with pytest.raises(PictureTooLarge, match=r"16 megapixels as QOI; .* 4 "):
+        decode(large, "p")
+    with pytest.raises(PictureTooLarge, match=r"16 megapixels as PPM; .* 4 "):
+        decode(b"P3 4000 4000 255 " + b"1 " * 100, "p")
+    assert decode(encoded(scene(64, 48), "QOI"), "p").image.size == (64, 48)
+
+
+def test_the_budget_is_served_in_order() -> None:
+    room = DecodeBudget(10)
+    log: list[str] = []
+
+    def take(name: str, count: int) -> None:
+        with room.reserve(count):
+            log.append(name)
+
+    with room.reserve(6):
+        threads = []
+        for name, count in (("large", 8), ("small", 2)):
+            threads.append(threading.Thread(target=take, args=(name, count)))
+            threads[-1].start()
+            while room._next_ticket < len(threads) + 1:
+                time.sleep(0.001)
+        assert log == []  # the small one would fit, but the large one was first
+    for thread in threads:
+        thread.join(60)
+    assert log == ["large", "small"]
+    with room.reserve(10):
+        pass
+
+
+def test_no_picture_is_ever_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    watching = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open" and any(sign in str(arguments[1]) for sign in "wax+"):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(hook)  # for the rest of this process: it cannot be taken away
+    for name in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI"):
+        decode(encoded(scene(64, 48), name), "p")
+    decode(encoded(scene(64, 48), "TIFF", compression="tiff_lzw"), "p")
+    watching = False
+    assert opened == []
+
+
+class Places(Qwen3VLPrompts):
+    """Without a checkpoint."""
+
+    def __init__(self) -> None:
+        self.processing = self.video_processing = PROCESSING
+
+
+def said(*parts: ImagePart | VideoPart | TextPart) -> tuple[Message, ...]:
+    return (Message("user", parts),)
+
+
+def test_repeated_pictures_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    real = decode
+
+    def noting(data: bytes, label: str) -> DecodedImage:
+        decoded.append(label)
+        return real(data, label)
+
+    monkeypatch.setattr("vlfit.models.qwen3_vl.image_processor.decode", noting)
+    one, other = picture(64, 48, seed=1), picture(64, 48, seed=2)
+    parts = [ImagePart(one, "1"), ImagePart(other, "2"), ImagePart(one, "3"), ImagePart(one, "4", "low")]
+    prepared = Places().prepare(said(*parts), 64)
+    assert decoded == ["1", "2", "4"]
+    assert prepared[0] is prepared[2]
+    assert len({image.key for image in prepared}) == 2  # at this size low detail changes nothing
+
+
+def test_cancellation_stops_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    monkeypatch.setattr(picture_places, "prepare_image", lambda part, *_: decoded.append(part.label))
+    parts = [ImagePart(picture(64, 48, seed=seed), str(seed)) for seed in range(5)]
+    with cancel_when(lambda: len(decoded) == 2), pytest.raises(Cancelled):
+        Places().prepare(said(*parts), 64)
+    assert decoded == ["0", "1"]
+    clip = VideoPart(tuple(part.data for part in parts))
+    looks = iter([False, False])
+    with cancel_when(lambda: next(looks, True)), pytest.raises(Cancelled):
+        Places().prepare(said(clip), 64)

@@ -1,0 +1,52 @@
+"""Sliding-window attention by the kernels, against masked attention in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.test_attention import BATCHES, SHAPES, batch
+from vlfit.kernels.attention.paged import AttentionTiles, block_attention, reference_attention
+from vlfit.kernels.rows.row_ops import rope_store_kv
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("window", [1, 5, 16, 40])
+@pytest.mark.parametrize("work", ["decoding alone", "a chunk with a past", "several chunks"])
+def test_the_kernels(work: str, window: int, splits: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    works = BATCHES[work]
+    if splits > 1 and works[0][0] > 1:
+        pytest.skip("splits are of decoding sequences")
+    decoding = next((index for index, (tokens, _) in enumerate(works) if tokens > 1), len(works))
+    fresh, keys, values, plan = batch(SHAPES["tiny"], works, decoding, torch.float32, device)
+    known_keys, known_values = keys.clone(), values.clone()
+    query = rope_store_kv(fresh, plan.slot_mapping, known_keys, known_values)
+    exact = reference_attention(
+        query.double(), known_keys.double(), known_values.double(), plan, window=window
+    )
+    tiles = AttentionTiles(16, 16, 4, 1)
+    out = block_attention(fresh, keys, values, plan, window=window, splits=splits, tiles=tiles)
+    torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+def test_rows_of_one_sequence_that_are_verified_together(device: torch.device) -> None:
+    """Draft tokens: each row's own token is part of its past, and the window ends with it."""
+    torch.manual_seed(0)
+    fresh, keys, values, plan = batch(SHAPES["tiny"], [(3, 9)], 0, torch.float32, device)
+    known_keys, known_values = keys.clone(), values.clone()
+    query = rope_store_kv(fresh, plan.slot_mapping, known_keys, known_values)
+    exact = reference_attention(query.double(), known_keys.double(), known_values.double(), plan, window=5)
+    past = torch.tensor([[0, 1, 10], [1, 1, 11], [2, 1, 12]], dtype=torch.int32, device=device)
+    rows = replace(
+        plan,
+        block_tables=plan.block_tables.expand(3, -1).contiguous(),
+        query_spans=past,
+        num_decodes=3,
+        max_query_len=0,
+        no_store_slots=torch.full((3,), -1, dtype=torch.int32, device=device),
+    )
+    out = block_attention(fresh, keys, values, rows, window=5, splits=2, tiles=AttentionTiles(16, 16, 4, 1))
+    torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=2e-5)

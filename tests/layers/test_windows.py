@@ -1,0 +1,80 @@
+"""Sliding-window attention over the paged cache on a CPU, against masked attention."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.engine.shapes import TEXT
+from vlfit.layers.attention import DecodeGroup, PrefillChunk, SlotAttentionMetadata, slot_attention
+from vlfit.layers.kv_cache import KVCache, slots_of_blocks
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM = TEXT.num_attention_heads, TEXT.num_key_value_heads, TEXT.head_dim
+
+
+def windowed(query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    """The newest ``len(query)`` tokens of a sequence, each over the last ``window`` up to itself."""
+    repeats = HEADS // KV_HEADS
+    keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    total = len(keys)
+    row = torch.arange(total - len(query), total)[:, None]
+    column = torch.arange(total)
+    mask = (column <= row) & (column > row - window)
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), attn_mask=mask
+    )
+    return mixed.transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 8, 11, 50])
+def test_a_mixed_batch_on_a_cpu(window: int) -> None:
+    torch.manual_seed(0)
+    spec = replace(TEXT, sliding_windows=(None, window, None)).cache_spec
+    cache = KVCache(spec, blocks=12, block_size=4, dtype=torch.float32, device=CPU)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    tables = {"short": [7], "long": [3, 9, 1], "fresh": [0, 5], "later": [8, 2, 10]}
+    lengths = {"short": 3, "long": 11, "fresh": 6, "later": 9}
+    new = {"short": 1, "long": 1, "fresh": 6, "later": 4}
+    slots = {name: slots_of_blocks(table, 4)[: lengths[name]] for name, table in tables.items()}
+    keys = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
+    values = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
+    queries = {name: torch.randn(new[name], HEADS, HEAD_DIM) for name in tables}
+    for name in tables:
+        cache.write(1, slots[name], keys[name], values[name])
+    padded = torch.cat([slots["short"], slots["short"][-1:].expand(8)])
+    plan = SlotAttentionMetadata(
+        torch.empty(0, dtype=torch.long),
+        DecodeGroup(torch.stack([padded, slots["long"]]), torch.arange(11) < torch.tensor([[3], [11]])),
+        (
+            PrefillChunk(2, 6, slots["fresh"], None),
+            PrefillChunk(8, 4, slots["later"], torch.arange(9) <= torch.arange(5, 9)[:, None]),
+        ),
+    )
+    mixed = slot_attention(torch.cat(list(queries.values())), 1, cache, plan)
+    expected = torch.cat([windowed(queries[name], keys[name], values[name], window) for name in tables])
+    torch.testing.assert_close(mixed, expected)
+
+
+@pytest.mark.parametrize("first", [None, 16])
+def test_one_sequence_reads_the_tokens_of_its_window(first: int | None) -> None:
+    torch.manual_seed(0)
+    spec = replace(TEXT, sliding_windows=(None, 4, None)).cache_spec
+    cache = KVCache(spec, blocks=8, block_size=4, dtype=torch.float32, device=CPU)
+    cache.keys.fill_(torch.nan)  # tokens outside the window are never written
+    cache.values.fill_(torch.nan)
+    slots = slots_of_blocks([4, 5, 6], 4)[:10]
+    keys, values = (torch.randn(10, KV_HEADS, HEAD_DIM) for _ in range(2))
+    cache.write(1, slots[6:], keys[6:], values[6:])
+    query = torch.randn(1, HEADS, HEAD_DIM)
+    plan = SlotAttentionMetadata(slots[9:], DecodeGroup(slots[None], None, first), ())
+    expected = windowed(query, keys, values, 4)
+    torch.testing.assert_close(slot_attention(query, 1, cache, plan), expected)
+
+
+def test_a_window_that_no_sequence_can_leave_is_none() -> None:
+    spec = replace(TEXT, max_position_embeddings=64, sliding_windows=(None, 64, 63)).cache_spec
+    assert [layer.window for layer in spec] == [None, None, 63]  # type: ignore[union-attr]

@@ -1,0 +1,25 @@
+"""Builders of the made-up family: another norm in the decoder; tower and prompts as Qwen3-VL's."""
+
+from functools import partial
+
+from torch import Tensor
+
+from vlfit.loading.loader import Loader
+from vlfit.models.base import Builders
+from vlfit.models.decoder import DecoderLayer, TextModel
+from vlfit.models.qwen3_vl.builders import BUILDERS as QWEN3_VL
+
+
+class MadeUpLayer(DecoderLayer):
+    @staticmethod
+    def load_norm(loader: Loader, name: str) -> Tensor:
+        """The files have the weight's difference from 1."""
+        return loader.tensor(name).add_(1)
+
+
+BUILDERS = Builders(
+    text=partial(TextModel, layer_class=MadeUpLayer),
+    vision=QWEN3_VL.vision,
+    image_prompts=QWEN3_VL.image_prompts,
+    image_patches=QWEN3_VL.image_patches,
+)
