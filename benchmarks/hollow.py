@@ -66,7 +66,8 @@ def _config(model: ModelConfig) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((mini_folder() / "config.json").read_text("utf-8"))
     config["tie_word_embeddings"] = model.tie_word_embeddings
     for section, sizes in (("text_config", model.text), ("vision_config", model.vision)):
-        config[section] |= {name: getattr(sizes, name) for name in config[section] if hasattr(sizes, name)}
+        names = [name for name in config[section] if hasattr(sizes, name) and name != "rope_scaling"]
+        config[section] |= {name: getattr(sizes, name) for name in names}
     text = config["text_config"]
     text["tie_word_embeddings"] = model.tie_word_embeddings
     text["rope_scaling"]["mrope_section"] = list(model.text.mrope_section)

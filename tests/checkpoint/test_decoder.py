@@ -163,8 +163,8 @@ WRONG: dict[str, tuple[str, Change]] = {
     "num_key_value_heads is 3": ("qwen2", lambda config: config.update(num_key_value_heads=3)),
     "vocab_size is missing": ("qwen3", lambda config: config.pop("vocab_size")),
     "sliding_window is -1": ("phi3", lambda config: config.update(sliding_window=-1)),
-    "partial_rotary_factor leaves 0": ("phi3", lambda config: config.update(partial_rotary_factor=0.01)),
-    "partial_rotary_factor leaves 32": ("phi3", lambda config: config.update(partial_rotary_factor=2)),
+    "partial_rotary_factor rotates 0": ("phi3", lambda config: config.update(partial_rotary_factor=0.01)),
+    "partial_rotary_factor rotates 32": ("phi3", lambda config: config.update(partial_rotary_factor=2)),
     "short_factor has 1 numbers": (
         "phi3_long",
         lambda config: config["rope_scaling"].update(short_factor=[1.0]),

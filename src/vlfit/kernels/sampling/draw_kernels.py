@@ -51,7 +51,7 @@ def draw_token(
     vocab_weight,
     values,
     tokens,
-    params,
+    row_params,
     position,
     num_rows,
     vocabulary,
@@ -64,12 +64,12 @@ def draw_token(
     computes its own rank and the weight before it, so no sort is needed. The random number is Philox at
     counter ``position``, keyed by the request's seed: the same whatever else is in the batch.
     """
-    temperature = tl.load(params).to(tl.float32, bitcast=True)
-    top_p = tl.load(params + num_rows).to(tl.float32, bitcast=True)
-    min_p = tl.load(params + 2 * num_rows).to(tl.float32, bitcast=True)
-    top_k = tl.load(params + 3 * num_rows)
-    seed_low = tl.load(params + 4 * num_rows).to(tl.uint32, bitcast=True)
-    seed_high = tl.load(params + 5 * num_rows).to(tl.uint32, bitcast=True)
+    temperature = tl.load(row_params).to(tl.float32, bitcast=True)
+    top_p = tl.load(row_params + num_rows).to(tl.float32, bitcast=True)
+    min_p = tl.load(row_params + 2 * num_rows).to(tl.float32, bitcast=True)
+    top_k = tl.load(row_params + 3 * num_rows)
+    seed_low = tl.load(row_params + 4 * num_rows).to(tl.uint32, bitcast=True)
+    seed_high = tl.load(row_params + 5 * num_rows).to(tl.uint32, bitcast=True)
     zero = tl.full([], 0, tl.uint32)
     word, _, _, _ = philox_impl(position.to(tl.uint32, bitcast=True), zero, zero, zero, seed_low, seed_high)
     uniform = (word >> 8).to(tl.float32) * (1.0 / (1 << 24))  # as in ``engine/sampling/sampler.py``
@@ -126,11 +126,11 @@ def merge_candidates(
 
 @triton.jit(
     do_not_specialize=["num_rows", "bitmask_words"],
-    do_not_specialize_on_alignment=["params", "positions", "bitmask"],
+    do_not_specialize_on_alignment=["row_params", "positions", "bitmask"],
 )
 def sample_tokens_kernel(
     logits,
-    params,
+    row_params,
     positions,
     bitmask,
     part_max,
@@ -161,12 +161,12 @@ def sample_tokens_kernel(
     part = tl.program_id(1)
     row_parts = row * NUM_PARTS
     row_candidates = row * (NUM_PARTS + 1) * MAX_CANDIDATES  # per row NUM_PARTS lists, then the merged one
-    temperature = tl.load(params + row).to(tl.float32, bitcast=True)
+    temperature = tl.load(row_params + row).to(tl.float32, bitcast=True)
     token = part * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocabulary
     logit = tl.load(logits + row * vocabulary + token, mask=mask, other=float("-inf")).to(tl.float32)
     logit = tl.where(logit == logit, logit, float("inf"))
-    if tl.load(params + 6 * num_rows + row) == 1:  # structured output
+    if tl.load(row_params + 6 * num_rows + row) == 1:  # structured output
         allowed = tl.load(bitmask + row * bitmask_words + token // 32, mask=mask, other=0)
         logit = tl.where((allowed >> (token % 32)) & 1 == 1, logit, float("-inf"))
     max_logit = tl.max(logit, 0)
@@ -213,7 +213,7 @@ def sample_tokens_kernel(
                 tl.sum(weight, 0),
                 cand_logits + offs,
                 cand_tokens + offs,
-                params + row,
+                row_params + row,
                 position,
                 num_rows,
                 vocabulary,

@@ -1,8 +1,10 @@
-"""The keys by which Triton finds a compiled kernel again.
+"""What Triton demands of kernels without saying so. The interpreter, which other tests use, does not mind.
 
-Triton hashes the constants that a kernel and the functions it calls read from their modules, ordered by name
+**Constants.** Triton hashes the constants that a kernel and the functions it calls read from their modules, ordered by name
 and then by the address of the module's dictionary. Two constants of one name and different values would
 therefore give another key in every other process, and compile the kernel anew at a start.
+
+**Parameters.** Triton launches a kernel by a Python function that it generates, with local variables of its own.
 """
 
 import os
@@ -24,6 +26,9 @@ for info in pkgutil.walk_packages(vlfit.kernels.__path__, "vlfit.kernels."):
             continue
         kernel.cache_key
         found += 1
+        for parameter in kernel.params:
+            if parameter.name in ("params", "specialization", "options", "backend", "specialize_impl"):
+                print(f"{info.name}.{name} has a parameter called {parameter.name}")
         values = {}
         for (constant, _), (value, _) in kernel.used_global_vals.items():
             if values.setdefault(constant, value) != value:
@@ -32,7 +37,7 @@ print(found > 30)
 """
 
 
-def test_no_kernel_reads_two_constants_of_one_name() -> None:
+def test_constants_have_one_value_and_parameters_no_reserved_name() -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
