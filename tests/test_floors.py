@@ -271,3 +271,16 @@ def circles() -> list[list[str]]:
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
     assert circles() == []
+
+
+def test_prompts_are_prepared_without_torch() -> None:
+    """`vlfit bench` prepares them first: torch is imported beside other work of a start."""
+    program = """
+import sys
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.prompt.builder import PromptBuilder
+checkpoint = open_checkpoint("mini")
+PromptBuilder(checkpoint.folder, checkpoint.config)
+print("torch" in sys.modules)
+"""
+    assert fresh_python(program).strip() == "False"

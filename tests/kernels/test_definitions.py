@@ -1,10 +1,11 @@
 """What Triton demands of kernels without saying so. The interpreter, which other tests use, does not mind.
 
-**Constants.** Triton hashes the constants that a kernel and the functions it calls read from their modules, ordered by name
-and then by the address of the module's dictionary. Two constants of one name and different values would
-therefore give another key in every other process, and compile the kernel anew at a start.
+**Constants.** Triton hashes the constants that a kernel and the functions it calls read from their modules,
+ordered by name and then by the address of the module's dictionary. Two constants of one name and different
+values would therefore give another key in every other process, and compile the kernel anew at a start.
 
-**Parameters.** Triton launches a kernel by a Python function that it generates, with local variables of its own.
+**Parameters.** Triton launches a kernel by a Python function that it generates, with local variables of
+its own.
 """
 
 import os

@@ -1,27 +1,40 @@
-"""Builders of Qwen3-VL: a plain decoder with M-RoPE positions, and a vision tower."""
+"""Builders of Qwen3-VL: a plain decoder with M-RoPE positions, and a vision tower.
+
+torch is imported when a model is built: prompts are prepared, and counted, without it.
+"""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from vlfit.checkpoint.config import ModelConfig
-from vlfit.models.base import Builders, Grid, Positions
+from vlfit.checkpoint.config import ModelConfig, VisionConfig
+from vlfit.models.base import Builders, Grid, Positions, VisionEncoder
 from vlfit.models.qwen3_vl.image_processor import patches_by_time
-from vlfit.models.qwen3_vl.mrope import mrope_positions
 from vlfit.models.qwen3_vl.prompt import Qwen3VLPrompts
-from vlfit.models.qwen3_vl.vision import VisionTower
+
+if TYPE_CHECKING:
+    from vlfit.loading.loader import Loader
 
 
 def positions(
     config: ModelConfig, is_visual: npt.NDArray[np.bool_], grids: Sequence[Grid]
 ) -> tuple[Positions, int]:
+    from vlfit.models.qwen3_vl.mrope import mrope_positions
+
     return mrope_positions(is_visual, grids, config.required_vision.spatial_merge_size)
+
+
+def vision_tower(config: VisionConfig, loader: "Loader") -> VisionEncoder:
+    from vlfit.models.qwen3_vl.vision import VisionTower
+
+    return VisionTower(config, loader)
 
 
 BUILDERS = Builders(
     positions=positions,
-    vision=VisionTower,
+    vision=vision_tower,
     image_prompts=Qwen3VLPrompts,
     image_patches=patches_by_time,
 )
