@@ -49,7 +49,7 @@ def main() -> None:
             workspace=workspace,
             lines=lines_of(model),
             reached={
-                "longest": int(output.shape[1]),
+                "max_length": int(output.shape[1]),
                 "image_tokens": job.image_tokens,
                 "sequences": len(output),
             },

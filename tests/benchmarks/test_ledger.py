@@ -177,7 +177,7 @@ def test_a_worker_runs_its_job(
     assert held.own is None
     assert held.lines["weights.text"] > 0
     assert held.lines["weights.vision"] > held.lines["weights.embedding"] > 0
-    assert 510 <= held.reached["longest"] <= 512
+    assert 510 <= held.reached["max_length"] <= 512
 
 
 def test_a_worker_that_is_not_told_to_go_leaves_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from vlfit.plan.search import plan
 from vlfit.plan.subjects import everything, subjects
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as costs
+from vlfit.plan.vllm.args import VllmArgs, VllmSettings, VllmWishes, args_of, vllm_settings
 from vlfit.plan.vllm.command import budget
 from vlfit.plan.vllm.flags import PINNED, chosen_version, parse_version
-from vlfit.plan.vllm.settings import VllmArgs, VllmSettings, VllmWishes, args_of, vllm_settings
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 

@@ -18,8 +18,8 @@ from vlfit.plan.subjects import everything, subjects
 from vlfit.plan.svg import draw
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as parallel
+from vlfit.plan.vllm.args import VllmArgs, VllmSettings, args_of
 from vlfit.plan.vllm.placement import groups
-from vlfit.plan.vllm.settings import VllmArgs, VllmSettings, args_of
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 

@@ -9,9 +9,9 @@ from vlfit.errors import UsageError
 from vlfit.machine.cards import card
 from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
+from vlfit.plan.vllm.args import VllmArgs
 from vlfit.plan.vllm.flags import parse_version
 from vlfit.plan.vllm.legacy import ParsedFlags, parse_flags, share_words
-from vlfit.plan.vllm.settings import VllmArgs
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 

@@ -19,8 +19,8 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import mini_folder
 from vlfit.plan.plans import Plan
 from vlfit.plan.vllm import cost as costs
+from vlfit.plan.vllm.args import args_of, vllm_settings
 from vlfit.plan.vllm.flags import FLAG_VERSIONS, has, parse_version
-from vlfit.plan.vllm.settings import args_of, vllm_settings
 
 ALL_FLAGS = {
     "--max-model-len",

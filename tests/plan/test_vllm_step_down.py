@@ -15,8 +15,8 @@ from vlfit.plan.plans import Plan
 from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
 from vlfit.plan.vllm import step_down
+from vlfit.plan.vllm.args import OLDER_RUNNER, args_of
 from vlfit.plan.vllm.flags import PINNED
-from vlfit.plan.vllm.settings import OLDER_RUNNER, args_of
 from vlfit.plan.vllm.step_down import Failure, Step, next_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB

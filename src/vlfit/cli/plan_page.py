@@ -165,7 +165,7 @@ def _settings(plan: "Plan") -> str:
 
 def _parallelism(plan: "Plan") -> str:
     """Tensor and data parallelism, if there are several GPUs."""
-    from vlfit.plan.vllm.settings import args_of
+    from vlfit.plan.vllm.args import args_of
 
     vllm = args_of(plan.settings)
     copies = f", {vllm.data} copies" if vllm.data > 1 else ""
@@ -218,7 +218,7 @@ def _verdict(plan: "Plan") -> Text:
 
 
 def _speed(plan: "Plan") -> list[str]:
-    from vlfit.plan.vllm.settings import args_of
+    from vlfit.plan.vllm.args import args_of
 
     speed = plan.speed
     if speed is None:
@@ -244,7 +244,7 @@ def _speed(plan: "Plan") -> list[str]:
 
 
 def _whose(plan: "Plan") -> str:
-    from vlfit.plan.vllm.settings import args_of
+    from vlfit.plan.vllm.args import args_of
 
     cards = args_of(plan.settings).tensor
     return "the card's" if cards == 1 else f"{cards} cards'"
@@ -285,7 +285,7 @@ def _changes(plan: "Plan") -> list[str]:
 
 
 def _why_unknown(settings: "Settings") -> str:
-    from vlfit.plan.vllm.settings import args_of
+    from vlfit.plan.vllm.args import args_of
 
     vllm = args_of(settings)
     if vllm.in_ram or vllm.dtype == "float32":

@@ -160,7 +160,7 @@ def show_held(
     from vlfit.cli.plan_page import ledger_page
 
     plan, resident = serving.plan, None
-    from vlfit.plan.vllm.settings import args_of
+    from vlfit.plan.vllm.args import args_of
 
     if args_of(plan.settings).in_ram:
         resident = serving.started.process.resident()

@@ -15,7 +15,7 @@ from vlfit.plan.search import plan
 from vlfit.plan.subjects import subjects
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm import starts
-from vlfit.plan.vllm.settings import vllm_settings
+from vlfit.plan.vllm.args import vllm_settings
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 

@@ -24,7 +24,7 @@ from vlfit.machine.cards import card
 from vlfit.machine.model import Machine
 from vlfit.machine.survey import survey
 from vlfit.plan.plans import Plan
-from vlfit.plan.vllm.settings import args_of
+from vlfit.plan.vllm.args import args_of
 from vlfit.plan.vllm.step_down import Failure
 
 

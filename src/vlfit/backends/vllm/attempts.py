@@ -25,7 +25,7 @@ from vlfit.backends.vllm.serve_command import (
 from vlfit.backends.vllm.starting import HANG_LINE, StartedVllm, start_vllm
 from vlfit.errors import VllmFailed
 from vlfit.plan.plans import Plan
-from vlfit.plan.vllm.settings import VllmArgs, VllmSettings, args_of, vllm_settings
+from vlfit.plan.vllm.args import VllmArgs, VllmSettings, args_of, vllm_settings
 from vlfit.plan.vllm.step_down import HANG, Failure, Step, again_with, broken_words, next_plan
 
 MAX_STARTS = 8  # each takes a minute or more; plans that help are among the first few

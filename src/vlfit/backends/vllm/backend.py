@@ -31,7 +31,7 @@ from vlfit.plan.ledger import Line
 from vlfit.plan.plans import Plan
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm import starts
-from vlfit.plan.vllm.settings import args_of, vllm_settings
+from vlfit.plan.vllm.args import args_of, vllm_settings
 from vlfit.plan.vllm.starts import StartRecord
 from vlfit.plan.vllm.step_down import Failure
 from vlfit.units import GIB

@@ -19,10 +19,10 @@ from vlfit.plan.plans import Plan
 from vlfit.plan.search import plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.subjects import NamedModels, named
+from vlfit.plan.vllm.args import VllmWishes
 from vlfit.plan.vllm.flags import chosen_version
 from vlfit.plan.vllm.legacy import parse_flags, share_words
 from vlfit.plan.vllm.lines import kv_cache_problem
-from vlfit.plan.vllm.settings import VllmWishes
 from vlfit.plan.vllm.step_down import KV_TOO_SMALL, Failure, broken_words, next_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import format_bytes

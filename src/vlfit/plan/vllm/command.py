@@ -18,9 +18,7 @@ from vlfit.plan.ledger import Line
 from vlfit.plan.plans import Command, Flag
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import cost
-from vlfit.plan.vllm.flags import ASSUMED, INSTALLED, NEWEST, PINNED, SIZES_ARE_FIXED_FROM, Version, has
-from vlfit.plan.vllm.lines import bytes_outside_budget
-from vlfit.plan.vllm.settings import (
+from vlfit.plan.vllm.args import (
     FLOAT32,
     LOOPBACK,
     NO_PEERS,
@@ -29,6 +27,8 @@ from vlfit.plan.vllm.settings import (
     SOCKETS,
     VllmSettings,
 )
+from vlfit.plan.vllm.flags import ASSUMED, INSTALLED, NEWEST, PINNED, SIZES_ARE_FIXED_FROM, Version, has
+from vlfit.plan.vllm.lines import bytes_outside_budget
 from vlfit.units import format_bytes
 
 NO_LINE = "-"  # a flag that moves nothing on the GPU

@@ -14,8 +14,8 @@ from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import MEASURED, MODELLED, Constant
 from vlfit.plan.ledger import shared_pool
 from vlfit.plan.shapes import HALF, Matrix, Model, feature_bytes
+from vlfit.plan.vllm.args import OLDER_RUNNER, VllmArgs, VllmSettings
 from vlfit.plan.vllm.flags import parse_version
-from vlfit.plan.vllm.settings import OLDER_RUNNER, VllmArgs, VllmSettings
 from vlfit.units import GIB, MIB
 
 # --- measured constants -------------------------------------------------------------------------------------

@@ -17,12 +17,7 @@ from vlfit.plan.preference import SEQUENCES
 from vlfit.plan.shapes import HALF, Model
 from vlfit.plan.speed import NO_TIME, TEXT_TOKENS, Seconds, Speed, StepCosts, predict
 from vlfit.plan.vllm import command, cost
-from vlfit.plan.vllm.cpu import ram_as_gpu
-from vlfit.plan.vllm.flags import Version, check_card, chosen_version, parse_version
-from vlfit.plan.vllm.lines import vllm_lines
-from vlfit.plan.vllm.placement import CardChoice, best_of_groups
-from vlfit.plan.vllm.placement import remarks as card_remarks
-from vlfit.plan.vllm.settings import (
+from vlfit.plan.vllm.args import (
     FLOAT32,
     VllmArgs,
     VllmSettings,
@@ -31,6 +26,11 @@ from vlfit.plan.vllm.settings import (
     vllm_settings,
     vllm_wishes,
 )
+from vlfit.plan.vllm.cpu import ram_as_gpu
+from vlfit.plan.vllm.flags import Version, check_card, chosen_version, parse_version
+from vlfit.plan.vllm.lines import vllm_lines
+from vlfit.plan.vllm.placement import CardChoice, best_of_groups
+from vlfit.plan.vllm.placement import remarks as card_remarks
 from vlfit.plan.wishes import Wishes, option_of
 
 CHUNKS = (2048, 1024, 512)  # tokens of a pass

@@ -10,10 +10,10 @@ from typing import Any
 
 from vlfit.errors import UsageError
 from vlfit.plan.plans import Plan
+from vlfit.plan.vllm.args import FLOAT32, VllmArgs, args_of
 from vlfit.plan.vllm.command import budget, share
 from vlfit.plan.vllm.flags import GONE, Version, as_json, flags_of, has, whole_number
 from vlfit.plan.vllm.lines import bytes_outside_budget
-from vlfit.plan.vllm.settings import FLOAT32, VllmArgs, args_of
 from vlfit.units import format_bytes
 
 _PIXELS = 1024  # of a token, in all sizes of Qwen3-VL

@@ -11,7 +11,7 @@ from vlfit.plan.ledger import Line, desktop_line, kv_cache_line, reserve_line, w
 from vlfit.plan.plans import Plan
 from vlfit.plan.shapes import HALF, Model
 from vlfit.plan.vllm import cost, starts
-from vlfit.plan.vllm.settings import VllmSettings
+from vlfit.plan.vllm.args import VllmSettings
 from vlfit.plan.vllm.starts import StartRecord
 from vlfit.units import MIB, format_bytes
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, CONTEXTS, IMAGE_TOKENS
 from vlfit.plan.shapes import Model
+from vlfit.plan.vllm.args import VllmSettings
 from vlfit.plan.vllm.cost import LARGEST_BLOCK, LEAST_PIXELS, pixels_of_token, pool_tokens
-from vlfit.plan.vllm.settings import VllmSettings
 
 _ROUND = 16  # tokens of a KV block on most cards: contexts are cut to whole ones
 LEAST_CONTEXT = 256  # the least for a picture, a question and an answer

@@ -16,8 +16,8 @@ from vlfit.plan.plans import Choice
 from vlfit.plan.preference import keeps_floors
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import cost
+from vlfit.plan.vllm.args import VllmArgs, VllmSettings, VllmWishes
 from vlfit.plan.vllm.cost import split_tower_problem, tensor_parallel_problem
-from vlfit.plan.vllm.settings import VllmArgs, VllmSettings, VllmWishes
 from vlfit.units import format_bytes
 
 # Cards of one name whose sizes differ by less are equal: drivers and ECC make a small difference.

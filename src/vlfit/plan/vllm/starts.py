@@ -13,7 +13,7 @@ from typing import Any
 from vlfit.plan.calibration import cache_file, write_atomically
 from vlfit.plan.ledger import Settings
 from vlfit.plan.shapes import Model
-from vlfit.plan.vllm.settings import FLOAT32, args_of
+from vlfit.plan.vllm.args import FLOAT32, args_of
 from vlfit.units import GIB
 
 VERSION = 1

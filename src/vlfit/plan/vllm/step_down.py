@@ -14,6 +14,14 @@ from vlfit.plan.candidates import choice_of
 from vlfit.plan.plans import Plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import cost, moves
+from vlfit.plan.vllm.args import (
+    LOOPBACK,
+    OLDER_RUNNER,
+    OLDER_SHARING,
+    SOCKETS,
+    VllmSettings,
+    vllm_settings,
+)
 from vlfit.plan.vllm.command import budget, share
 from vlfit.plan.vllm.cost import tensor_parallel_problem
 from vlfit.plan.vllm.cost_model import COSTS, placement_in_ram, placement_on_cards
@@ -22,14 +30,6 @@ from vlfit.plan.vllm.flags import PINNED, PINNED_FROM, chosen_version
 from vlfit.plan.vllm.lines import vllm_lines
 from vlfit.plan.vllm.moves import StepDown
 from vlfit.plan.vllm.placement import CardChoice, Group
-from vlfit.plan.vllm.settings import (
-    LOOPBACK,
-    OLDER_RUNNER,
-    OLDER_SHARING,
-    SOCKETS,
-    VllmSettings,
-    vllm_settings,
-)
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, format_bytes
 
