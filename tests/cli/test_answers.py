@@ -275,7 +275,7 @@ def test_a_url_is_named_once_and_without_its_secrets(
     assert "hunter2" not in ended.err + ended.out
     error = next(line for line in ended.err.splitlines() if line.startswith("error: "))
     assert error.count("http://127.0.0.1:9/a.png") == 1
-    monkeypatch.setattr("vlfit.tasks.pictures.fetch", lambda *_, **__: png())
+    monkeypatch.setattr("vlfit.tasks.fetch.fetch", lambda *_, **__: png())
     scripted.answers += [SCENE_ANSWER, SCENE_ANSWER]
     assert vlfit(command, SECRET_URL, red, "-m", "mini").out.startswith("http://127.0.0.1:9/a.png: ")
 

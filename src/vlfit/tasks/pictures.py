@@ -19,7 +19,6 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from vlfit.api.conversation import ImagePart
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
 from vlfit.images.file_kinds import hint_for, kind_of, rules_out_picture
-from vlfit.tasks.fetch import fetch, label_of
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -63,6 +62,8 @@ def load_picture(
     if scheme.startswith("data:"):
         return checked_picture(_from_data_url(source), name_of(source))
     if scheme.startswith(("http://", "https://")):
+        from vlfit.tasks.fetch import fetch  # imports an HTTP client, which no other picture needs
+
         data = fetch(source, allow_private=allow_private, timeout_s=timeout_s)
         return ImagePart(data, name_of(source))
     if files is not None and scheme.startswith("file:"):
@@ -87,7 +88,11 @@ def name_of(source: str) -> str:
     scheme = source[:8].lower()
     if scheme.startswith("data:"):
         return "data: URL"
-    return label_of(source) if scheme.startswith(("http://", "https://")) else source
+    if not scheme.startswith(("http://", "https://")):
+        return source
+    from vlfit.tasks.fetch import label_of
+
+    return label_of(source)
 
 
 def expand_pictures(patterns: list[str]) -> list[str]:
