@@ -1,4 +1,4 @@
-"""What it gives on this CPU that large matrices are kept in float16 (`engine/layers/halves.py`).
+"""What it gives on this CPU that large matrices are kept in float16 (`layers/cpu_linear.py`).
 
     python -m benchmarks.cpu [random-100m random-2b FOLDER ...] [--threads 1] [--products]
 

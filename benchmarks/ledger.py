@@ -7,7 +7,7 @@
                                                          what was measured before, and what is predicted now
 
 Each configuration has a process of its own, which loads a checkpoint of true sizes (``hollow.py``) and runs
-the worst case that the plan admits (``engine/rehearsal.py``). The ledger less the desktop and less the air,
+the worst case that the plan admits (``warmup.py``). The ledger less the desktop and less the air,
 which is a choice, is compared with the memory of the card that the process took, by NVML. The exit code is 1
 if any prediction is below the truth.
 """

@@ -1,6 +1,6 @@
 """Ways to carry a model's bytes from the GPU to RAM and back, each timed with getting the RAM ready.
 
-Among them the one that the engine takes (``engine/parking.py``), with other numbers of stages.
+Among them the one that the engine takes (``engine/memory/sleep.py``), with other numbers of stages.
 """
 
 import gc

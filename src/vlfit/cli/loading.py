@@ -46,7 +46,7 @@ def files_for(backend: str | None, *, code: bool) -> "Files | None":
 
 
 def import_in_thread(*modules: str) -> Thread:
-    """Import ``modules`` in a thread, to be joined by whoever needs them."""
+    """Import ``modules`` in a thread, which the caller joins before using them."""
 
     def run() -> None:
         with suppress(Exception):  # imported again where it is used, with the error

@@ -2,7 +2,7 @@
 cache. And a part of torch that is not imported at all.
 
 Each takes a third of a second to several and hardly any Python. Imports no torch. Failures are ignored:
-whoever needs the result repeats the work and reports the error.
+the work is then done, and its error reported, where the result is needed.
 """
 
 import ctypes

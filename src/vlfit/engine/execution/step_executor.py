@@ -196,7 +196,7 @@ class StepExecutor:
         return failure
 
     def _describe(self, error: Exception, batch: list[ScheduledChunk], retry: bool) -> Exception:
-        """Log ``error`` and return what the request is told, with numbers if memory was short."""
+        """Log ``error`` and return the one for the request, with numbers if memory was short."""
         requests = _describe_batch(batch)
         if not is_out_of_memory(error):
             logger.error("a pass failed for %s:\n%s", requests, "".join(traceback.format_exception(error)))
