@@ -1,26 +1,87 @@
-"""The checkpoints that are measured: mini, and random ones of other sizes written once into benchmarks/cache.
+"""Checkpoints to measure with: small ones, and Qwen3-VL's true sizes without a download.
 
-Random weights say nothing true, but cost what real ones cost. Tokenizer, template and picture settings are
-mini's.
+- ``random-100m``, ``random-2b``: written once into benchmarks/cache, in bf16, with transformers.
+- ``4B-fp8`` and the like, *sparse*: true headers over a sparse file, whose weights read as zeros. What a
+  process holds, and but for a few per cent how long it takes, does not depend on the weights' values.
+- the same with *random* bytes, where weights have to be read from files.
+
+Tokenizer, chat template and control tokens are mini's, so what such a model says means nothing.
 """
 
 import hashlib
 import json
 import shutil
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import ROOT
+import numpy as np
+
+from benchmarks.harness import ROOT
+from vlfit.checkpoint import catalog
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo, read_headers
+from vlfit.checkpoint.quantization import INT8
+from vlfit.checkpoint.source import Checkpoint, locate, mini_folder, open_checkpoint
+from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
+from vlfit.quantize.output_files import OutputTensor, TensorConversion, plan_shards, plan_tensors
+from vlfit.quantize.recipe import UNCHANGED, ConversionOptions, new_recipe, quantization_config
 
 CACHE = ROOT / "benchmarks" / "cache"
-BORROWED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
-            "preprocessor_config.json", "generation_config.json")  # fmt: skip
+BORROWED = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "generation_config.json",
+)  # fmt: skip
+
+
+def find_checkpoint(name: str) -> Path:
+    """The folder of ``random-100m``, ``random-2b``, mini, or a checkpoint by its name or folder."""
+    if name in SHAPES:
+        return write_cached_checkpoint(name, mini_folder())
+    return open_checkpoint(name).folder
+
+
+def checkpoint_of(name: str, folder: Path, *, random: bool = False, int8: Collection[str] = ()) -> Path:
+    """``SIZE-FORMAT`` (``4B-fp8``) written into ``folder``, sparse or random; else a name or folder.
+
+    A checkpoint that is already in ``folder`` is taken as it is.
+    """
+    size, _, weights = name.partition("-")
+    if weights not in catalog.FORMATS or Path(name).exists():
+        return locate(name)[1]
+    if not (folder / name).is_dir():
+        write = write_random_checkpoint if random else write_sparse_checkpoint
+        write(folder / name, size, weights, int8)
+    return folder / name
+
+
+def ram_folder(least: int = 10**10) -> str | None:
+    """A folder in RAM with ``least`` bytes free, for files that must not be read from a disk; None without.
+
+    Files written elsewhere are in the page cache, too, as long as there is room for them.
+    """
+    folder = Path("/dev/shm")
+    return str(folder) if folder.is_dir() and shutil.disk_usage(folder).free > least else None
+
+
+def write_picture(size: str) -> Path:
+    """A JPEG of ``size`` (WxH) in benchmarks/cache, the same at every call."""
+    from vlfit.bench.workload import synthetic_picture
+
+    width, height = (int(side) for side in size.split("x"))
+    path = CACHE / f"picture-{width}x{height}.jpg"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(synthetic_picture(width, height))
+    return path
+
+
+# --- small checkpoints in the cache ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes that make a checkpoint cheap or dear. ``vocabulary`` None: mini's."""
+    """Sizes of a small checkpoint. ``vocabulary`` None: mini's."""
 
     hidden: int
     layers: int
@@ -43,11 +104,11 @@ SHAPES = {
 }
 
 
-def write_random_checkpoint(name: str, mini: Path) -> Path:
-    """The folder of a random checkpoint in bf16; written at the first call, the same bytes every time."""
+def write_cached_checkpoint(name: str, mini: Path) -> Path:
+    """The folder of a checkpoint of ``SHAPES``, in bf16; written at the first call, always the same bytes."""
     folder = CACHE / name
     borrowed = [mini / file for file in BORROWED if (mini / file).exists()]
-    # A new mini may bring a new tokenizer: then the old folder is stale.
+    # A new mini may bring a new tokenizer: then the folder is stale.
     state = hashlib.sha256(b"".join(file.read_bytes() for file in borrowed)).hexdigest()
     done = folder / "done"
     if done.exists() and done.read_text("ascii") == state:
@@ -71,7 +132,7 @@ def write_random_checkpoint(name: str, mini: Path) -> Path:
 
 
 def reference_config(shape: Shape, mini: Path) -> Any:
-    """transformers' config for ``shape``: mini's, with the sizes replaced."""
+    """transformers' config of ``shape``: mini's with other sizes."""
     from transformers import Qwen3VLConfig
 
     base = json.loads((mini / "config.json").read_text("utf-8"))
@@ -86,7 +147,7 @@ def reference_config(shape: Shape, mini: Path) -> Any:
         "intermediate_size": shape.ffn,
         "vocab_size": shape.vocabulary or base["text_config"]["vocab_size"],
         "max_position_embeddings": 262144,
-        # Three times the usual spread: with less, a tied head makes the model repeat one token for ever.
+        # Three times the usual spread: with less, a tied head makes the model repeat one token forever.
         "initializer_range": 0.06,
         "rope_parameters": {
             "rope_type": "default",
@@ -109,17 +170,17 @@ def reference_config(shape: Shape, mini: Path) -> Any:
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
 
 
-def parameters(folder: Path) -> tuple[int, int]:
-    """How many numbers a checkpoint holds, and how many of them one decoded token reads.
+def count_parameters(folder: Path) -> tuple[int, int]:
+    """Parameters of a checkpoint, and how many of them are read to decode one token.
 
-    A token reads all text layers, the last norm, and the head once (the embedding, where they are tied); of
-    an untied embedding it reads one row, which is not counted.
+    A token reads all text layers, the last norm and the head (the embedding, if they are tied). One row of an
+    untied embedding is not counted.
     """
     total = read = 0
     tied = True
     embedding = 0
     for file in sorted(folder.glob("*.safetensors")):
-        for name, entry in header(file).items():
+        for name, entry in read_header(file).items():
             if name == "__metadata__":
                 continue
             count = 1
@@ -135,9 +196,143 @@ def parameters(folder: Path) -> tuple[int, int]:
     return total, read + (embedding if tied else 0)
 
 
-def header(file: Path) -> dict[str, Any]:
-    """The JSON at the head of a safetensors file: its length in 8 bytes, then itself."""
+def read_header(file: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file: 8 bytes of length, then the text."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        found: dict[str, Any] = json.loads(opened.read(length))
-    return found
+        header: dict[str, Any] = json.loads(opened.read(length))
+    return header
+
+
+# --- true sizes, sparse ------------------------------------------------------------------------------------
+
+_SINGLE_SHARD = 2**60
+_PIXELS = {"shortest_edge": 65536, "longest_edge": 16777216}  # areas, as in the official files
+
+
+def write_sparse_checkpoint(
+    folder: Path,
+    size: str,
+    weights: str,
+    int8: Collection[str] = (),
+    group_size: int = DEFAULT_GROUP_SIZE,
+) -> Path:
+    """Write Qwen3-VL of ``size`` (2B, 4B, 8B) in ``weights`` (bf16, fp8, int4) into the new ``folder``.
+
+    Names, types and shapes are those of the published files, or what ``vlfit convert`` writes. ``int8``:
+    which of ``head``, ``embedding`` and ``vision`` are in int8; ``group_size``: of int4.
+    """
+    entry = next(entry for entry in catalog.family_entries(size) if entry.weights == catalog.BF16)
+    plain = Checkpoint(entry.name, folder, entry.config, entry.tensors)
+    config = _config(entry.config)
+    if weights == catalog.BF16:
+        tensors = [TensorConversion(info, (_unchanged(info),)) for info in plain.tensors.values()]
+    else:
+        parts = {part: INT8 if part in int8 else UNCHANGED for part in ("head", "embedding", "vision")}
+        recipe = new_recipe(plain, ConversionOptions(weights, group_size, **parts))
+        tensors = plan_tensors(plain, recipe)
+        config["quantization_config"] = quantization_config(plain, recipe)
+    [shard] = plan_shards(tensors, _SINGLE_SHARD)
+    folder.mkdir(parents=True)
+    with (folder / SINGLE_FILE).open("wb") as file:
+        file.write(shard.header)
+        file.truncate(max(end for _, end in shard.offsets.values()))
+    (folder / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
+    _copy_tokenizer(folder)
+    return folder
+
+
+def _unchanged(info: TensorInfo) -> OutputTensor:
+    return OutputTensor(info.name, info.dtype, info.shape, info.bytes)
+
+
+def _config(model: ModelConfig) -> dict[str, Any]:
+    """config.json in the official form: mini's with the sizes of ``model``."""
+    config: dict[str, Any] = json.loads((mini_folder() / "config.json").read_text("utf-8"))
+    config["tie_word_embeddings"] = model.tie_word_embeddings
+    for section, sizes in (("text_config", model.text), ("vision_config", model.vision)):
+        names = [name for name in config[section] if hasattr(sizes, name) and name != "rope_scaling"]
+        config[section] |= {name: getattr(sizes, name) for name in names}
+    text = config["text_config"]
+    text["tie_word_embeddings"] = model.tie_word_embeddings
+    text["rope_scaling"]["mrope_section"] = list(model.text.mrope_section)
+    return config
+
+
+def _copy_tokenizer(folder: Path) -> None:
+    for name in BORROWED:
+        source = mini_folder() / name
+        if not source.exists():
+            continue
+        shutil.copy(source, folder / name)
+        if name == "preprocessor_config.json":
+            settings = json.loads(source.read_text("utf-8"))
+            (folder / name).write_text(json.dumps(settings | {"size": _PIXELS}), "utf-8")
+
+
+# --- true sizes, random bytes ------------------------------------------------------------------------------
+
+_BLOCK = 16 * 2**20  # bytes made once for each kind of tensor, and written over and over
+_WEIGHT = 0.02  # standard deviation
+_SCALE = 0.002  # of quantized weights: about _WEIGHT over the size of their codes
+_ONE = np.array([0x3F80], dtype=np.uint16)  # in bfloat16
+
+
+def write_random_checkpoint(
+    folder: Path, size: str, weights: str, int8: Collection[str] = (), group_size: int = DEFAULT_GROUP_SIZE
+) -> Path:
+    """Write a checkpoint as ``write_sparse_checkpoint`` does, with random weights.
+
+    They are finite and of the size that trained ones have, so nothing overflows.
+    """
+    write_sparse_checkpoint(folder, size, weights, int8, group_size)
+    fill_with_random(folder)
+    return folder
+
+
+def fill_with_random(folder: Path) -> None:
+    """Write random bytes into all tensors that the headers in ``folder`` name."""
+    blocks: dict[str, bytes] = {}
+    for info in read_headers(folder).values():
+        kind = _random_kind(info)
+        if kind is None:
+            continue
+        if kind not in blocks:
+            blocks[kind] = _RANDOM[kind](np.random.default_rng(7)).tobytes()
+        with info.file.open("r+b", buffering=0) as file:
+            file.seek(info.start)
+            remaining = info.bytes
+            while remaining:
+                remaining -= file.write(blocks[kind][: min(remaining, _BLOCK)])
+
+
+def _random_kind(info: TensorInfo) -> str | None:
+    """Key of ``_RANDOM`` for a tensor; None for a stored shape, which is not read."""
+    if info.name.endswith(".weight_shape"):
+        return None
+    if "_scale" in info.name:
+        return f"scale {info.dtype}"
+    if info.dtype == "BF16" and len(info.shape) == 1 and info.name.endswith(".weight"):
+        return "norm"
+    return info.dtype
+
+
+def _bfloat16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _bytes(random: np.random.Generator) -> np.ndarray[Any, Any]:
+    return random.integers(0, 256, _BLOCK, dtype=np.uint8)
+
+
+_RANDOM: dict[str, Callable[[np.random.Generator], np.ndarray[Any, Any]]] = {
+    "BF16": lambda random: _bfloat16(random.normal(0, _WEIGHT, _BLOCK // 2)),
+    "F32": lambda random: random.normal(0, _WEIGHT, _BLOCK // 4).astype(np.float32),
+    "norm": lambda random: np.repeat(_ONE, _BLOCK // 2),
+    # Without the exponent's first bit no value is above 2, and none is NaN.
+    "F8_E4M3": lambda random: _bytes(random) & np.uint8(0xBF),
+    "I32": _bytes,
+    "I8": _bytes,
+    "scale F32": lambda random: random.uniform(_SCALE / 2, _SCALE, _BLOCK // 4).astype(np.float32),
+    "scale BF16": lambda random: _bfloat16(random.uniform(_SCALE / 2, _SCALE, _BLOCK // 2)),
+}

@@ -1,18 +1,16 @@
-"""What CUDA and its libraries hold on this GPU before any tensor does, step by step, by the size of stacks.
+"""GPU memory of a CUDA context and its libraries, step by step, by the size of thread stacks.
 
     python -m benchmarks.context          a few seconds for each size; the GPU must be idle
 
-CUDA reserves a stack for every thread that the card can hold, 1,024 bytes unless it is told otherwise; the
-engine lowers that (``engine/device.py``). Each size is tried in a process of its own. MiB are what is less
-free on the whole card.
+CUDA reserves a stack for every thread that the GPU can hold, 1,024 bytes each by default; the engine lowers
+that (``engine/device.py``). Each size is measured in a process of its own, in MiB less free on the whole GPU.
 """
 
+import argparse
 import json
 import sys
 
-from benchmarks.facts import card, commit, output_of
-from benchmarks.measure import MIB
-from benchmarks.report import print_rows
+from benchmarks.harness import MIB, argument_parser, card, commit, print_table, require_gpu, run_worker
 from vlfit.engine.device import STACK_BYTES
 
 SIZES = (1024, 512, STACK_BYTES, 128, 0)
@@ -20,20 +18,24 @@ STEPS = ("context", "stacks", "first kernel", "sum", "sorting", "attention", "ma
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--steps"]:
-        print(json.dumps(steps(int(sys.argv[2]))))
+    parser = argument_parser(__doc__)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    stack = parser.parse_args().worker
+    if stack is not None:
+        print(json.dumps(measure(stack)))
         return
+    require_gpu("context")
     print(f"commit {commit()}; {card()}")
     rows = [["stack", *STEPS, "together"]]
     for size in SIZES:
-        found = json.loads(output_of(sys.executable, "-m", "benchmarks.context", "--steps", str(size)))
+        taken = run_worker("benchmarks.context", "--worker", str(size))
         rows.append(
-            [f"{size} bytes", *(f"{found[step]:.1f}" for step in STEPS), f"{sum(found.values()):.1f}"]
+            [f"{size} bytes", *(f"{taken[step]:.1f}" for step in STEPS), f"{sum(taken.values()):.1f}"]
         )
-    print_rows(rows)
+    print_table(rows)
 
 
-def steps(stack: int) -> dict[str, float]:
+def measure(stack: int) -> dict[str, float]:
     """MiB of the device that each of ``STEPS`` takes, one after the other, with stacks of ``stack`` bytes."""
     import ctypes
 
@@ -41,13 +43,13 @@ def steps(stack: int) -> dict[str, float]:
     import torch.nn.functional as F
 
     free, total = torch.cuda.mem_get_info()
-    found = {"context": (total - free) / MIB}
+    taken = {"context": (total - free) / MIB}
 
     def step(name: str) -> None:
         nonlocal free
         torch.cuda.synchronize()
         now = torch.cuda.mem_get_info()[0]
-        found[name] = (free - now) / MIB
+        taken[name] = (free - now) / MIB
         free = now
 
     error = ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(0, ctypes.c_size_t(stack))
@@ -65,7 +67,7 @@ def steps(stack: int) -> dict[str, float]:
     step("attention")
     F.linear(values, values)
     step("matrix product")
-    return found
+    return taken
 
 
 if __name__ == "__main__":

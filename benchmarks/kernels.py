@@ -1,46 +1,64 @@
-"""The kernels on this GPU, at the true shapes of Qwen3-VL, beside torch's own bf16 in the same run.
+"""vlfit's Triton kernels on this GPU, at the true shapes of Qwen3-VL, against torch's in bf16 in the same
+run.
 
-    python -m benchmarks.kernels [--json FILE]     about two minutes
+    python -m benchmarks.kernels --json FILE       about two minutes
     python -m benchmarks.kernels --sweep           candidates for the tables of tile sizes, two minutes
 
-GB/s are bytes that must be read (weights and scales, or keys and values) over time; their share is of the
-speed at which this card copies memory, measured in the same run. Launches are not in it: what is timed is
-captured as one CUDA graph.
+GB/s are bytes that must be read (weights and scales, or keys and values) over time, beside the speed at which
+this GPU copies memory, measured in the same run. Launches are not included: calls are captured in one CUDA
+graph.
 """
 
-import argparse
-import json
-import sys
-from collections.abc import Callable, Iterator
+import contextlib
+import io
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.facts import card, commit
-from benchmarks.kernel_sweep import sweep
-from benchmarks.kernel_timing import copies_beyond_caches, copy_bandwidth, seconds_of
-from benchmarks.kernel_weights import FORMS, LAYERS, random_dense_weights, random_quantized_weights
-from benchmarks.report import print_rows
+from benchmarks.harness import (
+    add_json_option,
+    argument_parser,
+    card,
+    commit,
+    print_table,
+    require_gpu,
+    write_json,
+)
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
-from vlfit.kernels.gemm.quantized import quantized_linear
+from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear
 from vlfit.kernels.rows.row_ops import PackedQKV
+from vlfit.plan.native.tiles import GemmTiles
 
 ROWS = (1, 8, 256, 512, 1024)
 HEADS = {"2B": 16, "4B": 32, "8B": 32}
 KEY_HEADS, HEAD_DIM, BLOCK = 8, 128, 16
+FORMATS = ("fp8", "int8", "int4 of 32", "int4 of 128")
+# Outputs and inputs of the matrices of a layer; those that share an input are one. Then the output heads.
+LAYERS = {
+    "2B": {"qkv": (4096, 2048), "o": (2048, 2048), "gate_up": (12288, 2048), "down": (2048, 6144)},
+    "4B": {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)},
+    "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)},
+    "4B's head": {"head": (151936, 2560)},
+    "8B's head": {"head": (151936, 4096)},
+}
+BEYOND_CACHES = 384 * 1024**2  # bytes to read before any is read again: several times any L2
+REPLAYS = 12
 
 
 @dataclass(frozen=True)
 class Result:
-    """One thing timed. ``bytes`` must be read, ``flops`` computed; seconds of ours and of torch in bf16."""
+    """One kernel timed: ``bytes`` that must be read, ``flops``, seconds of it and of torch in bf16."""
 
     what: str
     size: str
-    form: str
+    form: str  # of the weights
     rows: int
     detail: str
     bytes: int
@@ -51,53 +69,54 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write every measurement to this file")
-    parser.add_argument("--only", choices=LAYERS, help="the linear layers of this size, and no attention")
+    parser = argument_parser(__doc__)
+    add_json_option(parser)
+    parser.add_argument("--only", choices=LAYERS, help="only the linear layers of this size")
     parser.add_argument("--sweep", action="store_true", help="measure candidates for the tile tables")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.kernels needs a CUDA device")
+    options = parser.parse_args()
+    require_gpu("kernels")
     with torch.inference_mode():
         copy = copy_bandwidth()
         print(f"commit {commit()}; {card()}; torch {torch.__version__}; copies at {copy / 1e9:.0f} GB/s")
-        if arguments.sweep:
+        if options.sweep:
             report: dict[str, Any] = {"sweep": sweep(copy)}
         else:
-            sizes = [arguments.only] if arguments.only else list(LAYERS)
+            sizes = [options.only] if options.only else list(LAYERS)
             results = [*linear_results(sizes)]
             print_linears(results, copy)
-            if not arguments.only:
-                others = [*decoding(), *prefill_results()]
+            if not options.only:
+                others = [*decode_results(), *prefill_results()]
                 print_attention(others, copy)
                 results += others
             report = {"results": [asdict(result) for result in results]}
     facts = {"commit": commit(), "card": card(), "torch": torch.__version__, "copy_bytes_per_s": copy}
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**facts, **report}, indent=1), encoding="utf-8")
+    write_json(options.json, {**facts, **report})
 
 
 def linear_results(sizes: list[str]) -> Iterator[Result]:
-    """Every matrix of a text layer and output heads, in every form, for each number of rows."""
+    """Every matrix of a text layer and output heads, in every format, for each number of rows."""
     for size in sizes:
         for name, (outputs, inputs) in LAYERS[size].items():
             dense = random_dense_weights(outputs, inputs)
-            asked = {rows: torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda") for rows in ROWS}
-            by_torch = {
-                rows: seconds_of([_call(F.linear, x, each) for each in dense]) for rows, x in asked.items()
+            inputs_by_rows = {
+                rows: torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda") for rows in ROWS
             }
-            for form in FORMS:
-                weights = random_quantized_weights(form, outputs, inputs)
+            by_torch = {
+                rows: seconds_of([_call(F.linear, x, each) for each in dense])
+                for rows, x in inputs_by_rows.items()
+            }
+            for weights_format in FORMATS:
+                weights = random_quantized_weights(weights_format, outputs, inputs)
                 read = weights[0].codes.nbytes + weights[0].scale.nbytes
-                for rows, x in asked.items():
+                for rows, x in inputs_by_rows.items():
                     seconds = seconds_of([_call(quantized_linear, x, each, None) for each in weights])
                     flops = 2.0 * rows * outputs * inputs
                     both = (seconds, dense[0].nbytes, by_torch[rows])
-                    yield Result("linear", size, form, rows, name, read, flops, *both)
+                    yield Result("linear", size, weights_format, rows, name, read, flops, *both)
 
 
-def decoding() -> Iterator[Result]:
-    """One new token of each sequence over its context; ours with what turns and stores it."""
+def decode_results() -> Iterator[Result]:
+    """One new token of each sequence over its context; ours includes RoPE and the write to the KV cache."""
     for size in ("2B", "4B"):
         for sequences in (1, 8):
             for context in (1024, 8192):
@@ -123,7 +142,7 @@ def decoding() -> Iterator[Result]:
 
 
 def prefill_results() -> Iterator[Result]:
-    """A chunk of 1024 tokens over its past; torch's causal flash attention where there is none."""
+    """A chunk of 1024 tokens over its past; without a past also torch's causal flash attention."""
     for size in ("2B", "4B"):
         for past in (0, 3072, 7168):
             tokens, context = 1024, 1024 + past
@@ -149,7 +168,7 @@ def _cache(layers: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _metadata(sequences: int, context: int, spans: list[tuple[int, int, int]]) -> BlockAttentionMetadata:
-    """Blocks in the order of the tokens, so that torch can be given the same keys and values."""
+    """Metadata with blocks in the order of tokens, so that torch can read the same keys and values."""
     table = torch.arange(sequences * context // BLOCK, dtype=torch.int32, device="cuda").view(sequences, -1)
     decoding = sum(tokens == 1 for _, tokens, _ in spans)
     longest = max(tokens if tokens > 1 else 0 for _, tokens, _ in spans)
@@ -160,7 +179,7 @@ def _metadata(sequences: int, context: int, spans: list[tuple[int, int, int]]) -
 
 
 def _packed_qkv(rows: int, heads: int) -> PackedQKV:
-    """Queries, keys and values of ``rows`` tokens, and what they are normalized and turned by."""
+    """Queries, keys and values of ``rows`` tokens, with norm weights, cosines and sines."""
     joined = torch.randn(rows, heads + 2 * KEY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     weight = torch.randn(heads + KEY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     cosines, sines = torch.randn(2, rows, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -176,11 +195,11 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Callabl
 
 
 def print_linears(results: list[Result], copy: float) -> None:
-    """One row for all matrices of a layer together; GB/s where reading is what takes the time."""
+    """A row for all matrices of a layer together."""
     heading = [
         "layer",
         "rows",
-        "form",
+        "format",
         "us",
         "GB/s",
         "of copying",
@@ -192,8 +211,12 @@ def print_linears(results: list[Result], copy: float) -> None:
     rows = [heading]
     for size in dict.fromkeys(each.size for each in results):
         for count in ROWS:
-            for form in FORMS:
-                some = [each for each in results if (each.size, each.rows, each.form) == (size, count, form)]
+            for weights_format in FORMATS:
+                some = [
+                    each
+                    for each in results
+                    if (each.size, each.rows, each.form) == (size, count, weights_format)
+                ]
                 seconds, by_torch = sum(r.seconds for r in some), sum(r.torch_seconds for r in some)
                 speed = sum(r.bytes for r in some) / seconds
                 torch_speed = sum(r.torch_bytes for r in some) / by_torch
@@ -202,7 +225,7 @@ def print_linears(results: list[Result], copy: float) -> None:
                     [
                         size,
                         str(count),
-                        form,
+                        weights_format,
                         f"{seconds * 1e6:.1f}",
                         f"{speed / 1e9:.0f}",
                         f"{speed / copy:.0%}",
@@ -213,7 +236,7 @@ def print_linears(results: list[Result], copy: float) -> None:
                     ]
                 )
     print("\n## Linear layers of one text layer (qkv, o, gate and up, down), and output heads\n")
-    print_rows(rows)
+    print_table(rows)
 
 
 def print_attention(results: list[Result], copy: float) -> None:
@@ -235,7 +258,195 @@ def print_attention(results: list[Result], copy: float) -> None:
             ]
         )
     print("\n## Attention of one layer\n")
-    print_rows(rows)
+    print_table(rows)
+
+
+# --- timing ------------------------------------------------------------------------------------------------
+
+
+def seconds_of(calls: Sequence[Callable[[], Tensor]]) -> float:
+    """Seconds of one of ``calls``, captured one after another in one CUDA graph; median of replays."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        seconds = []
+        for _ in range(REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+    return float(statistics.median(seconds)) / len(calls)
+
+
+def copies_beyond_caches(size: int) -> int:
+    """How many tensors of ``size`` bytes, read in turn, no cache holds."""
+    return max(1, min(64, -(-BEYOND_CACHES // size)))
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy, read and written."""
+    source = torch.ones(1024**3, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of([lambda: target.copy_(source)] * 4)
+
+
+# --- weights -----------------------------------------------------------------------------------------------
+
+
+def random_quantized_weights(weights_format: str, outputs: int, inputs: int) -> list[QuantizedWeight]:
+    if weights_format == "fp8":
+        count = copies_beyond_caches(outputs * inputs)
+        codes = torch.randint(0, 256, (count, outputs, inputs), dtype=torch.uint8, device="cuda")
+        codes &= 0xF7  # no NaN
+        scale = torch.rand(count, -(-outputs // 128), -(-inputs // 128), device="cuda")
+        return [
+            QuantizedWeight(codes[i].view(torch.float8_e4m3fn), scale[i], None, (128, 128))
+            for i in range(count)
+        ]
+    if weights_format == "int8":
+        count = copies_beyond_caches(outputs * inputs)
+        signed = torch.randint(-128, 128, (count, outputs, inputs), dtype=torch.int8, device="cuda")
+        scale = torch.rand(count, outputs, 1, dtype=torch.bfloat16, device="cuda")
+        return [QuantizedWeight(signed[i], scale[i], None, (1, inputs)) for i in range(count)]
+    group = int(weights_format.split()[-1])
+    count = copies_beyond_caches(outputs * inputs // 2)
+    words = torch.randint(-(2**31), 2**31, (count, outputs, inputs // 8), device="cuda", dtype=torch.int32)
+    scale = torch.rand(count, outputs, inputs // group, dtype=torch.bfloat16, device="cuda")
+    return [QuantizedWeight(words[i], scale[i], None, (1, group)) for i in range(count)]
+
+
+def random_dense_weights(outputs: int, inputs: int) -> list[Tensor]:
+    count = copies_beyond_caches(2 * outputs * inputs)
+    weights = torch.randn(count, outputs, inputs, dtype=torch.bfloat16, device="cuda")
+    return list(weights.unbind(0))
+
+
+# --- candidates for the tables of tile sizes ---------------------------------------------------------------
+
+SWEEP_SIZE, SWEEP_FORMATS = "4B", ("fp8", "int4 of 32")
+COMPILERS = 12  # processes
+BEST = 6  # printed of each
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Tiles to try. ``splits`` None: the engine's choice."""
+
+    form: str  # of the weights
+    rows: int
+    tiles: GemmTiles
+    splits: int | None = None
+
+
+def candidates() -> list[Candidate]:
+    tried = []
+    for weights_format in SWEEP_FORMATS:
+        for outputs, inputs, warps, stages, splits in CANDIDATES_1_ROW:
+            tried.append(Candidate(weights_format, 1, GemmTiles(8, outputs, inputs, warps, stages), splits))
+        for rows, tiles in ((32, CANDIDATES_32_ROWS), (128, CANDIDATES_128_ROWS)):
+            for outputs, inputs, warps, stages in tiles:
+                tried.append(Candidate(weights_format, rows, GemmTiles(rows, outputs, inputs, warps, stages)))
+    return tried
+
+
+CANDIDATES_1_ROW = (
+    (64, 128, 4, 3, None), (64, 128, 4, 4, None), (64, 128, 4, 5, None), (64, 256, 4, 2, None),
+    (64, 256, 4, 3, None), (64, 256, 4, 4, None), (64, 512, 4, 2, None), (32, 128, 2, 4, None),
+    (32, 128, 4, 4, None), (32, 256, 2, 3, None), (32, 256, 2, 4, None), (32, 256, 4, 3, None),
+    (32, 256, 4, 4, None), (16, 256, 1, 4, None), (16, 512, 1, 3, None), (16, 512, 2, 3, None),
+    (128, 128, 8, 3, None), (64, 128, 4, 3, 1), (64, 256, 4, 3, 1), (32, 128, 4, 4, 1),
+    (32, 256, 4, 3, 1), (16, 256, 1, 4, 1), (16, 512, 1, 3, 1),
+)  # fmt: skip
+CANDIDATES_32_ROWS = ((64, 128, 4, 3), (64, 64, 4, 4), (32, 128, 4, 3))
+CANDIDATES_128_ROWS = ((64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2))
+
+
+def sweep(copy: float) -> list[dict[str, Any]]:
+    """Time every candidate on all matrices of a layer and print the best; ``copy`` in bytes per second.
+
+    Candidates are compiled first, by several processes, into Triton's cache on disk: alone that takes longer
+    than all measurements.
+    """
+    every = candidates()
+    with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_candidate, every, chunksize=-(-len(every) // COMPILERS)))
+    weights = {
+        weights_format: [
+            random_quantized_weights(weights_format, *shape) for shape in LAYERS[SWEEP_SIZE].values()
+        ]
+        for weights_format in SWEEP_FORMATS
+    }
+    timed = []
+    for candidate in every:
+        with contextlib.suppress(Exception):  # needs more registers or shared memory than there is
+            timed.append((layer_seconds(candidate, weights[candidate.form]), candidate))
+    rows = [["format", "rows", "tile", "warps", "stages", "splits", "us a layer", "GB/s", "of copying"]]
+    for weights_format in SWEEP_FORMATS:
+        read = sum(each[0].codes.nbytes + each[0].scale.nbytes for each in weights[weights_format])
+        for count in sorted({candidate.rows for _, candidate in timed}):
+            best = sorted(
+                ((s, c) for s, c in timed if (c.form, c.rows) == (weights_format, count)),
+                key=lambda pair: pair[0],
+            )
+            for seconds, candidate in best[:BEST]:
+                tiles = candidate.tiles
+                rows.append(
+                    [
+                        weights_format,
+                        str(count),
+                        f"{tiles.rows} x {tiles.outputs} x {tiles.inputs}",
+                        str(tiles.warps),
+                        str(tiles.stages),
+                        str(candidate.splits or "-"),
+                        f"{seconds * 1e6:.1f}",
+                        f"{read / seconds / 1e9:.0f}",
+                        f"{read / seconds / copy:.0%}",
+                    ]
+                )
+    print(f"\n## The best {BEST} of {len(timed)} (of {len(every)}) on a layer of {SWEEP_SIZE}\n")
+    print_table(rows)
+    return [{**asdict(candidate), "seconds": seconds} for seconds, candidate in timed]
+
+
+def layer_seconds(candidate: Candidate, weights: list[list[QuantizedWeight]]) -> float:
+    total = 0.0
+    for copies in weights:
+        x = torch.randn(candidate.rows, copies[0].in_features, dtype=torch.bfloat16, device="cuda")
+        total += seconds_of(
+            [
+                lambda each=each, x=x: quantized_linear(x, each, None, candidate.tiles, candidate.splits)  # type: ignore[misc]
+                for each in copies
+            ]
+        )
+    return total
+
+
+def compile_candidate(candidate: Candidate) -> bool:
+    """Run ``candidate`` once on every matrix of a layer, so that its kernels are in the cache."""
+    for outputs, inputs in LAYERS[SWEEP_SIZE].values():
+        if candidate.form == "fp8":
+            codes = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn, device="cuda")
+            scale = torch.ones(outputs // 128, inputs // 128, device="cuda")
+            weights = QuantizedWeight(codes, scale, None, (128, 128))
+        else:
+            group = int(candidate.form.split()[-1])
+            words = torch.zeros(outputs, inputs // 8, dtype=torch.int32, device="cuda")
+            scale = torch.ones(outputs, inputs // group, dtype=torch.bfloat16, device="cuda")
+            weights = QuantizedWeight(words, scale, None, (1, group))
+        x = torch.zeros(candidate.rows, inputs, dtype=torch.bfloat16, device="cuda")
+        with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
+            quantized_linear(x, weights, None, candidate.tiles, candidate.splits)
+            torch.cuda.synchronize()
+    return True
 
 
 if __name__ == "__main__":

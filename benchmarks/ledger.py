@@ -1,15 +1,15 @@
 """The plan's total against what a process really holds on a GPU, configuration by configuration.
 
-    ... -m benchmarks.ledger --json build/ledger.json    all of them: a few minutes
-    ... -m benchmarks.ledger --only 4B fp8/int4          those whose name holds 4B, and fp8 or int4
-    ... -m benchmarks.ledger --list
-    ... -m benchmarks.ledger --against benchmarks/measured/ledger-h100.json
-                                                         what was measured before, and what is predicted now
+    python -m benchmarks.ledger --json build/ledger.json    all of them: a few minutes
+    python -m benchmarks.ledger --only 4B fp8/int4          those whose name has 4B, and fp8 or int4
+    python -m benchmarks.ledger --list
+    python -m benchmarks.ledger --against benchmarks/measured/ledger-h100.json
+                                                            earlier measurements against today's plan: no GPU
 
-Each configuration has a process of its own, which loads a checkpoint of true sizes (``hollow.py``) and runs
-the worst case that the plan admits (``warmup.py``). The ledger less the desktop and less the air,
-which is a choice, is compared with the memory of the card that the process took, by NVML. The exit code is 1
-if any prediction is below the truth.
+Each configuration runs in a process of its own (``ledger_workers.py``), which loads a checkpoint of true
+sizes and runs the worst case that the plan admits. The plan's total without the desktop and without the
+reserve is compared with the GPU memory that the process took (NVML). Needs an idle GPU, of 20 GB for all.
+Exit code 1 if any plan is below the measurement.
 """
 
 import argparse
@@ -23,15 +23,25 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import card, commit, cpu_name
-from benchmarks.hollow import write_hollow
-from benchmarks.ledger_job import NATIVE, ROUNDED, TRANSFORMERS, Held, LedgerJob
-from benchmarks.measure import MIB, ROOT, environment, versions_of
-from benchmarks.report import print_rows
+from benchmarks.checkpoints import write_sparse_checkpoint
+from benchmarks.harness import (
+    MIB,
+    ROOT,
+    add_json_option,
+    argument_parser,
+    card,
+    commit,
+    cpu_name,
+    environment,
+    print_table,
+    versions_of,
+    write_json,
+)
+from benchmarks.ledger_workers import NATIVE, ROUNDED, TRANSFORMERS, HeldMemory, LedgerJob
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.errors import DeviceError
-from vlfit.machine.model import Gpu, decode, encode
+from vlfit.machine.model import Gpu, record_from_json, record_to_json
 from vlfit.machine.survey import survey
 from vlfit.plan import calibration
 from vlfit.plan.backends import cost_model
@@ -39,10 +49,10 @@ from vlfit.plan.gpus import emptiest
 from vlfit.plan.ledger import Line, Settings
 from vlfit.plan.shapes import model_of
 
-WORKERS = {NATIVE: "benchmarks.ledger_native", TRANSFORMERS: "benchmarks.ledger_transformers"}
+WORKER = "benchmarks.ledger_workers"
 ROUNDED_TOO, TIGHT = "rounded", "tight"
-# Size, weights, context, image tokens, sequences, tokens of a pass; then rounded (groups of 128, and all in
-# 8 bits that is no text layer), tight (the smaller KV pool), or neither.
+# Size, weights, context, image tokens, sequences, batched tokens; then rounded (int4 in groups of 128, int8
+# for all but the text layers), tight (the smaller KV pool), or neither.
 NATIVE_CASES: tuple[tuple[str, str, int, int, int, int, str], ...] = (
     ("2B", "bf16", 8192, 2560, 4, 1024, ""),
     ("2B", "bf16", 8192, 6400, 1, 1024, ""),  # the tower needs more than the text model
@@ -68,30 +78,30 @@ NATIVE_CASES: tuple[tuple[str, str, int, int, int, int, str], ...] = (
 )
 TRANSFORMERS_CASES = (("2B", 936, 768, 1), ("4B", 2048, 1024, 2), ("8B", 2048, 1024, 1))
 NO_LINE = "-"
-PATIENCE = 180  # seconds for one configuration; they take some five
+TIMEOUT = 180  # seconds for one configuration; they take some five
 
 
 def main() -> None:
     options = read_options()
-    known, facts, gpu = earlier(options.against) if options.against else ({}, new_facts(), None)
+    known, facts, gpu = read_measured(options.against) if options.against else ({}, new_facts(), None)
     jobs = list(known) if options.against else all_jobs(options.read_files)
-    wanted = [job for job in jobs if all(names(job, word) for word in options.only)]
+    jobs = [job for job in jobs if all(matches(job, word) for word in options.only)]
     if options.list:
-        print("\n".join(job.name for job in wanted))
+        print("\n".join(job.name for job in jobs))
         return
-    if not wanted:
+    if not jobs:
         sys.exit(f"no configuration has all of {options.only} in its name: see --list")
     gpu = gpu or this_gpu()
     facts["constants"] = calibration.constants_for(gpu).context.source
     print("; ".join(f"{name} {value}" for name, value in facts.items()))
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="vlfit-ledger-") as folder:
-        placed = [place(job, Path(folder)) for job in wanted]
-        found = iter([known[job] for job in wanted]) if options.against else measured(placed)
+        placed = [with_checkpoint(job, Path(folder)) for job in jobs]
+        measured = iter([known[job] for job in jobs]) if options.against else measure(placed)
         results = []
-        for job, held in zip(placed, found, strict=True):
-            results.append(compared(job, held, gpu))
-            write(options.json, facts, gpu, results)  # a run that is cut short leaves what it has
+        for job, held in zip(placed, measured, strict=True):
+            results.append(compare(job, held, gpu))
+            write(options.json, facts, gpu, results)
     print_results(results)
     if not options.against:
         facts["seconds"] = round(time.perf_counter() - started, 1)
@@ -100,8 +110,8 @@ def main() -> None:
     sys.exit(1 if any(result["verdict"] != "ok" for result in results) else 0)
 
 
-def names(job: LedgerJob, word: str) -> bool:
-    """Whether the job's name holds ``word``, or one of several between slashes."""
+def matches(job: LedgerJob, word: str) -> bool:
+    """Whether the job's name contains ``word``, or one of several between slashes."""
     return any(part in job.name for part in word.split("/"))
 
 
@@ -113,10 +123,7 @@ def this_gpu() -> Gpu:
 
 
 def write(file: Path | None, facts: dict[str, Any], gpu: Gpu, results: list[dict[str, Any]]) -> None:
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        content = {"facts": facts, "gpu": encode(gpu), "results": results}
-        file.write_text(json.dumps(content, indent=1), "utf-8")
+    write_json(file, {"facts": facts, "gpu": record_to_json(gpu), "results": results})
 
 
 def new_facts() -> dict[str, Any]:
@@ -128,19 +135,19 @@ def new_facts() -> dict[str, Any]:
     }
 
 
-def earlier(files: list[Path]) -> tuple[dict[LedgerJob, Held | str], dict[str, Any], Gpu]:
-    """What was measured before: by configuration, where, and on which GPU. Later ``files`` count first."""
-    known: dict[LedgerJob, Held | str] = {}
+def read_measured(files: list[Path]) -> tuple[dict[LedgerJob, HeldMemory | str], dict[str, Any], Gpu]:
+    """Earlier measurements by configuration (or why they failed), facts and GPU. Later ``files`` override."""
+    known: dict[LedgerJob, HeldMemory | str] = {}
     for file in files:
         content = json.loads(file.read_text("utf-8"))
         for result in content["results"]:
             job = LedgerJob(folder="", **result["job"])
-            known[job] = Held(**result["held"]) if "held" in result else result["why"]
-    return known, content["facts"], decode(Gpu, content["gpu"])
+            known[job] = HeldMemory(**result["held"]) if "held" in result else result["why"]
+    return known, content["facts"], record_from_json(Gpu, content["gpu"])
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The plan's total against measured processes.")
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="parts of names, e.g. 4B fp8/int4"
     )
@@ -153,9 +160,9 @@ def read_options() -> argparse.Namespace:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="measure nothing; take what --json wrote, of several files the last that has it",
+        help="measure nothing; take what --json wrote (the last of several files counts)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    add_json_option(parser)
     return parser.parse_args()
 
 
@@ -170,20 +177,20 @@ def all_jobs(read_files: bool) -> list[LedgerJob]:
     ]
 
 
-def place(job: LedgerJob, folder: Path) -> LedgerJob:
-    """``job`` with a checkpoint of its own size and weights in ``folder``, written unless it is there."""
+def with_checkpoint(job: LedgerJob, folder: Path) -> LedgerJob:
+    """``job`` with a checkpoint of its size and weights in ``folder``, written unless it is there."""
     checkpoint = folder / f"{job.size}-{job.weights}{ROUNDED if job.rounded else ''}"
     if not checkpoint.exists() and job.rounded:
-        tied = catalog.family(job.size)[0].config.tie_word_embeddings
+        tied = catalog.family_entries(job.size)[0].config.tie_word_embeddings
         parts = ("embedding", "vision") if tied else ("head", "embedding", "vision")
-        write_hollow(checkpoint, job.size, job.weights, parts, 128)
+        write_sparse_checkpoint(checkpoint, job.size, job.weights, parts, 128)
     elif not checkpoint.exists():
-        write_hollow(checkpoint, job.size, job.weights)
+        write_sparse_checkpoint(checkpoint, job.size, job.weights)
     return replace(job, folder=str(checkpoint))
 
 
-def measured(jobs: list[LedgerJob]) -> Iterator[Held | str]:
-    """What the process of each job held, or what it failed of.
+def measure(jobs: list[LedgerJob]) -> Iterator[HeldMemory | str]:
+    """Run each job in a process of its own: what it held, or why it failed.
 
     One process at a time uses the GPU; the next one imports its libraries meanwhile.
     """
@@ -193,15 +200,13 @@ def measured(jobs: list[LedgerJob]) -> Iterator[Held | str]:
         if number + 1 < len(jobs):
             waiting = start(jobs[number + 1])
         held = outcome(process)
-        print(
-            f"  {job.name}: {held if isinstance(held, str) else seconds(held)}", file=sys.stderr, flush=True
-        )
+        print(f"  {job.name}: {held if isinstance(held, str) else phases(held)}", file=sys.stderr, flush=True)
         yield held
 
 
 def start(job: LedgerJob) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", WORKERS[job.backend], json.dumps(asdict(job))],
+        [sys.executable, "-m", WORKER, json.dumps(asdict(job))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -211,27 +216,27 @@ def start(job: LedgerJob) -> "subprocess.Popen[str]":
     )
 
 
-def outcome(process: "subprocess.Popen[str]") -> Held | str:
-    """Tell ``process`` to go and wait for its end, but not for ever."""
+def outcome(process: "subprocess.Popen[str]") -> HeldMemory | str:
+    """Let ``process`` start and wait for its end."""
     try:
-        out, err = process.communicate("go\n", timeout=PATIENCE)
+        out, err = process.communicate("go\n", timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return f"did not end in {PATIENCE} s"
+        return f"did not end in {TIMEOUT} s"
     if process.returncode:
-        last = err.strip().splitlines()[-1] if err.strip() else "no words"
+        last = err.strip().splitlines()[-1] if err.strip() else "no output"
         return f"failed with exit code {process.returncode}: {last}"
-    return Held(**json.loads(out.splitlines()[-1]))
+    return HeldMemory(**json.loads(out.splitlines()[-1]))
 
 
-def seconds(held: Held) -> str:
-    return ", ".join(f"{what} {count:.1f} s" for what, count in held.seconds.items())
+def phases(held: HeldMemory) -> str:
+    return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in held.seconds.items())
 
 
-def compared(job: LedgerJob, held: Held | str, gpu: Gpu) -> dict[str, Any]:
-    """Prediction and measurement of one configuration, in bytes. The verdict: ok, BELOW or failed."""
-    lines = predicted_lines(job, gpu)
+def compare(job: LedgerJob, held: HeldMemory | str, gpu: Gpu) -> dict[str, Any]:
+    """Plan and measurement of one configuration, in bytes. The verdict: ok, BELOW or failed."""
+    lines = planned_lines(job, gpu)
     predicted = sum(line.bytes for line in lines) - calibration.RESERVE.bytes
     result: dict[str, Any] = {
         "name": job.name,
@@ -250,8 +255,8 @@ def compared(job: LedgerJob, held: Held | str, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def predicted_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
-    """The ledger but for the desktop."""
+def planned_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
+    """The ledger without the desktop."""
     checkpoint = read_checkpoint(job.name, Path(job.folder))
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     sizes = (job.context, job.image_tokens, job.sequences, job.chunk)
@@ -259,21 +264,21 @@ def predicted_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
     return [line for line in cost_model(job.backend).lines(model, gpu, settings) if line.line != "desktop"]
 
 
-def by_line(lines: list[Line], held: Held) -> dict[str, dict[str, int]]:
-    """Prediction and measurement where torch can tell them apart; tower and text model share one pool."""
+def by_line(lines: list[Line], held: HeldMemory) -> dict[str, dict[str, int]]:
+    """Plan and measurement of lines that torch can tell apart; tower and text model share one pool."""
     sizes = {line.line: line.bytes for line in lines}
-    found = {
+    both = {
         "context": (sizes["context"], held.process - held.reserved),
         **{name: (sizes[name], count) for name, count in held.lines.items()},
     }
-    # All of torch's pool that is none of these: workspaces, and what lies beside tensors.
+    # The rest of torch's pool: workspaces, and what the allocator takes beside tensors.
     pool = held.reserved - sum(held.lines.values())
     if "kv_cache" in held.lines:
-        found["workspaces"] = (sizes["vision_workspace"] + sizes["text_workspace"], pool)
+        both["workspaces"] = (sizes["vision_workspace"] + sizes["text_workspace"], pool)
     else:
         names = ("kv_cache", "vision_workspace", "text_workspace")
-        found["kv and workspaces"] = (sum(sizes[name] for name in names), pool)
-    return {name: {"predicted": before, "measured": after} for name, (before, after) in found.items()}
+        both["kv and workspaces"] = (sum(sizes[name] for name in names), pool)
+    return {name: {"predicted": before, "measured": after} for name, (before, after) in both.items()}
 
 
 def print_results(results: list[dict[str, Any]]) -> None:
@@ -295,10 +300,10 @@ def print_results(results: list[dict[str, Any]]) -> None:
             ]
         )
     print()
-    print_rows(rows)
+    print_table(rows)
     below = [result["name"] for result in results if result["verdict"] == "BELOW"]
     if below:
-        print(f"\nBELOW THE TRUTH: {len(below)} of {len(results)}: {', '.join(below)}")
+        print(f"\nBELOW THE MEASUREMENT: {len(below)} of {len(results)}: {', '.join(below)}")
 
 
 def pair(sizes: dict[str, Any]) -> str:
@@ -306,9 +311,9 @@ def pair(sizes: dict[str, Any]) -> str:
 
 
 def slack(held: dict[str, Any]) -> str:
-    """How much more torch's pool grew than what lived in it."""
-    lived = held["peak"] - held["loaded"]
-    return f"{(held['reserved'] - held['reserved_loaded']) / lived:.2f}" if lived > 0 else NO_LINE
+    """Growth of torch's pool over growth of the live tensors in it."""
+    live = held["peak"] - held["loaded"]
+    return f"{(held['reserved'] - held['reserved_loaded']) / live:.2f}" if live > 0 else NO_LINE
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""What Ray is worth on a machine with several GPUs: `vlfit batch` over it, a worker killed, and without Ray.
+"""`vlfit batch` on a machine with several GPUs: over Ray, with a worker killed, and without Ray.
 
     python -m benchmarks.ray_gpus --json FILE             five minutes on two H200
-    python -m benchmarks.ray_gpus --ways "Ray, 2 workers" --place FOLDER    one way; what is made stays there
+    python -m benchmarks.ray_gpus --ways "Ray, 2 workers" --place FOLDER    one way; files stay in FOLDER
+    python -m benchmarks.ray_gpus --model mini --device cpu --gpus 1 --pictures 24 --max-tokens 8
+                                                          to see it run
 
 The program is started as a person would, with a model of true shape and random weights and pictures of
 1024x768 (``batch_speed.py``), in these ways: on one GPU without Ray; with Ray and one worker; with as many as
-there are GPUs; the same, and one is ended by SIGKILL in the midst; and without Ray, a part for each GPU
-(``--shard``). The growing output is looked at every 20 ms. Speeds are those between the moment when all
-workers had given something and the one when five sixths were done, so starting and ending are left out. A
-worker is back when the first handful of the one that replaces it is written.
-
-Every way is checked: all pictures are in the output, and none twice. Each prints its line at once.
+there are GPUs; the same, and one is ended by SIGKILL half-way; and without Ray, a part for each GPU
+(``--shard``). The growing output is read every 20 ms. Speeds are those between the moment when all workers
+had written something and the one when five sixths were done: start and end are left out. A worker is back
+when the first chunk of its successor is written. Ends with an error if a picture is missing or there twice.
 """
 
 import argparse
@@ -31,10 +31,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.batch_speed import make_pictures
-from benchmarks.facts import card, commit, cpu_name
-from benchmarks.measure import ROOT, environment
-from benchmarks.random_weights import room_in_memory, write_random
-from benchmarks.report import print_rows
+from benchmarks.checkpoints import checkpoint_of, ram_folder
+from benchmarks.harness import (
+    ROOT,
+    LineCounter,
+    add_json_option,
+    argument_parser,
+    card,
+    commit,
+    cpu_name,
+    environment,
+    print_table,
+    write_json,
+)
 
 ONE, RAY_ONE, RAY_ALL, KILLED, PARTS = (
     "without Ray, 1 GPU",
@@ -43,16 +52,16 @@ ONE, RAY_ONE, RAY_ALL, KILLED, PARTS = (
     "Ray, one of {} killed",
     "without Ray, {} parts",
 )
-LOOK_S = 0.02
-WARM_UP = 16  # pictures of a run that is not measured: kernels are compiled in it
-LONGEST_S = 240.0  # of one way
+SAMPLE_INTERVAL = 0.02  # seconds
+WARM_UP = 16  # pictures of a run that is not measured: it compiles kernels
+TIMEOUT = 240.0  # seconds of one way
 BEGUN = re.compile(r"worker \d+ has begun: \S+:(\d+)\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way. ``first_s``: from the command until the first record. ``back_s``: from SIGKILL until the
-    first handful of the worker that came instead; None: none was killed, or none came in time.
+    """One way. ``first_s``: from the command to the first record. ``back_s``: from SIGKILL to the first chunk
+    of the successor; None if no worker was killed, or none came in time.
     """
 
     way: str
@@ -66,37 +75,37 @@ class Row:
 
 
 @dataclass(slots=True)
-class Heard:
-    """What a run said on stderr about workers: when, and which processes. Seconds of ``perf_counter``."""
+class WorkerLog:
+    """Lines of stderr, and when each worker began (seconds of ``perf_counter``) and its PID."""
 
     lines: list[str] = field(default_factory=list)
     workers: list[tuple[float, int]] = field(default_factory=list)
 
-    def hear(self, line: str) -> None:
+    def add(self, line: str) -> None:
         self.lines.append(line.rstrip())
-        begun = BEGUN.search(line)
-        if begun:
-            self.workers.append((time.perf_counter(), int(begun[1])))
+        match = BEGUN.search(line)
+        if match:
+            self.workers.append((time.perf_counter(), int(match[1])))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--model", default="2B-fp8", metavar="SIZE-FORMAT", help="with random weights; or mini"
     )
-    parser.add_argument("--model", default="2B-fp8", metavar="SIZE-FORMAT", help="of random weights; or mini")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--pictures", type=int, default=1000, help="for each GPU")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once, of each worker")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ways", action="append", metavar="WAY", help="only this one; may be repeated")
-    parser.add_argument("--place", type=Path, help="where model and pictures are made, and stay")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written again after each way")
+    parser.add_argument("--place", type=Path, help="folder for model and pictures, which stay there")
+    add_json_option(parser)
     options = parser.parse_args()
     facts = {"commit": commit(), "card": card(), "cpu": f"{cpu_name()}, {os.cpu_count()} cores"}
     print("; ".join(facts.values()), flush=True)
     rows: list[Row] = []
-    with _place(options.place) as folder:
+    with _work_folder(options.place) as folder:
         model, pictures = prepare(Path(folder), options)
         bench = Bench(model, pictures, options)
         if not options.ways or ONE in options.ways:
@@ -105,86 +114,87 @@ def main() -> None:
             if options.ways and way not in options.ways:
                 continue
             rows.append(bench.run(way))
-            print(f"{way}: {_in_words(rows[-1])}", flush=True)
-            if options.json:
-                data = {"facts": facts, "options": _plain(options), "rows": [*map(asdict, rows)]}
-                options.json.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+            print(f"{way}: {_describe(rows[-1])}", flush=True)
+            data = {"facts": facts, "options": _json_options(options), "rows": [*map(asdict, rows)]}
+            write_json(options.json, data)
     print()
-    print_rows(table(rows))
+    print_table(table(rows))
 
 
-def _place(given: Path | None) -> "nullcontext[str] | tempfile.TemporaryDirectory[str]":
+def _work_folder(given: Path | None) -> "nullcontext[str] | tempfile.TemporaryDirectory[str]":
     if given is None:
-        return tempfile.TemporaryDirectory(prefix="vlfit-ray-gpus-", dir=room_in_memory())
+        return tempfile.TemporaryDirectory(prefix="vlfit-ray-gpus-", dir=ram_folder())
     given.mkdir(parents=True, exist_ok=True)
     return nullcontext(str(given))
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> tuple[str, Path]:
-    """The model and the pictures, made if they are not there."""
-    size, _, weights = options.model.partition("-")
-    model = folder / options.model if weights else None
-    if model is not None and not model.is_dir():
-        write_random(model, size, weights)
-    wanted = options.pictures * options.gpus
-    pictures = folder / f"pictures-{wanted}"
+    """The model and the folder of pictures, made unless they are there."""
+    model = checkpoint_of(options.model, folder, random=True)
+    count = options.pictures * options.gpus
+    pictures = folder / f"pictures-{count}"
     if not pictures.is_dir():
-        make_pictures(pictures, wanted)
-    return str(model or size), pictures
+        make_pictures(pictures, count)
+    return str(model), pictures
 
 
 class Bench:
     """Runs the ways, one after another."""
 
     def __init__(self, model: str, pictures: Path, options: argparse.Namespace) -> None:
-        self._gpus, self._many = options.gpus, options.pictures
-        self._words = [str(pictures), "--model", model, "--device", options.device, "--json"]
-        self._words += ["--max-tokens", str(options.max_tokens), "--concurrency", str(options.concurrency)]
+        self._gpus, self._pictures = options.gpus, options.pictures
+        self._arguments = [str(pictures), "--model", model, "--device", options.device, "--json"]
+        self._arguments += [
+            "--max-tokens",
+            str(options.max_tokens),
+            "--concurrency",
+            str(options.concurrency),
+        ]
 
     def warm_up(self) -> None:
         with tempfile.TemporaryDirectory(prefix="vlfit-ray-gpus-") as folder:
-            watch([Command([*self._words, "--limit", str(WARM_UP)], Path(folder) / "out.jsonl")], 1, None)
+            watch([Command([*self._arguments, "--limit", str(WARM_UP)], Path(folder) / "out.jsonl")], 1, None)
 
     def run(self, way: str) -> Row:
-        """One way, checked. Ends the program with what was said if it fails."""
+        """Run one way and check its output. Ends the program with the log if it fails."""
         gpus = 1 if way in (ONE, RAY_ONE) else self._gpus
-        total = self._many * gpus
+        total = self._pictures * gpus
         with tempfile.TemporaryDirectory(prefix="vlfit-ray-gpus-") as folder:
             outputs = [Path(folder) / f"{number}.jsonl" for number in range(gpus)]
             kill_at = total // 6 if way == KILLED.format(gpus) else None
             if way in (ONE, PARTS.format(gpus)):
                 commands = [
                     Command(
-                        [*self._words, *(["--shard", f"{number + 1}/{gpus}"] if gpus > 1 else ())],
+                        [*self._arguments, *(["--shard", f"{number + 1}/{gpus}"] if gpus > 1 else ())],
                         output,
                         {"CUDA_VISIBLE_DEVICES": str(number)},
                     )
                     for number, output in enumerate(outputs)
                 ]
             else:
-                commands = [Command([*self._words, "--ray", "local", "--workers", str(gpus)], outputs[0])]
+                commands = [Command([*self._arguments, "--ray", "local", "--workers", str(gpus)], outputs[0])]
             for command in commands:
-                command.words += ["--limit", str(total)]
-            seen = watch(commands, gpus, kill_at)
+                command.arguments += ["--limit", str(total)]
+            run = watch(commands, gpus, kill_at)
             check([command.output for command in commands], total)
-        return seen.row(way, gpus, total)
+        return run.row(way, gpus, total)
 
 
 @dataclass(slots=True)
 class Command:
-    """`vlfit batch` with these words, to ``output``."""
+    """`vlfit batch` with ``arguments``, to ``output``; ``settings``: environment variables."""
 
-    words: list[str]
+    arguments: list[str]
     output: Path
     settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Seen:
-    """What was seen of a run: how many records there were when (seconds of ``perf_counter``), by output."""
+class WatchedRun:
+    """Records over time (seconds of ``perf_counter``) in each output of a run."""
 
     start: float
-    heard: Heard
+    log: WorkerLog
     workers: int
     counts: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     killed: float | None = None
@@ -193,11 +203,11 @@ class Seen:
     def row(self, way: str, gpus: int, total: int) -> Row:
         first = next(when for when, counts in self.counts if sum(counts))
         back = None
-        if self.killed is not None and len(self.heard.workers) > self.workers:
-            back = self.heard.workers[self.workers][0] - self.killed
+        if self.killed is not None and len(self.log.workers) > self.workers:
+            back = self.log.workers[self.workers][0] - self.killed
         wall = self.end - self.start
-        told = [line for line in self.heard.lines if "worker" in line]
-        return Row(way, gpus, total, self.speed(total), first - self.start, wall, back, told)
+        lines = [line for line in self.log.lines if "worker" in line]
+        return Row(way, gpus, total, self.speed(total), first - self.start, wall, back, lines)
 
     def speed(self, total: int) -> float:
         """Pictures a second from the moment when all had begun until five sixths were done."""
@@ -205,52 +215,52 @@ class Seen:
         inside = [(when, sum(counts)) for when, counts in self.counts if when >= begun]
         inside = [(when, count) for when, count in inside if count * 6 <= total * 5]
         if len(inside) < 3:
-            return float("nan")  # too short a run to tell
-        # With Ray records come by the handful, so the slope of all moments says it better than two of them.
+            return float("nan")  # too short
+        # With Ray records come in chunks: the slope over all moments is less noisy than two of them.
         return statistics.linear_regression(*zip(*inside, strict=True)).slope
 
     def _all_begun(self) -> float:
-        if self.heard.workers:
-            return self.heard.workers[min(self.workers, len(self.heard.workers)) - 1][0]
+        if self.log.workers:
+            return self.log.workers[min(self.workers, len(self.log.workers)) - 1][0]
         return next(when for when, counts in self.counts if all(counts))
 
 
-def watch(commands: Sequence[Command], workers: int, kill_at: int | None) -> Seen:
-    """Run them side by side to their end. ``kill_at`` records a worker is ended, which must be heard of."""
-    heard = Heard()
-    seen = Seen(time.perf_counter(), heard, workers)
-    files = [Growing(command.output) for command in commands]
-    with _started(commands, heard) as processes:
+def watch(commands: Sequence[Command], workers: int, kill_at: int | None) -> WatchedRun:
+    """Run ``commands`` side by side to their end; after ``kill_at`` records one worker is killed."""
+    log = WorkerLog()
+    run = WatchedRun(time.perf_counter(), log, workers)
+    files = [LineCounter(command.output) for command in commands]
+    with _started(commands, log) as processes:
         while any(process.poll() is None for process in processes):
-            time.sleep(LOOK_S)
+            time.sleep(SAMPLE_INTERVAL)
             now = time.perf_counter()
-            counts = tuple(file.lines() for file in files)
-            if not seen.counts or counts != seen.counts[-1][1]:
-                seen.counts.append((now, counts))
-            all_begun = len(heard.workers) == workers
-            if kill_at is not None and seen.killed is None and sum(counts) >= kill_at and all_begun:
-                os.kill(heard.workers[0][1], signal.SIGKILL)
-                seen.killed = now
-            if now - seen.start > LONGEST_S:
-                raise SystemExit(f"not over after {LONGEST_S:g} s:\n" + "\n".join(heard.lines[-20:]))
-        seen.end = time.perf_counter()
-        seen.counts.append((seen.end, tuple(file.lines() for file in files)))
+            counts = tuple(file.count() for file in files)
+            if not run.counts or counts != run.counts[-1][1]:
+                run.counts.append((now, counts))
+            all_begun = len(log.workers) == workers
+            if kill_at is not None and run.killed is None and sum(counts) >= kill_at and all_begun:
+                os.kill(log.workers[0][1], signal.SIGKILL)
+                run.killed = now
+            if now - run.start > TIMEOUT:
+                raise SystemExit(f"not over after {TIMEOUT:g} s:\n" + "\n".join(log.lines[-20:]))
+        run.end = time.perf_counter()
+        run.counts.append((run.end, tuple(file.count() for file in files)))
         if any(process.returncode for process in processes):
             codes = [process.returncode for process in processes]
-            raise SystemExit(f"ended with {codes}:\n" + "\n".join(heard.lines[-20:]))
-    return seen
+            raise SystemExit(f"ended with {codes}:\n" + "\n".join(log.lines[-20:]))
+    return run
 
 
 @contextmanager
-def _started(commands: Sequence[Command], heard: Heard) -> Iterator[list[subprocess.Popen[str]]]:
-    """The programs; what they say is heard. None of them outlives the block."""
+def _started(commands: Sequence[Command], log: WorkerLog) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start the programs and read their stderr; they are ended with the block."""
     processes: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
-            words = ["batch", *command.words, "--output", str(command.output)]
+            arguments = ["batch", *command.arguments, "--output", str(command.output)]
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "vlfit", *words],
+                    [sys.executable, "-m", "vlfit", *arguments],
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -258,11 +268,11 @@ def _started(commands: Sequence[Command], heard: Heard) -> Iterator[list[subproc
                     env=environment(TOKENIZERS_PARALLELISM="false", **command.settings),
                 )
             )
-        listeners = [
-            threading.Thread(target=_listen, args=(process, heard), daemon=True) for process in processes
+        readers = [
+            threading.Thread(target=_read_stderr, args=(process, log), daemon=True) for process in processes
         ]
-        for listener in listeners:
-            listener.start()
+        for reader in readers:
+            reader.start()
         yield processes
     finally:
         for process in processes:
@@ -272,32 +282,14 @@ def _started(commands: Sequence[Command], heard: Heard) -> Iterator[list[subproc
             process.wait()
 
 
-def _listen(process: subprocess.Popen[str], heard: Heard) -> None:
+def _read_stderr(process: subprocess.Popen[str], log: WorkerLog) -> None:
     assert process.stderr is not None
     for line in process.stderr:
-        heard.hear(line)
-
-
-class Growing:
-    """A file that grows: how many lines it has."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = self._lines = 0
-
-    def lines(self) -> int:
-        """So far. Reads what has come since it was asked last."""
-        if self._path.exists() and self._path.stat().st_size > self._read:
-            with self._path.open("rb") as file:
-                file.seek(self._read)
-                data = file.read()
-            self._read += len(data)
-            self._lines += data.count(b"\n")
-        return self._lines
+        log.add(line)
 
 
 def check(outputs: Sequence[Path], total: int) -> None:
-    """Ends the program unless ``total`` pictures are in ``outputs``, each of them once."""
+    """End the program unless ``total`` pictures are in ``outputs``, each of them once."""
     keys = Counter(
         json.loads(line)["key"] for path in outputs for line in path.read_text("utf-8").splitlines()
     )
@@ -307,7 +299,7 @@ def check(outputs: Sequence[Path], total: int) -> None:
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Speeds, beside that of one GPU in the same way (Ray's or without)."""
+    """Speeds, and their ratio to one GPU (with Ray or without)."""
     single = {row.way.startswith("Ray"): row.pictures_per_s for row in rows if row.gpus == 1}
     head = [
         "",
@@ -332,13 +324,13 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def _in_words(row: Row) -> str:
+def _describe(row: Row) -> str:
     words = f"{row.pictures_per_s:.1f} pictures/s, the first after {row.first_s:.1f} s"
     words += f", all after {row.wall_s:.1f} s"
     return words + ("" if row.back_s is None else f"; the killed worker was back after {row.back_s:.1f} s")
 
 
-def _plain(options: argparse.Namespace) -> dict[str, str | int | list[str] | None]:
+def _json_options(options: argparse.Namespace) -> dict[str, str | int | list[str] | None]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 

@@ -1,15 +1,14 @@
-"""The arithmetic of docs/scale.md: cards, days, bytes and money for a million pictures and many more.
+"""The arithmetic of docs/scale.md: GPUs, days, bytes and money for a million pictures and many more.
 
     python -m benchmarks.scale                        the tables as they stand in docs/scale.md
     python -m benchmarks.scale --tokens 200 --picture-kb 900 --price 3.50
-    python -m benchmarks.scale --pictures-per-s 12    of a card of yours, as `vlfit batch --dry-run` says it
-    python -m benchmarks.scale --measure              only: names listed, records written and read again here
+    python -m benchmarks.scale --pictures-per-s 12    of your GPU, as `vlfit batch --dry-run` prints it
+    python -m benchmarks.scale --measure              only measure: names listed, records written and read
 
-Every figure follows from inputs that are printed first, each with where it is from. Nothing is measured here
-but by ``--measure``; what the inputs call measured was, on the day that docs/log.md names.
+Every figure follows from inputs that are printed first with their sources. Only ``--measure`` measures
+anything; what the inputs call measured was measured on the day that docs/log.md names. Seconds, no GPU.
 """
 
-import argparse
 import json
 import math
 import os
@@ -18,16 +17,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.facts import commit, cpu_name
-from benchmarks.report import markdown
+from benchmarks.harness import ROOT, argument_parser, commit, cpu_name, print_table
 from vlfit.api.conversation import ImagePart
 from vlfit.api.outputs import Answer, ImageSeen, Usage
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
+from vlfit.plan.model_lookup import find_models
 from vlfit.plan.search import plan
 from vlfit.plan.shapes import kv_bytes_per_token
 from vlfit.plan.speed import TEXT_TOKENS
-from vlfit.plan.subjects import named
 from vlfit.plan.wishes import Wishes
 from vlfit.tasks.batch.items import Item, Record
 from vlfit.tasks.batch.job import Job, PictureTask, Wish
@@ -37,22 +35,22 @@ from vlfit.tasks.batch.sources import open_sources
 from vlfit.units import MIB
 
 MODEL = "Qwen/Qwen3-VL-4B-Instruct-FP8"
-MANY = (10**6, 10**8, 10**10)
-SEQUENCES = (8, 4, 2, 1)  # the steps of ``vlfit plan``
+PICTURE_COUNTS = (10**6, 10**8, 10**10)
+SEQUENCES = (8, 4, 2, 1)  # as ``vlfit plan`` tries them
 IMAGE_TOKENS = 768  # of a picture of 1024x768
 KEY_BYTES = 8  # of a key's hash (tasks/batch/keys.py)
-MEASURED = Path(__file__).parent / "measured" / "batch-h100.json"  # by ``benchmarks.batch_speed``
+MEASURED = ROOT / "benchmarks" / "measured" / "batch-h100.json"  # by ``benchmarks.batch_speed``
 MEASURED_TOKENS = 64  # of an answer there; pictures are of 1024x768
 NAME_BYTES = 60  # a path in a list
-RAY_PICTURES_PER_S = 1000.0  # that the process which writes passes on, with handfuls of 32: by hand, load 6
-RECORDS_PER_S = 10_183.0  # that one process writes as JSON lines: ``--measure`` on that machine
+RAY_PICTURES_PER_S = 1000.0  # that the driver passes on in chunks of 32: measured by hand, load 6
+RECORDS_PER_S = 10_183.0  # that one process writes as JSON lines: ``--measure`` on the same machine
 DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """``picture_bytes``: of an encoded file, ``bad``: the share that cannot be read, ``price``: of an hour of
-    a card, in any money, ``start_s``: until a worker has loaded its model.
+    """``picture_bytes``: of an encoded file; ``bad``: share that cannot be read; ``price``: of a GPU hour, in
+    any currency; ``start_s``: until a worker has loaded its model.
     """
 
     tokens: int
@@ -65,7 +63,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class CardSpeed:
-    """What one card does with ``sequences`` at once."""
+    """Speed of one GPU with ``sequences`` at once."""
 
     name: str
     sequences: int
@@ -73,11 +71,12 @@ class CardSpeed:
     source: str
 
 
-def planned(name: str, typed: str, desktop: int, tokens: int) -> CardSpeed:
-    """What ``vlfit plan`` expects of a card, with as many at once as fit. It says how fast one decodes alone;
-    a step for several reads the weights once, and the KV cache of each.
+def planned_speed(name: str, typed: str, desktop: int, tokens: int) -> CardSpeed:
+    """What ``vlfit plan`` expects of a card with as many requests at once as fit.
+
+    The plan has the speed of one request; a step of several reads the weights once and the KV cache of each.
     """
-    machine, models = card(typed, desktop), named(MODEL).exact
+    machine, models = machine_with_card(typed, desktop), find_models(MODEL).exact
     for sequences in SEQUENCES:
         wishes = Wishes(context=2048, image_tokens=IMAGE_TOKENS, sequences=sequences)
         made = plan(models, machine, wishes)
@@ -94,7 +93,7 @@ def planned(name: str, typed: str, desktop: int, tokens: int) -> CardSpeed:
 
 
 def measured_h100() -> list[CardSpeed]:
-    """``vlfit batch`` of 4B FP8 on one H100, with as many at once as were tried."""
+    """``vlfit batch`` of 4B FP8 on one H100, by requests at once."""
     runs = json.loads(MEASURED.read_text())["results"]
     return [
         CardSpeed("H100", run["at_once"], run["pictures_per_s"], "measured (benchmarks.batch_speed)")
@@ -104,11 +103,11 @@ def measured_h100() -> list[CardSpeed]:
 
 
 def cards(inputs: Inputs) -> list[CardSpeed]:
-    """Slowest first; or the one that was given alone. The plan of an H100 stands beside what was measured."""
+    """Slowest first, with both plan and measurement of an H100; or only the speed that was given."""
     if inputs.pictures_per_s:
         return [CardSpeed("yours", 0, inputs.pictures_per_s, "given")]
     known = ("RTX 5060", "RTX 5060", 951 * MIB), ("RTX 4090", "RTX 4090", 0), ("H100", "H100 80GB HBM3", 0)
-    speeds = [planned(name, typed, desktop, inputs.tokens) for name, typed, desktop in known]
+    speeds = [planned_speed(name, typed, desktop, inputs.tokens) for name, typed, desktop in known]
     return speeds + (measured_h100() if inputs.tokens == MEASURED_TOKENS else [])
 
 
@@ -150,7 +149,7 @@ def span(seconds: float) -> str:
 
 def tables(inputs: Inputs) -> list[tuple[str, list[list[str]]]]:
     every = cards(inputs)
-    speeds = list({one.name: one for one in every}.values())  # of each card the last: what was measured
+    speeds = list({one.name: one for one in every}.values())  # the last of each card: measured, if it was
     return [
         ("Inputs", inputs_table(inputs)),
         ("One card", card_table(every)),
@@ -198,27 +197,32 @@ def time_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
     counts = (1, 8, 64, 512)
     head = ["pictures", "card", *(f"{count} card{'s' * (count > 1)}" for count in counts)]
     rows = [[*head, "cards for 30 days", "card-hours", f"at {inputs.price:g} an hour"]]
-    for many in MANY:
+    for pictures in PICTURE_COUNTS:
         for one in speeds:
-            seconds = many / one.pictures_per_s
+            seconds = pictures / one.pictures_per_s
             spans = [span(seconds / count) for count in counts]
             wanted = f"{-(-seconds // (30 * DAY)):,.0f}"
             hours = seconds / 3600
             rows.append(
-                [short(many), with_sequences(one), *spans, wanted, short(hours), short(hours * inputs.price)]
+                [
+                    short(pictures),
+                    with_sequences(one),
+                    *spans,
+                    wanted,
+                    short(hours),
+                    short(hours * inputs.price),
+                ]
             )
     return rows
 
 
 def with_sequences(one: CardSpeed) -> str:
-    """The card, and how many at once its speed is for."""
+    """The card, with the requests at once that its speed is for."""
     return f"{one.name}, {one.sequences} at once" if one.sequences else one.name
 
 
 def jobs_table(speeds: list[CardSpeed]) -> list[list[str]]:
-    """How many jobs with --ray keep so many cards busy, and, in brackets, how many if only writing bounded
-    them.
-    """
+    """How many --ray jobs keep so many cards busy; in brackets how many if only writing limited them."""
     counts = (64, 144, 512)
     rows = [["card", *(f"{count} cards" for count in counts)]]
     for one in speeds:
@@ -243,10 +247,10 @@ def bytes_table(inputs: Inputs) -> list[list[str]]:
         "answer tokens",
     ]
     rows = [[*head, "bad pictures"]]
-    for many in MANY:
-        parts = [size(many * each) for each in (inputs.picture_bytes, record, NAME_BYTES, KEY_BYTES)]
-        tokens = [short(many * each) for each in (IMAGE_TOKENS + TEXT_TOKENS, inputs.tokens)]
-        rows.append([short(many), *parts, *tokens, short(many * inputs.bad)])
+    for pictures in PICTURE_COUNTS:
+        parts = [size(pictures * each) for each in (inputs.picture_bytes, record, NAME_BYTES, KEY_BYTES)]
+        tokens = [short(pictures * each) for each in (IMAGE_TOKENS + TEXT_TOKENS, inputs.tokens)]
+        rows.append([short(pictures), *parts, *tokens, short(pictures * inputs.bad)])
     return rows
 
 
@@ -262,7 +266,7 @@ def network_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
 
 
 def failure_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
-    """On average half of what a worker had was done when it died, so half of it is lost."""
+    """On average half of a worker's pictures are done when it dies; that half is lost."""
     head = ["card", "done again, s of one card", "with its start", "lost if it dies every hour", "every day"]
     rows = [head]
     for one in speeds:
@@ -273,11 +277,11 @@ def failure_table(speeds: list[CardSpeed], inputs: Inputs) -> list[list[str]]:
     return rows
 
 
-def measured(names: int, records: int) -> list[list[str]]:
-    """How fast names are listed, and records written and read again here, by one process."""
+def measure(names: int, records: int) -> list[list[str]]:
+    """Rows of a table: names listed, records written and read a second by one process on this machine."""
     rows = [["by one process", "in a second", "cards of 20 pictures/s that it keeps up with"]]
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "pictures"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "pictures"
         for number in range(names):
             below = folder / f"{number // 1000:04}"
             below.mkdir(parents=True, exist_ok=True)
@@ -285,16 +289,16 @@ def measured(names: int, records: int) -> list[list[str]]:
         start = time.perf_counter()
         listed = sum(1 for _ in open_sources([str(folder)]))
         rates = {f"names listed, of a folder of {listed:,} files": listed / (time.perf_counter() - start)}
-        listing = Path(place) / "names.txt"
+        listing = Path(scratch) / "names.txt"
         listing.write_text("".join(f"/photos/{number:09}.jpg\n" for number in range(names)))
         start = time.perf_counter()
         listed = sum(1 for _ in open_sources([str(listing)]))
         rates["names read of a list"] = listed / (time.perf_counter() - start)
-        rates["records written as JSON lines"] = _written(Path(place) / "out.jsonl", records)
+        rates["records written as JSON lines"] = _write_rate(Path(scratch) / "out.jsonl", records)
         start = time.perf_counter()
-        begun = Output(_job(Path(place) / "out.jsonl"))
-        rates["records read again, when a job goes on"] = begun.done_before / (time.perf_counter() - start)
-        begun.close()
+        resumed = Output(_job(Path(scratch) / "out.jsonl"))
+        rates["records read again, when a job goes on"] = resumed.done_before / (time.perf_counter() - start)
+        resumed.close()
     rows += [[what, short(rate), short(rate / 20)] for what, rate in rates.items()]
     return rows
 
@@ -303,7 +307,7 @@ def _job(path: Path) -> Job:
     return Job(Wish.caption(), SamplingParams(), ("photos",), path)
 
 
-def _written(path: Path, records: int) -> float:
+def _write_rate(path: Path, records: int) -> float:
     output = Output(_job(path))
     record = sample_record(64)
     try:
@@ -319,28 +323,33 @@ def _written(path: Path, records: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--picture-kb", type=float, default=200.0)
     parser.add_argument("--bad", type=float, default=0.002, help="share of pictures that cannot be read")
-    parser.add_argument("--price", type=float, default=2.0, help="of an hour of a card")
+    parser.add_argument("--price", type=float, default=2.0, help="of a GPU hour")
     parser.add_argument("--start", type=float, default=60.0, help="seconds until a worker has its model")
-    parser.add_argument("--pictures-per-s", type=float, help="of one card, instead of the three")
-    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--pictures-per-s", type=float, help="of one GPU, instead of the three")
+    parser.add_argument("--measure", action="store_true", help="measure this machine instead")
     parser.add_argument("--names", type=int, default=100_000, help="with --measure")
-    typed = parser.parse_args()
-    if typed.measure:
+    options = parser.parse_args()
+    if options.measure:
         load = os.getloadavg()[0]
         print(f"commit {commit()}, {cpu_name()}, {os.cpu_count()} cores, load {load:.1f}\n")
-        print(*markdown(measured(typed.names, typed.names // 2)), sep="\n")
+        print_table(measure(options.names, options.names // 2))
         return
     inputs = Inputs(
-        typed.tokens, 1e3 * typed.picture_kb, typed.bad, typed.price, typed.start, typed.pictures_per_s
+        options.tokens,
+        1e3 * options.picture_kb,
+        options.bad,
+        options.price,
+        options.start,
+        options.pictures_per_s,
     )
     for title, rows in tables(inputs):
-        print(f"**{title}**\n", *markdown(rows), "", sep="\n")
+        print(f"**{title}**\n")
+        print_table(rows)
+        print()
 
 
 if __name__ == "__main__":

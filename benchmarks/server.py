@@ -1,17 +1,17 @@
-"""What HTTP adds to the engine, and 64 clients at once.
+"""Time that HTTP adds to the engine, and 64 concurrent clients.
 
-    python -m benchmarks.server                          mini on the CPU: both
+    python -m benchmarks.server                          mini on the CPU, both parts: two minutes
     python -m benchmarks.server --model FOLDER --device cuda --clients 0
+    python -m benchmarks.server --repeats 2 --clients 8 --rounds 1       to see it run
 
-**Added**: one client streams answers of ``--tokens`` tokens. Each tells how long the engine took for the
-first token and for the last (``vlfit.timings``: from when the request was read, decoding of pictures
-included), and what the client waited beyond that is HTTP's: its parsing, its threads, its sockets. That it
-slows the engine down would not be seen there, so the engine also runs in this process, in turns with the
-server, and the time of a token is compared. **Clients**: ``--clients`` of them ask ``--rounds`` times each,
-all at once; the slowest client's time over the fastest's, errors, and the server's RAM before and after are
-told.
+**Added**: one client streams answers of ``--tokens`` tokens. Each answer reports when the engine had its
+first and its last token (``vlfit.timings``: from when the request was read, decoding of pictures included);
+what the client waited beyond that is HTTP's: parsing, threads, sockets. HTTP might also slow the engine
+itself down, which would not show there: the engine also runs in this process, in turn with the server, and
+the time of a token is compared. **Clients**: ``--clients`` of them send ``--rounds`` requests each, all at
+once: errors, the slowest client's time over the fastest's, and the server's RAM before and after.
 
-Exit code 1 if HTTP adds more than 3 ms to the first token or 0.15 ms to each, if a client had an error, if
+Exit code 1 if HTTP adds more than 3 ms to the first token or 0.15 ms to each, if a client got an error, if
 the slowest took three times the fastest, or if RAM grew by 50 MiB. On a machine with other work a wait is
 that of the scheduler, most of all for the first token, which several threads hand on.
 """
@@ -25,30 +25,28 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.facts import commit
-from benchmarks.measure import MIB
-from benchmarks.served import Served
+from benchmarks.harness import MIB, add_json_option, argument_parser, commit, process_memory, write_json
+from benchmarks.serving import ServerProcess
 from vlfit.api.conversation import ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
 
-MOST_FIRST_MS, MOST_TOKEN_MS = 3.0, 0.15
-MOST_UNFAIR = 3.0
-MOST_GROWTH = 50 * MIB
+MAX_FIRST_MS, MAX_TOKEN_MS = 3.0, 0.15
+MAX_UNFAIRNESS = 3.0
+MAX_GROWTH = 50 * MIB
 QUESTION = "Say something about the sea, the land and the sky."
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
-    """One answer, in seconds from sending: ``first`` and ``last`` as the client had them, ``engine_*`` as the
-    engine tells.
+class StreamTimes:
+    """Seconds of one answer: ``first`` and ``last`` token at the client, from sending; ``engine_*``: the
+    engine's own times.
     """
 
     first: float
@@ -63,7 +61,7 @@ class Streamed:
 
     @property
     def added_token(self) -> float:
-        """Beyond the first; the sum of what is added to each, over their number."""
+        """To each token after the first, on average."""
         return (self.last - self.first - (self.engine_last - self.engine_first)) / max(self.tokens - 1, 1)
 
     @property
@@ -71,8 +69,8 @@ class Streamed:
         return (self.engine_last - self.engine_first) / max(self.tokens - 1, 1)
 
 
-def stream(url: str, tokens: int) -> Streamed:
-    """One request over a connection that is there already, read with as little of Python as can be."""
+def time_stream(url: str, tokens: int) -> StreamTimes:
+    """One request over an open connection, read with as little Python as possible."""
     host, port = urlsplit(url).hostname, urlsplit(url).port
     with socket.create_connection((str(host), int(port or 80))) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -103,29 +101,29 @@ def stream(url: str, tokens: int) -> Streamed:
             if b'"finish_reason":"length"' in piece:
                 last = now
     lines = b"".join(pieces).decode().split("data: ")
-    told = next(json.loads(line.split("\n")[0]) for line in lines if '"usage":{' in line)
-    timings = told["vlfit"]["timings"]
-    return Streamed(
-        first, last, timings["first_token_s"], timings["total_s"], told["usage"]["completion_tokens"]
+    event = next(json.loads(line.split("\n")[0]) for line in lines if '"usage":{' in line)
+    timings = event["vlfit"]["timings"]
+    return StreamTimes(
+        first, last, timings["first_token_s"], timings["total_s"], event["usage"]["completion_tokens"]
     )
 
 
-def in_process(backend: NativeBackend, tokens: int) -> Streamed:
+def time_in_process(backend: NativeBackend, tokens: int) -> StreamTimes:
     """The same request without HTTP."""
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, loop_guard=False)
     answer = backend.stream(ask(QUESTION), sampling).answer()
     timings = answer.timings
     assert timings is not None
-    return Streamed(timings.first_token_s, timings.total_s, timings.first_token_s, timings.total_s, tokens)
+    return StreamTimes(timings.first_token_s, timings.total_s, timings.first_token_s, timings.total_s, tokens)
 
 
-def added(url: str, backend: NativeBackend, options: argparse.Namespace) -> dict[str, float]:
+def measure_added(url: str, backend: NativeBackend, options: argparse.Namespace) -> dict[str, float]:
     served, alone = [], []
-    for turn in range(options.repeats + 1):
-        found = stream(url, options.tokens), in_process(backend, options.tokens)
-        if turn:  # the first of each warms up
-            served.append(found[0])
-            alone.append(found[1])
+    for number in range(options.repeats + 1):
+        times = time_stream(url, options.tokens), time_in_process(backend, options.tokens)
+        if number:  # the first of each warms up
+            served.append(times[0])
+            alone.append(times[1])
     ms = 1000 * statistics.median(each.added_first for each in served)
     return {
         "added_first_ms": round(ms, 3),
@@ -135,99 +133,94 @@ def added(url: str, backend: NativeBackend, options: argparse.Namespace) -> dict
     }
 
 
-async def many(url: str, options: argparse.Namespace) -> tuple[list[float], list[str]]:
-    """Seconds of each client for all its rounds, and what went wrong."""
-    wrong: list[str] = []
-    wish = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "ignore_eos": True}
+async def run_clients(url: str, options: argparse.Namespace) -> tuple[list[float], list[str]]:
+    """Seconds of each client for all its rounds, and errors."""
+    errors: list[str] = []
+    params = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "ignore_eos": True}
 
     async def client(http: httpx.AsyncClient, number: int) -> float:
         began = time.perf_counter()
         for _ in range(options.rounds):
             try:
-                answer = await http.post(f"{url}/v1/chat/completions", json={**wish, "seed": number})
+                answer = await http.post(f"{url}/v1/chat/completions", json={**params, "seed": number})
                 if answer.status_code != 200:
-                    wrong.append(f"{answer.status_code} {answer.text[:200]}")
+                    errors.append(f"{answer.status_code} {answer.text[:200]}")
             except httpx.HTTPError as error:
-                wrong.append(repr(error))
+                errors.append(repr(error))
         return time.perf_counter() - began
 
     limits = httpx.Limits(max_connections=options.clients)
     async with httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) as http:
         times = await asyncio.gather(*(client(http, number) for number in range(options.clients)))
-    return list(times), wrong
+    return list(times), errors
 
 
-def crowd(served: Served, options: argparse.Namespace) -> dict[str, Any]:
-    pid = int(served.ask("/v1/vlfit/status")["pid"])
-    asyncio.run(many(served.url, options))  # memory counts from here on
-    before = settled(pid)
-    times, wrong = asyncio.run(many(served.url, options))
-    after = settled(pid)
+def measure_clients(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
+    pid = int(server.get("/v1/vlfit/status")["pid"])
+    asyncio.run(run_clients(server.url, options))  # memory counts from here on
+    before = settled_memory(pid)
+    times, errors = asyncio.run(run_clients(server.url, options))
+    after = settled_memory(pid)
     return {
         "clients": options.clients,
-        "errors": len(wrong),
-        "first_error": wrong[0] if wrong else "",
+        "errors": len(errors),
+        "first_error": errors[0] if errors else "",
         "slowest_over_fastest": round(max(times) / min(times), 3),
         "seconds": round(max(times), 2),
         "ram_growth_mib": round((after - before) / MIB, 1),
     }
 
 
-def settled(pid: int) -> int:
-    """RAM of a process, in bytes, a moment after the last answer: heaps are trimmed then."""
+def settled_memory(pid: int) -> int:
+    """Resident bytes of a process a moment after the last answer, when heaps are trimmed."""
     time.sleep(2.5)
-    fields = Path(f"/proc/{pid}/statm").read_text().split()
-    return int(fields[1]) * 4096
+    return process_memory("VmRSS", pid)
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    found = []
+    problems = []
     for row in rows:
         how = row["how"]
-        if row.get("added_first_ms", 0) > MOST_FIRST_MS:
-            found.append(f"{how}: the first token waits {row['added_first_ms']} ms for HTTP")
-        if row.get("added_token_ms", 0) > MOST_TOKEN_MS:
-            found.append(f"{how}: a token waits {row['added_token_ms']} ms for HTTP")
+        if row.get("added_first_ms", 0) > MAX_FIRST_MS:
+            problems.append(f"{how}: the first token waits {row['added_first_ms']} ms for HTTP")
+        if row.get("added_token_ms", 0) > MAX_TOKEN_MS:
+            problems.append(f"{how}: a token waits {row['added_token_ms']} ms for HTTP")
         if row.get("errors"):
-            found.append(f"{how}: {row['errors']} errors, the first: {row['first_error']}")
-        if row.get("slowest_over_fastest", 1) >= MOST_UNFAIR:
-            found.append(
+            problems.append(f"{how}: {row['errors']} errors, the first: {row['first_error']}")
+        if row.get("slowest_over_fastest", 1) >= MAX_UNFAIRNESS:
+            problems.append(
                 f"{how}: the slowest client took {row['slowest_over_fastest']} times the fastest's time"
             )
-        if row.get("ram_growth_mib", 0) * MIB > MOST_GROWTH:
-            found.append(f"{how}: RAM grew by {row['ram_growth_mib']} MiB")
-    return found
+        if row.get("ram_growth_mib", 0) * MIB > MAX_GROWTH:
+            problems.append(f"{how}: RAM grew by {row['ram_growth_mib']} MiB")
+    return problems
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", default="mini")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_json_option(parser)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with NativeBackend.load(options.model, EngineOptions(device=options.device)) as backend:
         for how, extra in (("in one process", []), ("apart (--restart)", ["--restart"])):
-            with Served([options.model, "--device", options.device, *extra], None) as served:
-                rows.append({"how": how, **added(served.url, backend, options)})
+            with ServerProcess([options.model, "--device", options.device, *extra], None) as server:
+                rows.append({"how": how, **measure_added(server.url, backend, options)})
                 print(json.dumps(rows[-1]))
     if options.clients:
         arguments = [options.model, "--device", options.device, "--sequences", "8", "--queue", "64"]
-        with Served(arguments, None) as served:
-            rows.append({"how": f"{options.clients} clients", **crowd(served, options)})
+        with ServerProcess(arguments, None) as server:
+            rows.append({"how": f"{options.clients} clients", **measure_clients(server, options)})
             print(json.dumps(rows[-1]))
-    found = verdicts(rows)
-    print("\n".join(found) or "all within the limits")
-    if options.json:
-        facts = {"commit": commit(), "rows": rows, "verdicts": found}
-        options.json.write_text(json.dumps(facts, indent=1), "utf-8")
-    sys.exit(1 if found else 0)
+    problems = verdicts(rows)
+    print("\n".join(problems) or "all within the limits")
+    write_json(options.json, {"commit": commit(), "rows": rows, "verdicts": problems})
+    sys.exit(1 if problems else 0)
 
 
 if __name__ == "__main__":

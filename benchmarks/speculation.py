@@ -1,29 +1,48 @@
-"""Guesses at the next tokens: what they save where answers repeat, and what they cost where they do not.
+"""Speculative decoding by prompt lookup: what it saves where answers repeat, and costs where they do not.
 
-    python -m benchmarks.speculation                            mini on a CPU, the bundled pictures
+    python -m benchmarks.speculation                            mini on a CPU, the bundled pictures: minutes
     python -m benchmarks.speculation FOLDER --device cuda       another checkpoint, another device
+    python -m benchmarks.speculation --tokens 16 --repeat 1     to see it run
+    python -m benchmarks.speculation --verify 2B-fp8 4B-fp8 4B-int4
+                                     a verification step against a plain decode step, on a GPU: a minute each
 
-The same questions go to two engines of one process, with guesses and without, in turn; greedily, one at a
-time. Timed is from the first token to the last, in CPU time where a CPU computes, as others may use it too.
-The tokens of both are compared: on a CPU that computes in float32 they must be the same. In half precision
-on a GPU two tokens that the model finds all but equally likely may change places (docs/speculation.md).
+The same questions go to two engines of one process, with and without draft tokens, in turn; greedily, one at
+a time. Timed is from the first token to the last, in CPU time on a CPU, which others may use too. Exit code 1
+if tokens differ: on a CPU in float32 they must be the same. In half precision on a GPU two tokens that are
+all but equally likely may change places (docs/speculation.md).
+
+``--verify`` replays captured CUDA graphs of sparse checkpoints. *On the GPU*: replays one after another.
+*With the wait*: a step is launched and its tokens are read, as verification needs; a plain step is launched
+before the last token is read, so its time on the GPU is all that it takes. The ratio less one is how many
+draft tokens must be accepted for a step to pay.
 """
 
 import argparse
-import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.facts import card, commit, cpu_name
-from benchmarks.report import print_rows
+from benchmarks.checkpoints import checkpoint_of
+from benchmarks.harness import (
+    PICTURES,
+    add_json_option,
+    argument_parser,
+    card,
+    commit,
+    device_name,
+    print_table,
+    require_gpu,
+    write_json,
+)
 from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.native import import_engine
+from vlfit.backends.in_process import import_engine
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
 
@@ -31,27 +50,34 @@ import_engine()
 
 from vlfit.engine.engine import NativeEngine  # noqa: E402
 
-PICTURES = Path(__file__).parents[1] / "examples" / "pictures"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vlfit.engine.execution.cuda_graphs import CapturedStep
+    from vlfit.engine.scheduling.sequence import Sequence
+    from vlfit.kernels.attention.paged import BlockAttentionMetadata
+
 READ = "What text do you see in this picture?"
 QUESTIONS = {"scene": SCENE, "reading": READ, "caption": CAPTION_SHORT, "long caption": CAPTION_LONG}
 AGAIN = ("scene", "reading")  # asked a second time in the same conversation
+ROUNDS, WARM_UP = 60, 5  # of captured steps
 
 
 @dataclass
-class Answered:
-    """One answer: its ``tokens``, ``passes`` that it took after the first token, and ``seconds`` of those."""
+class TimedAnswer:
+    """One answer: ``passes`` after the first token, ``draft_tokens``, ``seconds`` of each round."""
 
     tokens: list[int]
     text: str
     passes: int
-    guessed: int
+    draft_tokens: int
     seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Of all answers to one kind of question: tokens behind the first, passes, seconds without guesses and
-    with them, and of how many answers the tokens are the same.
+    """Of all answers to one kind of question: tokens after the first; passes and seconds without and with
+    draft tokens; how many answers have the same tokens.
     """
 
     kind: str
@@ -59,105 +85,111 @@ class Row:
     same: int
     tokens: int
     passes: tuple[int, int]
-    guessed: int
+    draft_tokens: int
     seconds: tuple[float, float]
 
     @property
-    def right(self) -> int:
-        """Guesses that came true: each saves a pass."""
+    def accepted(self) -> int:
+        """Accepted draft tokens: each saves a pass."""
         return self.passes[0] - self.passes[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("model", nargs="?", default="mini")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=512, help="most of an answer")
-    parser.add_argument("--repeat", type=int, default=5, help="rounds; the median of each answer's counts")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--repeat", type=int, default=5, help="rounds, after one that warms up; medians count"
+    )
+    add_json_option(parser)
+    parser.add_argument("--verify", nargs="+", metavar="SIZE-FORMAT", help="measure verification steps")
+    parser.add_argument("--rows", default="2,4,8", help="with --verify: of a step, one line for each")
+    parser.add_argument("--prompt", type=int, default=1000, help="with --verify: tokens before the answer")
     options = parser.parse_args()
-    where = f"CPU {cpu_name()}" if options.device == "cpu" else card()
-    print(f"commit {commit()}; {where}; {options.model}, greedy, medians of {options.repeat}\n")
+    if options.verify:
+        verify_steps(options)
+        return
+    device = device_name(options.device)
+    print(f"commit {commit()}; {device}; {options.model}, greedy, medians of {options.repeat}\n")
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     engines = [
         NativeEngine(
             open_checkpoint(options.model),
-            EngineOptions(device=options.device, max_num_seqs=1, speculate=wish),
+            EngineOptions(device=options.device, max_num_seqs=1, speculate=speculate),
         )
-        for wish in (False, True)
+        for speculate in (False, True)
     ]
-    rows = [compared(kind, engines, asked, options, clock) for kind, asked in questions(engines[0], options)]
-    print_rows(table(rows))
-    if options.json:
-        facts = {"commit": commit(), "where": where, "model": options.model}
-        options.json.write_text(
-            json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1), encoding="utf-8"
-        )
+    rows = [
+        compare(kind, engines, conversations, options, clock)
+        for kind, conversations in questions(engines[0], options)
+    ]
+    print_table(table(rows))
+    facts = {"commit": commit(), "where": device, "model": options.model}
+    write_json(options.json, {**facts, "rows": [asdict(row) for row in rows]})
     if any(row.same < row.answers for row in rows):
-        sys.exit("some answers are not the same with guesses")
+        sys.exit("some answers differ with draft tokens")
 
 
 def questions(engine: NativeEngine, options: argparse.Namespace) -> Iterator[tuple[str, list[Conversation]]]:
-    """Kinds of questions, each with a conversation about each picture."""
+    """Each kind of question with its conversations, one for each picture."""
     pictures = [ImagePart(path.read_bytes(), path.name) for path in sorted(PICTURES.iterdir())]
     for kind, words in QUESTIONS.items():
         first = [ask(words, picture) for picture in pictures]
         yield kind, first
         if kind in AGAIN:
             question = Message("user", (TextPart(words),))
-            texts = [answer(engine, each, options.tokens, time.process_time).text for each in first]
+            texts = [time_answer(engine, each, options.tokens, time.process_time).text for each in first]
             yield (
                 f"{kind}, asked again",
                 [
-                    (*each, Message("assistant", (TextPart(said),)), question)
-                    for each, said in zip(first, texts, strict=True)
+                    (*each, Message("assistant", (TextPart(text),)), question)
+                    for each, text in zip(first, texts, strict=True)
                 ],
             )
 
 
-def compared(
+def compare(
     kind: str,
     engines: list[NativeEngine],
-    asked: list[Conversation],
+    conversations: list[Conversation],
     options: argparse.Namespace,
     clock: Callable[[], float],
 ) -> Row:
-    """Both engines, in turn, about each picture in turn; the first round warms up and does not count."""
-    found: list[list[Answered]] = [[], []]
+    """Both engines answer each question in turn; the first round warms up."""
+    answers: list[list[TimedAnswer]] = [[], []]
     for turn in range(options.repeat + 1):
-        for number, conversation in enumerate(asked):
+        for number, conversation in enumerate(conversations):
             for which in (0, 1) if turn % 2 else (1, 0):
-                new = answer(engines[which], conversation, options.tokens, clock)
+                answer = time_answer(engines[which], conversation, options.tokens, clock)
                 if turn == 0:
-                    found[which].append(new)
+                    answer.seconds.clear()
+                    answers[which].append(answer)
                 else:
-                    found[which][number].seconds += new.seconds
-    for answers in found:
-        for each in answers:
-            del each.seconds[0]
-    plain, guessing = found
+                    answers[which][number].seconds += answer.seconds
+    plain, drafted = answers
     return Row(
         kind,
-        len(asked),
-        sum(one.tokens == other.tokens for one, other in zip(plain, guessing, strict=True)),
+        len(conversations),
+        sum(one.tokens == other.tokens for one, other in zip(plain, drafted, strict=True)),
         sum(len(each.tokens) - 1 for each in plain),
-        (sum(each.passes for each in plain), sum(each.passes for each in guessing)),
-        sum(each.guessed for each in guessing),
+        (sum(each.passes for each in plain), sum(each.passes for each in drafted)),
+        sum(each.draft_tokens for each in drafted),
         (
             sum(statistics.median(each.seconds) for each in plain),
-            sum(statistics.median(each.seconds) for each in guessing),
+            sum(statistics.median(each.seconds) for each in drafted),
         ),
     )
 
 
-def answer(
+def time_answer(
     engine: NativeEngine, conversation: Conversation, tokens: int, clock: Callable[[], float]
-) -> Answered:
-    """One answer, from its first token on."""
-    heard: list[object] = []
+) -> TimedAnswer:
+    """One answer, timed from its first token on."""
+    arrivals: list[object] = []
     prompt = engine.prepare_prompt(engine.prompts.build(conversation, engine.image_limit, engine.context))
     most = min(tokens, engine.context - prompt.num_tokens)
-    sequence = engine.sequence(prompt, SamplingParams(max_tokens=most), heard.append)
+    sequence = engine.sequence(prompt, SamplingParams(max_tokens=most), arrivals.append)
     engine.submit(sequence)
     while engine.busy and not sequence.generated:
         engine.step()
@@ -165,27 +197,107 @@ def answer(
     while engine.busy:
         engine.step()
     seconds = clock() - began
-    if isinstance(heard[-1], Exception):
-        raise heard[-1]
+    if isinstance(arrivals[-1], Exception):
+        raise arrivals[-1]
     after = engine.counters
-    text = "".join(getattr(chunk, "text", "") for chunk in heard)
-    passes, guessed = after.steps - before.steps, after.draft_tokens - before.draft_tokens
-    return Answered(sequence.generated, text, passes, guessed, [seconds])
+    text = "".join(getattr(chunk, "text", "") for chunk in arrivals)
+    passes, drafted = after.steps - before.steps, after.draft_tokens - before.draft_tokens
+    return TimedAnswer(sequence.generated, text, passes, drafted, [seconds])
 
 
 def table(rows: list[Row]) -> list[list[str]]:
     """A line for each kind of question."""
-    head = ["question", "tokens", "passes", "with guesses", "saved", "tokens a pass", "guesses right"]
-    lines = [[*head, "tokens/s", "with guesses", "ratio", "same tokens"]]
+    head = ["question", "tokens", "passes", "with drafts", "saved", "tokens a pass", "accepted"]
+    lines = [[*head, "tokens/s", "with drafts", "ratio", "same tokens"]]
     for row in rows:
-        plain, guessing = (row.tokens / seconds for seconds in row.seconds)
-        saved = row.right / row.passes[0]
-        right = f"{row.right} of {row.guessed}"
+        plain, drafted = (row.tokens / seconds for seconds in row.seconds)
+        saved = row.accepted / row.passes[0]
+        accepted = f"{row.accepted} of {row.draft_tokens}"
         counts = [f"{row.tokens}", f"{row.passes[0]}", f"{row.passes[1]}", f"{saved:.0%}"]
-        speeds = [f"{plain:.0f}", f"{guessing:.0f}", f"{guessing / plain:.2f}"]
+        speeds = [f"{plain:.0f}", f"{drafted:.0f}", f"{drafted / plain:.2f}"]
         each = f"{row.tokens / row.passes[1]:.2f}"
-        lines.append([row.kind, *counts, each, right, *speeds, f"{row.same} of {row.answers}"])
+        lines.append([row.kind, *counts, each, accepted, *speeds, f"{row.same} of {row.answers}"])
     return lines
+
+
+# --- verification steps on a GPU ---------------------------------------------------------------------------
+
+
+def verify_steps(options: argparse.Namespace) -> None:
+    import torch
+
+    require_gpu("speculation --verify")
+    print(f"commit {commit()}; {card()}; after a prompt of {options.prompt} tokens\n")
+    rows = [["model", "rows", "plain step, ms", "on the GPU, ms", "ratio", "with the wait, ms", "ratio"]]
+    for name in options.verify:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = open_checkpoint(checkpoint_of(name, Path(folder)))
+            engine_options = EngineOptions(device="cuda", max_model_len=2048, max_num_seqs=1, speculate=False)
+            engine = NativeEngine(checkpoint, engine_options)
+        sequence = decoding_sequence(engine, options.prompt)
+        for count in map(int, options.rows.split(",")):
+            with torch.inference_mode():
+                rows.append([name, str(count), *measure_verification(engine, sequence, count)])
+    print_table(rows)
+
+
+def decoding_sequence(engine: NativeEngine, prompt: int) -> "Sequence":
+    """A request that has begun to decode; steps are run by hand from here on."""
+    from vlfit.engine.execution.warmup import text_prompt
+
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+    sequence = engine.sequence(engine.prepare_prompt(text_prompt(prompt)), sampling, lambda _: None)
+    engine.submit(sequence)
+    while len(sequence.generated) < 3:
+        engine.step()
+    return sequence
+
+
+def measure_verification(engine: NativeEngine, sequence: "Sequence", count: int) -> list[str]:
+    """Cells of a row: a plain step against the verification of ``count`` rows."""
+    from vlfit.engine.execution.cuda_graphs import DecodeGraphs
+    from vlfit.engine.scheduling.sequence import ScheduledChunk
+
+    runner = engine.runner
+
+    def step(token_ids: "Tensor", positions: "Tensor", metadata: "BlockAttentionMetadata") -> "Tensor":
+        return runner.text(token_ids, positions, None, runner.cache, metadata, None)
+
+    graphs = DecodeGraphs(step, runner.cache, runner.text.vocabulary, engine.context, 1, count)
+    graphs.capture()
+    chunks = [ScheduledChunk(sequence, count, tuple(range(100, 99 + count)))]
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        graphs.run_verify(chunks).read()
+        seconds.append(time.perf_counter() - began)
+    waited = statistics.median(seconds[WARM_UP:]) * 1e3
+    graphs.run([sequence]).read()
+    plain, several = (
+        replay_milliseconds(graph)
+        for _, graph in sorted(graphs._captured.items(), key=lambda each: each[0].size)
+    )
+    ratios = (f"{several / plain:.2f}", f"{waited / plain:.2f}")
+    return [f"{plain:.3f}", f"{several:.3f}", ratios[0], f"{waited:.3f}", ratios[1]]
+
+
+def replay_milliseconds(graph: "CapturedStep") -> float:
+    """Milliseconds on the GPU of one replay among many."""
+    import torch
+
+    def replay() -> None:
+        graph.forward()
+        graph.sample()
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(WARM_UP):
+        replay()
+    begin.record()
+    for _ in range(ROUNDS):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / ROUNDS
 
 
 if __name__ == "__main__":

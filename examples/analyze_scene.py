@@ -1,4 +1,4 @@
-"""List what is in a picture and where, with a running server.
+"""List the objects in a picture with their boxes, and its text, with a running server.
 
 python examples/analyze_scene.py [PICTURE]     needs examples/start_server.py running
 """
@@ -7,8 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from vlfit.client import Client
-from vlfit.errors import VlfitError
+from vlfit import Client, VlfitError
 
 HERE = Path(__file__).parent
 picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))
@@ -19,9 +18,9 @@ try:
 except VlfitError as error:
     sys.exit(f"error: {error}")
 print(scene.summary)
-for thing in scene.objects:
-    left, top, right, bottom = thing.box
-    print(f"  {thing.label}: from ({left}, {top}) to ({right}, {bottom}) pixels")
-print("  words:", ", ".join(scene.text) or "none")
+for item in scene.objects:
+    left, top, right, bottom = item.box
+    print(f"  {item.label}: from ({left}, {top}) to ({right}, {bottom}) pixels")
+print("  text:", ", ".join(scene.text) or "none")
 for warning in scene.warnings:
     print(f"  {warning}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Caption pictures with a running server. It keeps the model, so each picture takes only its own time.
+"""Caption pictures with a running server, which keeps the model loaded.
 
 python examples/caption_image.py [PICTURE...]     needs examples/start_server.py running
 """
@@ -7,8 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from vlfit.client import Client
-from vlfit.errors import VlfitError
+from vlfit import Client, VlfitError
 
 HERE = Path(__file__).parent
 pictures = sys.argv[1:] or [str(min(HERE.glob("pictures/*.png")))]

@@ -1,4 +1,4 @@
-"""Caption pictures in this process, no server: the model is loaded once for all of them.
+"""Caption pictures in this process, without a server; the model is loaded once.
 
 python examples/caption_image_direct.py [PICTURE...]
 """
@@ -6,8 +6,7 @@ python examples/caption_image_direct.py [PICTURE...]
 import sys
 from pathlib import Path
 
-from vlfit.client import VLM
-from vlfit.errors import VlfitError
+from vlfit import VLM, VlfitError
 
 HERE = Path(__file__).parent
 pictures = sys.argv[1:] or [str(min(HERE.glob("pictures/*.png")))]

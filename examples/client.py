@@ -1,4 +1,4 @@
-"""Ask a running server about a picture with the openai package: any OpenAI client works alike.
+"""Ask a running server about a picture with the openai package; any OpenAI client works.
 
 python examples/client.py [PICTURE] [QUESTION]   needs examples/start_server.py running; pip install openai
 """

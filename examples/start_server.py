@@ -1,6 +1,6 @@
 """Start a server that speaks OpenAI's API; Ctrl-C stops it.
 
-python examples/start_server.py [MODEL] [--port 8000 ...]     the same as `vlfit serve`; --help tells more
+python examples/start_server.py [MODEL] [--port 8000 ...]     the same as `vlfit serve`: see --help
 """
 
 import sys

@@ -7,8 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from vlfit.client import Client
-from vlfit.errors import VlfitError
+from vlfit import Client, VlfitError
 
 HERE = Path(__file__).parent
 picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))

@@ -1,4 +1,4 @@
-"""Answer questions about a picture in this process, no server.
+"""Answer questions about a picture in this process, without a server.
 
 python examples/vqa_direct.py [PICTURE] [QUESTION...]
 """
@@ -6,8 +6,7 @@ python examples/vqa_direct.py [PICTURE] [QUESTION...]
 import sys
 from pathlib import Path
 
-from vlfit.client import VLM
-from vlfit.errors import VlfitError
+from vlfit import VLM, VlfitError
 
 HERE = Path(__file__).parent
 picture = sys.argv[1] if len(sys.argv) > 1 else min(HERE.glob("pictures/*.png"))

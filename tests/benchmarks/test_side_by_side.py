@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import side_by_side
 from benchmarks.ledger import all_jobs
-from benchmarks.ledger_job import LedgerJob
-from benchmarks.side_by_side import Row, accelerate_sizes, cell, page, remembered, truths
-from vlfit.machine.cards import card
+from benchmarks.ledger_workers import LedgerJob
+from benchmarks.side_by_side import Row, accelerate_sizes, cached, cell, measured_bytes, page
+from vlfit.machine.cards import machine_with_card
 from vlfit.units import GIB, MIB
 
 # As accelerate 1.15.0 printed it.
@@ -23,7 +23,7 @@ TABLE = """Loading pretrained config for `Qwen/Qwen3-VL-4B` from `transformers`.
 │  int8 │  370.94 MB  │ 4.13 GB  │        N/A        │
 └───────┴─────────────┴──────────┴───────────────────┘
 """
-GPU = card("RTX 5060").gpus[0]
+GPU = machine_with_card("RTX 5060").gpus[0]
 
 
 def test_accelerates_table_is_read() -> None:
@@ -49,19 +49,19 @@ def test_the_page_says_what_was_not_measured_and_what_failed() -> None:
     assert cell(None, None) == "failed"
 
 
-def test_the_truth_is_the_ledger_benchmarks() -> None:
+def test_measurements_are_the_ledger_benchmarks() -> None:
     results = [{"name": "a", "measured": 5}, {"name": "b", "verdict": "failed"}]
-    assert truths({"results": results}) == {"a": 5}
-    assert truths({}) == {}
+    assert measured_bytes({"results": results}) == {"a": 5}
+    assert measured_bytes({}) == {}
 
 
 def test_a_tool_is_asked_once_unless_it_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(side_by_side, "ANSWERS", tmp_path / "answers.json")
     answers = iter([{}, {"total": 1}, {"total": 2}])
-    found = [remembered("tool job", lambda: next(answers)) for _ in range(3)]
-    assert found == [{}, {"total": 1}, {"total": 1}]
+    results = [cached("tool job", lambda: next(answers)) for _ in range(3)]
+    assert results == [{}, {"total": 1}, {"total": 1}]
     monkeypatch.setattr(side_by_side, "TOOLS", {"tool": "2.0"})
-    assert remembered("tool job", lambda: next(answers)) == {"total": 2}
+    assert cached("tool job", lambda: next(answers)) == {"total": 2}
 
 
 def test_a_tool_that_fails_has_no_answer(
@@ -72,10 +72,12 @@ def test_a_tool_that_fails_has_no_answer(
         tool = tmp_path / "bin" / name
         tool.write_text(f"#!/bin/sh\n{program}\n")
         tool.chmod(0o755)
-    monkeypatch.setattr(side_by_side, "HOME", tmp_path)
+    monkeypatch.setattr(side_by_side, "TOOLS_FOLDER", tmp_path)
     job = LedgerJob(str(tmp_path), "2B", "bf16", 512, 48, 2, 64)
     assert side_by_side.hf_vram_calc(job) == {}
-    assert "hf-vram-calc failed with exit code 3: wrong" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "hf-vram-calc" in printed
+    assert "3: wrong" in printed
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
     assert side_by_side.accelerate("2B", tmp_path / "config.json") == {}
 

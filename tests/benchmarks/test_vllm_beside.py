@@ -1,4 +1,4 @@
-"""The benchmark of vLLM beside the native engine, without either: what is asked, kept and told."""
+"""The comparison with vLLM without either server: requests, results and the report."""
 
 import json
 import os
@@ -10,8 +10,7 @@ from typing import Any, Self
 import pytest
 
 from benchmarks import vllm_beside
-from benchmarks.asking import Reply
-from benchmarks.served import DidNotStart, Watched
+from benchmarks.serving import DidNotStart, MemoryCurve, Reply
 from vlfit.units import MIB
 
 LOG = """(EngineCore) INFO 11-22 08:00:01 [cuda.py:3] Using FLASH_ATTN attention backend out of ['FLASH_ATTN']
@@ -27,35 +26,35 @@ LEDGER = [
 ]
 
 
-class Stand:
-    """A server that answers at a speed of its own: the native engine twice as fast as vLLM."""
+class FakeServer:
+    """A server with a fixed speed: the native engine is twice as fast as vLLM."""
 
-    log = Path()
+    vllm_log = Path()
 
     def __init__(self, arguments: list[str], meter: object) -> None:
         slow = 2.0 if "vllm" in arguments else 1.0
         if arguments[-1] == "8" and slow == 2.0:
             raise DidNotStart("exit code 3\nerror: not even tried")
-        self.ready_s, self.watched = 30.0 * slow, Watched(peak=round(3000 * slow) * MIB)
+        self.ready_s, self.memory = 30.0 * slow, MemoryCurve(peak=round(3000 * slow) * MIB)
         self.pid = os.getpid()
-        self.url, self.told = (
-            f"http://{slow}",
-            [(1.0, f"its log: {self.log}"), (2.0, "::1 POST /v1/chat/completions 200")],
-        )
+        self.url = f"http://{slow}"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def on_card(self) -> int:
-        return self.watched.peak - MIB
+    def gpu_bytes(self) -> int:
+        return self.memory.peak - MIB
 
-    def ask(self, path: str) -> dict[str, Any]:
+    def get(self, path: str) -> dict[str, Any]:
         return {"ledger": LEDGER}
 
-    def words(self, count: int) -> str:
-        return "\n".join(line for _, line in self.told)
+    def log_tail(self, count: int) -> str:
+        return f"its log: {self.vllm_log}"
+
+    def log_without_requests(self) -> list[str]:
+        return self.log_tail(1).splitlines()
 
 
 def run(
@@ -63,23 +62,23 @@ def run(
 ) -> tuple[int, dict[str, Any]]:
     """Exit code and what was kept. Plans have room for four requests of vLLM's, and eight of ours."""
 
-    def together(url: str, seed: int, count: int, tokens: int) -> tuple[float, list[Reply]]:
+    def time_at_once(url: str, seed: int, count: int, tokens: int) -> tuple[float, list[Reply]]:
         slow = float(url.removeprefix("http://"))
         images = ({"tokens": 768},)
         return slow * (0.05 + 0.01 * (tokens - 1)) * (1 if count == 1 else 2), [
-            Reply(200, ended, 800, tokens, seen=images) for _ in range(count)
+            Reply(200, ended, 800, tokens, images=images) for _ in range(count)
         ]
 
     def planned(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
         fits = "vllm" not in command or command[command.index("--sequences") + 1] in ("4", "2", "1")
         return subprocess.CompletedProcess(command, 0 if fits else 3, "", "")
 
-    Stand.log = tmp_path / "vllm.log"
-    Stand.log.write_text(LOG, "utf-8")
-    monkeypatch.setattr(vllm_beside, "Served", Stand)
-    monkeypatch.setattr(vllm_beside, "together", together)
+    FakeServer.vllm_log = tmp_path / "vllm.log"
+    FakeServer.vllm_log.write_text(LOG, "utf-8")
+    monkeypatch.setattr(vllm_beside, "ServerProcess", FakeServer)
+    monkeypatch.setattr(vllm_beside, "time_at_once", time_at_once)
     monkeypatch.setattr(vllm_beside, "commit", lambda: "c0ffee")
-    monkeypatch.setattr(vllm_beside, "family", lambda pid: [] if ended == "length" else [pid])
+    monkeypatch.setattr(vllm_beside, "process_tree", lambda pid: [] if ended == "length" else [pid])
     monkeypatch.setattr(subprocess, "run", planned)
     file = tmp_path / "beside.json"
     monkeypatch.setattr(sys, "argv", ["beside", "mini", "--device", "cpu", "--json", str(file), *options])
@@ -112,7 +111,6 @@ def test_two_servers_are_told_side_by_side(
     assert [len(result["starts"]) for result in (native, vllm)] == [2, 2]
     assert native["image_tokens"] == 768
     assert len(vllm["vllm_log"]) == 3
-    assert not any("POST" in line for line in vllm["told"])
 
 
 def test_what_did_not_start_or_ended_early_is_said(

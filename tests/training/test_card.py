@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.mini.card import MADE, Making, card, made_before, sources
+from training.mini.card import MADE, TrainingRecord, card, previous_record, sources
 from training.mini.export import export
 from training.mini.model import Model
 from training.mini.shape import Shape
@@ -26,7 +26,7 @@ def materials(folder: Path) -> Path:
 
 
 def test_the_card_names_the_run_the_sources_and_the_scores(tmp_path: Path) -> None:
-    making = Making("Seven steps.", materials(tmp_path), {"name": 0.975, "count": 1.0}, 48)
+    making = TrainingRecord("Seven steps.", materials(tmp_path), {"name": 0.975, "count": 1.0}, 48)
     said = card(making, Shape(), 12_345_678, Path("build/mine"))
     assert "12.3 million parameters" in said
     assert "Seven steps." in said
@@ -48,23 +48,26 @@ def test_what_nobody_recorded_is_not_told(tmp_path: Path) -> None:
     assert "what they were made from is not recorded" in sources(tmp_path / "sources.json")
     (tmp_path / "sources.json").write_text('[{"package": "npm:one"}]')
     assert "what they were made from is not recorded" in sources(tmp_path / "sources.json")
-    assert "is not recorded" in made_before(tmp_path)
+    assert "is not recorded" in previous_record(tmp_path)
 
 
 def test_a_small_model_of_built_in_drawings_claims_none_of_minis_limits(tmp_path: Path) -> None:
-    built_in = card(Making("One step."), TINY, 1, tmp_path)
+    built_in = card(TrainingRecord("One step."), TINY, 1, tmp_path)
     assert "No materials were fetched" in built_in
     assert "another shape than mini's" in built_in
-    for making, shape in ((Making("One step."), Shape()), (Making("One step.", materials(tmp_path)), TINY)):
+    for making, shape in (
+        (TrainingRecord("One step."), Shape()),
+        (TrainingRecord("One step.", materials(tmp_path)), TINY),
+    ):
         assert "src/vlfit/mini/README.md" not in card(making, shape, 1, tmp_path)
 
 
 def test_the_card_of_a_refined_model_keeps_what_it_began_with(tmp_path: Path) -> None:
-    first = card(Making("The first lesson.", materials(tmp_path)), Shape(), 1, tmp_path)
+    first = card(TrainingRecord("The first lesson.", materials(tmp_path)), Shape(), 1, tmp_path)
     (tmp_path / "README.md").write_text(first)
-    making = Making("The second lesson.", before=made_before(tmp_path))
+    making = TrainingRecord("The second lesson.", before=previous_record(tmp_path))
     (tmp_path / "README.md").write_text(card(making, Shape(), 1, tmp_path))
-    third = card(Making("The third lesson.", before=made_before(tmp_path)), Shape(), 1, tmp_path)
+    third = card(TrainingRecord("The third lesson.", before=previous_record(tmp_path)), Shape(), 1, tmp_path)
     assert third.count(MADE) == 1
     assert [line for line in third.splitlines() if line.endswith("lesson.")] == [
         "The third lesson.",
@@ -82,7 +85,7 @@ def test_a_checkpoint_has_a_card_and_files_as_open_as_the_user_wants(
     model = Model(TINY)
     before = os.umask(umask)
     try:
-        export(model.state_dict(), TINY, tmp_path, making=Making("One step."))
+        export(model.state_dict(), TINY, tmp_path, making=TrainingRecord("One step."))
     finally:
         os.umask(before)
     assert "One step." in (tmp_path / "README.md").read_text()

@@ -9,14 +9,14 @@ import pytest
 from PIL import Image
 
 from training.mini import asking, evaluate
-from training.mini.asking import Progress, ask_all, ask_dialogue, parts_of
+from training.mini.asking import QuestionProgress, ask_all, ask_dialogue, parts_of
 from training.mini.evaluate import clothes_in, main
 from training.mini.gates import (
     GATES,
     OPTIONAL,
     OVERALL,
-    Judged,
     Row,
+    ScoredAnswer,
     copies_pass,
     drop,
     drop_lines,
@@ -30,8 +30,10 @@ from training.mini.vocabulary import CLOTHES
 from vlfit.api.conversation import ImagePart, VideoPart
 
 
-def judged(topic: str, score: float, answer: str = "It is so.", said: str = "", picture: str = "p") -> Judged:
-    return Judged(picture, Exchange(topic, "?", answer), said, score)
+def judged(
+    topic: str, score: float, answer: str = "It is so.", said: str = "", picture: str = "p"
+) -> ScoredAnswer:
+    return ScoredAnswer(picture, Exchange(topic, "?", answer), said, score)
 
 
 def jpeg(size: tuple[int, int] = (150, 130)) -> bytes:
@@ -196,10 +198,12 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What is answered by topic, in place of a model; all right at first."""
     said = {"name": "It is a dog.", "colour": "It is a dog.", "talk": "Hello!", "clothes": ""}
 
-    def ask_all(_model: str, items: list[HeldOut], progress: Progress, _processes: int) -> list[Judged]:
+    def ask_all(
+        _model: str, items: list[HeldOut], progress: QuestionProgress, _processes: int
+    ) -> list[ScoredAnswer]:
         asked = [(item.name, e) for item in items for turns in item.dialogues for e in turns]
         progress(len(asked))
-        return [Judged(name, e, said[e.topic], float(said[e.topic] == e.answer)) for name, e in asked]
+        return [ScoredAnswer(name, e, said[e.topic], float(said[e.topic] == e.answer)) for name, e in asked]
 
     monkeypatch.setattr(evaluate, "ask_all", ask_all)
     return said
@@ -344,9 +348,9 @@ def test_a_copy_that_loses_fails_but_not_on_a_few_of_a_sample(
 ) -> None:
     assert answers
 
-    def worse(_model: str, items: list[HeldOut], _processes: int) -> dict[str, list[Judged]]:
+    def worse(_model: str, items: list[HeldOut], _processes: int) -> dict[str, list[ScoredAnswer]]:
         asked = [(item.name, e) for item in items for turns in item.dialogues for e in turns]
-        return {"int4": [Judged(name, exchange, "", 0.0) for name, exchange in asked]}
+        return {"int4": [ScoredAnswer(name, exchange, "", 0.0) for name, exchange in asked]}
 
     monkeypatch.setattr(evaluate, "ask_copies", worse)
     given = ["--questions", str(questions), "--only", "name", "--copies"]

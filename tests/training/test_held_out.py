@@ -19,7 +19,7 @@ from training.mini.held_out import LICENCES, SHIPPED, HeldOut, only, read, sampl
 from training.mini.judge import is_json, is_yes
 from training.mini.lettering import is_held_out
 from training.mini.lots import draw_scene
-from training.mini.quotas import Wanted, slot_of, slot_of_name, topic_of
+from training.mini.quotas import RemainingQuota, slot_of, slot_of_name, topic_of
 from training.mini.teller import Exchange
 from training.mini.things import THINGS
 
@@ -193,14 +193,14 @@ def test_slots_and_topics(topic: str, answer: str, slot: str, shown: str) -> Non
 
 
 def test_wanted_counts_down() -> None:
-    wanted = Wanted(Counter({"colour": 2, "count 1": 1, "shape": 0}))
+    wanted = RemainingQuota(Counter({"colour": 2, "count 1": 1, "shape": 0}))
     colours = [Exchange("colour", f"{n}?", "Red.") for n in range(3)]
     one = Exchange("count", "How many?", "There is 1 dog.")
-    taken = wanted.taken([*colours, one, Exchange("shape", "?", "It is a star.")], most=5)
+    taken = wanted.select([*colours, one, Exchange("shape", "?", "It is a star.")], most=5)
     assert taken == [*colours[:2], one]
     assert wanted.total == 3, "nothing is settled yet"
-    assert wanted.taken([*colours, one], most=1) == colours[:1]
-    assert [exchange.topic for exchange in wanted.settle(taken)] == ["colour", "colour", "count"]
+    assert wanted.select([*colours, one], most=1) == colours[:1]
+    assert [exchange.topic for exchange in wanted.record(taken)] == ["colour", "colour", "count"]
     assert wanted.total == 0
 
 
@@ -217,13 +217,13 @@ def sprites(names: list[str], style: str) -> list[Drawing]:
 
 
 @pytest.fixture(scope="module")
-def drawer() -> draw_held_out.Drawer:
+def drawer() -> draw_held_out.HeldOutDrawer:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     names = list(THINGS)[:12]
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 120, (90, 120, 3)).astype(np.uint8))
     atlas = built_in_atlas().plus(pack(sprites(names, "seen"), [to_photo(photo)]))
-    return draw_held_out.Drawer(atlas, pack(sprites(names, "unseen"), []), [photo], seed=0)
+    return draw_held_out.HeldOutDrawer(atlas, pack(sprites(names, "unseen"), []), [photo], seed=0)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few")
-def test_a_small_set_is_drawn(drawer: draw_held_out.Drawer, tmp_path: Path) -> None:
+def test_a_small_set_is_drawn(drawer: draw_held_out.HeldOutDrawer, tmp_path: Path) -> None:
     path = tmp_path / "small.zip"
     count = write(path, drawer.everything(), draw_held_out.LICENCES)
     items = read(path)
@@ -255,17 +255,21 @@ def test_a_small_set_is_drawn(drawer: draw_held_out.Drawer, tmp_path: Path) -> N
             Image.open(io.BytesIO(picture)).load()
 
 
-def test_what_no_scene_offers_is_told(drawer: draw_held_out.Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_scene_offers_is_told(
+    drawer: draw_held_out.HeldOutDrawer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(draw_held_out, "DESPAIR", 5)
     with pytest.raises(ValueError, match="count 12"):
-        next(drawer.worth_asking(Wanted(Counter({"count 12": 1}))))
+        next(drawer.worth_asking(RemainingQuota(Counter({"count 12": 1}))))
 
 
-def test_photos_are_cut_from_the_photo_itself(drawer: draw_held_out.Drawer) -> None:
+def test_photos_are_cut_from_the_photo_itself(drawer: draw_held_out.HeldOutDrawer) -> None:
     left, right = (20, 30, 200), (200, 40, 30)
     photo = Image.new("RGB", (400, 200), left)
     photo.paste(right, (200, 0, 400, 200))
-    other = draw_held_out.Drawer(replace_photos(drawer.atlas, photo), drawer.unseen_style, [photo], seed=1)
+    other = draw_held_out.HeldOutDrawer(
+        replace_photos(drawer.atlas, photo), drawer.unseen_style, [photo], seed=1
+    )
     scene = draw_scene(3, (300, 150), other.atlas, sort="photo")
     shown = scene.background.photo
     assert shown is not None

@@ -249,12 +249,12 @@ def test_old_drawings_get_a_frame() -> None:
 
 
 def test_the_table_of_clip_art_names_things_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = openclipart.wanted()
+    files = openclipart.files_by_thing()
     assert len(files) > 100
     assert all(files.values())
     monkeypatch.setattr(openclipart, "_TABLE", "gizmo: a/b")
     with pytest.raises(ValueError, match="gizmo"):
-        openclipart.wanted()
+        openclipart.files_by_thing()
 
 
 def test_sources_are_recorded_once(tmp_path: Path) -> None:

@@ -15,16 +15,16 @@ from training.mini.data import KINDS, draw_form, make_batch, one_batch
 from training.mini.export import export
 from training.mini.model import Model
 from training.mini.muon import orthogonalize
-from training.mini.refine import Lessons, refine
+from training.mini.refine import FineTuningBatches, refine
 from training.mini.render import Renderer
 from training.mini.sequences import BLIND, Words
 from training.mini.team import Team
 from training.mini.tokenizer import PACKAGE
-from training.mini.train import NO_TOPICS, TINY, Plan, Trainer
+from training.mini.train import NO_TOPICS, TINY, Trainer, TrainingPlan
 
 
-def plan(out: Path, steps: int) -> Plan:
-    return Plan(
+def plan(out: Path, steps: int) -> TrainingPlan:
+    return TrainingPlan(
         10.0, out, out / "work", batch=4, workers=0, warm_up=2, rate=5e-3, measure_each=1, compiled=False,
         most_steps=steps, measured_tokens=2,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_refining_leaves_the_vision_tower_alone(tmp_path: Path) -> None:
     model = Model(TINY)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     words = Words(str(PACKAGE / "tokenizer.json"))
-    lessons = Lessons(built_in_atlas(), words, ["chart", "many"], batch=2)
+    lessons = FineTuningBatches(built_in_atlas(), words, ["chart", "many"], batch=2)
     steps = refine(model, lessons, seconds=4.0, rate=1e-3)
     assert steps >= 1
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
@@ -146,6 +146,6 @@ def test_the_whole_model_can_be_refined_with_scenes_that_other_processes_draw() 
     torch.manual_seed(0)
     model = Model(TINY)
     before = model.model.visual.patch_embed.proj.weight.clone()
-    lessons = Lessons(built_in_atlas(), Words(str(PACKAGE / "tokenizer.json")), [], batch=8)
+    lessons = FineTuningBatches(built_in_atlas(), Words(str(PACKAGE / "tokenizer.json")), [], batch=8)
     assert refine(model, lessons, seconds=4.0, rate=1e-3, see=True, workers=1) >= 1
     assert not torch.equal(before, model.model.visual.patch_embed.proj.weight)

@@ -1,7 +1,6 @@
-"""What the programs of this folder take on their command lines: numbers and folders, before any work.
+"""Types for argparse: numbers, files and folders, checked before any work begins.
 
-Knows: argparse, and what to say where a value makes no sense. Does not know: any program.
-Each function is a `type` of argparse: it raises `ArgumentTypeError`, which ends the program with status 2.
+Each raises ``ArgumentTypeError``, which ends the program with status 2.
 """
 
 import argparse
@@ -12,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Takes a whole number from ``least`` on."""
+def whole_number(least: int) -> Callable[[str], int]:
+    """Type of a whole number from ``least`` on."""
 
     def take(text: str) -> int:
         if not text.strip().isdecimal() or int(text) < least:
@@ -23,7 +22,7 @@ def whole(least: int) -> Callable[[str], int]:
     return take
 
 
-def positive(text: str) -> float:
+def positive_number(text: str) -> float:
     """A number above 0, and not infinity."""
     try:
         number = float(text)
@@ -54,7 +53,7 @@ def folder_to_write(text: str) -> Path:
 
 
 def folder_outside(kept: Path) -> Callable[[str], Path]:
-    """Takes a folder to write to that is not ``kept``, nor in it."""
+    """Type of a folder to write to that is not ``kept``, nor in it."""
 
     def take(text: str) -> Path:
         if Path(os.path.realpath(text)).is_relative_to(os.path.realpath(kept)):
@@ -79,7 +78,7 @@ def file_to_write(text: str) -> Path:
 
 
 def folder_with(*patterns: str) -> Callable[[str], Path]:
-    """Takes a folder that holds a file for each of ``patterns``."""
+    """Type of a folder that holds a file for each of ``patterns``."""
 
     def take(text: str) -> Path:
         path = Path(text)

@@ -1,7 +1,4 @@
-"""How the things of a scene find room: sizes and places by lot, apart from each other.
-
-Knows: sizes, places, turned boxes. Does not know: what the things are.
-"""
+"""Layout of a scene: random sizes and places for its things, without overlap."""
 
 from dataclasses import replace
 from math import cos, radians, sin, sqrt

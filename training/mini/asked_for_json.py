@@ -1,8 +1,7 @@
-"""Questions that want JSON, other than vlfit's own tasks: boxes by category, and forms of one's own.
+"""Questions that want JSON, beside vlfit's own tasks: boxes by category, and forms that the question shows.
 
-Each function draws one (question, answer) for a teller, or None if its scene offers none. The wordings are
-those that people copy from Qwen3-VL's own examples. Does not know: boxes of one thing or of all
-(asked_of_things), vlfit's own tasks (texts), pixels, tokens.
+Each function draws one (question, answer) for a ``Teller``, or None if its scene offers none. The wordings
+are those that people copy from Qwen3-VL's own examples.
 """
 
 from training.mini.asked_of_groups import group_of

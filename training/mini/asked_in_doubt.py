@@ -1,7 +1,7 @@
-"""Whether something is so, and the true answers: a colour, what stands at a place, a person.
+"""Yes-or-no questions and their true answers: a colour, what is at a place, a person.
 
-Each function draws one (question, answer) for a teller, or None if its scene offers none; yes and no come
-about as often. Does not know: whether a thing is there at all (asked_of_things), how many, pixels, tokens.
+Each function draws one (question, answer) for a ``Teller``, or None if its scene offers none; yes and no are
+about as frequent.
 """
 
 from training.mini.phrases import at_place, is_are

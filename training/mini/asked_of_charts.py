@@ -1,4 +1,4 @@
-"""Questions about a bar chart, and the true answers. Every bar has its own colour and value."""
+"""Questions about a bar chart and their true answers. Every bar has its own colour and value."""
 
 from training.mini.phrases import capital
 from training.mini.teller import Answered, Teller

@@ -1,7 +1,6 @@
-"""Questions about several things at once, and the true answers: by group, by shape, by colour, by number.
+"""Questions about several things at once and their true answers: by group, shape, colour or number.
 
-Each function draws one (question, answer) for a teller, or None if its scene offers none. Does not know:
-questions about one thing (asked_of_things), whether something is so (asked_in_doubt), pixels, tokens.
+Each function draws one (question, answer) for a ``Teller``, or None if its scene offers none.
 """
 
 from training.mini.asked_of_things import one_of, there_are

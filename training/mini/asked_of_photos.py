@@ -1,4 +1,4 @@
-"""Questions about a photo, and what mini can truly say: clothes, colours, light. All else it cannot tell."""
+"""Questions about a photo, of which mini knows clothes, colours and light, and nothing else."""
 
 from training.mini.phrases import join, photo_colours, photo_light
 from training.mini.teller import Answered, Teller

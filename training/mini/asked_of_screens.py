@@ -1,4 +1,4 @@
-"""Questions about a screenshot or a page of text, and the little that mini can truly say of one."""
+"""Questions about a screenshot or a page of text, of which mini can say little."""
 
 from training.mini.phrases import SCREEN_LIMIT
 from training.mini.teller import Answered, Teller

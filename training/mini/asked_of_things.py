@@ -1,8 +1,7 @@
-"""Questions about the things of a scene, and the true answers.
+"""Questions about single things of a scene and their true answers.
 
-Each function draws one (question, answer) for a teller, or None if its scene offers none. Each answer
-follows from the scene and the question alone, so that an answer can be checked by comparing words.
-Does not know: charts, photos, pixels, tokens.
+Each function draws one (question, answer) for a ``Teller``, or None if its scene offers none. An answer
+follows from the scene and the question alone, so it can be judged by comparing words.
 """
 
 from training.mini.phrases import (

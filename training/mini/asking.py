@@ -1,8 +1,5 @@
 """Ask a checkpoint the held-out questions through vlfit's own engine, on all cores.
 
-Knows: dialogues, turns, threads and processes. Does not know: how an answer is judged (judge), or what the
-scores are compared with (gates).
-
 Two processes with one thread each answer faster than one with two: mini's matrices are too small to share.
 """
 
@@ -14,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 
-from training.mini.gates import Judged
+from training.mini.gates import ScoredAnswer
 from training.mini.held_out import Dialogue, HeldOut
 from training.mini.judge import score
 from vlfit.api.conversation import ImagePart, VideoPart
@@ -28,10 +25,12 @@ FRAMES_PER_SECOND = 2.0
 # Items given to a process at a time, and questions for which another process is worth starting.
 PORTION, WORTH_A_PROCESS = 24, 150
 
-Progress = Callable[[int], None]
+QuestionProgress = Callable[[int], None]
 
 
-def ask_all(model: str, items: list[HeldOut], progress: Progress, processes: int = 0) -> list[Judged]:
+def ask_all(
+    model: str, items: list[HeldOut], progress: QuestionProgress, processes: int = 0
+) -> list[ScoredAnswer]:
     """Every answer, judged, in the order of the questions. ``progress`` is told how many there are so far.
 
     ``processes``: 0 for as many as there are cores, fewer where there is little to ask. Raises ``VlfitError``
@@ -40,14 +39,14 @@ def ask_all(model: str, items: list[HeldOut], progress: Progress, processes: int
     worth = math.ceil(sum(item.questions for item in items) / WORTH_A_PROCESS)
     processes = max(1, min(processes or os.cpu_count() or 1, worth))
     portions = [items[start : start + PORTION] for start in range(0, len(items), PORTION)]
-    judged: list[Judged] = []
+    judged: list[ScoredAnswer] = []
     for part in _answers(model, portions, processes):
         judged += part
         progress(len(judged))
     return judged
 
 
-def _answers(model: str, portions: list[list[HeldOut]], processes: int) -> Iterator[list[Judged]]:
+def _answers(model: str, portions: list[list[HeldOut]], processes: int) -> Iterator[list[ScoredAnswer]]:
     if processes == 1:
         with VLM(model, sequences=AT_ONCE) as vlm:
             for portion in portions:
@@ -71,7 +70,7 @@ def _one_thread_each() -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
 
 
-def _ask_in_process(model: str, portion: list[HeldOut]) -> list[Judged]:
+def _ask_in_process(model: str, portion: list[HeldOut]) -> list[ScoredAnswer]:
     return ask_portion(_loaded(model), portion)
 
 
@@ -81,20 +80,20 @@ def _loaded(model: str) -> VLM:
     return VLM(model, sequences=AT_ONCE)
 
 
-def ask_portion(vlm: VLM, items: list[HeldOut]) -> list[Judged]:
+def ask_portion(vlm: VLM, items: list[HeldOut]) -> list[ScoredAnswer]:
     """Ask everything about some items, many dialogues at once."""
     pairs = [(vlm, item, turns) for item in items for turns in item.dialogues]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return [one for judged in pool.map(lambda pair: ask_dialogue(*pair), pairs) for one in judged]
 
 
-def ask_dialogue(vlm: VLM, item: HeldOut, turns: Dialogue) -> list[Judged]:
+def ask_dialogue(vlm: VLM, item: HeldOut, turns: Dialogue) -> list[ScoredAnswer]:
     """Ask turn by turn: the pictures come with the first, the model's own answers stay in the history."""
     chat = vlm.chat(system=item.system, temperature=0.0, max_tokens=MOST_TOKENS)
     judged = []
     for number, exchange in enumerate(turns):
         said = chat.ask(exchange.question, *(parts_of(item) if number == 0 else ())).text
-        judged.append(Judged(item.name, exchange, said, score(exchange.topic, exchange.answer, said)))
+        judged.append(ScoredAnswer(item.name, exchange, said, score(exchange.topic, exchange.answer, said)))
     return judged
 
 

@@ -1,11 +1,8 @@
-"""The atlas: every drawing a scene can contain, as small square textures in one file.
+"""The atlas: every drawing that a scene can contain, as small square textures in one file.
 
-Knows: how drawings become textures, and how the atlas lies on disk and in memory.
-Does not know: where sprites and photos come from (prepare), how the words of a run are drawn (lettering) or
-where anything is put (scenes, render).
-
-A texture is `SIDE` x `SIDE` pixels of red, green, blue and alpha, its content stretched to fill the square;
-`aspect` (width / height) says how to unstretch it. Shapes and words are white, to be tinted when drawn.
+A texture is ``SIDE`` x ``SIDE`` pixels of red, green, blue and alpha, its content stretched to fill the
+square; ``aspect`` (width / height) says how to unstretch it. Shapes and words are white, to be tinted when
+drawn.
 """
 
 from collections.abc import Collection, Iterable, Sequence

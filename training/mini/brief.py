@@ -1,7 +1,6 @@
-"""Answers in a word: what is left of a full answer when a system prompt or the question asks for brevity.
+"""Answers in a word: a full answer cut short, where a system prompt or the question asks for brevity.
 
-Knows: which answers can be cut, and who asks for it. Does not know: questions, scenes. An answer that cannot
-be cut without losing what was asked gives none.
+None if it cannot be cut without losing what was asked.
 """
 
 import re

@@ -1,7 +1,6 @@
-"""The README.md beside trained weights: what they are, how they were made, from what, how good they are.
+"""The model card beside trained weights: what they are, how and from what they were made, how good they are.
 
-Knows: the words of that page, and the record of sources that `prepare` keeps. Does not know: training,
-weights. It tells what it is told and what it can read; of anything else it says that it is not recorded.
+Sources are those that ``prepare`` recorded. What is not recorded is said to be so.
 """
 
 import json
@@ -22,12 +21,12 @@ BUILT_IN = (
 
 
 @dataclass(frozen=True)
-class Making:
+class TrainingRecord:
     """How weights came about.
 
     ``how``: sentences. ``materials``: the folder that `prepare` wrote, or None where the drawings built in
     were used. ``scores``: by topic, 0 to 1, as training measured them, on ``each`` questions of most topics.
-    ``before``: what `made_before` read, of weights that did not begin with nothing.
+    ``before``: from ``previous_record``, for weights that were trained further.
     """
 
     how: str
@@ -37,7 +36,7 @@ class Making:
     before: str = ""
 
 
-def card(making: Making | None, shape: Shape, parameters: int, folder: Path) -> str:
+def card(making: TrainingRecord | None, shape: Shape, parameters: int, folder: Path) -> str:
     """The page. ``parameters``: how many numbers the weights are; ``folder``: where they lie."""
     parts = [
         "# A model made by vlfit's training/mini",
@@ -56,7 +55,7 @@ def card(making: Making | None, shape: Shape, parameters: int, folder: Path) -> 
     return "\n\n".join(parts) + "\n"
 
 
-def made(making: Making) -> list[str]:
+def made(making: TrainingRecord) -> list[str]:
     """The paragraphs of the section ``MADE``."""
     learnt_from = BUILT_IN if making.materials is None else sources(making.materials / "sources.json")
     return [making.how, learnt_from, *([making.before] if making.before else [])]
@@ -84,7 +83,7 @@ def sources(path: Path) -> str:
     return "\n".join(lines)
 
 
-def scored(making: Making | None) -> str:
+def scored(making: TrainingRecord | None) -> str:
     """Training's own measure, as a table; or that nothing was measured."""
     if making is None or not making.scores:
         return "It was not measured as it was made."
@@ -97,7 +96,7 @@ def scored(making: Making | None) -> str:
     return said + "\n\n" + "\n".join(["| topic | right |", "|---|---|", *rows])
 
 
-def limits(making: Making | None, shape: Shape) -> str:
+def limits(making: TrainingRecord | None, shape: Shape) -> str:
     """What is known of its limits: of a model like mini those of mini, else next to nothing."""
     if shape != Shape():
         return "It is of another shape than mini's, smaller or larger: no list of its limits exists."
@@ -110,7 +109,7 @@ def limits(making: Making | None, shape: Shape) -> str:
     )
 
 
-def made_before(folder: Path) -> str:
+def previous_record(folder: Path) -> str:
     """How the weights in ``folder`` were made, from their own card, for the card of what comes of them."""
     try:
         text = (folder / "README.md").read_text()

@@ -1,7 +1,4 @@
-"""Small bar charts: two to five bars of different colours on a line, each with its number on top.
-
-Knows: how a chart is laid out. Does not know: what is asked about it.
-"""
+"""Layout of small bar charts: two to five bars of different colours, each with its number on top."""
 
 import numpy as np
 

@@ -1,7 +1,4 @@
-"""Short clips: one thing on a background that moves, comes, goes, changes its size or does nothing.
-
-Knows: what may happen, what each frame then shows, and what is asked. Does not know: tokens.
-"""
+"""Short clips and questions about them: one thing that moves, comes, goes, changes size or does nothing."""
 
 from dataclasses import dataclass, replace
 

@@ -1,11 +1,10 @@
-"""The same ten pictures, captioned by two checkpoints: what training anew has changed, failures included.
+"""Captions of ten pictures by two checkpoints side by side, failures included; readers judge.
 
     python -m training.mini.compare --before FOLDER --after FOLDER [--markdown]
-    python -m training.mini.compare --before FOLDER --save before.json        keeps the words of one
-    python -m training.mini.compare --before before.json --after mini         compares with kept words
+    python -m training.mini.compare --before FOLDER --save before.json        keeps the captions of one
+    python -m training.mini.compare --before before.json --after mini         compares with kept captions
 
 The pictures are asked as ``make demo`` asks them: the short caption, greedy, through vlfit's engine.
-Knows: the ten pictures and what they really show. Does not know: which caption is better; readers judge.
 """
 
 import argparse
@@ -23,7 +22,7 @@ OWN = Path(__file__).parent / "ten_pictures"
 
 
 @dataclass(frozen=True)
-class Shown:
+class KnownPicture:
     """One picture, and what a person sees in it."""
 
     path: Path
@@ -32,18 +31,20 @@ class Shown:
 
 # Five drawn scenes as mini was taught to read them, then what it was never taught to read.
 TEN = (
-    Shown(DEMO / "animals.png", "a frog, a dog and a fox, green to yellow background"),
-    Shown(DEMO / "motorcycles.png", "three motorcycles, a whale and a snail on orange"),
-    Shown(DEMO / "number-25.png", "the number 25, an elephant and a pink triangle on purple"),
-    Shown(DEMO / "shop.png", 'a phone, a chair and the word "SHOP" on purple'),
-    Shown(DEMO / "tractor-and-cat.png", "a tractor, a cat, a brown square and a yellow rectangle on red"),
-    Shown(DEMO / "coffee.jpg", "photo: a cup of coffee on a red saucer, on a wooden table"),
-    Shown(
+    KnownPicture(DEMO / "animals.png", "a frog, a dog and a fox, green to yellow background"),
+    KnownPicture(DEMO / "motorcycles.png", "three motorcycles, a whale and a snail on orange"),
+    KnownPicture(DEMO / "number-25.png", "the number 25, an elephant and a pink triangle on purple"),
+    KnownPicture(DEMO / "shop.png", 'a phone, a chair and the word "SHOP" on purple'),
+    KnownPicture(
+        DEMO / "tractor-and-cat.png", "a tractor, a cat, a brown square and a yellow rectangle on red"
+    ),
+    KnownPicture(DEMO / "coffee.jpg", "photo: a cup of coffee on a red saucer, on a wooden table"),
+    KnownPicture(
         OWN / "astronaut.jpg", "photo: a smiling astronaut in an orange suit, a flag, a model of a shuttle"
     ),
-    Shown(OWN / "chelsea.jpg", "photo: the face of a tabby cat, close up"),
-    Shown(OWN / "rocket.jpg", "photo: a rocket on its launch pad under a dark blue sky"),
-    Shown(OWN / "red.jpg", "nothing but red"),
+    KnownPicture(OWN / "chelsea.jpg", "photo: the face of a tabby cat, close up"),
+    KnownPicture(OWN / "rocket.jpg", "photo: a rocket on its launch pad under a dark blue sky"),
+    KnownPicture(OWN / "red.jpg", "nothing but red"),
 )
 
 

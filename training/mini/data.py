@@ -1,7 +1,6 @@
-"""From seeds to batches: scenes, drawn and told, several questions to a picture.
+"""From seeds to batches: scenes, their pictures and several conversations about each.
 
-Knows: which sizes and kinds of batches there are: one picture, one with much to tell, several pictures,
-clips. Does not know: tokens (sequences), the model, or what a processor does with a batch.
+There are batches of one picture, of one with much to tell, of several pictures, and of clips.
 """
 
 from collections.abc import Iterator
@@ -80,7 +79,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Form:
+class BatchForm:
     """What pictures and texts of one batch have in common, so that every processor of a team works as long.
 
     ``pictures`` of a sequence; of a clip, pairs of frames. ``size``: (width, height) in pixels.
@@ -98,7 +97,7 @@ class Form:
         return -(-tokens // 8) * 8
 
 
-def draw_form(random: np.random.Generator, ease: float = 0.0, kind: str = "") -> Form:
+def draw_form(random: np.random.Generator, ease: float = 0.0, kind: str = "") -> BatchForm:
     """A form by lot, of ``kind`` if one is given. ``ease``: how often it is one picture in any case."""
     if not kind:
         kind = "one" if random.random() < ease else tuple(KINDS)[_drawn(random, tuple(KINDS.values()))]
@@ -106,7 +105,7 @@ def draw_form(random: np.random.Generator, ease: float = 0.0, kind: str = "") ->
     sizes = {"several": SIZES[:9], "clip": CLIP_SIZES}.get(kind, SIZES)
     columns, rows = sizes[int(random.integers(len(sizes)))]
     scale = SCALES[int(random.integers(len(SCALES)))]
-    return Form(kind, (columns * UNIT, rows * UNIT), scale, pictures.get(kind, 1))
+    return BatchForm(kind, (columns * UNIT, rows * UNIT), scale, pictures.get(kind, 1))
 
 
 def make_batch(seed: int, count: int, atlas: Atlas, words: Words, ease: float, rank: int = 0) -> Batch:
@@ -126,7 +125,7 @@ def make_batch(seed: int, count: int, atlas: Atlas, words: Words, ease: float, r
 
 
 def one_batch(
-    form: Form, random: np.random.Generator, count: int, atlas: Atlas, words: Words, ease: float = 0.0,
+    form: BatchForm, random: np.random.Generator, count: int, atlas: Atlas, words: Words, ease: float = 0.0,
     sort: str = "", share: float = 0.0,
 ) -> Batch:  # fmt: skip
     """One picture to a sequence; a ``share`` of the scenes beyond what comes by lot are of ``sort``."""
@@ -138,7 +137,7 @@ def one_batch(
     return _batch(form, scenes, sequences)
 
 
-def long_batch(form: Form, random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+def long_batch(form: BatchForm, random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
     """One picture to a sequence, most with many things, and room to tell them all."""
     scenes = [
         draw_scene(_seed(random), form.size, atlas, sort="many" if random.random() < 0.75 else "")
@@ -148,11 +147,13 @@ def long_batch(form: Form, random: np.random.Generator, count: int, atlas: Atlas
     return _batch(form, scenes, sequences)
 
 
-def _batch(form: Form, scenes: list[Scene], sequences: list[Sequence], frames: int = 1) -> Batch:
+def _batch(form: BatchForm, scenes: list[Scene], sequences: list[Sequence], frames: int = 1) -> Batch:
     return Batch(form.size, form.scale, to_numbers(scenes), stack(sequences), form.pictures, frames)
 
 
-def _several_batch(form: Form, random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+def _several_batch(
+    form: BatchForm, random: np.random.Generator, count: int, atlas: Atlas, words: Words
+) -> Batch:
     size, pictures = form.size, form.pictures
     scenes: list[Scene] = []
     sequences = []
@@ -187,7 +188,9 @@ def begin_with_labels(sequence: Sequence, size: tuple[int, int], system: str, co
         sequence.begin(words.newline)
 
 
-def _clip_batch(form: Form, random: np.random.Generator, count: int, atlas: Atlas, words: Words) -> Batch:
+def _clip_batch(
+    form: BatchForm, random: np.random.Generator, count: int, atlas: Atlas, words: Words
+) -> Batch:
     size, pairs = form.size, form.pictures
     scenes: list[Scene] = []
     sequences = []

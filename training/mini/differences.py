@@ -1,14 +1,11 @@
-"""Two pictures that are nearly the same: what is changed in the second, and how the difference is told.
-
-Knows: scenes that lack a thing or show it in another colour. Does not know: how it is asked for (several).
-"""
+"""Pairs of pictures with one difference (a thing left out or recoloured), and that difference in words."""
 
 from dataclasses import replace
 
 import numpy as np
 
 from training.mini.atlas import Atlas
-from training.mini.lots import Painter
+from training.mini.lots import SceneDrawer
 from training.mini.phrases import groups
 from training.mini.scenes import Scene, Thing, count_of
 from training.mini.vocabulary import UNCOUNTED, plural, with_article
@@ -25,7 +22,7 @@ def changed(scene: Scene, random: np.random.Generator, atlas: Atlas) -> Scene:
         del things[at]
     elif draw < 0.85 and things[at].kind == "shape":
         taken = {thing.colour for thing in things} | set(scene.background.names)
-        painter = Painter(random, (scene.width, scene.height), atlas)
+        painter = SceneDrawer(random, (scene.width, scene.height), atlas)
         colour, tint = painter.colour(taken)
         things[at] = replace(things[at], colour=colour, tint=tint)
     return replace(scene, things=tuple(things))

@@ -1,12 +1,10 @@
-"""Draw the held-out questions: scenes of seeds that training never draws, in sizes that it never draws.
+"""Draw the held-out questions: scenes of seeds and in sizes that training never draws.
 
     python -m training.mini.draw_held_out                    draws held_out.zip anew from the materials
     python -m training.mini.draw_held_out --seed 7 --out mine.zip
 
-Beside the seeds these are unseen: the words (lettering.held_out_words), the photos (scikit-image's, fetched
-through pip, or those of --photos), and for one topic the whole style of drawing (Twemoji).
-Knows: which pictures make up the set. Does not know: how many questions of each sort (quotas), the zip file
-(held_out), who answers.
+Also unseen in training: the words (lettering.held_out_words), the photos (scikit-image's, fetched through
+pip, or those of --photos), and for one topic the whole style of drawing (Twemoji).
 """
 
 import argparse
@@ -32,8 +30,8 @@ from training.mini.arrange import arrange
 from training.mini.atlas import MATERIALS, Atlas, pack, to_photo
 from training.mini.charts import HIGHEST
 from training.mini.held_out import SHIPPED, Dialogue, HeldOut, write
-from training.mini.lots import Painter, draw_scene
-from training.mini.quotas import CLIPS, FOLLOW_UPS, PHOTOS, SEVERAL, Wanted, all_names, quotas
+from training.mini.lots import SceneDrawer, draw_scene
+from training.mini.quotas import CLIPS, FOLLOW_UPS, PHOTOS, SEVERAL, RemainingQuota, all_names, quotas
 from training.mini.render import Renderer, to_numbers
 from training.mini.scenes import Scene
 from training.mini.teller import Exchange, Teller, as_typed
@@ -83,7 +81,7 @@ The questions and the way the pictures are put together: vlfit, Apache-2.0.
 Choice = TypeVar("Choice")
 
 
-class Drawer:
+class HeldOutDrawer:
     """Draws every part of the set. ``photos``: unseen ones as pictures, in the order of the atlas's."""
 
     def __init__(self, atlas: Atlas, unseen_style: Atlas, photos: list[Image.Image], seed: int) -> None:
@@ -106,7 +104,7 @@ class Drawer:
 
     def drawn(self) -> Iterator[HeldOut]:
         """Scenes with the questions they are kept for; some also with a dialogue."""
-        wanted = Wanted(quotas(all_names(self.atlas.names_of("sprite"))))
+        wanted = RemainingQuota(quotas(all_names(self.atlas.names_of("sprite"))))
         follow_ups = FOLLOW_UPS
         for number, scene, found in self.worth_asking(wanted):
             dialogues: list[Dialogue] = [(self.typed(exchange),) for exchange in found]
@@ -116,7 +114,7 @@ class Drawer:
                 dialogues.append(tuple(Exchange("follow-up", t.question, t.answer) for t in turns))
             yield self.item(f"drawn-{number}", [self.jpeg(scene)], dialogues)
 
-    def worth_asking(self, wanted: Wanted) -> Iterator[tuple[int, Scene, list[Exchange]]]:
+    def worth_asking(self, wanted: RemainingQuota) -> Iterator[tuple[int, Scene, list[Exchange]]]:
         """Scenes that answer several of the questions still wanted, until none is.
 
         Raises ``ValueError`` with what is missing if no scene offers it.
@@ -132,10 +130,10 @@ class Drawer:
             unlike = {
                 (exchange.topic, exchange.answer): exchange for exchange in asked if exchange is not None
             }
-            found = wanted.taken(unlike.values(), PER_PICTURE)
+            found = wanted.select(unlike.values(), PER_PICTURE)
             if len(found) >= min(least, wanted.total):
                 misses = 0
-                yield number, scene, wanted.settle(found)
+                yield number, scene, wanted.record(found)
                 continue
             misses += 1
             if misses > DESPAIR:
@@ -143,7 +141,7 @@ class Drawer:
             if misses % PATIENCE == 0:
                 least = max(1, least - 1)
 
-    def scene_for(self, number: int, wanted: Wanted) -> Scene:
+    def scene_for(self, number: int, wanted: RemainingQuota) -> Scene:
         """A scene of a sort that is likely to offer something wanted."""
         # The hundreds of names are one topic among others here.
         topic = self.pick(tuple(dict.fromkeys(slot.split()[0] for slot in wanted.left)))
@@ -154,7 +152,7 @@ class Drawer:
         renderer = Renderer(self.unseen_style, torch.device("cpu"))
         for name in all_names(self.unseen_style.names_of("sprite")):
             number, size = next(self.numbers), (161 + 2 * int(self.random.integers(30)),) * 2
-            painter = Painter(np.random.default_rng(number), size, self.unseen_style)
+            painter = SceneDrawer(np.random.default_rng(number), size, self.unseen_style)
             background = painter.background()
             while background.kind not in ("plain", "gradient"):
                 background = painter.background()
@@ -170,7 +168,7 @@ class Drawer:
 
     def real_photos(self) -> Iterator[HeldOut]:
         """Crops of photos, in the photos' own pixels. Of them mini can tell colours and light, no more."""
-        wanted = Wanted(Counter(PHOTOS))
+        wanted = RemainingQuota(Counter(PHOTOS))
         renamed = {"caption": "photo", "detail": "photo", "photo facts": "photo", "garment": "photo limits"}
         while wanted.total:
             number = next(self.numbers)
@@ -180,7 +178,7 @@ class Drawer:
             teller = Teller(scene, self.random)
             asked = [texts.ask(teller, topic) for topic in self.shuffled([*renamed, "photo limits", "kind"])]
             told = [replace(e, topic=renamed.get(e.topic, e.topic)) for e in asked if e is not None]
-            found = wanted.settle(wanted.taken(told, 3))
+            found = wanted.record(wanted.select(told, 3))
             yield self.item(f"photo-{number}", [self.cropped(scene)], [(self.typed(e),) for e in found])
 
     def several(self) -> Iterator[HeldOut]:
@@ -311,14 +309,14 @@ def read_photos(folder: Path) -> list[Image.Image]:
     return [Image.open(path).convert("RGB") for path in paths]
 
 
-def assemble(materials: Path, photos: list[Image.Image], seed: int) -> Drawer:
+def assemble(materials: Path, photos: list[Image.Image], seed: int) -> HeldOutDrawer:
     """The drawings of the materials with unseen words and photos in the place of those of training."""
     random = np.random.default_rng(seed)
     seen = Atlas.load(materials / "atlas.npz").without_words().without_photos()
     unseen = seen.plus(pack([], [to_photo(photo) for photo in photos]))
     texts_to_read = unseen_words(materials / "words.txt", random)
     words = lettering.letter(unseen, texts_to_read, lettering.fonts(materials / "fonts"), random)
-    return Drawer(words, Atlas.load(materials / "twemoji.npz"), photos, seed)
+    return HeldOutDrawer(words, Atlas.load(materials / "twemoji.npz"), photos, seed)
 
 
 def materials_folder(text: str) -> Path:
@@ -333,7 +331,7 @@ def main(given: list[str] | None = None) -> int:
     """Draw a set; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m training.mini.draw_held_out",
-        description=(__doc__ or "").partition("Knows:")[0],
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

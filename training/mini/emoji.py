@@ -1,7 +1,6 @@
-"""Emoji drawings of things, in several hands.
+"""Emoji drawings of things in several styles.
 
-Knows: which packages hold emoji that mini may learn from, which are kept from it, and which single drawings
-do not look like their name. Does not know: how packages are fetched or icons rendered (sources).
+Which packages are used, which are kept for judging, and which single drawings do not look like their name.
 """
 
 from typing import Final

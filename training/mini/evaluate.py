@@ -1,14 +1,12 @@
-"""How good mini is: put the held-out questions to a checkpoint, through vlfit's own engine.
+"""Score mini: put the held-out questions to a checkpoint, through vlfit's own engine.
 
     python -m training.mini.evaluate
     python -m training.mini.evaluate --model build/mini --clothes FOLDER --json scores.json
-    python -m training.mini.evaluate --copies                   also its FP8 and int4 copies: what they cost
+    python -m training.mini.evaluate --copies                   also its FP8 and int4 copies
     python -m training.mini.evaluate --only written --only name --sample 200
 
 Prints a table by topic. The exit status is 1 if a gate is missed, 2 if what was asked for cannot be done. In
 a --sample, a gate that is missed on fewer than 50 questions is too few to tell, and fails nothing.
-Knows: which questions there are to ask, and what is printed. Does not know: how they are asked (asking), how
-an answer is judged (judge), the gates and the sums (gates), where questions come from (held_out).
 """
 
 import argparse
@@ -20,13 +18,13 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from training.mini.arguments import file_to_write, whole
+from training.mini.arguments import file_to_write, whole_number
 from training.mini.asking import ask_all
 from training.mini.gates import (
-    MOST_LOST,
-    TELLING,
-    Judged,
+    MAX_COPY_LOSS,
+    MIN_SAMPLE,
     Row,
+    ScoredAnswer,
     copies_pass,
     drop,
     drop_lines,
@@ -89,7 +87,7 @@ def _quoted(topics: list[str]) -> str:
     return ", ".join(f'"{topic}"' for topic in topics)
 
 
-def evaluate(model: str, items: list[HeldOut], name: str, processes: int) -> list[Judged]:
+def evaluate(model: str, items: list[HeldOut], name: str, processes: int) -> list[ScoredAnswer]:
     """All answers of a checkpoint, judged; says on a terminal how far it is."""
     total = sum(item.questions for item in items)
 
@@ -105,7 +103,7 @@ def evaluate(model: str, items: list[HeldOut], name: str, processes: int) -> lis
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def ask_copies(model: str, items: list[HeldOut], processes: int) -> dict[str, list[Judged]]:
+def ask_copies(model: str, items: list[HeldOut], processes: int) -> dict[str, list[ScoredAnswer]]:
     """Answers of the FP8 and int4 copies that ``vlfit convert`` makes, to a sample of the same questions.
 
     Raises ``ValueError`` with the converter's own words if it fails.
@@ -113,7 +111,7 @@ def ask_copies(model: str, items: list[HeldOut], processes: int) -> dict[str, li
     chosen = sample(items, COPY_SAMPLE)
     answers = {}
     with tempfile.TemporaryDirectory() as folder:
-        for weights in MOST_LOST:
+        for weights in MAX_COPY_LOSS:
             out = Path(folder) / weights
             command = (
                 sys.executable,
@@ -135,7 +133,7 @@ def ask_copies(model: str, items: list[HeldOut], processes: int) -> dict[str, li
 
 def as_json(
     model: str,
-    judged: list[Judged],
+    judged: list[ScoredAnswer],
     table: dict[str, Row],
     drops: dict[str, dict[str, float]],
     seconds: float,
@@ -164,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m training.mini.evaluate",
-        description=(__doc__ or "").partition("Knows:")[0],
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -172,8 +170,19 @@ def parser() -> argparse.ArgumentParser:
     add("--questions", type=Path, default=SHIPPED, metavar="FILE.zip", help="default: those that ship")
     add("--clothes", type=Path, metavar="FOLDER", help="also ask what each photo of FOLDER/CLASS/* shows")
     add("--only", action="append", metavar="TOPIC", help="only this topic; may be given several times")
-    add("--sample", type=whole(1), metavar="N", help="about N of the questions, of every topic its share")
-    add("--processes", type=whole(1), default=0, metavar="N", help="default: as many as there are cores")
+    add(
+        "--sample",
+        type=whole_number(1),
+        metavar="N",
+        help="about N of the questions, of every topic its share",
+    )
+    add(
+        "--processes",
+        type=whole_number(1),
+        default=0,
+        metavar="N",
+        help="default: as many as there are cores",
+    )
     add("--copies", action="store_true", help="also score the FP8 and int4 copies that vlfit convert makes")
     add("--json", type=file_to_write, metavar="FILE", help="write scores and wrong answers there")
     return parser
@@ -203,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(as_json(options.model, judged, table, drops, seconds))
     partial = bool(options.only or options.sample)
-    told = {w: lost for w, lost in drops.items() if not sampled or len(copies[w]) >= TELLING}
+    told = {w: lost for w, lost in drops.items() if not sampled or len(copies[w]) >= MIN_SAMPLE}
     return 0 if gates_pass(table, partial) and copies_pass(told) else 1
 
 

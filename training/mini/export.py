@@ -1,7 +1,4 @@
-"""Write and read mini as a checkpoint folder in the form Qwen3-VL is released in.
-
-Knows: the files and their fields. Does not know: training.
-"""
+"""Write and read mini as a checkpoint folder in the form that Qwen3-VL is released in."""
 
 import json
 import shutil
@@ -11,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from training.mini.card import Making, card
+from training.mini.card import TrainingRecord, card
 from training.mini.model import Model
 from training.mini.shape import Shape
 from training.mini.tokenizer import PACKAGE, added_id
@@ -116,7 +113,7 @@ def export(
     shape: Shape,
     folder: Path,
     tokenizer: Path = PACKAGE,
-    making: Making | None = None,
+    making: TrainingRecord | None = None,
 ) -> None:
     """Write a complete checkpoint folder with bf16 weights in shards of at most ``SHARD_BYTES``.
 

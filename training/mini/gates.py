@@ -1,8 +1,4 @@
-"""What mini must reach, and how single judgements become the table that says whether it does.
-
-Knows: the gates, means, balanced accuracy, what a copy loses. Does not know: how answers come about
-(evaluate) or how one of them is judged (judge).
-"""
+"""The gates that mini must reach, and the table of scores that says whether it does."""
 
 import re
 from collections import defaultdict
@@ -20,9 +16,9 @@ GATES: Final[dict[str, float]] = {
 # Asked only where someone has the photos.
 OPTIONAL: Final = frozenset({"clothes"})
 # Points of the overall score that a copy may lose.
-MOST_LOST: Final[dict[str, float]] = {"fp8": 0.5, "int4": 2.0}
+MAX_COPY_LOSS: Final[dict[str, float]] = {"fp8": 0.5, "int4": 2.0}
 # In a sample, a gate tells nothing on fewer questions than these: one wrong answer more or less decides.
-TELLING: Final = 50
+MIN_SAMPLE: Final = 50
 OVERALL: Final = "all"
 NOTES: Final[dict[str, str]] = {
     "count": "0 to 6",
@@ -43,8 +39,8 @@ OF_LETTERS: Final = re.compile(r'It says "(.+)"\.')
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One question, what was said, and what that is worth (0 to 1). ``picture``: the name of the item."""
+class ScoredAnswer:
+    """A question, the answer ``said`` and its ``score`` (0 to 1). ``picture``: the name of the item."""
 
     picture: str
     exchange: Exchange
@@ -54,7 +50,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: how many were asked, the share that is right, and the gate if there is one.
+    """A row of the table: number of questions, share answered right, and the gate if there is one.
 
     ``sampled``: the questions are a sample of those the gate is meant for.
     """
@@ -72,16 +68,16 @@ class Row:
     @property
     def missed(self) -> bool:
         """Whether the gate is not reached, on enough questions to say so."""
-        return not self.passes and not (self.sampled and self.asked < TELLING)
+        return not self.passes and not (self.sampled and self.asked < MIN_SAMPLE)
 
 
-def summarize(judged: list[Judged], sampled: bool = False) -> dict[str, Row]:
+def summarize(judged: list[ScoredAnswer], sampled: bool = False) -> dict[str, Row]:
     """The table by topic; then the overlap of boxes, JSON, and all questions together.
 
     "is there" is balanced where both kinds were asked; reading is also told apart by length.
     ``sampled``: these are not all questions that there are, so that a gate missed on a few says nothing.
     """
-    by_topic: dict[str, list[Judged]] = defaultdict(list)
+    by_topic: dict[str, list[ScoredAnswer]] = defaultdict(list)
     for one in judged:
         by_topic[one.exchange.topic].append(one)
     table: dict[str, Row] = {}
@@ -102,20 +98,20 @@ def summarize(judged: list[Judged], sampled: bool = False) -> dict[str, Row]:
     return table
 
 
-def _right(topic: str, ones: list[Judged]) -> float:
+def _right(topic: str, ones: list[ScoredAnswer]) -> float:
     answers = [(is_yes(one.exchange.answer), one.score) for one in ones]
     # A small sample may hold yeses only; then there is nothing to balance.
     both = len({present for present, _ in answers}) == 2
     return balanced(answers) if topic == "is there" and both else _mean(ones)
 
 
-def _mean(ones: list[Judged]) -> float:
+def _mean(ones: list[ScoredAnswer]) -> float:
     return sum(one.score for one in ones) / len(ones)
 
 
-def _by_length(ones: list[Judged]) -> dict[str, Row]:
+def _by_length(ones: list[ScoredAnswer]) -> dict[str, Row]:
     """How well words of each length are read."""
-    by_length: dict[int, list[Judged]] = defaultdict(list)
+    by_length: dict[int, list[ScoredAnswer]] = defaultdict(list)
     for one in ones:
         if found := OF_LETTERS.fullmatch(one.exchange.answer):
             by_length[len(found[1])].append(one)
@@ -142,7 +138,7 @@ def gates_pass(table: dict[str, Row], partial: bool) -> bool:
     return asked and not any(row.missed for row in table.values())
 
 
-def drop(original: list[Judged], copy: list[Judged]) -> dict[str, float]:
+def drop(original: list[ScoredAnswer], copy: list[ScoredAnswer]) -> dict[str, float]:
     """Points (hundredths) that a copy loses on the questions it was asked: by topic, and overall.
 
     Raises ``ValueError`` for a question that the original was not asked.
@@ -163,11 +159,11 @@ def drop(original: list[Judged], copy: list[Judged]) -> dict[str, float]:
 
 def drop_lines(weights: str, lost: dict[str, float], asked: int, sampled: bool = False) -> list[str]:
     """What a copy loses, as people read it: overall, then every topic in which something changed."""
-    missed = "  too few to tell" if sampled and asked < TELLING else "  MISSED"
-    verdict = "" if lost[OVERALL] <= MOST_LOST[weights] else missed
+    missed = "  too few to tell" if sampled and asked < MIN_SAMPLE else "  MISSED"
+    verdict = "" if lost[OVERALL] <= MAX_COPY_LOSS[weights] else missed
     lines = [
         f"{weights}: {lost[OVERALL]:+.2f} points lost of the overall score on {asked} questions, "
-        f"at most {MOST_LOST[weights]:.1f} allowed{verdict}"
+        f"at most {MAX_COPY_LOSS[weights]:.1f} allowed{verdict}"
     ]
     changed = {topic: value for topic, value in lost.items() if topic != OVERALL and round(value, 2)}
     return lines + [f"  {topic:<20}{value:>+8.2f}" for topic, value in changed.items()]
@@ -175,4 +171,4 @@ def drop_lines(weights: str, lost: dict[str, float], asked: int, sampled: bool =
 
 def copies_pass(drops: dict[str, dict[str, float]]) -> bool:
     """Whether no copy loses more than it may."""
-    return all(lost[OVERALL] <= MOST_LOST[weights] for weights, lost in drops.items())
+    return all(lost[OVERALL] <= MAX_COPY_LOSS[weights] for weights, lost in drops.items())

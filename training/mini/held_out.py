@@ -1,9 +1,6 @@
-"""The held-out questions as they lie on disk: pictures, dialogues about them, and the true answers.
+"""The held-out questions on disk (``held_out.zip``): pictures, dialogues about them, and the true answers.
 
-Knows: the zip file, and how to take a share of its questions. Does not know: how questions were drawn
-(draw_held_out), how answers are judged (judge), or who answers (evaluate).
-
-`held_out.zip` ships beside this file, so that anyone can score mini with nothing fetched.
+The file is in the repository, so that anyone can score mini without fetching anything.
 """
 
 import json

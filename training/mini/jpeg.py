@@ -1,7 +1,7 @@
-"""What saving as JPEG does to pictures, many at once, on any processor.
+"""What saving as JPEG does to pictures, many at once, on any device; no file is written.
 
-Knows: colours at half the resolution (4:2:0), and the rounding of each 8 x 8 block's cosines, with the tables
-and the scale of qualities of libjpeg (ITU-T T.81, Annex K). Does not know: files; nothing is encoded.
+Colours at half the resolution (4:2:0), and the rounding of each 8 x 8 block's cosines with libjpeg's tables
+and quality scale (ITU-T T.81, Annex K).
 """
 
 from math import cos, pi, sqrt

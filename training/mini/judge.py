@@ -1,8 +1,7 @@
-"""What an answer is worth, from 0 to 1, held against the true one.
+"""Scores of answers from 0 to 1 against the true ones, by kind of answer. Pure functions of text.
 
-Knows: how answers are compared, each kind in its own way. Pure functions of words; strict where words are
-few: an answer that says the true thing in other words counts as wrong, because mini was taught the words.
-Does not know: who answered, what was shown, how scores are put together (evaluate).
+They are strict where answers are short: the truth in other words counts as wrong, because mini was taught the
+words.
 """
 
 import json

@@ -1,8 +1,4 @@
-"""Written words for a run: which texts, and their drawings in many fonts.
-
-Knows: the word list, which words no run may ever see, and how a text becomes a texture.
-Does not know: where fonts and words come from (prepare) or where a sign is put (scenes).
-"""
+"""Written words for a run: the texts, their drawings in many fonts, and the words that no run may see."""
 
 import os
 from collections.abc import Sequence

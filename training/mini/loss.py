@@ -1,8 +1,4 @@
-"""What a batch costs: draw its pictures, predict its answers, compare.
-
-Knows: how a batch reaches the processor, and how much each token counts. Does not know: what is done with
-the gradient (train, refine).
-"""
+"""The loss of a batch: draw its pictures, predict its answers, weigh each token."""
 
 import torch
 from torch import Tensor
@@ -33,7 +29,7 @@ def batch_loss(model: Model, renderer: Renderer, batch: Batch, learn_to_see: boo
     weights = torch.from_numpy(layout.weights).to(processor, non_blocking=True).view(-1)[chosen]
     with torch.autocast(processor.type, torch.bfloat16, enabled=processor.type == "cuda"):
         with torch.set_grad_enabled(learn_to_see):
-            image, levels = model.look(pictures, len(tokens), batch.frames)
+            image, levels = model.encode_pictures(pictures, len(tokens), batch.frames)
         states = model.read(image, levels, tokens, positions, visible_mask(segments), slots)
         logits = model.logits(states.flatten(0, 1)[chosen])
     losses = functional.cross_entropy(logits.float(), targets.view(-1)[chosen], reduction="none")

@@ -1,8 +1,4 @@
-"""Scenes drawn by lot: which there may be, so that their words are never arguable.
-
-Knows: how often each sort of scene, thing, colour and size comes. Does not know: how things find room
-(arrange), how charts are built (charts), what is asked about a scene, or how it is drawn.
-"""
+"""Random scenes: how often each sort, thing, colour and size comes, such that no answer is arguable."""
 
 import numpy as np
 
@@ -35,11 +31,11 @@ def draw_scene(seed: int, size: tuple[int, int], atlas: Atlas, ease: float = 0.0
     ``ease`` from 0 to 1 is the share of scenes with one large thing: the start of training needs them.
     ``sort``: one of ``SORTS``, or empty to draw it by lot too.
     """
-    return Painter(np.random.default_rng(seed), size, atlas).paint(seed, ease, sort)
+    return SceneDrawer(np.random.default_rng(seed), size, atlas).paint(seed, ease, sort)
 
 
-class Painter:
-    """Draws the lots of one scene."""
+class SceneDrawer:
+    """Draws one random scene."""
 
     def __init__(self, random: np.random.Generator, size: tuple[int, int], atlas: Atlas) -> None:
         self.random = random
@@ -67,7 +63,7 @@ class Painter:
             background = self.quiet_background()
             bars, marks = draw_chart(self.random, self.size, self.atlas, background.names[0])
             return Scene(seed, *self.size, background, bars, marks, "chart", finish=finish)
-        things = arrange(self.wanted(sort, background), self.random, self.size, single=sort == "single")
+        things = arrange(self.draw_things(sort, background), self.random, self.size, single=sort == "single")
         return Scene(seed, *self.size, background, tuple(things), finish=finish)
 
     def sort(self) -> str:
@@ -99,7 +95,7 @@ class Painter:
         name, exact = self.colour(taken)
         return Background("plain", (name,), (exact,))
 
-    def wanted(self, sort: str, background: Background) -> list[Thing]:
+    def draw_things(self, sort: str, background: Background) -> list[Thing]:
         """Things without a place yet."""
         taken = set(background.names) | ({"blue", "green", "grey"} if background.kind == "photo" else set())
         if sort == "single":
@@ -112,7 +108,7 @@ class Painter:
         if sort == "written":
             others = [self.thing(self.common_kind(), taken) for _ in range(int(self.random.integers(0, 3)))]
             return [self.thing(self.written_kind(), taken), *others]
-        return self.kindred(taken) if sort == "kindred" else self.group(taken)
+        return self.draw_group(taken) if sort == "kindred" else self.group(taken)
 
     def group(self, taken: set[str]) -> list[Thing]:
         """Several of one kind (the same drawing), sometimes with one or two others that are not of it."""
@@ -130,7 +126,7 @@ class Painter:
                 things.append(other)
         return things
 
-    def kindred(self, taken: set[str]) -> list[Thing]:
+    def draw_group(self, taken: set[str]) -> list[Thing]:
         """Different things of one group, or shapes, up to nine; sometimes with one that is not of it."""
         random = self.random
         known = set(self.atlas.names_of("sprite"))

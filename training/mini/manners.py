@@ -1,8 +1,7 @@
-"""What mini says when there is no picture, and who it is told to be: small talk, drawn by lot.
+"""Small talk without a picture, and system prompts, drawn at random.
 
-Knows: how a wording of ``small_talk.txt`` becomes what a person would really type (lower case, no full stop,
-"please", a slip of the finger), dialogues of such exchanges, system prompts, wordings held out to test with.
-Does not know: pictures, scenes, tokens. An answer depends on the intent alone: mini knows nothing else.
+A wording of ``small_talk.txt`` becomes what a person would type (lower case, no full stop, "please", a typo).
+Some wordings are held out for tests. An answer depends on the intent alone.
 """
 
 import re

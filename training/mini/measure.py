@@ -1,7 +1,6 @@
-"""Put held-out questions to a model under training and score the answers by topic.
+"""Score a model under training on held-out questions by topic: greedy decoding, many questions at once.
 
-Knows: greedy decoding with the dense model, many questions at once. Does not know: how an answer is judged
-(judge), nor vlfit's engine (`evaluate.py` asks the shipped checkpoint through it).
+(``evaluate`` asks a finished checkpoint through vlfit's engine.)
 """
 
 from collections import defaultdict
@@ -90,7 +89,7 @@ def answer_all(
     visible = torch.ones((1, 1, length, length), dtype=torch.bool, device=processor).tril()
     ends = torch.tensor([row.used for row in rows], device=processor)
     nexts = torch.tensor([row.next_position for row in rows], device=processor)
-    image, levels = model.look(pictures, len(rows))
+    image, levels = model.encode_pictures(pictures, len(rows))
     index = torch.arange(len(rows), device=processor)
     done = torch.zeros(len(rows), dtype=torch.bool, device=processor)
     for step in range(most_tokens):

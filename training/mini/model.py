@@ -1,7 +1,7 @@
 """mini in training: Qwen3-VL as one dense, batched forward pass; all pictures of a batch have one size.
 
-Knows: the two halves together, how they start, and the names of the released checkpoints, so that the state
-dict is the checkpoint. Does not know: files, words, optimizers. A test holds it against the reference.
+Parameters have the names of released checkpoints, so the state dict is the checkpoint. A test compares it
+with the reference.
 """
 
 from torch import Tensor, nn
@@ -54,10 +54,10 @@ class Model(nn.Module):
 
         ``pictures``: [batch * pictures of each * frames, 3, height, width].
         """
-        image, levels = self.look(pictures, len(tokens), frames)
+        image, levels = self.encode_pictures(pictures, len(tokens), frames)
         return self.read(image, levels, tokens, positions, visible, slots)
 
-    def look(self, pictures: Tensor, batch: int, frames: int = 1) -> tuple[Tensor, list[Tensor]]:
+    def encode_pictures(self, pictures: Tensor, batch: int, frames: int = 1) -> tuple[Tensor, list[Tensor]]:
         """The image tokens of all pictures of each sequence, end to end: [batch, tokens, hidden]."""
         image, levels = self.model.visual(pictures, frames)
         hidden = image.shape[-1]

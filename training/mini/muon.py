@@ -1,9 +1,7 @@
-"""Muon: momentum whose direction is made orthogonal, matrix by matrix. Here it needs about half the samples
-of AdamW.
+"""Muon: momentum with an orthogonalized update, matrix by matrix. Here it needs half the samples of AdamW.
 
-Knows: the update of Keller Jordan's Muon, scaled as Moonshot's (so that its rate compares with AdamW's).
-Matrices of one shape are stacked and updated together: a small model has many of them.
-Does not know: which parameters deserve it (train).
+Keller Jordan's update, scaled as Moonshot's, so that its learning rate compares with AdamW's. Matrices of one
+shape are stacked and updated together, since a small model has many of them.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,8 +1,4 @@
-"""Drawings of things by many hands, from the Open Clip Art Library.
-
-Knows: which of its files show a thing that mini names; each was looked at.
-Does not know: how packages are fetched or SVG is rendered (sources).
-"""
+"""Drawings of things from the Open Clip Art Library, each checked by eye."""
 
 import re
 from typing import Final
@@ -194,7 +190,7 @@ def drawings(fetcher: Fetcher, render: Renderer) -> list[Drawing]:
         Source(f"debian:{PACKAGE}", version, "public domain", "drawings of things", "Open Clip Art Library")
     )
     found = []
-    for name, files in wanted().items():
+    for name, files in files_by_thing().items():
         for file in files:
             path = unpacked / FOLDER / f"{file}.svg"
             if not path.exists():
@@ -206,7 +202,7 @@ def drawings(fetcher: Fetcher, render: Renderer) -> list[Drawing]:
     return found
 
 
-def wanted() -> dict[str, list[str]]:
+def files_by_thing() -> dict[str, list[str]]:
     """The files of the table by thing. A name that is no thing is an error in the table."""
     files: dict[str, list[str]] = {}
     for line in _TABLE.strip().splitlines():

@@ -1,7 +1,4 @@
-"""The shapes, drawn.
-
-Knows: the outline of every shape that mini can name. Does not know: colours, or where a shape is put.
-"""
+"""Outlines of the shapes that mini can name."""
 
 from math import cos, pi, sin
 

@@ -1,7 +1,6 @@
-"""Photos that mini learns from: clothes from a folder, and a few others that packages carry.
+"""Photos that mini learns from, their sources and licences: clothes from a folder, and a few from packages.
 
-Knows: where photos come from, under which licence, and what is on them. scikit-image's photos are not among
-them: they are kept for judging. Does not know: how photos are stored (atlas) or shown (photos).
+scikit-image's photos are not among them: they are kept for judging.
 """
 
 import zipfile

@@ -1,9 +1,7 @@
-"""Photos as scenes: which part is shown, how it is bent, and what can truly be said of it.
+"""Photos as scenes: a crop, its distortion, and what can truly be said of it.
 
-There are few photos of anything but clothes that may be used, and what is to be learnt of them is that mini
-knows nothing of them but colours. So many are clothes made unrecognisable: details, turned, two in one.
-
-Knows: crops, the colours and the light of a crop, pieces of clothing. Does not know: how a photo is drawn.
+Few photos of anything but clothes may be used, and of those mini only has to learn that it knows nothing but
+their colours. So many are clothes made unrecognizable: details, turned, two in one.
 """
 
 import numpy as np

@@ -1,8 +1,4 @@
-"""A scene in words that nobody asked about: captions, descriptions, boxes and JSON.
-
-Knows: how each kind of thing and background is put into words. All of it follows from the scene alone.
-Does not know: questions (texts), pixels, tokens.
-"""
+"""Captions, descriptions, boxes and JSON of a scene. All of it follows from the scene alone."""
 
 import json
 

@@ -1,12 +1,10 @@
-"""Fetch what mini learns from, and build the atlas.
+"""Fetch the training materials and build the atlas.
 
     python -m training.mini.prepare [--photos FOLDER] [--out training/mini/materials]
 
-Knows: which materials there are and what each becomes: `atlas.npz` (drawings and photos), `twemoji.npz` (the
-things in a style that is never trained on), `fonts/`, `words.txt`, and `sources.json` with the package,
-version and licence of everything. All of it is written into the materials folder (--out), which is not
-shipped, and comes from package registries through their own clients (npm, pip, apt). Does not know: what the
-materials are used for.
+Writes `atlas.npz` (drawings and photos), `twemoji.npz` (the things in a style that is never trained on),
+`fonts/`, `words.txt`, and `sources.json` with package, version and licence of everything. They come from
+package registries through their own clients (npm, pip, apt), into a folder (--out) that is not shipped.
 
 FOLDER is laid out as {train,validation}/CLASS/*, CLASS a key of ``CLOTHES``; files are jpg, jpeg, png or
 webp. Test photos are not read.

@@ -1,7 +1,6 @@
-"""How many held-out questions there are of each sort, and which sort a question is.
+"""Quotas of the held-out questions by topic of `make eval-mini`, and by finer slots that keep them balanced.
 
-Knows: topics of the table that `make eval-mini` prints, and the finer slots that keep them balanced: counts
-from 0 to 9 alike, words of every length, as many true noes as yeses, every name once. Does not know: scenes.
+Counts from 0 to 9 alike, words of every length, as many true noes as yeses, every name once.
 """
 
 import re
@@ -85,19 +84,19 @@ def topic_of(exchange: Exchange) -> str:
     return topic if rest.isdigit() else slot_of(exchange).partition(",")[0]
 
 
-class Wanted:
-    """Counts down what is still to be asked."""
+class RemainingQuota:
+    """The questions still missing, by slot."""
 
     def __init__(self, left: Counter[str]) -> None:
         self.left = +left
 
     @property
     def total(self) -> int:
-        """How many questions are still missing."""
+        """Number of questions still missing."""
         return self.left.total()
 
-    def taken(self, exchanges: Iterable[Exchange], most: int) -> list[Exchange]:
-        """Those of ``exchanges`` that are wanted, at most so many; nothing is counted yet."""
+    def select(self, exchanges: Iterable[Exchange], most: int) -> list[Exchange]:
+        """At most ``most`` of ``exchanges`` whose slots are not full; nothing is recorded yet."""
         left = Counter(self.left)
         found: list[Exchange] = []
         for exchange in exchanges:
@@ -107,8 +106,8 @@ class Wanted:
                 found.append(exchange)
         return found
 
-    def settle(self, exchanges: Iterable[Exchange]) -> list[Exchange]:
-        """Count them, and give them with the topics of the table."""
+    def record(self, exchanges: Iterable[Exchange]) -> list[Exchange]:
+        """Record ``exchanges`` as asked; they are returned with the topics of the table."""
         kept = list(exchanges)
         self.left = +(self.left - Counter(slot_of(exchange) for exchange in kept))
         return [replace(exchange, topic=topic_of(exchange)) for exchange in kept]

@@ -1,12 +1,11 @@
-"""Teach a trained mini some more, on any machine: its text half alone, or all of it.
+"""Fine-tune a trained mini on any machine: its text half alone, or all of it.
 
     python -m training.mini.refine --start build/mini --sort photo --minutes 10 --out build/refined
     python -m training.mini.refine --start build/mini --see --workers 15 --batch 256 --out build/better
 
-What the vision tower sees stays as it is, so this mends what mini says, not what it can tell apart; with
-``--see`` the tower learns too. ``--sort`` names what to show more of; a share of all other scenes is shown
-too, lest they be forgotten. Two CPU cores manage a few pictures a second, a GPU two thousand.
-Knows: a short run without state. Does not know: how mini learns from nothing (train).
+The vision tower stays as it is, so this mends what mini says, not what it can tell apart; with ``--see`` the
+tower learns too. ``--sort`` names what to show more of; other scenes are shown too, lest they be forgotten.
+Two CPU cores manage a few pictures a second, a GPU two thousand. A stopped run cannot go on.
 """
 
 import argparse
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from training.mini.arguments import folder_outside, folder_with, positive, whole
+from training.mini.arguments import folder_outside, folder_with, positive_number, whole_number
 from training.mini.atlas import Atlas
-from training.mini.card import Making, made_before
+from training.mini.card import TrainingRecord, previous_record
 from training.mini.data import Batch, draw_form, long_batch, make_batch, one_batch
 from training.mini.export import TOKENIZER_FILES, configuration, export, load
 from training.mini.loss import batch_loss
@@ -40,8 +39,8 @@ SHARE, OTHERS = 0.6, 0.25
 TEXTS = 6000
 
 
-class Lessons(torch.utils.data.IterableDataset[Batch]):
-    """Endless batches, most with many scenes of one of ``sorts``; without any, as they come by lot."""
+class FineTuningBatches(torch.utils.data.IterableDataset[Batch]):
+    """Endless batches, most with many scenes of one of ``sorts``; without ``sorts``, random ones."""
 
     def __init__(self, atlas: Atlas, words: Words, sorts: list[str], batch: int) -> None:
         self.atlas, self.words, self.sorts, self.batch = atlas, words, sorts, batch
@@ -52,9 +51,9 @@ class Lessons(torch.utils.data.IterableDataset[Batch]):
             torch.set_num_threads(1)
         random = np.random.default_rng((time.time_ns(), worker.id if worker else 0))
         while True:
-            yield self.lesson(random)
+            yield self.draw_batch(random)
 
-    def lesson(self, random: np.random.Generator) -> Batch:
+    def draw_batch(self, random: np.random.Generator) -> Batch:
         """One batch."""
         atlas, words, batch = self.atlas, self.words, self.batch
         if not self.sorts or random.random() < OTHERS:
@@ -67,9 +66,9 @@ class Lessons(torch.utils.data.IterableDataset[Batch]):
 
 
 def refine(
-    model: Model, lessons: Lessons, seconds: float, rate: float, see: bool = False, workers: int = 0
+    model: Model, lessons: FineTuningBatches, seconds: float, rate: float, see: bool = False, workers: int = 0
 ) -> int:
-    """Train ``model`` for so many seconds, its vision tower only if it shall ``see``; the number of steps."""
+    """Train ``model`` for ``seconds``, its vision tower only with ``see``; returns the number of steps."""
     processor = next(model.parameters()).device
     renderer = Renderer(lessons.atlas, processor)
     model.model.visual.requires_grad_(see)
@@ -110,11 +109,13 @@ def parser() -> argparse.ArgumentParser:
         "--sort", choices=tuple(SORTS), action="append", default=[], dest="sorts", metavar="SORT",
         help=f"what to learn better (may be given several times; default: all): {', '.join(SORTS)}",
     )  # fmt: skip
-    add("--minutes", type=positive, default=10.0)
-    add("--batch", type=whole(LEAST_BATCH), default=16, help="pictures a step")
+    add("--minutes", type=positive_number, default=10.0)
+    add("--batch", type=whole_number(LEAST_BATCH), default=16, help="pictures a step")
     add("--see", action="store_true", help="the vision tower learns too")
-    add("--workers", type=whole(0), default=0, help="processes that draw scenes by lot (default: none)")
-    add("--rate", type=positive, default=1e-4, help="the highest learning rate")
+    add(
+        "--workers", type=whole_number(0), default=0, help="processes that draw random scenes (default: none)"
+    )
+    add("--rate", type=positive_number, default=1e-4, help="the highest learning rate")
     return parser
 
 
@@ -158,15 +159,15 @@ def main(given: list[str] | None = None) -> int:
     except ValueError as error:
         parser().error(f"argument --start: {error}")
     words = Words(str(arguments.start / "tokenizer.json"))
-    lessons = Lessons(full_atlas(MATERIALS, TEXTS), words, arguments.sorts, arguments.batch)
+    lessons = FineTuningBatches(full_atlas(MATERIALS, TEXTS), words, arguments.sorts, arguments.batch)
     seconds = arguments.minutes * 60
     steps = refine(model, lessons, seconds, arguments.rate, arguments.see, arguments.workers)
-    making = Making(
+    making = TrainingRecord(
         f"A model that had been trained was taught some more: {steps:,} steps of {arguments.batch} pictures "
         f"in {arguments.minutes:g} minutes, mostly of {', '.join(arguments.sorts) or 'all sorts'}, "
         f"{'all of it' if arguments.see else 'its text half only'}.",
         MATERIALS,
-        before=made_before(arguments.start),
+        before=previous_record(arguments.start),
     )
     export(model.state_dict(), model.shape, arguments.out, arguments.start, making)
     print(f"{steps} steps; written to {arguments.out}")

@@ -1,7 +1,6 @@
-"""Turn scenes into pictures, many at once, on whatever processor the atlas lies on.
+"""Render scenes to pictures, many at once, on the device of the atlas.
 
-Knows: how a scene's numbers become pixels; this one renderer makes the training pictures, the held-out ones
-and the demo pictures. Does not know: words.
+Training pictures, held-out ones and the demo pictures all come from here.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""A scene: what a picture will show. The scene is the truth; pixels (render) and words (phrases, texts) are
-both derived from it.
-
-Knows: things, backgrounds, boxes, places and sizes. Does not know: how scenes are chosen (lots), drawn or
-told.
+"""A scene: what a picture will show. Pixels (``render``) and words (``phrases``, ``texts``) follow from it.
 
 Lengths are fractions of the picture: x and width of its width, y and height of its height.
 """

@@ -1,7 +1,6 @@
-"""Pictures that look like a screenshot or a page: panels, bars, buttons and lines of text too small to read.
+"""Layout of pictures that look like a screenshot or a page: panels, bars, buttons, lines of unreadable text.
 
-Knows: how such a picture is laid out. All of it are marks, no things, for of such a picture mini can say only
-what sort it is. Does not know: what is said of it (phrases), how it is drawn.
+They have no things, since of such a picture mini can only say what sort it is.
 """
 
 import numpy as np

@@ -1,9 +1,7 @@
-"""One sequence of training: pictures once, then several conversations about them that do not see each other.
+"""One training sequence: pictures once, then several conversations about them that do not see each other.
 
-Knows: how a conversation is written in tokens (the chat template's very form), where each token stands, and
-what is to be learnt. Each segment sees the pictures and itself, and is numbered as if it alone followed them:
-exactly what the model meets when it is asked a single question.
-Does not know: what is asked (data), the model.
+Each segment attends to the pictures and itself, with the positions it would have if it alone followed them:
+what the model meets when it is asked a single question. Text has the chat template's exact form.
 """
 
 import re

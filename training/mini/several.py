@@ -1,7 +1,4 @@
-"""Two or three pictures in one prompt: which they are, and what is asked about them together.
-
-Knows: ordinals, comparisons. Does not know: questions about one picture (texts), tokens.
-"""
+"""Two or three pictures in one prompt, and questions about them together."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The sizes of a model: what `config.json` says, and nothing that computes."""
+"""The sizes of a model, as `config.json` has them."""
 
 from dataclasses import dataclass
 

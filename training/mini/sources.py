@@ -1,8 +1,6 @@
-"""Package registries as sources of drawings: fetching, licences, and icon sets.
+"""Package registries as sources of drawings, through their own clients (npm, pip, apt).
 
-Knows: how a package is fetched through its registry's own client (npm, pip, apt), the record kept of each,
-and how the icon for an emoji is found in an Iconify set and rendered.
-Does not know: which things are wanted (things) or what becomes of the drawings (prepare).
+Also the record of versions and licences, and icons for emoji from Iconify sets.
 """
 
 import importlib

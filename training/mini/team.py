@@ -1,8 +1,4 @@
-"""Several processors that train one model together; `torchrun` starts a process for each.
-
-Knows: who this process is among them, how their gradients become one, how they agree on a number. Does not
-know: what is trained. A process that was started alone is a team of one.
-"""
+"""Data-parallel training with a process for each device (`torchrun`); one process alone is a team of one."""
 
 import os
 from collections.abc import Iterable
@@ -32,12 +28,12 @@ class Team:
         return Team(rank, size)
 
     @property
-    def leads(self) -> bool:
-        """Whether this process is the one that prints, measures and writes."""
+    def is_leader(self) -> bool:
+        """Whether this process prints, measures and writes."""
         return self.rank == 0
 
     def leave(self) -> None:
-        """Part without waiting for the others."""
+        """Leave the process group without waiting for the others."""
         if self.size > 1:
             distributed.destroy_process_group()
 

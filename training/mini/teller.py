@@ -1,8 +1,4 @@
-"""Draws by lot what is asked about one scene.
-
-Knows: the small choices all questions share, and how people misspell a question. Does not know: any
-question (asked_of_things, asked_of_charts, asked_of_photos).
-"""
+"""Random choices that all questions about a scene share: which thing, which wording, which typos."""
 
 import re
 from dataclasses import dataclass
@@ -103,7 +99,7 @@ def as_typed(question: str, random: np.random.Generator) -> str:
         question = POLITE[int(random.random() * len(POLITE))] + question
     elif draw < 0.3:
         question = question.replace("picture", "image" if draw < 0.24 else "photo")
-    question = _hurried(question, random)
+    question = _with_typos(question, random)
     draw = random.random()
     if draw < 0.1:
         question = question.lower()
@@ -114,7 +110,7 @@ def as_typed(question: str, random: np.random.Generator) -> str:
     return question
 
 
-def _hurried(question: str, random: np.random.Generator) -> str:
+def _with_typos(question: str, random: np.random.Generator) -> str:
     """Now and then contracted, with "pls", without articles, with a slip or without a space."""
     draw = random.random()
     if draw < 0.14:

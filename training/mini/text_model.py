@@ -1,7 +1,6 @@
 """The text half of Qwen3-VL, dense: tokens and image tokens to the last hidden states.
 
-Knows: interleaved M-RoPE, grouped-query attention, where deepstack features are added, under the names the
-checkpoint gives them. Does not know: where image tokens come from.
+Interleaved M-RoPE, grouped-query attention and deepstack, under the checkpoint's names.
 """
 
 import torch

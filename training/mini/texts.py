@@ -1,8 +1,4 @@
-"""What mini is asked about a scene, and the true answers.
-
-Knows: every topic mini is taught, how often each comes, and how several questions make a conversation.
-Does not know: the questions themselves (asked_of_*), pixels, tokens.
-"""
+"""Topics: what mini is asked about a scene, how often each comes, and how questions make a conversation."""
 
 from collections.abc import Callable
 

@@ -1,11 +1,9 @@
-"""The things mini can name, and which emoji show each of them.
+"""The things that mini can name, their groups, and the emoji that show each.
 
-Knows: names, the group each belongs to, and code points (as the emoji packages name files, without FE0F)
-whose drawings everyone would call by that name, most plainly first.
-Does not know: how names are put into sentences (vocabulary) or where drawings come from (prepare).
-
-A name is in this list only if its drawings are unmistakable and unlike those of every other name: near-twins
-(mouse and rat, ship and ferry) share one name or leave one out, and no name is a shape's or a colour's.
+Code points (as the emoji packages name files, without FE0F) are of drawings that everyone would call by that
+name, most plainly first. A name is in this list only if its drawings are unmistakable and unlike those of
+every other name: near-twins (mouse and rat, ship and ferry) share one name or leave one out, and no name is a
+shape's or a colour's.
 """
 
 from dataclasses import dataclass

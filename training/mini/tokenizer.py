@@ -2,8 +2,7 @@
 
     python -m training.mini.tokenizer --out FOLDER      learns it anew (a few minutes; needs the materials)
 
-Knows: ids, and the files a tokenizer consists of. Does not know: what is said with it beyond the corpus it
-is learnt from (the scene texts, and the documentation in Python's own library for everyday English).
+The corpus is the scene texts, and the documentation in Python's own library for everyday English.
 """
 
 import argparse
@@ -97,7 +96,7 @@ def library_documentation() -> Iterator[str]:
                 yield text
 
 
-def learn(texts: Iterator[str]) -> Tokenizer:
+def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
     """Learn the merges and append the added tokens; the ids fill 0..VOCABULARY-1 exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -174,7 +173,7 @@ def main(given: list[str] | None = None) -> int:
         raise SystemExit(f"{path} is missing: run python -m training.mini.prepare first")
     random = np.random.default_rng(0)
     numbers = letter(Atlas.load(path), [str(number) for number in range(1000)], fonts(), random)
-    write(learn(corpus(numbers)), arguments.out)
+    write(train_tokenizer(corpus(numbers)), arguments.out)
     print(f"tokenizer written to {arguments.out}", file=sys.stderr)
     return 0
 

@@ -4,9 +4,8 @@
     python -m training.mini.train --tiny --out build/tiny               two minutes on a CPU: it runs
     torchrun --nproc-per-node 4 -m training.mini.train ...              on several GPUs of one computer
 
-Knows: the optimizer, the course of the learning rate over the minutes given, how to stop and go on. A run
-that was stopped goes on from its last state (`--work`) and still ends after `--minutes` of training in all.
-Does not know: what is in a picture or a sentence.
+A run that was stopped goes on from its last state (`--work`) and still ends after `--minutes` of training in
+all.
 """
 
 import argparse
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from training.mini.arguments import folder_outside, folder_with, positive, whole
+from training.mini.arguments import folder_outside, folder_with, positive_number, whole_number
 from training.mini.atlas import Atlas, built_in_atlas
-from training.mini.card import Making
+from training.mini.card import TrainingRecord
 from training.mini.data import Batch, Stream
 from training.mini.export import TOKENIZER_FILES, export
 from training.mini.lettering import letter, training_texts
@@ -39,7 +38,7 @@ from training.mini.tokenizer import PACKAGE
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How to train. ``minutes``: training time over all calls; ``stop_after``: seconds of this call.
 
     ``materials``: where the atlas came from, for the card; None where it was built in.
@@ -84,7 +83,12 @@ class Trainer:
     """One model, its optimizer, its running average and its clock."""
 
     def __init__(
-        self, plan: Plan, shape: Shape, atlas: Atlas, processor: torch.device, team: Team | None = None
+        self,
+        plan: TrainingPlan,
+        shape: Shape,
+        atlas: Atlas,
+        processor: torch.device,
+        team: Team | None = None,
     ) -> None:
         self.plan, self.shape, self.atlas, self.processor = plan, shape, atlas, processor
         self.team = team or Team()
@@ -165,7 +169,7 @@ class Trainer:
                 self.set_ease()
             if self.progress >= 1 or self.elapsed - before > plan.stop_after:
                 break
-            if not self.team.leads:
+            if not self.team.is_leader:
                 continue
             if self.step // plan.log_every > logged or self.step <= 2:
                 self.log(now - started)
@@ -176,7 +180,7 @@ class Trainer:
             if now - measured > plan.measure_every:
                 self.measure()
                 measured = time.monotonic()
-        if self.team.leads:
+        if self.team.is_leader:
             self.finish()
 
     def finish(self) -> None:
@@ -195,7 +199,7 @@ class Trainer:
         }
         (plan.out / "training.json").write_text(json.dumps(state, indent=1) + "\n")
 
-    def making(self) -> Making:
+    def making(self) -> TrainingRecord:
         """What the card tells of this run."""
         shown = f", {self.pictures:,} pictures (one shown twice counts twice)" if self.pictures else ""
         scores = {
@@ -203,7 +207,7 @@ class Trainer:
             for topic, value in self.history[-1].items()
             if isinstance(value, float) and topic not in NO_TOPICS
         }
-        return Making(
+        return TrainingRecord(
             f"Trained from nothing: {self.step:,} steps in {self.elapsed / 60:.1f} minutes{shown}.",
             self.plan.materials,
             scores,
@@ -314,7 +318,7 @@ def full_atlas(materials: Path, texts: int = 48_000) -> Atlas:
 
 def tiny(out: Path, steps: int = 30) -> Trainer:
     """A run of seconds on a CPU, with the drawings that need no download."""
-    plan = Plan(
+    plan = TrainingPlan(
         10.0, out, out / "work", batch=8, workers=0, warm_up=5, rate=3e-3, measure_each=4, compiled=False,
         most_steps=steps, log_every=5,
     )  # fmt: skip
@@ -330,12 +334,12 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, number = parser.add_argument, positive
+    add, number = parser.add_argument, positive_number
     add("--minutes", type=number, default=20.0, help="training time in all")
     add(
         "--measure-every",
         type=number,
-        default=Plan.measure_every,
+        default=TrainingPlan.measure_every,
         metavar="SECONDS",
         help="how often to score",
     )
@@ -346,9 +350,9 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer", type=folder_with(*TOKENIZER_FILES), default=PACKAGE,
         help="a folder that tokenizer.py wrote",
     )  # fmt: skip
-    add("--workers", type=whole(0), default=15, help="processes that draw scenes by lot")
-    add("--batch", type=whole(LEAST_BATCH), default=256, help="pictures a step of each GPU")
-    add("--rate", type=number, default=Plan.rate, help="the highest learning rate")
+    add("--workers", type=whole_number(0), default=15, help="processes that draw scenes by lot")
+    add("--batch", type=whole_number(LEAST_BATCH), default=256, help="pictures a step of each GPU")
+    add("--rate", type=number, default=TrainingPlan.rate, help="the highest learning rate")
     add("--tiny", action="store_true", help="a small model and a few steps on a CPU")
     add("--no-compile", action="store_true")
     return parser
@@ -367,13 +371,13 @@ def main(given: list[str] | None = None) -> int:
     # Pictures come in many sizes; past this many variants a layer would quietly run uncompiled.
     torch._dynamo.config.recompile_limit = 64
     team = Team.join("cuda")
-    plan = Plan(arguments.minutes, arguments.out, arguments.work or arguments.out / "work")
+    plan = TrainingPlan(arguments.minutes, arguments.out, arguments.work or arguments.out / "work")
     plan = replace(
         plan, stop_after=arguments.stop_after, workers=arguments.workers, batch=arguments.batch,
         rate=arguments.rate, measure_every=arguments.measure_every, compiled=not arguments.no_compile,
         tokenizer=arguments.tokenizer, materials=MATERIALS,
     )  # fmt: skip
-    if team.leads:
+    if team.is_leader:
         print(json.dumps({key: str(value) for key, value in asdict(plan).items()}), flush=True)
     processor = torch.device("cuda", torch.cuda.current_device())
     Trainer(plan, Shape(), full_atlas(MATERIALS), processor, team).run()

@@ -1,8 +1,4 @@
-"""Fonts and words for written signs: which ones, and how they are fetched.
-
-Knows: the fonts, each clearly legible in upper and lower case; the word list and what is left out of it.
-Does not know: how texts are drawn (lettering).
-"""
+"""Fonts and words for written signs: fonts legible in both cases, the word list and its exclusions."""
 
 import importlib
 import json

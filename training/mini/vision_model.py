@@ -1,7 +1,6 @@
 """The vision half of Qwen3-VL, dense: pictures of one size to image tokens and deepstack features.
 
-Knows: patches, their positions, the vision tower, under the names the checkpoint gives them.
-Does not know: text.
+Parameters have the checkpoint's names.
 """
 
 from functools import cache

@@ -1,8 +1,6 @@
-"""What mini can name, and how a name is said: colours, shapes, things, clothes, places.
+"""Colours, shapes, clothes and places that scenes are drawn from, with articles and plurals.
 
-Knows: the closed lists that scenes are drawn from, articles and plurals, and the rule that gives a pixel its
-colour name. Does not know: which things there are (things), how anything is drawn (atlas, render) or asked
-about (texts).
+Also the rule that gives a pixel its colour name.
 """
 
 from typing import Final

@@ -1,7 +1,4 @@
-"""The wordings of ``ways.txt``: how each question about a picture is asked, drawn by lot.
-
-Knows: where the words of a scene stand in a wording. Does not know: any question, any answer, scenes.
-"""
+"""Wordings of each question about a picture (``ways.txt``), drawn at random and filled in."""
 
 import re
 from functools import cache

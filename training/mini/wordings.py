@@ -1,4 +1,4 @@
-"""Wordings with choices in them: how they are written down, and how one is drawn by lot. No particular words.
+"""Wordings with choices in them: their syntax, and drawing one at random.
 
 ``{one|other}`` stands for one of the two, ``NAME`` for a part of the list of that name; both may be nested.
 """
